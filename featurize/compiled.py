@@ -25,6 +25,7 @@ from featurize.checkpointing import repeated_blocks
 from featurize.compiled_checkpoints import mark_cheap, marked
 from featurize.compiled_graph import GraphReplay
 from featurize.compiled_sharing import AttributeReads
+from featurize.cuda_graphs import GRAPHED, CudaGraphs
 from featurize.quantized import DEQUANTIZATIONS
 from featurize.replacing import replaced
 from featurize.wrappers import compiled_function, compiled_functions, is_compiled, uncompiled_copy
@@ -53,10 +54,14 @@ class CompiledRegions:
         model: Its compiled modules' forward passes are replaced.
         names: The compiled modules; "" is the model itself.
         blocks_alone: Repeated blocks are compiled each by itself, as where checkpoints around them divide the graph.
+        graphs: What their graphs run as, where they run as CUDA graphs; its notes are among `notes`.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str], *, blocks_alone: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, names: Iterable[str], *, blocks_alone: bool = False, graphs: CudaGraphs | None = None
+    ) -> None:
         self.recorder: Recorder | None = None
+        self.graphs = graphs
         self.capturing = False
         self.followed: set[str] = set()  # modules and functions that were captured
         self.failed: dict[str, str] = {}  # those that were not -> why
@@ -116,7 +121,8 @@ class CompiledRegions:
         if not self._any:
             return ()
         reasons = tuple(f"torch.compile: {name} is not captured: {why}" for name, why in self.failed.items())
-        return (MODELLED if self.followed else AS_EAGER, *reasons[:_MOST_REASONS])
+        graphed = self.graphs is not None and self.graphs.input_bytes is not None
+        return (MODELLED if self.followed else AS_EAGER, *[GRAPHED] * graphed, *reasons[:_MOST_REASONS])
 
 
 class _Region:
@@ -258,6 +264,7 @@ class _Capture:
             partition,
             dict(select_decomp_table()),
             num_params_buffers=len(names),
+            keep_inference_input_mutations=True,  # as Inductor's: running statistics are written by the graph's kernels
             enable_log=False,  # which prints the graphs, also where no one reads them
         )
 

@@ -8,16 +8,20 @@ GPU, so four rules approximate what it fuses:
    more buffers than Inductor inlines. Otherwise its consumers compute it from the buffers that it reads.
 3. A reduction's result always has memory, and so has what is gathered; what it is gathered from need not.
 4. A buffer is freed after its last reader. A fused kernel's result takes over a buffer of its size that ends there.
+
+Values that `featurize.compiled_fusion` puts together are one kernel, which reads each buffer once.
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from featurize.compiled_fusion import Work, fused_groups
 from featurize.op_cost import GATHERS
 
 if TYPE_CHECKING:
@@ -38,18 +42,24 @@ _POINTWISE = frozenset(
         "prims::_inductor_bucketize", "prims::convert_element_type", "prims::iota",
     }
 )  # fmt: skip
-# Fused kernels whose result has memory of its own.
+# Fused kernels whose result has memory of its own: these, and the two sets below.
 _REDUCTIONS = frozenset(
     {
         "aten::all", "aten::amax", "aten::amin", "aten::any", "aten::argmax", "aten::argmin", "aten::max", "aten::mean",
         "aten::min", "aten::prod", "aten::sum", "aten::var", "aten::var_mean", "prims::prepare_softmax_online",
         "prims::sum", "prims::var",
-        "aten::cat", "aten::copy", "aten::copy_", "aten::embedding", "aten::gather", "aten::index",
-        "aten::index_select", "aten::rand", "aten::rand_like", "aten::randn", "aten::randn_like",
-        "prims::inductor_random", "aten::index_put", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce",
-        "aten::select_scatter", "aten::slice_scatter",
     }
 )  # fmt: skip
+# What reduces nothing.
+_NO_REDUCTIONS = frozenset(
+    {
+        "aten::cat", "aten::copy", "aten::copy_", "aten::embedding", "aten::gather", "aten::index",
+        "aten::index_select", "aten::rand", "aten::rand_like", "aten::randn", "aten::randn_like",
+        "prims::inductor_random", "aten::select_scatter", "aten::slice_scatter",
+    }
+)  # fmt: skip
+# Add into places that others add into: kernels of their own.
+_SCATTERS = frozenset({"aten::index_put", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce"})
 _VIEWS = frozenset({"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "prims::broadcast_in_dim"})
 _INPUT, _VIEW, _INLINE, _KERNEL, _EXTERN = "input", "view", "inline", "kernel", "extern"
 
@@ -113,7 +123,36 @@ class GraphReplay:
             if self._bases[node] is not node:
                 self._views.setdefault(self._bases[node], []).append(node)
 
+        self._plan_kernels(users)
         self._meant = {n: _meant(n.meta["val"]) for n in self._nodes if self._roles[n] == _KERNEL and not _mutates(n)}
+
+    def _plan_kernels(self, users: dict[Node, set[Node]]) -> None:
+        """Decide which values one kernel computes, and which of them only that kernel reads."""
+        run = [node for node in self._nodes if self._roles[node] in (_KERNEL, _EXTERN)]
+        groups = fused_groups([self._work(node) for node in run])
+        self._group = {run[index]: number for number, group in enumerate(groups) for index in group}
+        self._local = {
+            node
+            for node in run
+            if (readers := {user for made in self._made(node) for user in users[made] if user not in self._made(node)})
+            and all(self._group.get(user) == self._group[node] for user in readers)
+        }
+
+    def _work(self, node: Node) -> Work[Node]:
+        reads = tuple(self._reads[node])
+        if self._roles[node] == _EXTERN or _name(node) in _SCATTERS:
+            return Work(places=0, fusible=False, reads=reads, makes=self._made(node))
+        places = _elements(node)
+        whole = _elements(node.all_input_nodes[0]) if _name(node) in _REDUCTIONS and node.all_input_nodes else places
+        return Work(
+            places=places, depth=max(1, whole // max(1, places)), trailing=_reduces_last(node), reads=reads,
+            makes=self._made(node),
+        )  # fmt: skip
+
+    def _made(self, node: Node) -> tuple[Node, ...]:
+        """Return the buffers that a kernel makes or changes; each of several results is one."""
+        parts = (user for user in node.users if user.target is operator.getitem and self._roles[user] == _INPUT)
+        return (self._bases[node], *parts)
 
     def _realize(self, node: Node) -> None:
         base = self._bases[node]
@@ -121,7 +160,15 @@ class GraphReplay:
             self._roles[base] = _KERNEL
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        recorder, graphs = self._regions.recorder_now(), self._regions.graphs
+        if recorder is None or graphs is None:
+            return self._run(args)
+        with graphs.replay(self, recorder, args):
+            return self._run(args)
+
+    def _run(self, args: list[Any]) -> list[Any]:
         values: dict[Node, Any] = {}
+        noted: dict[int, _Noted] = {}
         given = iter(args)
         for node in self._nodes:
             if node.op == "placeholder":
@@ -135,7 +182,7 @@ class GraphReplay:
             if role == _VIEW:
                 self._run_view(node, values)
             elif role == _KERNEL:
-                self._run_fused(node, values)
+                self._run_fused(node, values, noted)
             elif role == _EXTERN:
                 self._run_extern(node, values)
             elif role == _INPUT and node.op == "get_attr":
@@ -160,7 +207,7 @@ class GraphReplay:
         del result
         self._end(self._ends[node], values)
 
-    def _run_fused(self, node: Node, values: dict[Node, Any]) -> None:
+    def _run_fused(self, node: Node, values: dict[Node, Any], noted: dict[int, _Noted]) -> None:
         sources = [base for base in self._reads[node] if isinstance(values.get(base), Tensor)]
         inputs = [values[base] for base in sources]
         first = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
@@ -175,7 +222,15 @@ class GraphReplay:
             self._keep(node, made, values)
         if (recorder := self._regions.recorder_now()) is not None:
             assert isinstance(node.target, torch._ops.OpOverload)  # `_role` calls nothing else a kernel
-            recorder.fused(node.target, (first,), inputs, made if isinstance(made, tuple) else (made,))
+            kernel = noted.setdefault(self._group[node], _Noted())
+            again = [values[base] for base in sources if base in kernel.buffers]
+            results = made if isinstance(made, tuple) else (made,)
+            kernel.operator = recorder.fused(
+                node.target, (first,), inputs, results, into=kernel.operator, again=again, kept=node not in self._local,
+                leads=_name(node) in _REDUCTIONS,
+            )  # fmt: skip
+            kernel.buffers.update(sources, self._made(node))
+            del again, results
         del inputs, first, made
         self._end(self._ends[node], values)
 
@@ -211,6 +266,33 @@ class GraphReplay:
                 values.pop(view, None)
 
 
+@dataclass
+class _Noted:
+    """A kernel of several values: its place among the recorder's operators, and what it has read or made so far."""
+
+    operator: int | None = None
+    buffers: set[Node] = field(default_factory=set)
+
+
+def _elements(node: Node) -> int:
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, tuple | list) and value else value
+    return value.numel() if isinstance(value, Tensor) else 1
+
+
+def _reduces_last(node: Node) -> bool:
+    """Return whether a reduction is over the last dimensions of what it reduces."""
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if _name(node) not in _REDUCTIONS or dims is None or dims == []:
+        return True
+    if not isinstance(dims, int | list | tuple) or not node.all_input_nodes:
+        return False
+    value = node.all_input_nodes[0].meta.get("val")
+    rank = value.dim() if isinstance(value, Tensor) else 1
+    reduced = {dim % max(1, rank) for dim in ([dims] if isinstance(dims, int) else dims) if isinstance(dim, int)}
+    return reduced == set(range(rank - len(reduced), rank))
+
+
 def _role(node: Node) -> str:
     if node.op in ("placeholder", "get_attr"):
         return _INPUT
@@ -227,7 +309,7 @@ def _role(node: Node) -> str:
         return _VIEW
     if name == "aten::scatter" and _into_constant(node):
         return _INLINE
-    if name in _REDUCTIONS:
+    if name in _REDUCTIONS or name in _NO_REDUCTIONS or name in _SCATTERS:
         return _KERNEL
     if name in _POINTWISE or torch.Tag.pointwise in target.tags:
         return _INLINE if not _mutates(node) else _KERNEL

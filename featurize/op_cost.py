@@ -38,6 +38,9 @@ WRITE_ONLY = frozenset(
 )  # fmt: skip
 # Operators on lists of tensors.
 MULTI_TENSOR = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
+# Of these, those whose last list holds step counts, which are no part of a launch's table of tensors
+# (ATen/native/cuda/MultiTensorApply.cuh: FusedOptimizerTensorListMetadata).
+WITH_STEPS = ("aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_adagrad_")
 # Tensors per launch of the multi-tensor kernels by number of lists (ATen/native/cuda/MultiTensorApply.cuh).
 _FOREACH_TENSORS = (110, 64, 48, 36, 30)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,11 @@ from featurize import op_cost
 from featurize.accumulation import in_place_overload, references_of_the_last_holder, taken_over
 from featurize.library_calls import CUBLAS, has_library_calls, library_calls
 from featurize.meta_results import MetaResults
-from featurize.step_trace import BATCH, Block, Event, Operator
+from featurize.step_trace import BATCH, Block, Event, Operator, joined
 from featurize.values import INDEXED_BY_MASKS, NONZERO, READ, Values
+
+if TYPE_CHECKING:
+    from featurize.cuda_graphs import CudaGraphs
 
 _next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
@@ -46,6 +49,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.step, self.phase, self.keep_operators = 0, "setup", False
         self.recomputing = False  # a compiled graph's backward pass runs what its forward pass ran already
+        self.graphs: CudaGraphs | None = None  # where compiled parts run as CUDA graphs
         self._names = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
         self._running: list[str] = []  # paths of the modules whose forward pass runs
         self._node_modules: dict[int, str] = {}  # autograd node -> the module whose forward pass made it
@@ -139,9 +143,14 @@ class Recorder(TorchDispatchMode):
                     kept[event.block] = event.step
                 elif kept.get(event.block) == event.step:
                     del kept[event.block]
+        pooled = self.graphs.blocks if self.graphs is not None else ()
         return [
-            Block(size, kind or ("activation" if block in kept else "temporary"), *maker)
-            for block, (size, kind, maker) in enumerate(zip(self._sizes, self._kinds, self._makers, strict=True))
+            Block(
+                size, kind or ("activation" if block in kept else "temporary"), operator, module, call, block in pooled
+            )
+            for block, (size, kind, (operator, module, call)) in enumerate(
+                zip(self._sizes, self._kinds, self._makers, strict=True)
+            )
         ]
 
     # -- what happens
@@ -246,8 +255,25 @@ class Recorder(TorchDispatchMode):
             self._note(traits, maker[1], args, inputs, outputs)
         return out
 
-    def fused(self, func: OpOverload, args: Sequence, inputs: list[Tensor], outputs: Sequence) -> None:
-        """Note a kernel that a compiler wrote: an operator, and all that it computes from the inputs on the way."""
+    def fused(
+        self, func: OpOverload, args: Sequence, inputs: list[Tensor], outputs: Sequence, *,
+        into: int | None = None, again: Sequence[Tensor] = (), kept: bool = True, leads: bool = False,
+    ) -> int | None:  # fmt: skip
+        """Note a kernel that a compiler wrote: an operator, and all that it computes from the inputs on the way.
+
+        Args:
+            func: The operator.
+            args: Its first argument.
+            inputs: What it is computed from.
+            outputs: What it makes.
+            into: Place of the operator whose kernel computes this one, too.
+            again: Of the inputs, what that kernel has read or made already.
+            kept: It writes its outputs; False: nothing but the kernel itself reads them.
+            leads: The kernel is named after this operator.
+
+        Returns:
+            The place of the kernel's operator; None where operators are not kept.
+        """
         traits = self.traits_of(func)
         maker = (traits.name, self._running[-1] if self._running else self._module_now(), None)
         made = _meta_tensors(outputs)
@@ -255,8 +281,36 @@ class Recorder(TorchDispatchMode):
             self._see(tensor.untyped_storage(), "buffer")
         for tensor in made:
             self._see(tensor.untyped_storage(), None, maker)
-        if self.keep_operators and made:
-            self._note(traits, maker[1], args, _meta_tensors(inputs), made)
+        if not self.keep_operators or not made:
+            return into
+        self._note(traits, maker[1], args, _meta_tensors(inputs), made)
+        place, own = len(self.operators) - 1, self.operators[-1]
+        own = own._replace(
+            bytes_read=max(0, own.bytes_read - sum(map(_nbytes, again))),
+            bytes_written=own.bytes_written if kept else 0,
+        )
+        self.operators[-1] = own
+        if into is None:
+            return place
+        self.operators.pop()
+        for tensor in made:
+            self._made_by[self._live[tensor.untyped_storage()._cdata][0]] = into
+        self.operators[into] = joined(self.operators[into], own, into, leads)
+        return into
+
+    def stays(self, tensor: Tensor, pooled: Collection[int]) -> bool:
+        """Return whether a CUDA graph reads a tensor where it lies: parameters, buffers and the `pooled` blocks."""
+        live = self._live.get(tensor.untyped_storage()._cdata)
+        return live is not None and (self._kinds[live[0]] in ("parameter", "buffer") or live[0] in pooled)
+
+    def copied(self, tensors: Sequence[Tensor]) -> int:
+        """Note one kernel that copies tensors, and return their bytes (cudagraph_trees: `torch._foreach_copy_`)."""
+        total = sum(map(_nbytes, tensors))
+        if total and self.keep_operators:
+            shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+            dtype = str(tensors[0].dtype).removeprefix("torch.")
+            self.operators.append(Operator("aten::copy_", self.phase, dtype, shapes, (), 0, total, total, 1))
+        return total
 
     def _note(self, traits: Traits, module: str, args: Sequence, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         changed = [t for i in traits.written for t in _meta_tensors(args[i : i + 1])]
@@ -297,7 +351,7 @@ class Recorder(TorchDispatchMode):
             lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
             sizes = [t.numel() for t in lists[0]]
             elements = sum(sizes)
-            launches = op_cost.foreach_launches(len(lists), sizes)
+            launches = op_cost.foreach_launches(len(lists) - (traits.name in op_cost.WITH_STEPS), sizes)
         floating = next((t for t in (*outputs, *inputs) if t.is_floating_point()), None)
         dtype = (floating if floating is not None else (outputs or inputs)[0]).dtype
         self.operators.append(
@@ -314,6 +368,7 @@ class Recorder(TorchDispatchMode):
                 module,
                 tuple(sources),
                 self.phase == "backward" and self._recomputes(),
+                self.graphs is not None and self.graphs.is_launched(),
             )
         )
 
@@ -341,6 +396,8 @@ class Recorder(TorchDispatchMode):
         self._kinds.append(kind)
         self._makers.append(maker)
         self._made_by.append(BATCH if kind == "batch" else -1)
+        if self.graphs is not None:
+            self.graphs.took(len(self._sizes) - 1)
         self.events.append(Event(len(self._sizes) - 1, nbytes, self.step, self.phase))
         return len(self._sizes) - 1
 

@@ -22,6 +22,7 @@ BLOCK_KINDS = (
 )  # fmt: skip
 
 
+_LOOKUP = "aten::embedding"
 BATCH = -2  # the source of an input that is the step's batch
 
 
@@ -40,6 +41,32 @@ class Operator(NamedTuple):
     module: str = ""  # path of the module that called it, in the backward pass of the one whose operator it derives
     sources: tuple[int, ...] = ()  # indices of the operators that made its inputs; BATCH; -1: it was there before
     recomputed: bool = False  # in the backward pass, what the forward pass computed already: a checkpoint
+    graphed: bool = False  # in a CUDA graph that an operator before it launches: the host launches nothing for it
+
+
+def joined(kernel: Operator, other: Operator, place: int, leads: bool) -> Operator:
+    """Return two operators that run as one kernel.
+
+    Args:
+        kernel: The operator so far, at `place` among all.
+        other: What its kernel computes, too; `bytes_read` is what the kernel has not read yet.
+        place: Of the operator.
+        leads: It is named after `other`, unless it looks up rows, which says how many there are.
+    """
+    looks_up = _LOOKUP in (kernel.name, other.name)
+    first, second = (other, kernel) if other.name == _LOOKUP != kernel.name else (kernel, other)
+    return kernel._replace(
+        name=_LOOKUP if looks_up else other.name if leads else kernel.name,
+        input_shapes=first.input_shapes + second.input_shapes,
+        output_shapes=kernel.output_shapes + other.output_shapes,
+        flops=kernel.flops + other.flops,
+        bytes_read=kernel.bytes_read + other.bytes_read,
+        bytes_written=kernel.bytes_written + other.bytes_written,
+        # What a later operator made is left out: an operator comes after all of its sources.
+        sources=kernel.sources + tuple(source for source in other.sources if source < place),
+        recomputed=kernel.recomputed and other.recomputed,
+        graphed=kernel.graphed and other.graphed,
+    )
 
 
 class Event(NamedTuple):
@@ -61,6 +88,7 @@ class Block(NamedTuple):
     operator: str = ""  # that made it, empty for what the step began with
     module: str = ""  # path of the module that ran it
     call: LibraryCall | None = None  # of a workspace
+    pooled: bool = False  # it lies in the memory pool of CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -98,11 +126,26 @@ class StepTrace:
     widest_head: int | None = (
         None  # of calls of PyTorch's attention, whose kernels differ by GPU; 0: none; None: unknown
     )
+    graph_input_bytes: int | None = None  # of inputs that are copied into CUDA graphs; None: none run
 
     @property
     def flops(self) -> int:
         """FLOPs of one steady step."""
         return sum(op.flops for op in self.operators)
+
+    @cached_property
+    def graph_pool_bytes(self) -> int:
+        """Bytes that CUDA graphs may take beyond one memory pool for all: each of two keeps its own peak, and inputs
+        that are copied are there twice. 0 without graphs."""
+        if self.graph_input_bytes is None:
+            return 0
+        live, peaks, together = [0, 0], [0, 0], 0
+        for event in self.events:
+            pool = self.blocks[event.block].pooled
+            live[pool] += event.nbytes
+            peaks[pool] = max(peaks[pool], live[pool])
+            together = max(together, sum(live))
+        return sum(peaks) - together + self.graph_input_bytes
 
     @cached_property
     def batch_bytes(self) -> int:

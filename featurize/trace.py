@@ -18,6 +18,7 @@ from conf.plain_text import exception_line
 from featurize import flash_attention
 from featurize.batches import Inputs, arguments, as_meta, call, mapped, named_tensors, own_loss, shape_of, tensors_of
 from featurize.compiled import CompiledRegions
+from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.quantized import elements, replace_bitsandbytes
@@ -134,11 +135,14 @@ def trace_step(
         training = training_of(settings)
         if training.compile:
             compiled[""] = None
-        regions = CompiledRegions(model, compiled, blocks_alone=training.checkpointing is not None)
+        graphs = CudaGraphs() if training.runs_graphs else None
+        regions = CompiledRegions(model, compiled, blocks_alone=training.checkpointing is not None, graphs=graphs)
         step = TrainingStep(model, settings, "meta", loss=regions.loss(loss), holds_output=training_loop)
         model = step.model
         _require_trainable(model)  # quantized weights are frozen
         recorder = regions.recorder = Recorder(model)
+        recorder.graphs = graphs
+        notes.update(dict.fromkeys([AUTOTUNED] * training.autotunes))
         # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
         given = [_on_meta(one, target) for one in batches or (inputs,)]
         shapes: dict[Hashable, int] = {}
@@ -187,6 +191,7 @@ def trace_step(
             assumed=tuple(recorder.values.assumed),
             notes=(*regions.notes(), *notes, *([COMPILED_SHAPES] if mix is not None and compiled else ())),
             mix=mix,
+            graph_input_bytes=graphs.input_bytes if graphs is not None else None,
         )
     except (CommandError, TraceError):
         raise

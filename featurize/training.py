@@ -82,7 +82,7 @@ class TrainingStep:
         self.holds_output = holds_output and self.settings.holds_output
         self._held: tuple = ()
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.compiled` does it
-            model.compile()
+            model.compile(mode=self.settings.compile_mode)
         self.model = _prepared(model, self.settings).train()
         self.average = MovingAverage(self.model) if self.settings.ema else None
         self.optimizer = self._make_optimizer()

@@ -27,6 +27,9 @@ IMPLEMENTATIONS_OF = {
     **dict.fromkeys(("adam", "adamw", "sgd", "momentum", "nesterov", "adagrad"), IMPLEMENTATIONS),
     **dict.fromkeys(("rmsprop", "adafactor"), ("foreach", "loop")),
 }
+# `mode` of torch.compile, and those that run the model as CUDA graphs (torch/_inductor/__init__.py: list_mode_options).
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CHECKPOINTING = ("full", "selective")
 ZERO_GRADS = ("before_forward", "after_forward")
 _ON_HOST = (*OPTIMIZERS, "nesterov", "adagrad")  # optimizers with an implementation for the CPU
@@ -74,7 +77,8 @@ class Training:
         checkpoint_reentrant: The variant of `torch.utils.checkpoint`.
         offload_activations: Saved tensors lie in host memory until the backward pass (`save_on_cpu`).
         offload_optimizer: State and step of the optimizer are on the host; weights are copied back.
-        compile: The model is compiled (`torch.compile`), with Inductor. The loss and the optimizer are not.
+        compile: The model is compiled (`torch.compile`), with Inductor. The loss and the optimizer are not. A text of
+            `COMPILE_MODES` is torch.compile's mode; True is `default`.
         quantize: Frozen weights of linear layers are stored in 4 or 8 bits; `-dq` quantizes the block constants too.
         quantize_skip: Names of the linear layers that stay as they are. None: the output layer, as in transformers.
         quantize_keeps_inputs: 4-bit layers keep their inputs for the backward pass, as in bitsandbytes before 0.43.2.
@@ -102,7 +106,7 @@ class Training:
     checkpoint_reentrant: bool = False
     offload_activations: bool = False
     offload_optimizer: bool = False
-    compile: bool = False
+    compile: bool | str = False
     quantize: str | None = None
     quantize_skip: tuple[str, ...] | None = None
     quantize_keeps_inputs: bool = False
@@ -122,6 +126,21 @@ class Training:
     def scales_loss(self) -> bool:
         """Whether a `GradScaler` takes part."""
         return self.precision == "fp16" if self.grad_scaler is None else self.grad_scaler
+
+    @property
+    def compile_mode(self) -> str | None:
+        """The mode of torch.compile; None where the model is not compiled."""
+        return self.compile if isinstance(self.compile, str) else "default" if self.compile else None
+
+    @property
+    def runs_graphs(self) -> bool:
+        """Whether the compiled model runs as CUDA graphs."""
+        return self.compile_mode in GRAPH_MODES
+
+    @property
+    def autotunes(self) -> bool:
+        """Whether Inductor searches for kernels."""
+        return (self.compile_mode or "").startswith("max-autotune")
 
     def beyond_trials(self) -> tuple[str, ...]:
         """Return the settings, as `name=value`, that no trial config has."""
@@ -151,6 +170,8 @@ class Training:
         for name in _BOOLEANS:
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} is true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.compile, bool) and self.compile not in COMPILE_MODES:
+            problems.append(f"compile is true, false or one of {', '.join(COMPILE_MODES)}, got {self.compile!r}")
         if self.grad_scaler is not None and not isinstance(self.grad_scaler, bool):
             problems.append(f"grad_scaler is true, false or null, got {self.grad_scaler!r}")
         for name in ("accumulation", "checkpoint_every"):
@@ -213,7 +234,7 @@ _CHOICES = {
 _MAY_BE_NONE = ("implementation", "checkpointing", "quantize")
 _BOOLEANS = (
     "cudnn_benchmark", "channels_last", "set_to_none", "ema", "optimizer_in_backward", "checkpoint_reentrant",
-    "offload_activations", "offload_optimizer", "compile", "quantize_keeps_inputs", "holds_output",
+    "offload_activations", "offload_optimizer", "quantize_keeps_inputs", "holds_output",
 )  # fmt: skip
 
 

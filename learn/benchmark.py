@@ -1,7 +1,7 @@
 """`python -m learn.benchmark`: every estimator on the same rows, of the warehouse or of published files, in one table.
 
 Start reading at `benchmark`. In `learn.evaluation`, `benchmark_rows` chooses the rows, `splits` who is fitted on what,
-`benchmark_answers` asks, `benchmark_figures` counts, `benchmark_view` prints.
+`benchmark_answers` asks, `benchmark_figures` counts, `benchmark_view` prints. `benchmark_steps` is for measured steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from conf.cli import command
+from conf.errors import UsageError
 from learn.evaluation.benchmark_result import Benchmark
-from learn.evaluation.benchmark_settings import BenchmarkSettings
+from learn.evaluation.benchmark_settings import STEP_FORMULAS, BenchmarkSettings
 from learn.step_store import StepStore
 from learn.targets import Bins, get_target
 
@@ -41,6 +42,12 @@ def benchmark(
     settings and rows, same figures, times aside. Raises `UsageError` for settings that fit no rows. `progress(done,
     of)` hears of every traced step that is computed, every fit and every answer.
     """
+    from learn.evaluation.benchmark_steps import benchmark_steps, is_of_measured_steps
+
+    if is_of_measured_steps(settings):
+        return benchmark_steps(settings, progress)
+    if formulas := [name for name in settings.estimators or () if name in STEP_FORMULAS]:
+        raise UsageError(f"simulated rows: {', '.join(formulas)} is asked of measured or imported steps only")
     from learn.estimators import TRAINING_FREE, get_estimator
     from learn.evaluation.benchmark_answers import Tally, ask_free, ask_learned
     from learn.evaluation.benchmark_rows import of_published, of_runs

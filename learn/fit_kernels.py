@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from learn.kernels.activity_fit import ActivityScore
     from learn.kernels.judging import TimeScore
 
-LEAST_ROWS = 20
 FOLDS = 5
-# Sources whose rows count more or less than the square root of their number.
-WEIGHTS = {"kernels": 0.1, "llm_foundry": 1.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,6 @@ class FitKernelsSettings:
       python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv data=steps
       python -m warehouse.ingest source=neusight path=kernel_times.parquet data=steps
       python -m learn.fit_kernels data=steps out=parameters.json
-      python -m learn.fit_kernels data=steps peers=true
 
     Learns the efficiencies of kernels from all measured steps of a data folder (its own trials' and imported ones) and
     from its table of kernels. Each step is traced first, which takes most of the time: half a second a row. The table
@@ -42,9 +38,7 @@ class FitKernelsSettings:
     What the kernels keep busy is fitted to jobs with measured SM activity and occupancy: GPUMemNet's rows, and your own
     trials on GPUs with those counters. Without such jobs, those parameters stay as they are in the packaged file.
 
-    peers=true judges other people's formulas beside ours: the roofline with one share for each kind of kernel,
-    Habitat's wave scaling, NeuSight's tiles and waves. Each is fitted on the same rows and judged on the same left-out
-    ones. Rows of the table kernels are then drawn by their shapes, the same on every GPU model. No file is written.
+    `python -m learn.benchmark target=step_time data=steps` judges other people's formulas on the same rows.
     """
 
     data: str | None = data_key()
@@ -59,11 +53,7 @@ class FitKernelsSettings:
         60, "rows of the table kernels that are learned from, of each operator on each GPU model", "int 0 to 100000"
     )
 
-    peers: bool = key(False, "judge other people's formulas beside ours, and write no file")
-
     def __post_init__(self) -> None:
-        if self.peers and self.out is not None:
-            raise UsageError(f"peers=true writes no file; leave out={self.out} away")
         if self.path.is_dir():
             raise UsageError(f"out={self.path} is a folder; name a file")
         if not self.path.parent.is_dir():
@@ -94,36 +84,21 @@ class FittedKernels:
 
 
 def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int], None]) -> FittedKernels:
-    """Trace, fit, judge, and write the file, unless peers are judged, too.
+    """Trace, fit, judge, and write the file.
 
     Raises:
         UsageError: The folder holds too few measured steps.
     """
-    import warehouse
     from featurize.kernel_model.step_time import efficiencies_text, load_efficiencies
     from learn.kernels.activity_fit import ActivityFit, judged_activity
     from learn.kernels.fitting import TimeFit
     from learn.kernels.judging import judged, learned_of
-    from learn.kernels.peers import PEERS
-    from learn.kernels.rows import kernel_times, measured_activity, measured_times
+    from learn.kernels.rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
     from warehouse.layout import write_bytes
 
-    connection = warehouse.connect(settings.data)
-    try:
-        rows, left_out = measured_times(connection, progress, settings.steps)
-        kernels, kernels_left_out = kernel_times(connection, settings.kernels, same_shapes=settings.peers)
-    finally:
-        connection.close()
-    if len(rows) < LEAST_ROWS:
-        reasons = "; ".join(f"{reason}: {number:,}" for reason, number in left_out.items())
-        raise UsageError(
-            f"data={settings.data}: {len(rows)} measured steps can be learned from, and {LEAST_ROWS} are needed"
-            + (f" (left out: {reasons})" if reasons else "")
-        )
-    fit = TimeFit([*rows, *kernels], WEIGHTS)
-    scores, held_out = judged(fit, FOLDS, progress, PEERS if settings.peers else None)
-    if settings.peers:
-        return FittedKernels(times=scores, activity=(), left_out=left_out | kernels_left_out)
+    rows, left_out = measured_rows(settings.data, progress, steps=settings.steps, kernels=settings.kernels)
+    fit = TimeFit(rows, WEIGHTS)
+    scores, held_out = judged(fit, FOLDS, progress)
     learned = learned_of(fit, held_out, load_efficiencies().activity)
     jobs, jobs_left_out = measured_activity(settings.data, progress)
     of_activity: Sequence[ActivityScore] = ()
@@ -131,7 +106,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
         of_activity, activity = judged_activity(ActivityFit(jobs, learned), FOLDS, progress)
         learned = replace(learned, activity=activity)
     write_bytes(settings.path, efficiencies_text(learned).encode())
-    return FittedKernels(times=scores, activity=of_activity, left_out=left_out | kernels_left_out | jobs_left_out)
+    return FittedKernels(times=scores, activity=of_activity, left_out=left_out | jobs_left_out)
 
 
 def entry(settings: FitKernelsSettings) -> None:
@@ -146,8 +121,7 @@ def entry(settings: FitKernelsSettings) -> None:
         print(activity_table(fitted.activity))
     for reason, number in fitted.left_out.items():
         print(f"left out: {number:,} rows: {reason}")
-    if not settings.peers:
-        print(f"written: {settings.path}")
+    print(f"written: {settings.path}")
 
 
 if __name__ == "__main__":

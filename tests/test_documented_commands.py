@@ -33,6 +33,7 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "wait=true": "stays until it is stopped; tests/farm/test_service.py runs it",
     "cluster.address=auto": "needs a running Ray cluster",
     "estimators=[trace,lightgbm]": "traces and fits for half a minute; tests/learn/test_benchmark.py runs it",
+    "target=step_time data=steps": "needs published steps; tests/learn/test_benchmark_steps.py asks about made-up ones",
     "published=": "needs the published measurements; tests/learn/test_benchmark.py runs it on files like these",
     "learn.calibrate data=": "needs runs of a GPU; tests/learn/test_calibration.py runs it on files like these",
     "learn.build_defaults": "needs the published measurements; tests/learn/test_build_defaults.py runs it",

@@ -54,7 +54,7 @@ _CONTEXT = {
     "subField": "cr:subField",
     "transform": "cr:transform",
 }
-_KEYS = {"runs": "runs/run_id", "jobs": "jobs/job_id"}
+_KEYS = {"runs": "runs/run_id", "kernels": "kernels/kernel_row", "jobs": "jobs/job_id"}
 
 
 def croissant(

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from warehouse.schema import METRICS, RUN_SCHEMA, SCHEMA_VERSION, STATUSES
+from warehouse.columns import described
+from warehouse.schema import KERNEL_SCHEMA, METRICS, RUN_SCHEMA, SCHEMA_VERSION, STATUSES
 
 _ENVIRONMENT = (
     "device_name", "driver_version", "torch_version", "cuda_version", "cudnn_version", "python_version",
@@ -33,8 +35,8 @@ Training runs that the farm measured, for others to learn from and to check esti
     python -m warehouse.ingest source=dataset data=DIR
 
 or read the Parquet files with anything: `FAMILY/DEVICE-DAY-runs.parquet` has a row a run, `...-telemetry.parquet` a
-row a reading, joined by `run_id`. `python -m warehouse.export data=DIR` adds the runs of a data folder and writes this
-page.
+row a reading, `...-kernels.parquet` (where runs were profiled) a row a kernel, joined by `run_id`.
+`python -m warehouse.export data=DIR` adds the runs of a data folder and writes this page.
 """
 
 _NOTHING = """
@@ -71,13 +73,13 @@ The data are under the licence of the project that they come with.
 """
 
 
-def card(runs: Sequence[pa.Table], telemetry: Sequence[pa.Table]) -> str:
-    """Return the card as Markdown. `runs` and `telemetry` have all columns of the schema; equal rows, equal text."""
+def card(runs: Sequence[pa.Table], telemetry: Sequence[pa.Table], kernels: Sequence[pa.Table]) -> str:
+    """Return the card as Markdown. The tables have all columns of the schema; equal rows give equal text."""
     rows = [row for table in runs for row in table.to_pylist()]
     if not rows:
         return _HEAD + _NOTHING + _LICENCE
-    parts = [_HEAD, *sections(rows), _run_columns(rows), _telemetry_columns(telemetry), _LICENCE]
-    return "".join(parts)
+    parts = [_HEAD, *sections(rows), _run_columns(rows), _telemetry_columns(telemetry)]
+    return "".join([*parts, _kernel_columns(pa.concat_tables(kernels)), _LICENCE])
 
 
 # What `sections` reads of a row.
@@ -210,6 +212,25 @@ def _telemetry_columns(tables: Sequence[pa.Table]) -> str:
     ]
     text = f"\n## Columns of telemetry\n\nReadings by sensor: {readings}.\n\n"
     return text + markdown_table(("column", "unit", "what", "readings"), lines)
+
+
+def _kernel_columns(kernels: pa.Table) -> str:
+    """Return nothing for a data set without kernels."""
+    if not kernels.num_rows:
+        return ""
+    timings = Counter(kernels.column("timing").to_pylist())
+    operators = len(pc.unique(kernels.column("operator")))
+    lines = [
+        (f"`{name}`", str(kind), described("kernels", name), f"{len(column) - column.null_count:,}")
+        for name, kind, column in zip(KERNEL_SCHEMA.names, KERNEL_SCHEMA.types, kernels.columns, strict=True)
+        if column.null_count < len(column)
+    ]
+    text = (
+        f"\n## Columns of kernels\n\n{kernels.num_rows:,} rows of {operators:,} operators, by how they were timed: "
+        + ", ".join(f"{name} {count:,}" for name, count in sorted(timings.items()))
+        + ". A row stands for all launches of one kernel by one operator on inputs of the same shapes.\n\n"
+    )
+    return text + markdown_table(("column", "type", "what", "rows with a value"), lines)
 
 
 def _said(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`python -m warehouse.diff A B`: changes of runs, labels and schema between two snapshots, or since one.
+"""`python -m warehouse.diff A B`: changes of runs, labels, kernels and schema between two snapshots, or since one.
 
 Start reading at `diff`.
 """
@@ -23,6 +23,7 @@ from conf.plain_text import table_lines
 from conf.settings import data_key, key
 from warehouse.checks import LABELS
 from warehouse.connection import connect
+from warehouse.diff_kernels import KernelDifference, kernel_rows, kernel_shifts
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.reader import WarehouseConnection
@@ -88,6 +89,7 @@ class Difference:
     changed: tuple[RunCount, ...]  # same run_id, other content
     changed_columns: Mapping[str, int]  # column -> runs in which it changed
     shifts: tuple[LabelDifference, ...]
+    kernel_shifts: tuple[KernelDifference, ...]
     tolerance: float
     schema: tuple[SchemaChange, ...]
 
@@ -124,6 +126,7 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
             changed=_counts(joined, "after", "was AND is_there AND NOT same"),
             changed_columns=_changed_columns(joined, sides),
             shifts=tuple(_shifts(joined, tolerance)),
+            kernel_shifts=kernel_shifts(sides[0], sides[1], tolerance),
             tolerance=tolerance,
             schema=tuple(_schema_changes(*(_columns(data, name) for name in (before, after)))),
         )
@@ -253,6 +256,11 @@ def lines(difference: Difference) -> list[str]:
     text_lines += table_lines(
         ("label", "family", "device", "configurations", "median", "largest", f"beyond {difference.tolerance:g}"), rows
     )  # fmt: skip
+    text_lines.append("kernels, timed again:" + ("" if difference.kernel_shifts else " none"))
+    text_lines += table_lines(
+        ("operator", "device", "kernels", "median", "largest", f"beyond {difference.tolerance:g}"),
+        kernel_rows(difference.kernel_shifts),
+    )
     for change in difference.schema:
         changed = {kind: getattr(change, kind) for kind in ("added", "removed", "retyped")}
         parts = [f"{kind} {', '.join(columns)}" for kind, columns in changed.items() if columns]
@@ -283,12 +291,13 @@ class DiffSettings:
       python -m warehouse.diff 2026-11-20 format=json
 
     A label has moved where the same configuration in the same environment (device, torch, CUDA, cuDNN, driver,
-    allocator) was measured again: medians, relative to before; for ratios such as smact, the difference.
+    allocator) was measured again: medians, relative to before; for ratios such as smact, the difference. Kernels
+    have where the same one ran again on inputs of the same shapes, on the same GPU model and software.
     """
 
     before: str = key(help="snapshot that is compared; the first name of the command line")
     after: str = key("now", "snapshot that it is compared with, or now for the folder as it is; the second name")
-    tolerance: float = key(0.05, "shift of a label from which on a configuration counts as beyond")
+    tolerance: float = key(0.05, "shift from which on a configuration or kernel counts as beyond")
     format: str = key("table", "table or json")
     data: str | None = data_key()
 

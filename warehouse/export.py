@@ -1,26 +1,21 @@
 """`python -m warehouse.export out=datasets data=DIR`: measured runs as a data set that others can load.
 
-Start reading at `export`. `warehouse.dataset` has the files, `warehouse.dataset_card` the card.
+Start reading at `export`. `warehouse.dataset` has the files, `warehouse.dataset_card` the card, `warehouse.public_rows`
+what others may see of a row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fcntl
-import getpass
-import hashlib
 import math
 import os
-import platform
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -29,23 +24,14 @@ from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from conf.outputs import folder_problems
 from conf.settings import key
 from warehouse.connection import connect
-from warehouse.dataset import (
-    CARD,
-    JOB_PREFIX,
-    DatasetPart,
-    find_parts,
-    is_loaded,
-    public_id,
-    read_part,
-    repository_folder,
-    to_bytes,
-)
+from warehouse.dataset import ALWAYS_THERE, CARD, KINDS, DatasetPart, find_parts, read_part, repository_folder, to_bytes
 from warehouse.dataset_card import card
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.layout import sync, write_bytes
+from warehouse.public_rows import naive, public_kernels, public_row, public_telemetry
 from warehouse.reader import WarehouseConnection
-from warehouse.schema import METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.schema import RUN_SCHEMA
 
 # Runs that lost their worker know of no device, and belong to no data set of one.
 SOURCES = {
@@ -53,12 +39,7 @@ SOURCES = {
     "cpu": "source = 'measured' AND device_uuid IS NULL AND device_name IS NOT NULL",
     "simulated": "source = 'simulated' AND device_name IS NOT NULL",
 }
-_TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
-_ERROR_CHARACTERS = 2000  # of an error's end, where its message is
 _LARGEST = 5  # files named where the data set is too large
-# Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.
-_DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
-_PREFERENCE = {"repeated": 1, "unavailable": 2}  # of the readings in one bin, the least of these stays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +61,7 @@ class ExportSettings:
         None, "as in [cnn,gpt]; default all that have such runs", "text | list of text | null"
     )
     hz: float = key(10, "telemetry is thinned to this many readings a second of each sensor")
+    kernels: bool = key(True, "export the kernels of runs that were profiled; false: leave them out")
     max_mb: float = key(20, "refuse a data set that would be larger, in 10^6 bytes")
 
     def __post_init__(self) -> None:
@@ -112,6 +94,7 @@ class ExportReport:
 
     root: Path
     added: Counter[DatasetPart] = field(default_factory=Counter)  # runs that the data set did not have
+    kernels: int = 0  # rows that came with the added runs
     there: int = 0  # runs that it had
     without_device: int = 0
     total_bytes: int = 0
@@ -121,9 +104,10 @@ class ExportReport:
         text_lines = [f"{part.path('runs')}: {count} runs added" for part, count in sorted(self.added.items())]
         if self.without_device:
             text_lines.append(f"{self.without_device} runs lost their worker, have no device and are left out")
+        kernels = f" with {self.kernels:,} kernels" if self.kernels else ""
         known = f", {self.there} were there already" if self.there else ""
         text_lines.append(
-            f"{self.root}: {self.added.total()} runs added{known}; {self.total_bytes / 1e6:.1f} MB in all"
+            f"{self.root}: {self.added.total()} runs added{kernels}{known}; {self.total_bytes / 1e6:.1f} MB in all"
         )
         return text_lines
 
@@ -150,22 +134,37 @@ def export(settings: ExportSettings) -> ExportReport:
             if not new:
                 continue
             report.added[part] = len(new)
-            samples = public_telemetry(connection, {own: row["run_id"] for own, row in new}, settings.hz)
-            counts = Counter(samples.column("run_id").to_pylist())
-            for _, row in new:
-                row["telemetry_rows"] = counts[row["run_id"]]
-            added = pa.Table.from_pylist([row for _, row in new], schema=RUN_SCHEMA)
-            # Telemetry first, so readers of the runs see their samples. Those of an export that was killed before it
-            # came to the runs are not kept.
-            of_known = read_part(report.root, part, "telemetry")
-            of_known = of_known.filter(pc.is_in(of_known.column("run_id"), before.column("run_id").combine_chunks()))
-            whole = {
-                "telemetry": pa.concat_tables([of_known, samples]),
-                "runs": pa.concat_tables([before, added]),
-            }
-            contents |= {part.path(kind): to_bytes(part, kind, _sorted(table)) for kind, table in whole.items()}
+            whole = _with_samples(connection, report.root, part, new, settings)
+            report.kernels += whole["kernels"].num_rows
+            whole["runs"] = pa.Table.from_pylist([row for _, row in new], schema=RUN_SCHEMA)
+            # Runs last, so readers of the runs see their samples and kernels.
+            for kind, added in whole.items():
+                table = pa.concat_tables([_of_runs(read_part(report.root, part, kind), known), added])
+                if table.num_rows or kind in ALWAYS_THERE or (report.root / part.path(kind)).exists():
+                    contents[part.path(kind)] = to_bytes(part, kind, _sorted(table))
     _write(report, contents, settings.max_mb)
     return report
+
+
+def _with_samples(
+    connection: WarehouseConnection, root: Path, part: DatasetPart, new: list[tuple[str, dict[str, Any]]],
+    settings: ExportSettings,
+) -> dict[str, pa.Table]:  # fmt: skip
+    """Return the telemetry and the kernels of new runs of a part, and count them in the runs' rows."""
+    ids = {own: row["run_id"] for own, row in new}
+    samples = public_telemetry(connection, ids, settings.hz)
+    kernels = public_kernels(connection, ids if settings.kernels else {})
+    sample_counts, kernel_counts = (Counter(table.column("run_id").to_pylist()) for table in (samples, kernels))
+    for _, row in new:
+        row["telemetry_rows"] = sample_counts[row["run_id"]]
+        profiled = settings.kernels and row["kernel_rows"] is not None
+        row["kernel_rows"] = kernel_counts[row["run_id"]] if profiled else None
+    return {"telemetry": samples, "kernels": kernels}
+
+
+def _of_runs(table: pa.Table, run_ids: set[str]) -> pa.Table:
+    """Return the rows of some runs: those of an export that was killed before it came to its runs are not kept."""
+    return table.filter(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids), pa.string())))
 
 
 @contextlib.contextmanager
@@ -212,130 +211,16 @@ def _runs(
     return runs
 
 
-def public_row(run: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `runs` under its public id, without names of machines, users and folders."""
-    row = dict(run)
-    for name in ("started_at", "finished_at"):
-        if row[name] is not None:
-            row[name] = row[name].replace(tzinfo=datetime.UTC)
-    names = _names(run["node"])
-    for name in _TEXTS:
-        if row[name] is not None:
-            row[name] = scrubbed(row[name], names)
-    if row["config"] is not None:  # a model of one's own may be named by its file
-        row["config"] = scrubbed(row["config"])
-    if row["error"] is not None:
-        row["error"] = row["error"][-_ERROR_CHARACTERS:]
-    row["node"] = row["worker"] = row["kernel_rows"] = None
-    if is_loaded(run["job_id"]):
-        row["job_id"] = run["job_id"].removeprefix(JOB_PREFIX)
-        return row
-    row["run_id"] = public_id(run["run_id"], run["device_uuid"], run["finished_at"])
-    if run["device_uuid"] is not None and run["source"] == "measured":  # distinguishes cards, and serves nothing else
-        row["device_uuid"] = f"gpu-{hashlib.sha256(run['device_uuid'].encode()).hexdigest()[:12]}"
-    return row
-
-
-def scrubbed(text: str, names: Iterable[str] = ()) -> str:
-    """Return `text` with folders removed from paths, addresses as ADDRESS, and the given names as NAME."""
-    text = re.sub(r"/(?:home|Users)/[\w.@+=~-]+", "/NAME", text)  # also where nothing comes behind it
-    text = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', text)
-    text = re.sub(r"(\w+://)[^\s/\"')\]]+", r"\1ADDRESS", text)
-    text = re.sub(r"(?<![\w:/.])~?(?:/[\w.@+=~-]+)*/([\w.@+=~-]+)/?", r"\1", text)
-    text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", "ADDRESS", text)
-    for name in sorted(names, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "NAME", text)
-    return text
-
-
-def _names(node: str | None) -> set[str]:
-    """Return the names of the run's machine, of this machine and of the user; not `root` and other common ones."""
-    names = {node or "", platform.node()}
-    names |= {name.partition(".")[0] for name in names}
-    with contextlib.suppress(OSError, KeyError):
-        names.add(getpass.getuser())
-    return {name for name in names if len(name) > 2} - {"root", "user", "localhost"}
-
-
-def public_telemetry(
-    connection: WarehouseConnection, ids: dict[str, str], hz: float | None, where: str = "true"
-) -> pa.Table:
-    """Return the samples of some runs under their public ids, thinned to `hz` unless that is None.
-
-    `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
-    """
-    wanted = pa.table({"own_id": list(ids), "public_id": list(ids.values())})
-    connection.register("exported", wanted)
-    columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
-    # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
-    samples = connection.sql(
-        f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
-        f"JOIN exported ON telemetry.run_id = exported.own_id WHERE {where} ORDER BY ALL"
-    ).to_arrow_table()
-    connection.unregister("exported")
-    samples = samples.cast(TELEMETRY_SCHEMA)
-    return samples if hz is None else thin(samples, hz)
-
-
-def _rounded(name: str) -> str:
-    digits = _DECIMALS.get(METRICS[name][0]) if name in METRICS else None
-    return f"telemetry.{name}" if digits is None else f"round(telemetry.{name}, {digits}) AS {name}"
-
-
-def thin(samples: pa.Table, hz: float) -> pa.Table:
-    """Keep at most `hz` readings a second of each sensor of each run, and the first and last of each window.
-
-    `samples` is sorted by run and time. Of the samples in one bin of 1/hz seconds, the last one stays; a fresh reading
-    is preferred to a repeated one, and that to none.
-    """
-    if not samples.num_rows:
-        return samples
-    run, sensor = (_codes(samples.column(name)) for name in ("run_id", "sensor"))
-    window = np.array([phase == "window" for phase in samples.column("phase").to_pylist()])
-    rank = np.array([_PREFERENCE.get(quality, 0) for quality in samples.column("quality").to_pylist()])
-    at = np.floor(samples.column("t_ms").to_numpy() * hz / 1000).astype(np.int64)
-    position = np.arange(samples.num_rows)
-    keep = np.zeros(samples.num_rows, dtype=bool)
-    order = np.lexsort((position, -rank, at, sensor, run))
-    keep[order[_ends(run[order], sensor[order], at[order])]] = True
-    inside = np.flatnonzero(window)
-    order = inside[np.lexsort((inside, sensor[inside], run[inside]))]
-    last = _ends(run[order], sensor[order])
-    keep[order[last]] = True
-    keep[order[np.roll(last, 1)]] = True
-    return samples.filter(pa.array(keep))
-
-
-def _codes(column: pa.ChunkedArray) -> np.ndarray:
-    encoded = column.combine_chunks().dictionary_encode()
-    codes: np.ndarray = encoded.indices.fill_null(-1).to_numpy()
-    return codes
-
-
-def _ends(*keys: np.ndarray) -> np.ndarray:
-    """Return, for rows sorted by the keys, whether each is the last with its keys."""
-    ends = np.ones(len(keys[0]), dtype=bool)
-    if len(ends):
-        ends[:-1] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
-    return ends
-
-
 def _sorted(table: pa.Table) -> pa.Table:
-    keys = ["run_id", "t_ms", "sensor"] if "t_ms" in table.column_names else ["run_id"]
+    keys = [name for name in ("run_id", "t_ms", "sensor", "kernel_row") if name in table.column_names]
     return table.sort_by([(name, "ascending") for name in keys])
-
-
-def naive(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with timestamps without zone, as the views have them."""
-    return pa.schema([(f.name, pa.timestamp("us") if pa.types.is_timestamp(f.type) else f.type) for f in schema])
 
 
 def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> None:
     root = report.root
     parts = sorted({*find_parts(root), *report.added})
-    runs = [read_part(root, part, "runs", contents.get(part.path("runs"))) for part in parts]
-    samples = [read_part(root, part, "telemetry", contents.get(part.path("telemetry"))) for part in parts]
-    contents = {**contents, Path(CARD): card(runs, samples).encode()}
+    tables = [[read_part(root, part, kind, contents.get(part.path(kind))) for part in parts] for kind in KINDS]
+    contents = {**contents, Path(CARD): card(*tables).encode()}
     sizes = {path.relative_to(root): path.stat().st_size for path in root.rglob("*.parquet")}
     sizes |= {path: len(content) for path, content in contents.items()}
     report.total_bytes = sum(sizes.values())
@@ -345,7 +230,7 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
         raise UsageError(
             f"the data set would take {report.total_bytes / 1e6:.2f} MB, more than max_mb={max_mb:g}, and nothing is "
             f"written; the largest files: {largest_files}. "
-            "Choose families=, thin the telemetry with hz=, or raise max_mb"
+            "Choose families=, thin the telemetry with hz=, leave kernels out with kernels=false, or raise max_mb"
         )
     new_files: list[Path] = []
     new_folders: list[Path] = []

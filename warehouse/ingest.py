@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from warehouse.csv_columns import CsvMapping, read_mapping
 from warehouse.dataset import (
     JOB_PREFIX,
     DatasetPart,
+    checked_kernels,
     checked_rows,
     find_parts,
     is_loaded,
@@ -58,7 +59,8 @@ Progress = Callable[[str, int, int], None]  # (what is done, files done, files i
 class IngestSettings:
     r"""What to read. Raises `UsageError` for an unknown source, and for keys of another source.
 
-    source=dataset loads the runs that came with the project, with their telemetry; they stay `measured`.
+    source=dataset loads the runs that came with the project, with their telemetry and kernels; they stay
+    `measured`.
 
       python -m warehouse.ingest source=dataset
       python -m warehouse.ingest source=gpumemnet path=GPUMemNet/Datasets
@@ -305,34 +307,36 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
     for done, part in enumerate(parts):
         progress("reading", done, len(parts))
         runs = read_part(root, part, "runs")
-        read.append((part, runs, checked_rows(root, part, runs), read_part(root, part, "telemetry")))
+        samples = {"telemetry": read_part(root, part, "telemetry"), "kernels": checked_kernels(root, part)}
+        read.append((part, runs, checked_rows(root, part, runs), samples))
     folder = DataFolder.resolve(settings.data).create()
     with _lock(folder):
         known = _known_public_ids(folder)
-        for done, (part, runs, rows, telemetry) in enumerate(read):
+        for done, (part, runs, rows, samples) in enumerate(read):
             progress("landing", done, len(parts))
             file = FileReport(root / part.path("runs"), len(rows), label=str(part.path("runs")))
             file.statuses.update(row["status"] for row in rows)
             new = pa.array([row["run_id"] not in known for row in rows], pa.bool_())
             known |= {row["run_id"] for row in rows}
-            file.new = _land_part(folder, part, runs.filter(new), telemetry)
+            file.new = _land_part(folder, part, runs.filter(new), samples)
             report.files.append(file)
         progress("landing", len(parts), len(parts))
     return report
 
 
-def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, telemetry: pa.Table) -> int:
-    """Land the telemetry, then the runs, each in one batch; return how many runs landed.
+def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, samples: Mapping[str, pa.Table]) -> int:
+    """Land the telemetry and kernels, then the runs, each in one batch; return how many runs landed.
 
-    A kill between the two leaves samples without runs, which the next ingest finds."""
+    A kill before the runs leaves samples and kernels without runs, which the next ingest finds."""
     if not runs.num_rows:
         return 0
-    with contextlib.closing(connect(folder)) as connection:
-        there = connection.execute("SELECT DISTINCT run_id FROM telemetry WHERE family = ?", [part.family]).fetchall()
-    wanted = set(runs.column("run_id").to_pylist()) - {run_id for (run_id,) in there}
-    samples = telemetry.filter(pc.is_in(telemetry.column("run_id"), pa.array(sorted(wanted), pa.string())))
-    if samples.num_rows:
-        land_batch(folder, "telemetry", part.family, samples)
+    for kind, table in samples.items():
+        with contextlib.closing(connect(folder)) as connection:
+            there = connection.execute(f"SELECT DISTINCT run_id FROM {kind} WHERE family = ?", [part.family]).fetchall()
+        wanted = set(runs.column("run_id").to_pylist()) - {run_id for (run_id,) in there}
+        rows = table.filter(pc.is_in(table.column("run_id"), pa.array(sorted(wanted), pa.string())))
+        if rows.num_rows:
+            land_batch(folder, kind, part.family, rows)
     at = runs.schema.get_field_index("job_id")
     jobs = pc.binary_join_element_wise(JOB_PREFIX, runs.column("job_id"), "")
     land_batch(folder, "runs", part.family, runs.set_column(at, "job_id", jobs))

@@ -1,4 +1,4 @@
-"""Loads this data set: the runs, those that ran out of memory, and the telemetry of one run.
+"""Loads this data set: the runs, those that ran out of memory, the telemetry of one run, and the longest kernels.
 
 Needs `pip install duckdb`; any program that reads Parquet will do. Run it from anywhere: python load_example.py
 """
@@ -11,7 +11,7 @@ import duckdb
 def main() -> None:
     folder = Path(__file__).resolve().parent
     with duckdb.connect() as connection:
-        for table in ("runs", "telemetry", "jobs"):
+        for table in ("runs", "telemetry", "kernels", "jobs"):
             files = [str(path) for path in sorted((folder / table).glob("*.parquet"))]
             connection.read_parquet(files).create_view(table)
 
@@ -31,6 +31,12 @@ def main() -> None:
             GROUP BY run_id ORDER BY count(*) DESC, run_id LIMIT 1"""
         for run_id, readings, seconds in connection.execute(query).fetchall():
             print(f"most telemetry: {run_id}, {readings:,} readings over {seconds:,.1f} s")
+
+        # A row stands for `count` launches; imported kernels belong to no run.
+        query = """SELECT operator, sum(duration_us * count) / 1000 FROM kernels
+            WHERE run_id IS NOT NULL GROUP BY operator ORDER BY 2 DESC, 1 LIMIT 5"""
+        for operator, milliseconds in connection.execute(query).fetchall():
+            print(f"kernels of {operator:<32} {milliseconds:>10,.1f} ms in all runs")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conf.cli import command
@@ -38,9 +37,9 @@ from warehouse.croissant import croissant
 from warehouse.dataset import narrow, writing
 from warehouse.dataset_card import SECTION_COLUMNS, markdown_table, sections
 from warehouse.disk_errors import disk_errors_named
-from warehouse.export import naive, public_row, public_telemetry, scrubbed
 from warehouse.folder import DataFolder
 from warehouse.layout import TEMPORARY_SUFFIX, sync
+from warehouse.public_rows import naive, public_kernels, public_row, public_telemetry, scrubbed
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import JOB_SCHEMA, KERNEL_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
 from warehouse.snapshot import Snapshot, find_snapshot, snapshots, take_snapshot
@@ -48,8 +47,11 @@ from warehouse.sql_text import sql_text
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same
-_ALWAYS = {"runs": ("run_id", "family", "status", "source", "peak_memory_mib"), "telemetry": ("run_id", "t_ms"),
-           "kernels": ("kernel_row", "source", "operator", "duration_us", "timing")}  # fmt: skip
+_ALWAYS = {
+    "runs": ("run_id", "family", "status", "source", "device_name", "peak_memory_mib"),
+    "telemetry": ("run_id", "t_ms"),
+    "kernels": ("run_id", "kernel_row", "source", "operator", "duration_us", "count", "timing"),
+}
 _CHUNK_RUNS = 2_000
 _FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "kernels": 2_000_000, "jobs": 500_000}
 _TOKEN_CHARACTERS = 8  # of the name of a folder that is being built
@@ -128,6 +130,7 @@ class PublishReport:
     rows: Counter[str] = field(default_factory=Counter)  # by table
     total_bytes: int = 0
     left_out: dict[str, int] = field(default_factory=dict)  # why -> runs
+    kernels_left_out: int = 0  # imported ones, which belong to no run
     findings: int = 0  # of the checks
     missing: tuple[str, ...] = ()
 
@@ -135,12 +138,17 @@ class PublishReport:
         """Return the report as lines of text."""
         rows = ", ".join(f"{count:,} {table}" for table, count in self.rows.items())
         lines = [f"{self.root}: snapshot {self.snapshot}: {rows}; {self.total_bytes / 1e6:.1f} MB"]
-        lines += [f"left out: {count:,} runs, {why}" for why, count in self.left_out.items()]
+        lines += [f"left out: {text}" for text in self.left_out_lines()]
         if self.findings:
             lines.append(f"{self.findings} checks found something; the card lists it")
         if self.missing:
             lines.append(f"not given, and so not in the card or {METADATA}: {', '.join(self.missing)}")
         return lines
+
+    def left_out_lines(self) -> list[str]:
+        """Return how many rows are left out, and why."""
+        lines = [f"{count:,} runs: {why}" for why, count in self.left_out.items()]
+        return lines + [f"{self.kernels_left_out:,} kernels: source imported"] * (self.kernels_left_out > 0)
 
 
 def publish(settings: PublishSettings) -> PublishReport:
@@ -267,8 +275,11 @@ def _write_tables(
         jobs = _write_runs(connection, chosen, settings, writers)
         if not report.rows["runs"]:
             raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
+        imported = _imported_kernels(connection)
         if "imported" in settings.sources:
-            writers["kernels"].write(_kernels(connection, "kernels.source = 'imported'", {}))
+            writers["kernels"].write(imported)
+        else:
+            report.kernels_left_out = imported.num_rows
         writers["jobs"].write(_jobs(connection, jobs))
         for writer in writers.values():
             writer.close()
@@ -286,7 +297,7 @@ def _write_runs(
         where = f"{{0}}.family = {family} AND {{0}}.run_id BETWEEN {first} AND {last}"
         public_ids = dict(zip(ids, (row["run_id"] for row in published), strict=True))
         samples = public_telemetry(connection, public_ids, settings.hz, where.format("telemetry"))
-        kernels = _kernels(connection, where.format("kernels"), public_ids)
+        kernels = public_kernels(connection, public_ids, where.format("kernels"))
         counts = Counter(samples.column("run_id").to_pylist())
         for row in published:
             row["telemetry_rows"] = counts[row["run_id"]]
@@ -300,19 +311,11 @@ def _write_runs(
     return jobs
 
 
-def _kernels(connection: WarehouseConnection, where: str, public_ids: Mapping[str, str]) -> pa.Table:
-    """Return kernels under the public ids of their runs, those of other runs left out; imported ones have no run."""
+def _imported_kernels(connection: WarehouseConnection) -> pa.Table:
     columns = ", ".join(KERNEL_SCHEMA.names)
-    table = connection.sql(f"SELECT {columns} FROM kernels WHERE {where} ORDER BY kernel_row").to_arrow_table()
-    if not public_ids:
-        return table
-    run_ids, rows = table.column("run_id").to_pylist(), table.column("kernel_row").to_pylist()
-    table = table.set_column(
-        table.schema.get_field_index("run_id"), "run_id", pa.array(map(public_ids.get, run_ids), pa.string())
-    )
-    names = [f"{public_ids.get(run_id)}{row.removeprefix(run_id)}" for run_id, row in zip(run_ids, rows, strict=True)]
-    table = table.set_column(table.schema.get_field_index("kernel_row"), "kernel_row", pa.array(names, pa.string()))
-    return table.filter(pc.is_valid(table.column("run_id")))
+    return connection.sql(
+        f"SELECT {columns} FROM kernels WHERE source = 'imported' ORDER BY kernel_row"
+    ).to_arrow_table()
 
 
 def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[str, Any]]]:
@@ -366,6 +369,7 @@ def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
 
 def _about(settings: PublishSettings, snapshot: Snapshot, report: PublishReport) -> dict[str, Any]:
     rows = f"{report.rows['runs']:,} training runs and {report.rows['telemetry']:,} telemetry readings"
+    rows += f" and {report.rows['kernels']:,} kernels" * (report.rows["kernels"] > 0)
     return {
         "name": settings.name or settings.root.name,
         "description": settings.description
@@ -393,7 +397,7 @@ def _card(
     ]
     counts = [(f"`{table}/`", f"{report.rows[table]:,}") for table in tables]
     parts += [markdown_table(("table", "rows"), counts), *sections(rows, settings.hz), "\n## Left out\n\n"]
-    parts += [f"- {count:,} runs: {why}\n" for why, count in report.left_out.items()] or ["Nothing.\n"]
+    parts += [f"- {line}\n" for line in report.left_out_lines()] or ["Nothing.\n"]
     parts.append(
         "\n## Checks\n\nSchema, ranges, duplicates and combinations that cannot be. Rows are kept as they are.\n\n"
     )

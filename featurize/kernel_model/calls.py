@@ -221,7 +221,7 @@ def _of_operator(
     kernels, number, listed_tensors = _distinct(op, tf32_products, tf32_convolutions)
     if listed_tensors and not listed:
         number = max(number, listed_tensors)
-    return (*kernels, (_EMPTY, number - 1)) if number > 1 else kernels, number
+    return (*kernels, (_EMPTY, number - 1)) if number > 1 else kernels, 0 if op.graphed else number
 
 
 def _distinct(

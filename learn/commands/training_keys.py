@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.settings import key
-from featurize.training_settings import ALL_OPTIMIZERS, IMPLEMENTATIONS, QUANTIZATIONS
+from featurize.training_settings import ALL_OPTIMIZERS, COMPILE_MODES, IMPLEMENTATIONS, QUANTIZATIONS
 
 
 def _any_of(names: Sequence[str]) -> str:
@@ -75,7 +75,11 @@ class TrainingKeys:
     offload_optimizer: bool | None = key(
         None, "for model: true where state and step of the optimizer are on the host; default false"
     )
-    compile: bool | None = key(None, "for model: true where torch.compile compiles the model; default false")
+    compile: bool | str | None = key(
+        None,
+        f"for model: true where torch.compile compiles the model, or its mode: {_any_of(COMPILE_MODES)}; default false",
+        "bool | text | null",
+    )
     quantize: str | None = key(
         None, f"for model: store the frozen weights of linear layers as {_any_of(QUANTIZATIONS)}; default not"
     )

@@ -26,6 +26,7 @@ WORKSPACES = "convolution workspaces"
 FRAGMENTATION = "fragmentation"
 KERNELS = "memory of kernels that the trace does not see"
 CONTEXT = "context and libraries"
+GRAPHS = "memory pool of CUDA graphs"
 HELD_OUT = "errors on held-out rows"
 NEIGHBOUR = "distance to the measured run"
 NARROWED_BY: Mapping[str, str] = {
@@ -33,6 +34,7 @@ NARROWED_BY: Mapping[str, str] = {
     FRAGMENTATION: "one measured run (known=) narrows it",
     KERNELS: "one measured run (known=) narrows it",
     CONTEXT: "python -m learn.calibrate narrows it",
+    GRAPHS: "one measured run (known=) narrows it",
     HELD_OUT: "one measured run (known=) narrows it",
     NEIGHBOUR: "the nearer the measured batch is, the narrower it is",
 }
@@ -131,6 +133,8 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
         KERNELS: _OF_RESERVED * reserved_mib + blas_mib,
         CONTEXT: context_mib,
     }
+    if traced.trace.graph_pool_bytes:
+        causes[GRAPHS] = traced.trace.graph_pool_bytes / MIB
     needed_mib = (1 + _OF_LIVE_AT_LIMIT) * most_live / MIB + outside_mib + context_mib + blas_mib
     return Uncertainty(causes_mib=causes, needed_mib=needed_mib)
 

@@ -14,6 +14,7 @@ from learn.targets import get_target
 
 ONLY_IF_NAMED = ("xmem",)  # it trains on this machine's CPU, with the model's memory
 DOUBTFUL = ("keep", "drop")
+STEP_FORMULAS = ("kernels", "roofline", "habitat", "neusight")  # of `learn.kernels.formulas`, beside the trace
 PUBLISHED_TARGETS = ("memory", "smact", "smocc", "drama", "gpu_util")  # what published files can hold
 
 
@@ -25,12 +26,18 @@ class BenchmarkSettings:
       python -m learn.benchmark target=drama estimators=[trace,lightgbm] source=measured report=drama.html
       python -m learn.benchmark published=FOLDER rows=200 report=report.html out=report.json
       python -m learn.benchmark published=FOLDER files=[timm_a100] split=leave_one_out by=module worst=10
+      python -m learn.benchmark target=step_time data=steps rows=300 split=leave_one_out by=device
 
     Estimators that learn are fitted on all families or files together, and answer for rows that neither they nor
     near-copies were fitted on, so that every row has one answer of each. Published files (GPUMemNet's, timm models,
     named models) are known by their header; a file of named models is never fitted on. Estimates that a file itself
     holds stand beside ours, marked (published). Errors are relative (absolute for ratios); those of estimators that
     learn nothing also with one constant per file: the median of label - estimate.
+
+    target=step_time on measured or imported steps compares formulas for the time of kernels: trace (the kernel model as
+    it comes along), kernels (fitted anew), roofline (a share for each kind of kernel), habitat (wave scaling), neusight
+    (tiles and waves); and hybrid, or any estimator that is named, on the rows with a trial config. split=cv leaves out
+    families of networks; by=source leaves out where rows were published. rows= are of each file.
     """
 
     target: str = key(
@@ -57,7 +64,7 @@ class BenchmarkSettings:
     split: str = key("cv", "cv, holdout (30 %, as learn.fit), or leave_one_out: each group of by= in turn")
     folds: int = key(3, "of split=cv: stratified by class, near-copies together")
     by: str | None = key(
-        None, "module, family or device: what split=leave_one_out leaves out; errors are printed by it as well"
+        None, "module, family, device or source: what split=leave_one_out leaves out; errors are printed by it as well"
     )
     rows: int | None = key(None, "how many rows of each file (family) take part, spread over its modules; default all")
     seed: int = key(0, "of the choice of rows, and of splits and fits")
@@ -129,7 +136,7 @@ class BenchmarkSettings:
             if not self.published:
                 problems.append("published= names no file or folder")
             if self.target not in PUBLISHED_TARGETS and not problems:
-                other = "; python -m learn.fit_kernels peers=true judges step times of imported files"
+                other = "; step times are compared where warehouse.ingest brought the files: data=FOLDER"
                 problems.append(
                     f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}"
                     + (other if self.target == "step_time" else "")
@@ -150,9 +157,12 @@ class BenchmarkSettings:
         from learn.estimators import ESTIMATORS, get_estimator, require_target
 
         problems = []
+        formulas = STEP_FORMULAS if self.target == "step_time" and self.published is None else ()
         for name in self.estimators or ():
+            if name in formulas:
+                continue
             if name not in ESTIMATORS:
-                problems.append(str(unknown_name("estimator", name, ESTIMATORS)))
+                problems.append(str(unknown_name("estimator", name, (*ESTIMATORS, *formulas))))
                 continue
             try:
                 require_target(get_estimator(name), self.target)

@@ -16,7 +16,7 @@ from featurize.device_spec import plain_device
 from learn.data import Rows
 
 SPLITS = ("cv", "holdout", "leave_one_out")
-GROUPINGS = ("module", "family", "device")
+GROUPINGS = ("module", "family", "device", "source")
 TEST_TENTHS = 3  # of ten folds: 30 % held out
 
 

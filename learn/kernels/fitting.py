@@ -61,6 +61,7 @@ class MeasuredTime:
         calls: The kernels of the step.
         measured_ms: Its time.
         channels_last, searched: As in `kernels_on`.
+        run_id: Of the row of `runs`; empty for single kernels.
     """
 
     name: str
@@ -71,6 +72,7 @@ class MeasuredTime:
     measured_ms: float
     channels_last: bool = False
     searched: bool = False
+    run_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,13 @@
-"""How far off estimated times are, ours and other formulas', of rows that were fitted on and of rows left out.
+"""How far off estimated times are, of rows that were fitted on and of rows left out.
 
-Start reading at `judged`.
+Start reading at `judged`; `left_out_ratios` and `subsets` serve `learn.benchmark`, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +16,8 @@ from featurize.kernel_model.activity import ActivityParameters
 from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED
 from featurize.kernel_model.step_time import LearnedEfficiencies
 from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit, held_out_by
-from learn.kernels.peers import Peer
+from learn.kernels.formulas import Formula, KernelModel
 
-OURS = "learned efficiencies"
 ROOFLINE = "nothing learned"  # the described rates alone
 _OF_KERNELS = (ROOFLINE, "learned from", "GPU models left out")
 COVERAGES = (0.5, 0.75, 0.9, 0.95, 0.99)
@@ -32,9 +33,7 @@ class TimeScore:
     Args:
         split: Which rows were left out of the fit.
         rows: Which rows are judged.
-        formula: Whose estimates: `OURS`, or a key of `learn.kernels.peers.PEERS`.
         count: Of the rows with an answer.
-        unanswered: Rows without one.
         median, p90: Factor, never below 1, that half and nine tenths of the rows stay below.
         bias: Median of estimated over measured.
         mean_error: Mean of |estimated / measured - 1|.
@@ -42,69 +41,68 @@ class TimeScore:
 
     split: str
     rows: str
-    formula: str
     count: int
-    unanswered: int
     median: float
     p90: float
     bias: float
     mean_error: float
 
 
-class _Ours:
-    """The kernel model as one formula among others."""
-
-    def __init__(self, fit: TimeFit) -> None:
-        self.fit = fit
-
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        return self.fit.log_ratios(self.fit.fitted(of))
-
-
-def judged(
-    fit: TimeFit,
-    folds: int,
-    progress: Callable[[str, int, int], None],
-    peers: Mapping[str, Callable[[TimeFit], Peer]] | None = None,
-) -> tuple[list[TimeScore], np.ndarray]:
+def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -> tuple[list[TimeScore], np.ndarray]:
     """Return the scores of each split, and the logarithm of estimated over measured of rows in left-out families.
 
     Args:
         fit: The rows.
         folds: Parts of the families that are left out in turn.
         progress: Called before each fit with a text, the number of fits done and their total.
-        peers: Formulas to judge beside ours, on the same rows, each fitted on the same others.
     """
-    formulas: dict[str, Peer] = {OURS: _Ours(fit)} | {name: make(fit) for name, make in (peers or {}).items()}
+    ours = KernelModel(fit)
     steps = fit.sources != KERNELS
     splits = _splits(fit, steps, folds)
-    fits, done = len(formulas) * (1 + sum(map(len, splits.values()))), 0
-    everything = np.ones(len(fit.rows), dtype=bool)
-    ratios: dict[tuple[str, str], np.ndarray] = {(ROOFLINE, ROOFLINE): fit.log_ratios(fit.roofline())}
-    for name, formula in formulas.items():
-        progress("fitting", done, fits)
-        ratios["learned from", name] = formula.log_ratios(everything)
-        done += 1
+    fits = itertools.count()
+    number = 1 + sum(map(len, splits.values()))
+    progress("fitting", next(fits), number)
+    ratios = {
+        ROOFLINE: fit.log_ratios(fit.roofline()),
+        "learned from": ours.log_ratios(np.ones(len(fit.rows), dtype=bool)),
+    }
     for split, masks in splits.items():
-        for name, formula in formulas.items():
-            left_out = np.full(len(fit.rows), np.nan)
-            for mask in masks:
-                progress(f"fitting, {split}", done, fits)
-                if (~mask).any():
-                    left_out[mask] = formula.log_ratios(~mask)[mask]
-                done += 1
-            ratios[split, name] = left_out
-    subsets = dict(_subsets(fit, steps))
-    kernels_alone = {rows for rows, mask in subsets.items() if not (mask & steps).any()}
+        heard = functools.partial(_heard, progress, f"fitting, {split}", fits, number)
+        ratios[split] = left_out_ratios(ours, masks, heard)
+    of_subsets = dict(subsets(fit))
+    kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & steps).any()}
     scores = [
-        _score(split, rows, name, values[mask])
-        for split in dict.fromkeys(split for split, _ in ratios)
-        for rows, mask in subsets.items()
+        _score(split, rows, values[mask])
+        for split, values in ratios.items()
+        for rows, mask in of_subsets.items()
         if rows not in kernels_alone or split in _OF_KERNELS
-        for (of_split, name), values in ratios.items()
-        if of_split == split
     ]
-    return [score for score in scores if score.count or score.formula != OURS], ratios["families left out", OURS][steps]
+    return [score for score in scores if score.count], ratios["families left out"][steps]
+
+
+def _heard(progress: Callable[[str, int, int], None], label: str, done: Iterator[int], of: int) -> None:
+    progress(label, next(done), of)
+
+
+def left_out_ratios(formula: Formula, masks: Iterable[np.ndarray], heard: Callable[[], None]) -> np.ndarray:
+    """Return the logarithm of estimated over measured time of rows, each from what was learned without it.
+
+    Args:
+        formula: Whose estimates.
+        masks: Of the rows that are left out in turn.
+        heard: Is called before each fit.
+
+    Returns:
+        (rows,); NaN where the formula has no answer, no mask holds the row, or one holds all rows.
+    """
+    ratios: np.ndarray | None = None
+    for mask in masks:
+        heard()
+        ratios = np.full(len(mask), np.nan) if ratios is None else ratios
+        if (~mask).any():
+            ratios[mask] = formula.log_ratios(~mask)[mask]
+    assert ratios is not None, "a split leaves something out"
+    return ratios
 
 
 def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters) -> LearnedEfficiencies:
@@ -133,8 +131,9 @@ def _splits(fit: TimeFit, steps: np.ndarray, folds: int) -> dict[str, list[np.nd
     return splits
 
 
-def _subsets(fit: TimeFit, steps: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+def subsets(fit: TimeFit) -> Iterable[tuple[str, np.ndarray]]:
     """Yield which rows are judged together, with their mask."""
+    steps = fit.sources != KERNELS
     for source in np.unique(fit.sources[steps]):
         yield str(source), fit.sources == source
     for name, mask in (
@@ -160,15 +159,13 @@ def _is_long(row: MeasuredTime) -> bool:
     return bool((row.calls.rows[row.calls.within(ATTENTION)] >= _LONG_TOKENS).any())
 
 
-def _score(split: str, rows: str, formula: str, ratios: np.ndarray) -> TimeScore:
+def _score(split: str, rows: str, ratios: np.ndarray) -> TimeScore:
     answered = ratios[np.isfinite(ratios)]
     size = np.abs(answered) if len(answered) else np.array([np.nan])
     return TimeScore(
         split=split,
         rows=rows,
-        formula=formula,
         count=len(answered),
-        unanswered=len(ratios) - len(answered),
         median=float(np.exp(np.median(size))),
         p90=float(np.exp(np.quantile(size, 0.9))),
         bias=float(np.exp(np.median(answered))) if len(answered) else float("nan"),

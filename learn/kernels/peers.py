@@ -1,15 +1,15 @@
 """Other people's formulas for the time of kernels and steps, fitted to and judged on the same rows as ours.
 
-Start reading at `PEERS`. Each is written from its paper; its docstring says where it differs from it.
+Start reading at `RooflineByKind`; `learn.kernels.formulas.Formula` is what each class keeps. Each is written from its
+paper; its docstring says where it differs from it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,17 +26,6 @@ _TILE_SIDE = {False: 64.0, True: 128.0}  # of a product's tile, on tensor cores 
 _SPLIT_DEPTH = 256.0  # depth that is worth a tile of its own
 _BLOCK_BYTES = 8192.0  # of a kernel that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
 _USUAL_SHARE = 0.6
-
-
-class Peer(Protocol):
-    """A formula, made ready for the rows of a `TimeFit`."""
-
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """Return the logarithm of estimated over measured time of every row, learned from the rows that `of` names.
-
-        NaN where the formula has no answer. Rows outside `of` have no part in what is learned.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,7 @@ class RooflineByKind:
         self.instruments = _instruments(fit.rows)
 
     def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Peer.log_ratios`."""
+        """As `Formula.log_ratios`."""
         usual = torch.full((self.busy_ms.shape[1],), math.log(_USUAL_SHARE), dtype=torch.float64)
         begin = {"share": usual, "instrument": self.instruments.begin()}
         weights = torch.tensor(self.fit.row_weights(of))
@@ -135,7 +124,7 @@ class WaveScaling:
             self.alike[_job_of(row)].append(at)
 
     def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Peer.log_ratios`; NaN without a measurement of the same kernels on another GPU model among `of`."""
+        """As `Formula.log_ratios`; NaN without a measurement of the same kernels on another GPU model among `of`."""
         ratios = np.full(len(self.fit.rows), np.nan)
         measured_ms = self.fit.measured_ms.numpy()
         for members in self.alike.values():
@@ -220,7 +209,7 @@ class TilesAndWaves:
         self.measured_ms = fit.measured_ms.float()
 
     def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Peer.log_ratios`."""
+        """As `Formula.log_ratios`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             kind = torch.nn.Embedding(self.kinds, self._OF_KIND)
@@ -262,13 +251,6 @@ class TilesAndWaves:
         return busy_ms + torch.where(
             self.fit.one_kernel[rows], self.instruments.milliseconds(added)[rows].float(), torch.zeros(len(rows))
         )
-
-
-PEERS: Mapping[str, Callable[[TimeFit], Peer]] = {
-    "roofline, share by kind": RooflineByKind,
-    "Habitat's wave scaling": WaveScaling,
-    "NeuSight's tiles and waves": TilesAndWaves,
-}
 
 
 @dataclass(frozen=True)

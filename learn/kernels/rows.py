@@ -1,6 +1,6 @@
 """Measured steps and kernels of a data folder, each with the kernels that it runs.
 
-Start reading at `measured_times`.
+Start reading at `measured_rows`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 Row = TypeVar("Row")
 _SOURCES = ("measured", "imported")
+LEAST_ROWS = 20
+# Sources whose rows count more or less than the square root of their number.
+WEIGHTS = {KERNELS: 0.1, "llm_foundry": 1.5}
 FARM = "farm"  # source of what this folder's own trials measured
 _LLM_FOUNDRY = "llm_foundry"
 # MPT's sizes: width, heads, blocks (mosaicml/llm-foundry, scripts/train/yamls/pretrain).
@@ -43,7 +46,16 @@ _MPT = {
     "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),
 }  # fmt: skip
 _MPT_TOKENS = 50_368
-_COLUMNS = ("source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")  # of `runs`
+_COLUMNS = (
+    "run_id",
+    "source",
+    "job_id",
+    "config",
+    "device_name",
+    "step_time_ms",
+    "torch_version",
+    "origin",
+)  # of `runs`
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
 
 _PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # of timm's models, before the family's name
@@ -52,6 +64,38 @@ _POINTWISE = tuple(
     f"aten::{name}"
     for name in ("native_layer_norm", "_softmax", "relu", "gelu", "tanh", "add", "mul", "div", "pow", "sub", "silu")
 )
+
+
+def measured_rows(
+    data: str | os.PathLike[str] | None, progress: Progress, *, steps: int | None, kernels: int,
+    same_shapes: bool = False, wanted: Callable[[MeasuredTime], bool] = lambda row: True,
+) -> tuple[list[MeasuredTime], dict[str, int]]:  # fmt: skip
+    """Return the measured steps and operators of a data folder, and how many rows were left out for which reason.
+
+    Args:
+        data: The folder; None: the default one.
+        progress: Hears of each traced row.
+        steps: As `most` of `measured_times`.
+        kernels: As `most` of `kernel_times`.
+        same_shapes: As in `kernel_times`.
+        wanted: Steps that are kept.
+
+    Raises:
+        UsageError: Too few steps can be learned from.
+    """
+    import warehouse
+
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        rows, left_out = measured_times(connection, progress, steps)
+        operators, operators_left_out = kernel_times(connection, kernels, same_shapes=same_shapes)
+    rows = [row for row in rows if wanted(row)]
+    if len(rows) < LEAST_ROWS:
+        reasons = "; ".join(f"{reason}: {number:,}" for reason, number in left_out.items())
+        raise UsageError(
+            f"data={data}: {len(rows)} measured steps can be learned from, and {LEAST_ROWS} are needed"
+            + (f" (left out: {reasons})" if reasons else "")
+        )
+    return [*rows, *operators], left_out | operators_left_out
 
 
 def measured_times(
@@ -245,6 +289,7 @@ def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTim
         measured_ms=float(row["step_time_ms"]),
         channels_last=config.channels_last,
         searched=config.cudnn_benchmark,
+        run_id=row["run_id"],
     )
 
 
@@ -265,6 +310,7 @@ def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tup
         device=device,
         calls=traces[key],
         measured_ms=samples * length / float(cells["Throughput (T/s/GPU)"]) * 1e3,
+        run_id=row["run_id"],
     )
 
 

@@ -9,30 +9,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from learn.kernels.activity_fit import ActivityScore
-from learn.kernels.judging import ROOFLINE, TimeScore
+from learn.kernels.judging import TimeScore
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 def time_table(scores: Sequence[TimeScore]) -> str:
-    """Return the scores of times as lines of text; with a column for the formula where several are judged."""
+    """Return the scores of times as lines of text."""
     from rich.table import Table
 
-    several = len({score.formula for score in scores} - {ROOFLINE}) > 1
-    own = ("formula", "no answer") if several else ()
-    table = Table(
-        "rows", "judged on", *own, "rows judged", "factor, median", "p90", "estimated / measured", "mean error"
-    )
+    table = Table("rows", "judged on", "rows judged", "factor, median", "p90", "estimated / measured", "mean error")
     for score in scores:
-        formula = (score.formula, f"{score.unanswered:,}") if several else ()
-        figures = (
-            (f"{score.median:.3f}", f"{score.p90:.3f}", f"{score.bias:.3f}", f"{score.mean_error:.1%}")
-            if score.count
-            else ("", "", "", "")
-        )
-        table.add_row(score.split, score.rows, *formula, f"{score.count:,}", *figures)
-    return _text_of(table, width=160 if several else 120)
+        figures = (f"{score.median:.3f}", f"{score.p90:.3f}", f"{score.bias:.3f}", f"{score.mean_error:.1%}")
+        table.add_row(score.split, score.rows, f"{score.count:,}", *figures)
+    return _text_of(table)
 
 
 def activity_table(scores: Sequence[ActivityScore]) -> str:
@@ -43,13 +34,13 @@ def activity_table(scores: Sequence[ActivityScore]) -> str:
     for score in scores:
         figures = (f"{value:.3f}" for value in (*score.smact, *score.smocc))
         table.add_row(score.split, score.rows, f"{score.count:,}", *figures)
-    return _text_of(table, width=120)
+    return _text_of(table)
 
 
-def _text_of(table: Table, width: int) -> str:
+def _text_of(table: Table) -> str:
     from rich.console import Console
 
-    console = Console(width=width, no_color=True)
+    console = Console(width=120, no_color=True)
     with console.capture() as text:
         console.print(table)
     return text.get().rstrip("\n")

@@ -205,6 +205,7 @@ class _Run:
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=self.spec.compute_capability,
             assumed=tuple(recorder.values.assumed),
+            graph_input_bytes=recorder.graphs.input_bytes if recorder.graphs is not None else None,
         )
 
     def _settings(self, watch: StepWatch) -> dict[str, Setting]:

@@ -6,14 +6,16 @@ Start reading at `ScriptCompiler.install`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from featurize.compiled import CompiledRegions
+from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.replacing import replace_attribute
+from featurize.training_settings import GRAPH_MODES
 from learn.script.device_mode import PretendCuda
 from learn.script.script_recorder import ScriptRecorder
 
@@ -39,7 +41,7 @@ class ScriptCompiler:
         def compile_any(model: Any = None, **kwargs: Any) -> Any:
             if model is None:
                 return lambda given: compile_any(given, **kwargs)
-            return self._module(model) if isinstance(model, nn.Module) else self._function(model)
+            return self._module(model, kwargs) if isinstance(model, nn.Module) else self._function(model)
 
         replace_attribute(torch, "compile", compile_any)
 
@@ -53,7 +55,7 @@ class ScriptCompiler:
             return isinstance(value, functools.partial) and value.func is torch.jit.save
 
         setattr(nn.Module, "__getstate__", state_of)  # noqa: B010 -- before Python 3.11 there is none to replace
-        replace_attribute(nn.Module, "compile", lambda module, *args, **kwargs: self._module(module) and None)
+        replace_attribute(nn.Module, "compile", lambda module, *args, **kwargs: self._module(module, kwargs) and None)
 
     @property
     def capturing(self) -> bool:
@@ -64,7 +66,7 @@ class ScriptCompiler:
         """Return how sure the figures of the compiled modules are."""
         return tuple(dict.fromkeys(text for regions in self._regions for text in regions.notes()))
 
-    def _module(self, module: nn.Module) -> nn.Module:
+    def _module(self, module: nn.Module, given: Mapping[str, Any]) -> nn.Module:
         if id(module) in self._compiled:
             return module
         self._compiled.add(id(module))
@@ -78,7 +80,7 @@ class ScriptCompiler:
                 return forward(*args, **kwargs)
 
         vars(module)["forward"] = as_on_a_gpu
-        regions = CompiledRegions(module, [""])
+        regions = CompiledRegions(module, [""], graphs=self._graphs(given))
         regions.recorder = self._recorder
         self._regions.append(regions)
         compiled = module.forward
@@ -92,6 +94,16 @@ class ScriptCompiler:
         vars(module)["forward"] = compiled_as_it_is
         vars(module)["_orig_mod"] = module  # no part of itself: `parameters` and `state_dict` are as they were
         return module
+
+    def _graphs(self, given: Mapping[str, Any]) -> CudaGraphs | None:
+        """Return what the graphs of a module run as, by the arguments of torch.compile; one for the whole script."""
+        mode = given.get("mode")
+        if isinstance(mode, str) and mode.startswith("max-autotune"):
+            self._note(AUTOTUNED)
+        if mode not in GRAPH_MODES and not (given.get("options") or {}).get("triton.cudagraphs"):
+            return None
+        self._recorder.graphs = self._recorder.graphs or CudaGraphs()
+        return self._recorder.graphs
 
     def _function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -106,6 +106,7 @@ def _trace_to_json(trace: StepTrace) -> dict[str, Any]:
         "compute_capability": trace.compute_capability,
         "assumed": trace.assumed,
         "notes": trace.notes,
+        "graph_input_bytes": trace.graph_input_bytes,
     }
 
 
@@ -116,6 +117,7 @@ def _trace_of_json(content: Mapping[str, Any]) -> StepTrace:
         if not all(-2 <= source < place for source in operator.sources):
             raise BadRecord("an operator reads what a later one makes")
     capability = content["compute_capability"]
+    graph_input_bytes = content["graph_input_bytes"]
     return StepTrace(
         operators=operators,
         events=_events(_fields(content["events"], list), blocks),
@@ -125,6 +127,7 @@ def _trace_of_json(content: Mapping[str, Any]) -> StepTrace:
         compute_capability=None if capability is None else _capability(_fields(capability, list)),
         assumed=tuple(map(_text, _fields(content["assumed"], list))),
         notes=tuple(map(_text, _fields(content["notes"], list))),
+        graph_input_bytes=None if graph_input_bytes is None else _count(graph_input_bytes),
     )
 
 
@@ -159,8 +162,8 @@ def _events(rows: list, blocks: tuple[Block, ...]) -> tuple[Event, ...]:
 
 
 def _block(row: Any) -> Block:
-    nbytes, kind, operator, module, call = row
-    return Block(_count(nbytes), _one_of(kind, BLOCK_KINDS), _text(operator), _text(module), _call(call))
+    nbytes, kind, operator, module, call, pooled = row
+    return Block(_count(nbytes), _one_of(kind, BLOCK_KINDS), _text(operator), _text(module), _call(call), bool(pooled))
 
 
 def _call(row: Any) -> LibraryCall | None:
@@ -184,11 +187,12 @@ def _convolution(row: Any) -> ConvolutionSignature:
 
 
 def _operator(row: Any) -> Operator:
-    name, phase, dtype, inputs, outputs, flops, read, written, launches, module, sources, recomputed = row
+    name, phase, dtype, inputs, outputs, flops, read, written, launches, module, sources, *flags = row
+    recomputed, graphed = flags
     return Operator(
         _text(name), _one_of(phase, PHASES), _text(dtype), _shapes(inputs), _shapes(outputs), _count(flops),
         _integer(read), _integer(written), _count(launches), _text(module), tuple(map(_integer, sources)),
-        bool(recomputed),
+        bool(recomputed), bool(graphed),
     )  # fmt: skip
 
 

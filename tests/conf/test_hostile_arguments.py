@@ -209,7 +209,7 @@ REFUSED_BY_THE_COMMAND = {
         "out=/nope/x", "split=x"),
     "build_defaults": ("distil=5", "distil=null", "distil=nan", "distil=1e400", "workers=half", "seed=true",
         "datasets=nope"),
-    "fit_kernels": ("out=/nope/x", "data=nope", "peers=soon", "steps=0", "peers=true out=x.json"),
+    "fit_kernels": ("out=/nope/x", "data=nope", "steps=0"),
     "distil_cudnn": ("out=/nope/x", "answers=/nope/x", "variants=-1", "rounds=0", "judged=0", "workers=0", "data=nope"),
     "estimate": (
         "format=x", "method=x", "estimator=x", "device=cpu", "config={}", "input=[1]", "run=a/b", "report=/nope/x",

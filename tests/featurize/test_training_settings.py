@@ -1,6 +1,7 @@
 """What each training setting does to a traced step, counted on paper or on a real step on the CPU."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -422,3 +423,27 @@ def test_checkpointing_leaves_the_users_configuration_as_it_is():
     batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.ones(2, 8, dtype=torch.long)}
     trace_step(lambda: transformers.GPT2LMHeadModel(config), batch, settings=Training(checkpointing="full"))
     assert config.use_cache is True
+
+
+def optimizer_launches(tensors, **settings):
+    """Operator -> kernels that a step of the optimizer launches over as many equal tensors."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(tensors)))
+    given = torch.empty(4, 32, device="meta"), torch.empty(4, dtype=torch.long, device="meta")
+    counts = Counter()
+    for op in trace_step(model, *given, settings=Training(**settings)).operators:
+        if op.phase == "optimizer":
+            counts[op.name] += op.launches
+    return dict(counts)
+
+
+def test_launches_of_the_optimizer_follow_its_implementation():
+    # A kernel holds 36 tensors of four lists: parameters, gradients and two moments (MultiTensorApply.cuh).
+    for tensors, kernels in ((36, 1), (37, 2), (73, 3)):
+        fused = optimizer_launches(tensors, optimizer="adam", implementation="fused")
+        assert fused == {"aten::_foreach_add_": 1, "aten::_fused_adam_": kernels}
+    for_each = optimizer_launches(36, optimizer="adam", implementation="foreach")
+    assert for_each == optimizer_launches(36, optimizer="adam")
+    assert len(for_each) == 7 and all(name.startswith("aten::_foreach_") for name in for_each)
+    loop = optimizer_launches(36, optimizer="adam", implementation="loop")
+    assert set(loop.values()) == {36} and len(loop) == 7
+    assert optimizer_launches(49, optimizer="momentum", implementation="fused") == {"aten::_fused_sgd_": 2}

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import json
-from functools import partialmethod
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +19,6 @@ from featurize.trace import trace_config
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
 from learn.kernels.judging import judged
-from learn.kernels.peers import PEERS
 from learn.kernels.rows import kernel_times, measured_times
 from learn.kernels.score_tables import time_table
 from warehouse.ingest import IngestSettings, ingest
@@ -119,6 +117,7 @@ def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reaso
     assert {source: len(of) for source, of in by_source.items()} == {"farm": 22, "llm_foundry": 1}
     assert left_out == {"no description of GPU-of-nobody": 1, "llm_foundry: 9t in amp_bf16": 1}
     (step,) = by_source["llm_foundry"]
+    assert step.run_id.startswith("llm_foundry-")
     assert step.measured_ms == pytest.approx(4 * 512 / 409_600 * 1e3)  # one micro-step of one GPU
     assert step.device.name == "H100-SXM5-80GB"
     assert step.calls.kind.count("attention") == 1  # twelve equal layers are one kernel that runs twelve times
@@ -182,15 +181,3 @@ def test_too_few_measured_steps_are_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(UsageError, match="2 measured steps can be learned from, and 20 are needed"):
         fit_kernels(settings, silent)
     assert not settings.path.exists()
-
-
-def test_judging_peers_writes_no_file(folder, monkeypatch):
-    by_kind = "roofline, share by kind"
-    monkeypatch.setattr("learn.kernels.peers.PEERS", {by_kind: PEERS[by_kind]})
-    monkeypatch.setattr("learn.kernels.judging.TimeFit.fitted", partialmethod(TimeFit.fitted, iterations=3))
-    settings = FitKernelsSettings(data=str(folder), peers=True)
-    before = settings.path.read_bytes()
-    scores = fit_kernels(settings, silent).times
-    assert by_kind in {score.formula for score in scores} and settings.path.read_bytes() == before
-    with pytest.raises(UsageError, match="peers=true writes no file"):
-        FitKernelsSettings(peers=True, out="parameters.json")

@@ -1,4 +1,4 @@
-"""Other people's formulas: each finds the law that made the rows, and knows nothing of rows that were left out."""
+"""Formulas, ours and others': each finds the law that made the rows, and knows nothing of rows that were left out."""
 
 import dataclasses
 from collections import Counter
@@ -11,9 +11,9 @@ from featurize.device_spec import load_device
 from featurize.kernel_model.calls import FP32, TENSOR, as_calls, product, stream
 from featurize.kernel_model.times import clock_ghz
 from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit
-from learn.kernels.judging import OURS, judged
-from learn.kernels.peers import PEERS, RooflineByKind, TilesAndWaves, WaveScaling
-from learn.kernels.score_tables import time_table
+from learn.kernels.formulas import FORMULAS
+from learn.kernels.judging import left_out_ratios
+from learn.kernels.peers import RooflineByKind, TilesAndWaves, WaveScaling
 
 V100, A100, T4 = (load_device(name) for name in ("V100-SXM2-32GB", "A100-SXM4-40GB", "T4"))
 MIB = 2**20
@@ -102,7 +102,7 @@ def test_tiles_and_waves_find_how_the_utilization_rises_with_waves_and_are_never
         assert np.exp(ratio) * one.measured_ms >= 20 * roofline_ms(square(size), one.device) * 0.999
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_rows_that_were_left_out_have_no_part_in_what_a_peer_learns(name):
     rows = mixed_rows(shares, 12)
     rows += [row({square(1024): 1}, device, 1.0, KERNELS, "aten::addmm") for device in (V100, A100, T4)]
@@ -112,20 +112,23 @@ def test_rows_that_were_left_out_have_no_part_in_what_a_peer_learns(name):
         for one, left_out in zip(rows, outside, strict=True)
     ]
     clean, other = (
-        PEERS[name](TimeFit(each, {})).log_ratios(~outside) + np.log([one.measured_ms for one in each])
+        FORMULAS[name](TimeFit(each, {})).log_ratios(~outside) + np.log([one.measured_ms for one in each])
         for each in (rows, spoiled)
     )
     np.testing.assert_allclose(clean, other, rtol=1e-5, atol=1e-6)  # NaN, too, where there is no answer
     assert np.isfinite(clean[-3:]).all()
 
 
-def test_peers_are_judged_beside_ours_and_rows_without_an_answer_are_counted(monkeypatch):
-    monkeypatch.setattr("learn.kernels.judging.TimeFit.fitted", partialmethod(TimeFit.fitted, iterations=3))
+def test_each_row_is_estimated_without_it_and_a_row_that_nothing_tells_of_has_no_answer(monkeypatch):
+    monkeypatch.setattr(TimeFit, "fitted", partialmethod(TimeFit.fitted, iterations=3))
     rows = mixed_rows(shares, 9)
     rows += [row({moved(8): 1}, device, 1.0) for device in (V100, A100)]
-    scores, _ = judged(TimeFit(rows, {}), 2, lambda *_: None, PEERS)
-    of_split = [score for score in scores if score.split == "GPU models left out" and score.rows == A100.name]
-    assert {score.formula for score in of_split} == {OURS, *PEERS}
-    (scaled,) = (score for score in of_split if score.formula == "Habitat's wave scaling")
-    assert (scaled.count, scaled.unanswered) == (1, 3)
-    assert "no answer" in time_table(scores) and "mean error" in time_table(scores)
+    fit, heard = TimeFit(rows, {}), []
+    masks = [fit.devices == name for name in (V100.name, A100.name, T4.name)]
+    for name, formula in FORMULAS.items():
+        ratios = left_out_ratios(formula(fit), masks, lambda: heard.append(1))
+        assert np.isfinite(ratios).sum() == (2 if name == "habitat" else len(rows)), name
+    assert len(heard) == 3 * len(FORMULAS)
+    kernels = FORMULAS["kernels"](fit)
+    ratios = left_out_ratios(kernels, masks, lambda: None)
+    np.testing.assert_allclose(ratios[masks[2]], kernels.log_ratios(~masks[2])[masks[2]])

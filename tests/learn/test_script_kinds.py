@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 from featurize.compiled import MODELLED
+from featurize.cuda_graphs import GRAPHED
 from featurize.vision import mend_torchvision
 from learn import estimate, estimate_script
 from tests.featurize.published_models import detections
@@ -342,3 +343,30 @@ def test_a_module_of_a_package_runs_with_its_arguments(tmp_path):
         "    model(torch.randn(2, width).cuda()).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
     )
     assert estimate_script(["python", "-m", "mine.train", "16"], estimator="trace").parameters == 16 * 4 + 4
+
+
+GRAPHED_SCRIPT = """
+import torch
+from torch import nn
+
+model = torch.compile(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 10)).cuda()MODE)
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(3):
+    x, y = torch.randn(32, 64).cuda(), torch.randint(10, (32,)).cuda()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_cuda_graphs_of_a_script_cost_one_launch_each(tmp_path):
+    graphed = ', mode="reduce-overhead"'
+    scripts = []
+    for number, mode in enumerate(("", graphed, ', options={"triton.cudagraphs": True}')):
+        path = tmp_path / f"train{number}.py"
+        path.write_text(GRAPHED_SCRIPT.replace("MODE", mode))
+        scripts.append(estimate_script(["python", str(path)], estimator="trace"))
+    plain, by_mode, by_option = scripts
+    assert by_mode.step_time_ms < plain.step_time_ms and by_mode.peak_memory_mib == plain.peak_memory_mib
+    assert by_option.step_time_ms == by_mode.step_time_ms
+    assert [GRAPHED in script.warnings for script in scripts] == [False, True, True]

@@ -9,7 +9,7 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import run_row
+from warehouse_rows import kernels, run_row
 
 import warehouse
 from conf import cli
@@ -20,9 +20,10 @@ from warehouse import ingest as ingest_command
 from warehouse.compact import CompactionSettings, compact
 from warehouse.dataset import DatasetPart, find_parts, read_part, repository_folder, to_bytes
 from warehouse.dataset_card import card
-from warehouse.export import ExportSettings, export, scrubbed, thin
+from warehouse.export import ExportSettings, export
 from warehouse.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest
+from warehouse.public_rows import scrubbed, thin
 from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 from warehouse.writer import RunWriter
 
@@ -138,6 +139,76 @@ def test_the_same_runs_give_the_same_bytes_also_from_a_folder_that_has_loaded_th
     assert files(tmp_path / "copy") == before
 
 
+@pytest.fixture
+def profiled(folder):
+    """Two runs with kernels, one that was profiled without any, one that was not, and a row that was imported."""
+    writer = RunWriter(folder)
+    writer.write(gpu_run(0), readings(2), kernels(2, dims=[json.dumps({"shapes": [[2, 3]]})] * 2))
+    writer.write(gpu_run(1), readings(2), kernels(3))
+    writer.write(gpu_run(2), readings(2), kernels(0))
+    writer.write(gpu_run(3, family="mlp"), readings(2))
+    run = {"run_id": "other-1", "family": "cnn", "status": "ok", "source": "imported", "device_name": "T4"}
+    writer.write(run, readings(0), kernels(1))
+    return folder
+
+
+KERNEL_COLUMNS = "operator, duration_us, count, timing, dims, device_name, torch_version, family, source"
+
+
+def test_kernels_leave_with_their_runs_and_come_back(profiled, out, tmp_path):
+    report = exported(profiled, out)
+    assert report.kernels == 5 and "4 runs added with 5 kernels" in report.lines()[-1]
+    assert [name for name in files(out) if "kernels" in name] == [
+        "cnn/NVIDIA-H100-80GB-HBM3-2026-03-04-kernels.parquet"
+    ]
+    card_text = (out / "README.md").read_text()
+    assert "5 rows of 3 operators, by how they were timed: cupti 5" in card_text
+    assert "| `duration_us` | double | time of one launch, median; µs | 5 |" in card_text
+    other = tmp_path / "other"
+    loaded(out, other)
+    own = f"SELECT {KERNEL_COLUMNS} FROM kernels WHERE source <> 'imported' ORDER BY ALL"
+    assert query(other, own) == query(profiled, own)
+    counts = "SELECT task_index, kernel_rows FROM runs WHERE source <> 'imported' ORDER BY task_index"
+    assert query(other, counts) == query(profiled, counts) == [(0, 2), (1, 3), (2, 0), (3, None)]
+    public = "SELECT bool_and(starts_with(kernel_row, run_id || '-k')), count(DISTINCT kernel_row) FROM kernels"
+    assert query(other, public) == [(True, 5)]
+    assert query(other, "SELECT count(*) FROM kernels JOIN runs USING (run_id)") == [(5,)]
+    loaded(out, other)
+    assert query(other, "SELECT count(*) FROM kernels") == [(5,)]
+    before = files(out)
+    exported(DataFolder.resolve(other), tmp_path / "copy")
+    assert files(tmp_path / "copy") == before
+
+
+def test_kernels_of_chosen_families_only_and_none_where_they_are_not_wanted(profiled, out, tmp_path):
+    assert exported(profiled, out, families=["mlp"]).kernels == 0
+    assert not [name for name in files(out) if "kernels" in name]
+    assert "Columns of kernels" not in (out / "README.md").read_text()
+    assert exported(profiled, out).kernels == 5
+    bare = tmp_path / "bare"
+    assert exported(profiled, bare, kernels=False).kernels == 0
+    assert not [name for name in files(bare) if "kernels" in name]
+    loaded(bare, tmp_path / "other")
+    assert query(tmp_path / "other", "SELECT count(kernel_rows) FROM runs") == [(0,)]
+
+
+def test_kernels_of_a_data_set_that_break_the_schema_land_nothing(profiled, out, tmp_path):
+    exported(profiled, out)
+    path = next(out.glob("cnn/*-kernels.parquet"))
+    table = pq.ParquetFile(path).read()
+    for name, value, words in (
+        ("kernel_row", "J-9-k00000", "row 1: kernel_row must begin with the run's id"),
+        ("timing", "stopwatch", "timing must be one of"),
+        ("duration_us", None, "duration_us is required"),
+    ):
+        at = table.schema.get_field_index(name)
+        changed = table.set_column(at, name, pa.array([value] * 5, table.schema.field(at).type))
+        pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
+        with pytest.raises(EnvironmentProblem, match=words):
+            loaded(out, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_another_machine_s_runs_of_the_same_job_and_day_are_added(filled, out, tmp_path):
     exported(filled, out)
     second = DataFolder.resolve(tmp_path / "second")
@@ -152,7 +223,7 @@ def test_names_of_machines_users_and_folders_stay_at_home(filled, out):
     exported(filled, out)
     texts = [(out / "README.md").read_text()]
     for part in find_parts(out):
-        texts += [str(read_part(out, part, kind).to_pylist()) for kind in ("runs", "telemetry")]
+        texts += [str(read_part(out, part, kind).to_pylist()) for kind in dataset.KINDS]
     for name in ("host17", "example", "someone", "a person", "/home", "10.1.2.3", "0a1b2c3d", "ray-0"):
         assert not any(name in text for text in texts), name
     (row,) = [
@@ -379,9 +450,10 @@ def test_the_project_s_own_card_is_true():
     assert sum(path.stat().st_size for path in root.rglob("*.parquet")) <= 20e6
 
 
-@pytest.mark.parametrize("kind", ["runs", "telemetry"])
+@pytest.mark.parametrize("kind", ["runs", "telemetry", "kernels"])
 @pytest.mark.parametrize("leads", ["a file", "a folder", "a pipe"])
 def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(filled, out, tmp_path, kind, leads):
+    RunWriter(filled).write(gpu_run(7, family="mlp"), readings(3), kernels())
     exported(filled, out)
     path = next(out.glob(f"mlp/*-{kind}.parquet"))
     elsewhere = tmp_path / "elsewhere"

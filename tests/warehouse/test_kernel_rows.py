@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import subprocess
+import sys
 
 import duckdb
 import pyarrow as pa
@@ -10,9 +12,12 @@ import pytest
 from warehouse_rows import kernels, run_row, samples
 
 import warehouse
+from conf.cli import run
 from conf.errors import EnvironmentProblem, UsageError
 from warehouse.checks import check
 from warehouse.compact import CompactionSettings, compact
+from warehouse.diff import diff
+from warehouse.diff import entry as diff_entry
 from warehouse.ingest import IngestSettings, ingest, print_report
 from warehouse.neusight import COLUMNS
 from warehouse.publish import PublishSettings, publish
@@ -152,6 +157,44 @@ def test_publication_has_kernels_of_its_runs_and_imported_ones_where_they_are_na
         assert {row["run_id"] for row in own} == {runs[0]["run_id"]} and runs[0]["run_id"] != "J-000001"
         assert all(row["kernel_row"].startswith(runs[0]["run_id"]) for row in own)
         assert "Columns of kernels" in (out / "README.md").read_text()
+
+
+def test_a_publication_says_that_imported_kernels_were_left_out_and_its_example_sums_up_the_others(folder, tmp_path):
+    RunWriter(folder).write(run_row(1, source="measured", device_uuid="GPU-1"), samples(1), kernels())
+    take_in(folder, kernel_file(tmp_path / "k.parquet", CELLS))
+    out = tmp_path / "set"
+    report = publish(PublishSettings(out=str(out), data=str(folder.root), licence="CC-BY-4.0"))
+    assert "left out: 1 kernels: source imported" in report.lines()
+    card = (out / "README.md").read_text()
+    assert "- 1 kernels: source imported" in card and "and 2 kernels" in card
+    metadata = json.loads((out / "croissant.json").read_text())
+    (record_set,) = [entry for entry in metadata["recordSet"] if entry["name"] == "kernels"]
+    assert record_set["key"] == {"@id": "kernels/kernel_row"}
+    done = subprocess.run([sys.executable, out / "load_example.py"], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()[-2:]] == [
+        ["kernels", "of", "aten::mm1", "0.0", "ms", "in", "all", "runs"],
+        ["kernels", "of", "aten::mm0", "0.0", "ms", "in", "all", "runs"],
+    ]
+
+
+def test_a_difference_compares_the_times_of_the_same_kernels_on_the_same_software(folder, capsys):
+    writer = RunWriter(folder)
+    same = {"source": "measured", "device_name": "T4", "torch_version": "2.13.0"}
+    writer.write(run_row(0, **same), samples(1), kernels())
+    take_snapshot(folder, "a")
+    writer.write(run_row(1, **same), samples(1), _with({"duration_us": [12.0, 11.0]}))
+    writer.write(run_row(2, **same | {"torch_version": "2.14.0"}), samples(1), _with({"duration_us": [99.0, 99.0]}))
+    slower, equal = diff(folder, "a").kernel_shifts
+    assert (slower.operator, slower.device_name, slower.kernels, slower.beyond) == ("aten::mm0", "T4", 1, 1)
+    assert slower.median_shift == pytest.approx(0.2) and slower.largest_shift == slower.median_shift
+    assert (equal.operator, equal.median_shift, equal.beyond) == ("aten::mm1", 0.0, 0)
+    assert run("diff", diff_entry, ["before=a", f"data={folder.root}"]) == 0
+    assert "+20.0%" in capsys.readouterr().out
+    take_snapshot(folder, "b")
+    assert diff(folder, "b").kernel_shifts == ()
+    assert run("diff", diff_entry, ["before=b", f"data={folder.root}"]) == 0
+    assert "kernels, timed again: none" in capsys.readouterr().out
 
 
 def test_a_matrix_product_of_the_file_becomes_its_operator_and_shapes(folder, tmp_path):

@@ -1,0 +1,72 @@
+"""CUDA graphs of a compiled model in a trace (`compile=reduce-overhead`): one launch each, and their memory pool.
+
+Start reading at `CudaGraphs`. The host launches a graph, not its kernels; inputs that are no parameters, buffers or
+results of another graph are copied into it first. What lies in the graphs' pool cannot be used by what runs eagerly,
+and the other way round (`StepTrace.graph_pool_bytes`). Source: torch/_inductor/cudagraph_trees.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from featurize.recorder import Recorder
+
+GRAPHED = (
+    "the compiled model runs as CUDA graphs: the host launches each graph once, loss and optimizer stay eager; their "
+    "memory pool is not shared with what runs eagerly, which the figure leaves out and the bound holds"
+)
+AUTOTUNED = "torch.compile: kernels of max-autotune are estimated as those of the default mode; no search is modelled"
+
+
+@dataclass
+class _Replay:
+    launched: bool = False
+
+
+class CudaGraphs:
+    """The graphs of one trace. `Recorder` asks it of each operator and block while a graph runs."""
+
+    def __init__(self) -> None:
+        self.blocks: set[int] = set()  # that lie in the pool
+        self._input_bytes: dict[Hashable, int] = {}
+        self._running: _Replay | None = None
+
+    @contextlib.contextmanager
+    def replay(self, graph: Hashable, recorder: Recorder, given: list[object]) -> Iterator[None]:
+        """Run one graph within: its inputs are copied, its operators are launched together.
+
+        Args:
+            graph: Tells one graph from another.
+            recorder: Of the trace.
+            given: Its inputs.
+        """
+        copied = [one for one in given if isinstance(one, Tensor) and not recorder.stays(one, self.blocks)]
+        self._input_bytes[graph] = recorder.copied(copied)
+        before, self._running = self._running, _Replay()
+        try:
+            yield
+        finally:
+            self._running = before
+
+    def took(self, block: int) -> None:
+        """Hear of a block that is taken."""
+        if self._running is not None:
+            self.blocks.add(block)
+
+    def is_launched(self) -> bool:
+        """Return whether the operator that is noted now is launched with one before it."""
+        if self._running is None:
+            return False
+        launched, self._running.launched = self._running.launched, True
+        return launched
+
+    @property
+    def input_bytes(self) -> int | None:
+        """Bytes of the inputs that are copied into the graphs; None where no graph ran."""
+        return sum(self._input_bytes.values()) if self._input_bytes else None

@@ -1,0 +1,112 @@
+"""`learn.benchmark target=step_time` on measured steps: formulas and estimators on the same rows."""
+
+import csv
+import json
+from functools import partialmethod
+
+import numpy as np
+import pytest
+from learn_rows import make_configs, write_runs
+
+from conf import cli
+from conf.errors import UsageError
+from featurize.device_spec import load_device
+from featurize.kernel_model.step_time import load_efficiencies, time_step
+from featurize.trace import trace_config
+from learn import benchmark as benchmark_command
+from learn.benchmark import BenchmarkSettings, benchmark
+from learn.kernels.fitting import TimeFit
+from warehouse.ingest import IngestSettings, ingest
+
+DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB")
+CONFIGS = make_configs(20, seed=3)
+LLM_FOUNDRY = {
+    "section": "", "Model": "125m", "SeqLen (T)": "512", "# GPUs": "8", "GPU": "h100_80gb", "MFU": "30",
+    "MicroBatchSize": "4", "GradAccum": "2", "GlobalBatchSize": "64", "Throughput (T/s)": "3276800",
+    "Throughput (T/s/GPU)": "409600", "GlobalBatchSize (T)": "32768", "Precision": "amp_bf16",
+    "Activation Checkpointing": "False", "NumParams": "125000000",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(TimeFit, "fitted", partialmethod(TimeFit.fitted, iterations=3))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The same jobs on two GPU models, as long as the kernel model says, and a row that no trial config describes."""
+    data = tmp_path_factory.mktemp("steps")
+    for device in DEVICES:
+        spec = load_device(device)
+        times = [time_step(trace_config(one, device=spec), spec, one).step_time_ms for one in CONFIGS]
+        write_runs(
+            data, CONFIGS, source="measured", job=device, device=device, statuses=["ok"] * len(CONFIGS),
+            labels={"step_time_ms": np.array(times)},
+        )  # fmt: skip
+    file = tmp_path_factory.mktemp("published") / "llm.csv"
+    with open(file, "w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, LLM_FOUNDRY)
+        writer.writeheader()
+        writer.writerow(LLM_FOUNDRY)
+    ingest(IngestSettings(source="llm_foundry", path=str(file), data=str(data)))
+    return data
+
+
+def asked(folder, **settings):
+    return benchmark(BenchmarkSettings(target="step_time", data=str(folder), workers=0, **settings))
+
+
+def figures_by_name(done, file):
+    return {figures.estimator: figures for figures in done.figures if figures.file == file}
+
+
+def test_every_formula_and_the_hybrid_answer_for_a_gpu_model_that_was_left_out(folder):
+    done = asked(folder, split="leave_one_out", by="device")
+    of_farm = figures_by_name(done, "farm")
+    assert set(of_farm) == {"trace", "kernels", "roofline", "habitat", "neusight", "hybrid"}
+    assert {name: figures.answered_ok for name, figures in of_farm.items()} == dict.fromkeys(of_farm, 40)
+    assert of_farm["trace"].raw.p90 < 1e-6, "these very labels are its own"
+    assert of_farm["trace"].fits == 0 and of_farm["kernels"].fits == 3 and of_farm["hybrid"].fits == 2
+    of_llm = figures_by_name(done, "llm_foundry")
+    assert of_llm["hybrid"].refusals == {"no trial config describes the row": 1} and of_llm["kernels"].answered_ok == 1
+    assert of_llm["habitat"].refusals == {"nothing that it learned from tells of this row": 1}
+    assert set(figures_by_name(done, DEVICES[0])) == set(of_farm)
+    assert "each device left out in turn" in done.notes[0]
+    rows = sum(load_efficiencies().fitted_on.values())
+    assert rows > 1000 and any("its figures are not held out" in note for note in done.notes)
+
+
+def test_rows_of_one_source_or_device_alone_are_asked(folder):
+    done = asked(folder, source="measured", device_name="V100-SXM2-32GB", estimators=("trace", "roofline"))
+    assert {figures.file for figures in done.figures} == {"farm", "V100-SXM2-32GB"}
+    assert figures_by_name(done, "farm")["roofline"].answered_ok == 20
+    assert done.notes[0].startswith("families of networks in 2 parts")
+
+
+def test_the_command_prints_and_writes_what_it_compared(folder, tmp_path, capsys):
+    out, page = tmp_path / "report.json", tmp_path / "page.html"
+    arguments = [
+        "target=step_time", f"data={folder}", "split=leave_one_out", "by=source", "estimators=[trace,roofline]",
+        f"out={out}", f"report={page}", "worst=1", "workers=0",
+    ]  # fmt: skip
+    assert cli.run("benchmark", benchmark_command.entry, arguments) == 0
+    text = capsys.readouterr().out
+    assert "each source left out in turn" in text and "llm_foundry" in text and "furthest off" in text
+    answers = {row["row"]: row["answers"] for row in json.loads(out.read_text())["rows"] if row["file"] == "farm"}
+    assert len(answers) == 40 and all(set(given) == {"trace", "roofline"} for given in answers.values())
+    assert "roofline" in page.read_text()
+
+
+def test_what_cannot_be_compared_is_said_in_one_line(folder, tmp_path):
+    with pytest.raises(UsageError, match="unknown by of measured step times 'module'; known: device, family, source"):
+        asked(folder, split="leave_one_out", by="module", estimators=("trace",))
+    with pytest.raises(UsageError, match="all steps are of source farm; it takes two or more"):
+        asked(folder, split="leave_one_out", by="source", source="measured", estimators=("trace",))
+    with pytest.raises(UsageError, match=r"too few families .farm/cnn, farm/mlp. to leave some out"):
+        asked(folder, split="holdout", source="measured", estimators=("trace",))
+    with pytest.raises(UsageError, match="0 measured steps can be learned from, and 20 are needed"):
+        asked(folder, family="gpt", estimators=("trace",))
+    write_runs(tmp_path, CONFIGS, statuses=["ok"] * len(CONFIGS))
+    with pytest.raises(UsageError, match="simulated rows: habitat is asked of measured or imported steps"):
+        asked(tmp_path, estimators=("habitat",))

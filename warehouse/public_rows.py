@@ -1,0 +1,157 @@
+"""Rows as others may see them: public ids, no names of machines, users and paths, telemetry thinned.
+
+Start reading at `public_row`; `public_telemetry` and `public_kernels` are the rows of some runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import getpass
+import hashlib
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from warehouse.dataset import JOB_PREFIX, is_loaded, public_id
+from warehouse.reader import WarehouseConnection
+from warehouse.schema import KERNEL_SCHEMA, METRICS, TELEMETRY_SCHEMA
+
+_TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
+_ERROR_CHARACTERS = 2000  # of an error's end, where its message is
+# Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.
+_DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
+_PREFERENCE = {"repeated": 1, "unavailable": 2}  # of the readings in one bin, the least of these stays
+
+
+def public_row(run: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of `runs` under its public id, without names of machines, users and folders."""
+    row = dict(run)
+    for name in ("started_at", "finished_at"):
+        if row[name] is not None:
+            row[name] = row[name].replace(tzinfo=datetime.UTC)
+    names = _names(run["node"])
+    for name in _TEXTS:
+        if row[name] is not None:
+            row[name] = scrubbed(row[name], names)
+    if row["config"] is not None:  # a model of one's own may be named by its file
+        row["config"] = scrubbed(row["config"])
+    if row["error"] is not None:
+        row["error"] = row["error"][-_ERROR_CHARACTERS:]
+    row["node"] = row["worker"] = None
+    if is_loaded(run["job_id"]):
+        row["job_id"] = run["job_id"].removeprefix(JOB_PREFIX)
+        return row
+    row["run_id"] = public_id(run["run_id"], run["device_uuid"], run["finished_at"])
+    if run["device_uuid"] is not None and run["source"] == "measured":  # distinguishes cards, and serves nothing else
+        row["device_uuid"] = f"gpu-{hashlib.sha256(run['device_uuid'].encode()).hexdigest()[:12]}"
+    return row
+
+
+def scrubbed(text: str, names: Iterable[str] = ()) -> str:
+    """Return `text` with folders removed from paths, addresses as ADDRESS, and the given names as NAME."""
+    text = re.sub(r"/(?:home|Users)/[\w.@+=~-]+", "/NAME", text)  # also where nothing comes behind it
+    text = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', text)
+    text = re.sub(r"(\w+://)[^\s/\"')\]]+", r"\1ADDRESS", text)
+    text = re.sub(r"(?<![\w:/.])~?(?:/[\w.@+=~-]+)*/([\w.@+=~-]+)/?", r"\1", text)
+    text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", "ADDRESS", text)
+    for name in sorted(names, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "NAME", text)
+    return text
+
+
+def _names(node: str | None) -> set[str]:
+    """Return the names of the run's machine, of this machine and of the user; not `root` and other common ones."""
+    names = {node or "", platform.node()}
+    names |= {name.partition(".")[0] for name in names}
+    with contextlib.suppress(OSError, KeyError):
+        names.add(getpass.getuser())
+    return {name for name in names if len(name) > 2} - {"root", "user", "localhost"}
+
+
+def public_telemetry(
+    connection: WarehouseConnection, ids: dict[str, str], hz: float | None, where: str = "true"
+) -> pa.Table:
+    """Return the samples of some runs under their public ids, thinned to `hz` unless that is None.
+
+    `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
+    """
+    wanted = pa.table({"own_id": list(ids), "public_id": list(ids.values())})
+    connection.register("exported", wanted)
+    columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
+    # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
+    samples = connection.sql(
+        f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
+        f"JOIN exported ON telemetry.run_id = exported.own_id WHERE {where} ORDER BY ALL"
+    ).to_arrow_table()
+    connection.unregister("exported")
+    samples = samples.cast(TELEMETRY_SCHEMA)
+    return samples if hz is None else thin(samples, hz)
+
+
+def public_kernels(connection: WarehouseConnection, ids: Mapping[str, str], where: str = "true") -> pa.Table:
+    """Return the kernels of some runs under their public ids; imported ones belong to no run.
+
+    `where` narrows what is read: a condition on `kernels` that holds for all of these runs.
+    """
+    connection.register("exported", pa.table({"own_id": list(ids), "public_id": list(ids.values())}))
+    columns = ", ".join(f"kernels.{name}" for name in KERNEL_SCHEMA.names if name not in ("run_id", "kernel_row"))
+    kernels = connection.sql(
+        # A row's own id begins with its run's.
+        "SELECT public_id AS run_id, public_id || substr(kernel_row, length(own_id) + 1) AS kernel_row, "
+        f"{columns} FROM kernels JOIN exported ON kernels.run_id = exported.own_id WHERE {where} ORDER BY kernel_row"
+    ).to_arrow_table()
+    connection.unregister("exported")
+    return kernels.cast(KERNEL_SCHEMA)
+
+
+def _rounded(name: str) -> str:
+    digits = _DECIMALS.get(METRICS[name][0]) if name in METRICS else None
+    return f"telemetry.{name}" if digits is None else f"round(telemetry.{name}, {digits}) AS {name}"
+
+
+def thin(samples: pa.Table, hz: float) -> pa.Table:
+    """Keep at most `hz` readings a second of each sensor of each run, and the first and last of each window.
+
+    `samples` is sorted by run and time. Of the samples in one bin of 1/hz seconds, the last one stays; a fresh reading
+    is preferred to a repeated one, and that to none.
+    """
+    if not samples.num_rows:
+        return samples
+    run, sensor = (_codes(samples.column(name)) for name in ("run_id", "sensor"))
+    window = np.array([phase == "window" for phase in samples.column("phase").to_pylist()])
+    rank = np.array([_PREFERENCE.get(quality, 0) for quality in samples.column("quality").to_pylist()])
+    at = np.floor(samples.column("t_ms").to_numpy() * hz / 1000).astype(np.int64)
+    position = np.arange(samples.num_rows)
+    keep = np.zeros(samples.num_rows, dtype=bool)
+    order = np.lexsort((position, -rank, at, sensor, run))
+    keep[order[_ends(run[order], sensor[order], at[order])]] = True
+    inside = np.flatnonzero(window)
+    order = inside[np.lexsort((inside, sensor[inside], run[inside]))]
+    last = _ends(run[order], sensor[order])
+    keep[order[last]] = True
+    keep[order[np.roll(last, 1)]] = True
+    return samples.filter(pa.array(keep))
+
+
+def _codes(column: pa.ChunkedArray) -> np.ndarray:
+    encoded = column.combine_chunks().dictionary_encode()
+    codes: np.ndarray = encoded.indices.fill_null(-1).to_numpy()
+    return codes
+
+
+def _ends(*keys: np.ndarray) -> np.ndarray:
+    """Return, for rows sorted by the keys, whether each is the last with its keys."""
+    ends = np.ones(len(keys[0]), dtype=bool)
+    if len(ends):
+        ends[:-1] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return ends
+
+
+def naive(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with timestamps without zone, as the views have them."""
+    return pa.schema([(f.name, pa.timestamp("us") if pa.types.is_timestamp(f.type) else f.type) for f in schema])
