@@ -48,6 +48,7 @@ class CudaGraphs:
         """
         copied = [one for one in given if isinstance(one, Tensor) and not recorder.stays(one, self.blocks)]
         self._input_bytes[graph] = recorder.copied(copied)
+        del copied  # a reference here would keep them for as long as the graph runs
         before, self._running = self._running, _Replay()
         try:
             yield
