@@ -161,6 +161,12 @@ def test_tf32_speeds_up_products_of_an_mi300x_and_no_convolution():
     assert busy_ms(products, (4096, 2048), MI300X) == busy_ms(products, (4096, 2048), without)
 
 
+def test_tf32_changes_nothing_on_a_gpu_without_it():
+    odd = lambda: nn.Linear(1001, 1001)  # noqa: E731 -- as many columns as TF32 would slow down
+    for device in (MI100, MI210, load_device("V100-SXM2-16GB")):
+        assert busy_ms(odd, (4096, 1001), device, "tf32") == busy_ms(odd, (4096, 1001), device)
+
+
 def test_an_mi100_computes_bf16_at_half_the_rate_of_fp16():
     def bf16_over_fp16(device):
         return busy_ms(products, (8192, 2048), device, "bf16") / busy_ms(products, (8192, 2048), device, "fp16")
