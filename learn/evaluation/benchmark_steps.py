@@ -152,13 +152,12 @@ def _masks(fit: TimeFit, settings: BenchmarkSettings) -> list[np.ndarray]:
 
 
 def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Tally) -> _Asked:
-    began, seconds = time.monotonic_ns(), []
+    marks: list[int] = []  # ns, before each fit and after the last one
 
     def heard() -> None:
-        nonlocal began
-        tally.step()
-        seconds.append((time.monotonic_ns() - began) / 1e9)
-        began = time.monotonic_ns()
+        if marks:
+            tally.step()
+        marks.append(time.monotonic_ns())
 
     ratios = left_out_ratios(FORMULAS[name](fit), masks, heard)
     heard()
@@ -171,7 +170,7 @@ def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Ta
         if outside[at]
     }
     learns = name != AS_IT_COMES
-    return _Asked(answers, median(np.array(seconds[1:])) if learns else None, len(masks) if learns else 0)
+    return _Asked(answers, median(np.diff(marks) / 1e9) if learns else None, len(masks) if learns else 0)
 
 
 def _ask_estimators(

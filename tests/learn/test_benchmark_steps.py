@@ -77,6 +77,16 @@ def test_every_formula_and_the_hybrid_answer_for_a_gpu_model_that_was_left_out(f
     assert rows > 1000 and any("its figures are not held out" in note for note in done.notes)
 
 
+def test_progress_ends_at_its_total(folder):
+    heard = []
+    settings = BenchmarkSettings(
+        target="step_time", data=str(folder), workers=0, source="measured", split="leave_one_out", by="device",
+        estimators=("trace", "roofline"),
+    )  # fmt: skip
+    benchmark(settings, progress=lambda done, of: heard.append((done, of)))
+    assert heard[-1][0] == heard[-1][1] and all(done <= of for done, of in heard)
+
+
 def test_rows_of_one_source_or_device_alone_are_asked(folder):
     done = asked(folder, source="measured", device_name="V100-SXM2-32GB", estimators=("trace", "roofline"))
     assert {figures.file for figures in done.figures} == {"farm", "V100-SXM2-32GB"}
