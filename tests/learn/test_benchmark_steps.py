@@ -118,5 +118,5 @@ def test_what_cannot_be_compared_is_said_in_one_line(folder, tmp_path):
     with pytest.raises(UsageError, match="0 measured steps can be learned from, and 20 are needed"):
         asked(folder, family="gpt", estimators=("trace",))
     write_runs(tmp_path, CONFIGS, statuses=["ok"] * len(CONFIGS))
-    with pytest.raises(UsageError, match="simulated rows: habitat is asked of measured or imported steps"):
+    with pytest.raises(UsageError, match="estimators=habitat: for measured or imported steps only"):
         asked(tmp_path, estimators=("habitat",))
