@@ -8,6 +8,7 @@ from conf.errors import UsageError
 from farm.choosing.forecast import Forecaster
 from featurize.device_spec import load_device
 from featurize.families import cnn, mlp
+from featurize.machine import MachineProfile
 from learn import devices_that_fit, estimate, estimate_many, estimate_script
 from learn.estimation.memory_causes import CONTEXT, KERNELS, WORKSPACES
 
@@ -28,6 +29,14 @@ def test_an_answer_says_what_is_not_known_there():
     (note,) = [text for text in estimate(MLP, device="MI210").warnings if text.startswith(NOTE)]
     assert MIOPEN not in note
     assert not any(NOTE in text for text in estimate(MLP, device="H100").warnings)
+
+
+def test_a_context_that_was_measured_is_not_called_assumed():
+    on = MachineProfile(name="station", context_mib=700.0, kernels_mib=40.0, cudnn_mib=50.0)
+    for machine, assumed in ((None, True), ("described", True), (on, False)):
+        done = estimate(MLP, device="MI210", machine=machine)
+        (note,) = [text for text in done.warnings if text.startswith(NOTE)]
+        assert ("its context is assumed" in note) == assumed
 
 
 def test_the_bound_is_wider_by_what_is_not_known():
