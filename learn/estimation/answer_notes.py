@@ -135,9 +135,9 @@ def _of_amd(trace: StepTrace, on: MachineProfile) -> str:
     from featurize.replay import loads_cudnn
 
     of_context = ", its context is assumed" if on.name in MACHINES else ""
-    of_layers = "; what MIOpen takes is not known, and assumed to be what cuDNN does" if loads_cudnn(trace) else ""
+    of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes" if loads_cudnn(trace) else ""
     return (
-        f"{AMD_NOTE}nothing was measured on any: times rest on its data sheet and on kernels of NVIDIA GPUs"
+        f"{AMD_NOTE}no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
         f"{of_context}{of_layers}"
     )
 

@@ -103,7 +103,7 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
 
 
 def _heard(tally: Tally) -> Callable[[str, int, int], None]:
-    """Return what counts the traced rows; it hears of each before it is done."""
+    """Return a callback that counts rows; it is called before each row is traced."""
 
     def heard(_label: str, done: int, of: int) -> None:
         if not done:
@@ -165,7 +165,7 @@ def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Ta
     answers = {
         at: Given(estimate=row.measured_ms * math.exp(ratios[at]))
         if math.isfinite(ratios[at])
-        else Given(estimate=None, reason="nothing that it learned from tells of this row")
+        else Given(estimate=None, reason="the rows that it learned from do not cover this one")
         for at, row in enumerate(fit.rows)
         if outside[at]
     }
@@ -240,7 +240,7 @@ def _counted(
                 for at in members
                 if at in of.answers
             ]  # fmt: skip
-            if not own:  # single operators are no training jobs, of which estimators tell
+            if not own:  # single operators are no training jobs, which is all that estimators answer for
                 continue
             scored[title, name] = own
             figures.append(
@@ -269,11 +269,11 @@ def _notes(
         "holdout": "families of networks held out, 30 % of them",
         "leave_one_out": f"each {settings.by} left out in turn",
     }[settings.split]
-    notes = [f"{how}: who learns answers for each row from a fit without it"]
+    notes = [f"{how}: estimators that learn answer for each row from a fit without it"]
     if AS_IT_COMES in names:
         rows = ", ".join(f"{number:,} {source}" for source, number in load_efficiencies().fitted_on.items())
         notes.append(
-            f"{AS_IT_COMES} is the kernel model as it comes along, learned from rows like these ({rows}): its figures "
+            f"{AS_IT_COMES} is the packaged kernel model, learned from rows like these ({rows}): its figures "
             "are not held out. kernels is the same model, fitted without the rows that are left out"
         )
     for name, of in asked.items():

@@ -70,8 +70,8 @@ def test_amd_gpus_have_an_architecture_and_no_compute_capability():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"compute_capability": "9.4"}, "give compute_capability, as '8.0', of an NVIDIA GPU, or llvm_target"),
-        ({"llvm_target": None}, "give compute_capability, as '8.0', of an NVIDIA GPU, or llvm_target"),
+        ({"compute_capability": "9.4"}, "give compute_capability .as '8.0'. for an NVIDIA GPU or llvm_target"),
+        ({"llvm_target": None}, "give compute_capability .as '8.0'. for an NVIDIA GPU or llvm_target"),
         ({"llvm_target": "gfx1100"}, "llvm_target must be one of gfx908, gfx90a, gfx942, got 'gfx1100'"),
         ({"llvm_target": ["gfx942"]}, "llvm_target must be one of"),
     ],
@@ -184,7 +184,7 @@ def test_a_step_is_simulated_within_its_ranges(name):
 
 
 def test_a_stack_of_cuda_is_refused():
-    with pytest.raises(UsageError, match="machine=eager is a stack of CUDA, and MI300X is an AMD GPU: current or desc"):
+    with pytest.raises(UsageError, match="machine=eager is a stack of CUDA, and MI300X is an AMD GPU: pass machine="):
         machine("eager", MI300X)
     assert machine("current", MI300X).outside_mib(loads_cudnn=False) == MI300X.context_mib
 

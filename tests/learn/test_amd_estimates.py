@@ -14,8 +14,8 @@ from learn.estimation.memory_causes import CONTEXT, KERNELS, WORKSPACES
 
 CNN = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)
 MLP = mlp.Config(batch_size=64, input_size=4096, classes=10, depth=4)
-NOTE = "on an AMD GPU: nothing was measured on any"
-MIOPEN = "what MIOpen takes is not known, and assumed to be what cuDNN does"
+NOTE = "on an AMD GPU: no AMD GPU was measured"
+MIOPEN = "MIOpen's memory is not known, and assumed to be what cuDNN takes"
 
 
 def net():
@@ -50,7 +50,7 @@ def test_the_bound_is_wider_by_what_is_not_known():
 @pytest.mark.parametrize("workspaces", ["cudnn", "distilled"])
 def test_cudnn_is_refused_in_one_message_with_the_choices(workspaces, monkeypatch):
     monkeypatch.setattr("featurize.cudnn.libraries.installed_libraries", lambda: None)
-    with pytest.raises(UsageError, match="cuDNN does not run on MI300X, an AMD GPU: workspaces=guessed, the default"):
+    with pytest.raises(UsageError, match="cuDNN does not run on MI300X, an AMD GPU: pass workspaces=guessed"):
         if workspaces == "cudnn":
             from featurize.cudnn.device_properties import device_properties
 

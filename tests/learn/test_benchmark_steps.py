@@ -70,7 +70,7 @@ def test_every_formula_and_the_hybrid_answer_for_a_gpu_model_that_was_left_out(f
     assert of_farm["trace"].fits == 0 and of_farm["kernels"].fits == 3 and of_farm["hybrid"].fits == 2
     of_llm = figures_by_name(done, "llm_foundry")
     assert of_llm["hybrid"].refusals == {"no trial config describes the row": 1} and of_llm["kernels"].answered_ok == 1
-    assert of_llm["habitat"].refusals == {"nothing that it learned from tells of this row": 1}
+    assert of_llm["habitat"].refusals == {"the rows that it learned from do not cover this one": 1}
     assert set(figures_by_name(done, DEVICES[0])) == set(of_farm)
     assert "each device left out in turn" in done.notes[0]
     rows = sum(load_efficiencies().fitted_on.values())
