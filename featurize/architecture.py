@@ -53,11 +53,6 @@ class Architecture:
     tf32_convolutions: bool
     torch_capability: tuple[int, int]
 
-    @property
-    def runs_cudnn(self) -> bool:
-        """Whether convolutions are cuDNN's; AMD's library is MIOpen."""
-        return self.vendor == NVIDIA
-
 
 # FP32 lanes of an SM from a compute capability on (CUDA C Programming Guide, arithmetic instructions), newest first.
 _FP32_LANES = (((8, 6), 128), ((7, 0), 64), ((6, 1), 128), ((6, 0), 64), ((5, 0), 128), ((0, 0), 192))

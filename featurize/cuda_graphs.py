@@ -2,7 +2,7 @@
 
 Start reading at `CudaGraphs`. The host launches a graph, not its kernels; inputs that are no parameters, buffers or
 results of another graph are copied into it first. What lies in the graphs' pool cannot be used by what runs eagerly,
-and the other way round (`StepTrace.graph_pool_bytes`). Source: torch/_inductor/cudagraph_trees.py.
+and vice versa (`StepTrace.graph_pool_bytes`). Source: torch/_inductor/cudagraph_trees.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 GRAPHED = (
     "the compiled model runs as CUDA graphs: the host launches each graph once, loss and optimizer stay eager; their "
-    "memory pool is not shared with what runs eagerly, which the figure leaves out and the bound holds"
+    "memory pool is not shared with what runs eagerly, which the bound includes and the figure does not"
 )
 AUTOTUNED = "torch.compile: kernels of max-autotune are estimated as those of the default mode; no search is modelled"
 
@@ -48,6 +48,7 @@ class CudaGraphs:
         """
         copied = [one for one in given if isinstance(one, Tensor) and not recorder.stays(one, self.blocks)]
         self._input_bytes[graph] = recorder.copied(copied)
+        del copied  # a reference here would keep them for as long as the graph runs
         before, self._running = self._running, _Replay()
         try:
             yield
@@ -55,7 +56,7 @@ class CudaGraphs:
             self._running = before
 
     def took(self, block: int) -> None:
-        """Hear of a block that is taken."""
+        """Note a block that is allocated: while a graph runs, it lies in the pool."""
         if self._running is not None:
             self.blocks.add(block)
 

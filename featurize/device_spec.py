@@ -69,7 +69,7 @@ class DeviceSpec:
         if not isinstance(self.name, str) or not self.name:
             bad.append(f"name must be text, got {self.name!r}")
         if (self.compute_capability is None) == (self.llvm_target is None):
-            bad.append("give compute_capability, as '8.0', of an NVIDIA GPU, or llvm_target, as gfx942, of an AMD GPU")
+            bad.append("give compute_capability (as '8.0') for an NVIDIA GPU or llvm_target (as gfx942) for an AMD GPU")
         elif self.llvm_target is not None and self.llvm_target not in LLVM_TARGETS:
             bad.append(f"llvm_target must be one of {', '.join(LLVM_TARGETS)}, got {self.llvm_target!r}")
         if bad:

@@ -100,7 +100,10 @@ def machine(name: str, spec: DeviceSpec) -> MachineProfile:
             name=name, context_mib=context_mib, kernels_mib=lazy_mib - context_mib, cudnn_mib=LAZY_CUDNN_MIB
         )
     if name == EAGER and spec.architecture.vendor == AMD:
-        raise UsageError(f"machine={EAGER} is a stack of CUDA, and {spec.name} is an AMD GPU: {CURRENT} or {DESCRIBED}")
+        raise UsageError(
+            f"machine={EAGER} is a stack of CUDA, and {spec.name} is an AMD GPU: pass machine={CURRENT} or "
+            f"machine={DESCRIBED}"
+        )
     if name == EAGER:
         return MachineProfile(
             name=name, context_mib=context_mib, kernels_mib=EAGER_KERNELS_MIB, cudnn_mib=float(CUDNN_MIB)

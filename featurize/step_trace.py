@@ -123,9 +123,8 @@ class StepTrace:
     assumed: tuple[str, ...] = ()  # of values that the model reads and only computing the step would give
     notes: tuple[str, ...] = ()  # on parts of the model that the trace takes for others
     mix: BatchMix | None = None
-    widest_head: int | None = (
-        None  # of calls of PyTorch's attention, whose kernels differ by GPU; 0: none; None: unknown
-    )
+    # Of calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
+    widest_head: int | None = None
     graph_input_bytes: int | None = None  # of inputs that are copied into CUDA graphs; None: none run
 
     @property

@@ -47,7 +47,10 @@ def benchmark(
     if is_of_measured_steps(settings):
         return benchmark_steps(settings, progress)
     if formulas := [name for name in settings.estimators or () if name in STEP_FORMULAS]:
-        raise UsageError(f"simulated rows: {', '.join(formulas)} is asked of measured or imported steps only")
+        raise UsageError(
+            f"estimators={', '.join(formulas)}: for measured or imported steps only; pass source=measured or "
+            "source=imported"
+        )
     from learn.estimators import TRAINING_FREE, get_estimator
     from learn.evaluation.benchmark_answers import Tally, ask_free, ask_learned
     from learn.evaluation.benchmark_rows import of_published, of_runs

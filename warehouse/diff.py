@@ -291,13 +291,13 @@ class DiffSettings:
       python -m warehouse.diff 2026-11-20 format=json
 
     A label has moved where the same configuration in the same environment (device, torch, CUDA, cuDNN, driver,
-    allocator) was measured again: medians, relative to before; for ratios such as smact, the difference. Kernels
-    have where the same one ran again on inputs of the same shapes, on the same GPU model and software.
+    allocator) was measured again: medians, relative to before; for ratios such as smact, the difference. A
+    kernel's time has moved where it ran again on inputs of the same shapes, on the same GPU model and software.
     """
 
     before: str = key(help="snapshot that is compared; the first name of the command line")
     after: str = key("now", "snapshot that it is compared with, or now for the folder as it is; the second name")
-    tolerance: float = key(0.05, "shift from which on a configuration or kernel counts as beyond")
+    tolerance: float = key(0.05, "shift above which a configuration or kernel counts as beyond")
     format: str = key("table", "table or json")
     data: str | None = data_key()
 

@@ -43,8 +43,7 @@ def cudnn_capability(spec: DeviceSpec) -> tuple[int, int]:
     """
     if spec.compute_capability is None:
         raise UsageError(
-            f"cuDNN does not run on {spec.name}, an AMD GPU: workspaces=guessed, the default, and workspaces=auto "
-            "answer for it"
+            f"cuDNN does not run on {spec.name}, an AMD GPU: pass workspaces=guessed, the default, or workspaces=auto"
         )
     return spec.compute_capability
 

@@ -182,10 +182,10 @@ def _units_on(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return of each kernel the pipe, whether units for matrices do its arithmetic, and these units' FLOP/s."""
     rates, pipe = spec.peak_tflops, calls.pipe
-    if not spec.architecture.tf32_convolutions:
-        pipe = np.where(convolution & (pipe == PIPES.index(TF32)), PIPES.index(FP32), pipe)
+    takes_tf32 = (rates.tf32 is not None) & (~convolution | spec.architecture.tf32_convolutions)
+    pipe = np.where((pipe == PIPES.index(TF32)) & ~takes_tf32, PIPES.index(FP32), pipe)
     in_half = rates.bf16 or rates.fp16 if half == "bf16" else rates.fp16 or rates.bf16
-    has_units = np.array([rates.fp32_matrix is not None, spec.multiplies_fp32, in_half is not None])
+    has_units = np.array([rates.fp32_matrix is not None, rates.tf32 is not None, in_half is not None])
     tflops = np.array([spec.tflops("fp32"), spec.tflops("tf32"), in_half or spec.tflops("fp32")])
     vectors = ~product & (pipe == PIPES.index(FP32))
     return pipe, has_units[pipe] & ~vectors, np.where(vectors, rates.fp32, tflops[pipe]) * 1e12

@@ -12,6 +12,7 @@ from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
+from featurize.machine import MACHINES, MachineProfile
 from learn.estimation.loops import PIPELINE, RESIDENT
 from learn.estimation.memory_causes import widest
 from learn.estimation.on_machine import workspace_notes
@@ -33,6 +34,7 @@ def notes_of_trace(
     device: DeviceSpec,
     limit_mib: float,
     torch_version: str | None,
+    on: MachineProfile,
 ) -> list[str]:
     """Return whether the traced step fits, and what was assumed of it.
 
@@ -43,6 +45,7 @@ def notes_of_trace(
         device: The GPU model.
         limit_mib: What the job may take of the card, in MiB.
         torch_version: The release of PyTorch that was asked for.
+        on: The machine.
     """
     memory, by = traced.memory, gathered.by["memory"]
     notes = []
@@ -61,7 +64,7 @@ def notes_of_trace(
         memory.workspaces, job.search, cudnn_benchmark=job.settings.cudnn_benchmark, torch_version=torch_version
     )
     if device.architecture.vendor == AMD:
-        notes.append(_of_amd(traced.trace))
+        notes.append(_of_amd(traced.trace, on))
     if memory.workspaces and by != "trace" and not gathered.beyond_fit:
         notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by}")
     return notes
@@ -128,13 +131,14 @@ def times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _of_amd(trace: StepTrace) -> str:
+def _of_amd(trace: StepTrace, on: MachineProfile) -> str:
     from featurize.replay import loads_cudnn
 
-    of_layers = "; what MIOpen takes is not known, and assumed to be what cuDNN does" if loads_cudnn(trace) else ""
+    of_context = ", its context is assumed" if on.name in MACHINES else ""
+    of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes" if loads_cudnn(trace) else ""
     return (
-        f"{AMD_NOTE}nothing was measured on any: times rest on its data sheet and on kernels of NVIDIA GPUs, "
-        f"its context is assumed{of_layers}"
+        f"{AMD_NOTE}no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
+        f"{of_context}{of_layers}"
     )
 
 

@@ -336,7 +336,7 @@ def _assembled(
             "peak_phase": memory.peak_phase,
             "activations": {name: nbytes / MIB for name, nbytes in largest},
         }
-        notes += notes_of_trace(gathered, traced, job, device, limit_mib, torch_version)
+        notes += notes_of_trace(gathered, traced, job, device, limit_mib, torch_version, on)
     else:
         missing = [target for target in TARGETS if target not in by]
         unknown = f"{', '.join(missing)}: not known" if missing else "not traced"

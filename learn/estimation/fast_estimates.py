@@ -56,6 +56,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: Machi
         Estimate(
             peak_memory_mib=memory[i],
             upper_mib=upper[i],
+            least_card_mib=upper[i],
             smact=columns.get("smact", unknown)[i],
             smocc=columns.get("smocc", unknown)[i],
             drama=columns.get("drama", unknown)[i],

@@ -34,10 +34,10 @@ class BenchmarkSettings:
     holds stand beside ours, marked (published). Errors are relative (absolute for ratios); those of estimators that
     learn nothing also with one constant per file: the median of label - estimate.
 
-    target=step_time on measured or imported steps compares formulas for the time of kernels: trace (the kernel model as
-    it comes along), kernels (fitted anew), roofline (a share for each kind of kernel), habitat (wave scaling), neusight
-    (tiles and waves); and hybrid, or any estimator that is named, on the rows with a trial config. split=cv leaves out
-    families of networks; by=source leaves out where rows were published. rows= are of each file.
+    target=step_time on measured or imported steps compares formulas for the time of kernels: trace (the packaged
+    kernel model), kernels (the same, fitted anew), roofline (a share for each kind of kernel), habitat (wave scaling)
+    and neusight (tiles and waves). hybrid, and any estimator that is named, answer for the rows with a trial config.
+    split=cv leaves out families of networks, by=source each source of rows. rows= counts for each file.
     """
 
     target: str = key(

@@ -103,7 +103,7 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
 
 
 def _heard(tally: Tally) -> Callable[[str, int, int], None]:
-    """Return what counts the traced rows; it hears of each before it is done."""
+    """Return a callback that counts rows; it is called before each row is traced."""
 
     def heard(_label: str, done: int, of: int) -> None:
         if not done:
@@ -152,13 +152,12 @@ def _masks(fit: TimeFit, settings: BenchmarkSettings) -> list[np.ndarray]:
 
 
 def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Tally) -> _Asked:
-    began, seconds = time.monotonic_ns(), []
+    marks: list[int] = []  # ns, before each fit and after the last one
 
     def heard() -> None:
-        nonlocal began
-        tally.step()
-        seconds.append((time.monotonic_ns() - began) / 1e9)
-        began = time.monotonic_ns()
+        if marks:
+            tally.step()
+        marks.append(time.monotonic_ns())
 
     ratios = left_out_ratios(FORMULAS[name](fit), masks, heard)
     heard()
@@ -166,12 +165,12 @@ def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Ta
     answers = {
         at: Given(estimate=row.measured_ms * math.exp(ratios[at]))
         if math.isfinite(ratios[at])
-        else Given(estimate=None, reason="nothing that it learned from tells of this row")
+        else Given(estimate=None, reason="the rows that it learned from do not cover this one")
         for at, row in enumerate(fit.rows)
         if outside[at]
     }
     learns = name != AS_IT_COMES
-    return _Asked(answers, median(np.array(seconds[1:])) if learns else None, len(masks) if learns else 0)
+    return _Asked(answers, median(np.diff(marks) / 1e9) if learns else None, len(masks) if learns else 0)
 
 
 def _ask_estimators(
@@ -241,7 +240,7 @@ def _counted(
                 for at in members
                 if at in of.answers
             ]  # fmt: skip
-            if not own:  # single operators are no training jobs, of which estimators tell
+            if not own:  # single operators are no training jobs, which is all that estimators answer for
                 continue
             scored[title, name] = own
             figures.append(
@@ -270,11 +269,11 @@ def _notes(
         "holdout": "families of networks held out, 30 % of them",
         "leave_one_out": f"each {settings.by} left out in turn",
     }[settings.split]
-    notes = [f"{how}: who learns answers for each row from a fit without it"]
+    notes = [f"{how}: estimators that learn answer for each row from a fit without it"]
     if AS_IT_COMES in names:
         rows = ", ".join(f"{number:,} {source}" for source, number in load_efficiencies().fitted_on.items())
         notes.append(
-            f"{AS_IT_COMES} is the kernel model as it comes along, learned from rows like these ({rows}): its figures "
+            f"{AS_IT_COMES} is the packaged kernel model, learned from rows like these ({rows}): its figures "
             "are not held out. kernels is the same model, fitted without the rows that are left out"
         )
     for name, of in asked.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor import list_mode_options
 
 from featurize.compiled import CompiledRegions
 from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
@@ -96,8 +97,14 @@ class ScriptCompiler:
         return module
 
     def _graphs(self, given: Mapping[str, Any]) -> CudaGraphs | None:
-        """Return what the graphs of a module run as, by the arguments of torch.compile; one for the whole script."""
+        """Return what the graphs of a module run as, by the arguments of torch.compile; one for the whole script.
+
+        Raises:
+            RuntimeError: Inductor does not know the mode, as torch.compile raises it.
+        """
         mode = given.get("mode")
+        if given.get("backend", "inductor") == "inductor":
+            list_mode_options(mode)
         if isinstance(mode, str) and mode.startswith("max-autotune"):
             self._note(AUTOTUNED)
         if mode not in GRAPH_MODES and not (given.get("options") or {}).get("triton.cudagraphs"):

@@ -78,6 +78,17 @@ def test_the_pool_of_the_graphs_widens_the_bound_and_not_the_figure():
     assert large[1].graph_pool_bytes > 4096 * 4096 * 4
 
 
+def test_a_graph_does_not_keep_what_was_copied_into_it():
+    """The gradient of the output, 40 MB here, ends with its last reader; the graph's own copy of it is in the bound."""
+    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 20_000))
+    plain, graphed = (
+        trace_step(net, torch.empty(512, 64, device="meta"), settings=Training(compile=mode))
+        for mode in (True, "reduce-overhead")
+    )
+    assert graphed.graph_input_bytes >= 4 * 512 * (64 + 20_000)
+    assert graphed.events == plain.events
+
+
 def test_the_bound_names_the_pool_as_a_cause():
     def factory():
         return nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))

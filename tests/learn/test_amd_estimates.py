@@ -8,13 +8,14 @@ from conf.errors import UsageError
 from farm.choosing.forecast import Forecaster
 from featurize.device_spec import load_device
 from featurize.families import cnn, mlp
+from featurize.machine import MachineProfile
 from learn import devices_that_fit, estimate, estimate_many, estimate_script
 from learn.estimation.memory_causes import CONTEXT, KERNELS, WORKSPACES
 
 CNN = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)
 MLP = mlp.Config(batch_size=64, input_size=4096, classes=10, depth=4)
-NOTE = "on an AMD GPU: nothing was measured on any"
-MIOPEN = "what MIOpen takes is not known, and assumed to be what cuDNN does"
+NOTE = "on an AMD GPU: no AMD GPU was measured"
+MIOPEN = "MIOpen's memory is not known, and assumed to be what cuDNN takes"
 
 
 def net():
@@ -30,6 +31,14 @@ def test_an_answer_says_what_is_not_known_there():
     assert not any(NOTE in text for text in estimate(MLP, device="H100").warnings)
 
 
+def test_a_context_that_was_measured_is_not_called_assumed():
+    on = MachineProfile(name="station", context_mib=700.0, kernels_mib=40.0, cudnn_mib=50.0)
+    for machine, assumed in ((None, True), ("described", True), (on, False)):
+        done = estimate(MLP, device="MI210", machine=machine)
+        (note,) = [text for text in done.warnings if text.startswith(NOTE)]
+        assert ("its context is assumed" in note) == assumed
+
+
 def test_the_bound_is_wider_by_what_is_not_known():
     on_amd, on_nvidia = (estimate(net, (64, 3, 32, 32), device=name, estimator="trace") for name in ("MI210", "A30"))
     assert on_amd.uncertain[WORKSPACES] > on_nvidia.uncertain[WORKSPACES]
@@ -41,7 +50,7 @@ def test_the_bound_is_wider_by_what_is_not_known():
 @pytest.mark.parametrize("workspaces", ["cudnn", "distilled"])
 def test_cudnn_is_refused_in_one_message_with_the_choices(workspaces, monkeypatch):
     monkeypatch.setattr("featurize.cudnn.libraries.installed_libraries", lambda: None)
-    with pytest.raises(UsageError, match="cuDNN does not run on MI300X, an AMD GPU: workspaces=guessed, the default"):
+    with pytest.raises(UsageError, match="cuDNN does not run on MI300X, an AMD GPU: pass workspaces=guessed"):
         if workspaces == "cudnn":
             from featurize.cudnn.device_properties import device_properties
 

@@ -70,11 +70,21 @@ def test_every_formula_and_the_hybrid_answer_for_a_gpu_model_that_was_left_out(f
     assert of_farm["trace"].fits == 0 and of_farm["kernels"].fits == 3 and of_farm["hybrid"].fits == 2
     of_llm = figures_by_name(done, "llm_foundry")
     assert of_llm["hybrid"].refusals == {"no trial config describes the row": 1} and of_llm["kernels"].answered_ok == 1
-    assert of_llm["habitat"].refusals == {"nothing that it learned from tells of this row": 1}
+    assert of_llm["habitat"].refusals == {"the rows that it learned from do not cover this one": 1}
     assert set(figures_by_name(done, DEVICES[0])) == set(of_farm)
     assert "each device left out in turn" in done.notes[0]
     rows = sum(load_efficiencies().fitted_on.values())
     assert rows > 1000 and any("its figures are not held out" in note for note in done.notes)
+
+
+def test_progress_ends_at_its_total(folder):
+    heard = []
+    settings = BenchmarkSettings(
+        target="step_time", data=str(folder), workers=0, source="measured", split="leave_one_out", by="device",
+        estimators=("trace", "roofline"),
+    )  # fmt: skip
+    benchmark(settings, progress=lambda done, of: heard.append((done, of)))
+    assert heard[-1][0] == heard[-1][1] and all(done <= of for done, of in heard)
 
 
 def test_rows_of_one_source_or_device_alone_are_asked(folder):
@@ -108,5 +118,5 @@ def test_what_cannot_be_compared_is_said_in_one_line(folder, tmp_path):
     with pytest.raises(UsageError, match="0 measured steps can be learned from, and 20 are needed"):
         asked(folder, family="gpt", estimators=("trace",))
     write_runs(tmp_path, CONFIGS, statuses=["ok"] * len(CONFIGS))
-    with pytest.raises(UsageError, match="simulated rows: habitat is asked of measured or imported steps"):
+    with pytest.raises(UsageError, match="estimators=habitat: for measured or imported steps only"):
         asked(tmp_path, estimators=("habitat",))

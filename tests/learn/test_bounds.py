@@ -409,3 +409,14 @@ def test_the_jobs_convolutions_allow_tf32_whatever_the_estimating_process_has_se
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     prepare_workspaces("cudnn", load_device("A100-SXM4-40GB"), cudnn_benchmark=False)
     assert searches[0].allow_tf32
+
+
+def test_the_least_card_is_the_smallest_that_the_bound_lets_the_job_into():
+    whole = load_device("A100-SXM4-40GB")
+    done = estimate(net, images(2048), device=whole, estimator="trace")
+    assert done.peak_memory_mib < done.least_card_mib < done.upper_mib
+    for share, fits in ((1.001, True), (0.999, False)):
+        card = dataclasses.replace(whole, memory_mib=share * done.least_card_mib)
+        assert estimate(net, images(2048), device=card, estimator="trace").fits_device is fits
+    fast = estimate(MLP, method="fast")
+    assert fast.least_card_mib == fast.upper_mib
