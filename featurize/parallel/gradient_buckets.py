@@ -80,9 +80,8 @@ class GradientBuckets:
         if not self.synchronizes or gradient is None or view is None or gradient.is_sparse:
             return
         self._complete.setdefault(id(parameter), parameter)
-        if gradient is not view:
-            with torch.no_grad():
-                view.copy_(gradient)
+        with torch.no_grad():  # divided by the number of ranks on the way (`mark_variable_ready_dense`)
+            view.div_(1.0) if gradient is view else view.copy_(gradient)
         if self._as_view:
             parameter.grad = view
         self._ready[self._bucket_of[id(parameter)]] = len(self._recorder.operators)

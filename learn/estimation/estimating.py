@@ -124,7 +124,7 @@ def estimate(
             `allocator` or `torch_version` asks for another answer. `"runs"`: the same, and a note where there is none.
             `"none"`, or an empty list: no run.
         parallel: Several GPUs, of which `inputs` is one's batch: `"ddp=8"`, `{"ddp": 8, "gpus_per_node": 4}` or a
-            `featurize.parallel.layout.Parallel`, which describes the settings. One GPU is a job without a wrapper.
+            `learn.Parallel`, which describes the settings. One GPU is a job without a wrapper.
         **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
             as accumulation=4, checkpointing="full" or quantize="nf4".
 

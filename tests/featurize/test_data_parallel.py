@@ -123,6 +123,17 @@ def test_a_step_of_several_micro_steps_reduces_once():
     assert min(one.after for one in four.collectives if one.kind == ALL_REDUCE) > len(once.operators)
 
 
+def test_gradients_that_stay_in_their_buckets_are_not_copied():
+    kept = Training(set_to_none=False)
+    copies, views = (traced(settings=kept, gradient_as_bucket_view=one) for one in (False, True))
+    copied = [
+        sum(op.name == "aten::copy_" and op.phase == "backward" for op in one.operators) for one in (copies, views)
+    ]
+    trained = sum(p.requires_grad for p in Uneven().parameters())
+    assert copied[0] - copied[1] == 2 * trained
+    assert views.breakdown["gradient"] == 0
+
+
 def test_a_bucket_begins_when_its_last_gradient_is_there_and_the_optimizer_waits():
     trace = traced(bucket_cap_mb=1)
     reduced = [one for one in trace.collectives if one.kind == ALL_REDUCE]
