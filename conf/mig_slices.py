@@ -78,7 +78,8 @@ def slice_values(parent: Mapping[str, Any], profile: str) -> dict[str, Any]:
     """Return what the description of a slice has in place of the whole GPU's.
 
     Memory, L2 cache and bandwidth go by memory slices, rates by multiprocessors. Power goes by multiprocessors, too,
-    which is assumed: boards report it as a whole. The context is the whole GPU's, an upper bound.
+    which is assumed: boards report it as a whole. The context is the whole GPU's, an upper bound. How slices talk to
+    each other is not known: they have no interconnect.
 
     Args:
         parent: The whole GPU's description.
@@ -104,4 +105,5 @@ def slice_values(parent: Mapping[str, Any], profile: str) -> dict[str, Any]:
         },
         "power_limit_w": round(parent["power_limit_w"] * of_sms, 1),
         "idle_power_w": round(parent["idle_power_w"] * of_sms, 1),
+        "interconnect": None,
     }

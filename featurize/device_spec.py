@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -21,6 +21,8 @@ from featurize.architecture import LLVM_TARGETS, Architecture, architecture_of
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
 _LARGEST = 1e12  # of any figure, in its unit
 _ARCHITECTURE = ("compute_capability", "llvm_target")  # of which a description has one
+_OPTIONAL = (*_ARCHITECTURE, "interconnect")
+_NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)
 _NO_CAPABILITY = 0.0  # as a feature: that of no NVIDIA GPU
 
 
@@ -39,11 +41,25 @@ class PeakTflops:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interconnect:
+    """What joins a GPU to the others of its node, in GB/s per direction, as data sheets give it.
+
+    `link_gb_s`: all links of NVLink or Infinity Fabric together, where they join all GPUs of a node. None: the GPUs
+    talk over PCIe.
+    """
+
+    pcie_gb_s: float
+    link_gb_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
     """One GPU model. Raises `UsageError` naming the file's bad keys.
 
     `memory_mib` is what CUDA can use, `context_mib` what NVML charges a process before its first tensor (context
     and library kernels); `launch_overhead_us` is the host's time for one eager operator, which bounds small kernels.
+    `interconnect` is None where nothing is known; it decides nothing of a job on one GPU, so that neither equality nor
+    the mapping that stands for a description in identities has it.
     An NVIDIA GPU has a `compute_capability`, an AMD GPU an `llvm_target` (gfx942), and none has both: PyTorch's
     numbers for AMD's GPUs are no compute capabilities. Of an AMD GPU, `sm_count` counts compute units, `warps_per_sm`
     the wavefronts that one holds.
@@ -62,9 +78,10 @@ class DeviceSpec:
     launch_overhead_us: float
     compute_capability: tuple[int, int] | None = None
     llvm_target: str | None = None
+    interconnect: Interconnect | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        numbers = [f.name for f in dataclasses.fields(self) if f.name not in ("name", "peak_tflops", *_ARCHITECTURE)]
+        numbers = [f.name for f in dataclasses.fields(self) if f.name not in _NO_NUMBERS]
         bad = [f"{n} must be {_bound(v)}, got {v!r}" for n in numbers if not _positive(v := getattr(self, n))]
         if not isinstance(self.name, str) or not self.name:
             bad.append(f"name must be text, got {self.name!r}")
@@ -96,8 +113,8 @@ class DeviceSpec:
         return (getattr(rates, math) if math != "fp32" else None) or rates.fp32_matrix or rates.fp32
 
     def to_mapping(self) -> dict[str, Any]:
-        """The description as `device_from_mapping` reads it and a YAML file would hold it."""
-        mapping = {name: value for name, value in dataclasses.asdict(self).items() if name not in _ARCHITECTURE}
+        """The description as `device_from_mapping` reads it and a YAML file would hold it, without the interconnect."""
+        mapping = {name: value for name, value in dataclasses.asdict(self).items() if name not in _OPTIONAL}
         if self.compute_capability is None:
             return {**mapping, "llvm_target": self.llvm_target}
         return {**mapping, "compute_capability": ".".join(map(str, self.compute_capability))}
@@ -146,7 +163,7 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     label = values.get("name", "?")
     fields = {f.name for f in dataclasses.fields(DeviceSpec)}
     rates = values.get("peak_tflops")
-    problems = [f"missing {key}" for key in sorted(fields - set(values) - set(_ARCHITECTURE))]
+    problems = [f"missing {key}" for key in sorted(fields - set(values) - set(_OPTIONAL))]
     problems += [f"unknown {key}" for key in sorted(map(str, set(values) - fields))]
     if "peak_tflops" in values and not (
         isinstance(rates, Mapping)
@@ -156,6 +173,9 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     ):
         known = ", ".join(f.name for f in dataclasses.fields(PeakTflops) if f.name != "fp32")
         problems.append(f"peak_tflops must give fp32 and may give {known}: numbers > 0 or null")
+    joined = values.get("interconnect")
+    if joined is not None and not _joins(joined):
+        problems.append("interconnect must give pcie_gb_s and may give link_gb_s: numbers > 0")
     capability = values.get("compute_capability")
     try:
         values["compute_capability"] = None if capability is None else _capability(capability)
@@ -164,6 +184,7 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     if problems or not isinstance(rates, Mapping):
         raise UsageError(f"device {label}: " + "; ".join(problems))
     values["peak_tflops"] = PeakTflops(**rates)
+    values["interconnect"] = Interconnect(**joined) if isinstance(joined, Mapping) else None
     return DeviceSpec(**values)
 
 
@@ -199,6 +220,13 @@ def capability_feature(compute_capability: tuple[int, int] | None) -> float:
 def _capability(text: object) -> tuple[int, int]:
     major, minor = map(int, str(text).split("."))
     return major, minor
+
+
+def _joins(joined: object) -> bool:
+    """Return whether a mapping describes an `Interconnect`."""
+    if not isinstance(joined, Mapping) or not set(joined) <= {f.name for f in dataclasses.fields(Interconnect)}:
+        return False
+    return _positive(joined.get("pcie_gb_s")) and (joined.get("link_gb_s") is None or _positive(joined["link_gb_s"]))
 
 
 def _positive(value: object) -> bool:

@@ -177,7 +177,7 @@ class _Run:
         modules: Counter[str] = Counter()
         for event in trace.events[: self.peak_at + 1]:
             block = trace.blocks[event.block]
-            parts[block.kind] += event.nbytes
+            parts[block.kind] = parts.get(block.kind, 0) + event.nbytes
             if block.call is not None and block.call.kind == CUBLAS:
                 parts["workspace"] += self._size_of(block.call)
             if block.kind == "activation":

@@ -20,7 +20,8 @@ BLOCK_KINDS = (
     "temporary",
     "workspace",  # taken by a kernel for its own run
 )  # fmt: skip
-
+BUCKET = "bucket"  # a further kind, of jobs on several GPUs only: gradients are reduced there
+ALL_REDUCE, BROADCAST = COLLECTIVES = ("all_reduce", "broadcast")
 
 _LOOKUP = "aten::embedding"
 BATCH = -2  # the source of an input that is the step's batch
@@ -91,6 +92,15 @@ class Block(NamedTuple):
     pooled: bool = False  # it lies in the memory pool of CUDA graphs
 
 
+class Collective(NamedTuple):
+    """What the ranks of a job send each other at one moment of the steady step."""
+
+    kind: str  # of COLLECTIVES
+    nbytes: int  # of the tensor, on each rank
+    after: int  # number of the step's operators that come before: then it can begin
+    before: int  # number of those that do not wait for it
+
+
 @dataclass(frozen=True)
 class BatchMix:
     """The steps of a trace whose batches have several shapes.
@@ -110,6 +120,7 @@ class BatchMix:
 @dataclass(frozen=True)
 class StepTrace:
     """`operators` of the last step; `events` of the set-up and all steps; `notes`: what the trace leaves out.
+    `collectives` of the last step, in the order in which they begin; none of a job on one GPU.
 
     There are two steps on one batch, or the steps of `mix`, of which the last two are on the longest batch.
     """
@@ -126,6 +137,7 @@ class StepTrace:
     # Of calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
     widest_head: int | None = None
     graph_input_bytes: int | None = None  # of inputs that are copied into CUDA graphs; None: none run
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -181,4 +193,4 @@ class StepTrace:
         by_kind: Counter[str] = Counter()
         for event in self.events[: peak_at + 1] if peak else ():
             by_kind[self.blocks[event.block].kind] += event.nbytes
-        return {kind: by_kind[kind] for kind in BLOCK_KINDS}
+        return {kind: by_kind[kind] for kind in (*BLOCK_KINDS, *(by_kind.keys() - set(BLOCK_KINDS)))}

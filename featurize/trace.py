@@ -21,6 +21,8 @@ from featurize.compiled import CompiledRegions
 from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.parallel.data_parallel import DataParallel
+from featurize.parallel.layout import Parallel
 from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
@@ -86,6 +88,7 @@ def trace_step(
     settings: TrainingSettings | None = None,
     training_loop: bool = True,
     batches: Sequence[Tensor | Inputs | Callable] = (),
+    parallel: Parallel | None = None,
 ) -> StepTrace:
     """The trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
 
@@ -104,6 +107,8 @@ def trace_step(
     batches    the inputs of each step, in order, instead of `inputs` (None): a job whose batches have several shapes.
                Each shape is traced once, and the trace holds all these steps, then two on the longest batch; see
                `featurize.step_mix`. Batches of a single shape are one of `inputs`
+    parallel   one rank of a job on several GPUs: the trace holds what its wrapper takes, and what the ranks send. Such
+               a job has batches of a single shape
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
     for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.library_calls` notes what cuDNN and
@@ -161,8 +166,11 @@ def trace_step(
             recorder.hold(model.parameters(), "parameter")
             recorder.hold(model.buffers(), "buffer")
             recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
+            wrapper = None
+            if parallel is not None:
+                wrapper = DataParallel(model, recorder, parallel, training.accumulation)
             recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
-            runner = _Runner(recorder, step, enter_policy, training_loop)
+            runner = _Runner(recorder, step, enter_policy, training_loop, wrapper)
             sequence = None
             if len(of_shape) == 1:
                 for number in range(1, STEPS + 1):
@@ -192,6 +200,7 @@ def trace_step(
             notes=(*regions.notes(), *notes, *([COMPILED_SHAPES] if mix is not None and compiled else ())),
             mix=mix,
             graph_input_bytes=graphs.input_bytes if graphs is not None else None,
+            collectives=wrapper.collectives() if wrapper is not None else (),
         )
     except (CommandError, TraceError):
         raise
@@ -239,7 +248,14 @@ def _on_meta(inputs: Tensor | Inputs | Callable | None, target: Tensor | None) -
 class _Runner:
     """Runs recorded steps."""
 
-    def __init__(self, recorder: Recorder, step: TrainingStep, enter_policy: Callable[[str], None], loop: bool) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        step: TrainingStep,
+        enter_policy: Callable[[str], None],
+        loop: bool,
+        wrapper: DataParallel | None,
+    ) -> None:
         self._recorder, self._step, self._training_loop = recorder, step, loop
         parameters = list(step.model.parameters())
 
@@ -248,6 +264,8 @@ class _Runner:
             enter_policy(phase)
             if phase == "optimizer":
                 recorder.name((p.grad for p in parameters if p.grad is not None), "gradient")
+                if wrapper is not None:
+                    wrapper.require_gradients()
 
         step.on_phase = enter
 

@@ -17,6 +17,7 @@ if sys.argv[:1] == ["-m"]:  # which puts the working folder first on the path
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
+from featurize.parallel.layout import Parallel
 from featurize.trial import TrialConfig
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.job_estimate import Estimate
@@ -36,6 +37,7 @@ __all__ = [
     "Fit",
     "FitSettings",
     "LargestBatch",
+    "Parallel",
     "TrialConfig",
     "UsageError",
     "devices_that_fit",

@@ -15,6 +15,7 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec, describe_device
+from featurize.step_trace import BUCKET
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -46,12 +47,14 @@ class TracedStep:
 
     breakdown   part -> MiB at the peak, which sum to `step.peak_memory_mib`. `fragmentation` is what the allocator
                 reserves at its peak beyond the live tensors' own bytes, their rounding included
+    communication_mib   what communication libraries keep outside the allocator
     """
 
     trace: StepTrace
     memory: MemoryProfile
     step: SimulatedStep
     breakdown: Mapping[str, float]
+    communication_mib: float = 0.0
 
 
 def step_of(
@@ -82,7 +85,7 @@ def step_of(
         try:
             trace = trace_step(
                 job.build, None if job.batches else job.batch, loss=job.loss, device=spec, settings=job.settings,
-                training_loop=job.training_loop, batches=job.batches,
+                training_loop=job.training_loop, batches=job.batches, parallel=job.parallel,
             )  # fmt: skip
         except TraceError as error:
             raise _explained(error) from error
@@ -93,13 +96,17 @@ def step_of(
     return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)))
 
 
-def breakdown(memory: MemoryProfile, outside_mib: float, others_mib: float = 0.0) -> dict[str, float]:
-    """Return part -> MiB at the peak. `outside_mib`: the process's memory outside the allocator; `others_mib`: what
-    others hold on the card, a part only where it is more than nothing."""
+def breakdown(
+    memory: MemoryProfile, outside_mib: float, others_mib: float = 0.0, communication_mib: float = 0.0
+) -> dict[str, float]:
+    """Return part -> MiB at the peak. `outside_mib`: the process's memory outside the allocator. `others_mib`, what
+    others hold on the card, `communication_mib`, what communication libraries hold, and the buckets in which gradients
+    are reduced are parts only where they are more than nothing."""
     live = {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()}
     return {
         "parameters": live["parameter"],
         "gradients": live["gradient"],
+        **({"gradient buckets": live[BUCKET]} if BUCKET in live else {}),
         "optimizer state": live["optimizer_state"],
         "activations": live["activation"],
         "temporaries": live["temporary"],
@@ -107,6 +114,7 @@ def breakdown(memory: MemoryProfile, outside_mib: float, others_mib: float = 0.0
         "workspace": live["workspace"],
         "fragmentation": memory.peak_reserved / MIB - sum(live.values()),
         "context": outside_mib,
+        **({"communication": communication_mib} if communication_mib else {}),
         **({"other users": others_mib} if others_mib else {}),
     }
 

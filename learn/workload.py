@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from featurize.batches import Inputs
     from featurize.cudnn.signature import SearchSettings
+    from featurize.parallel.layout import Parallel
     from featurize.step_trace import StepTrace
     from featurize.training import TrainingSettings
 
@@ -40,6 +41,7 @@ class Workload:
     recorded    its step, where it has been traced already, as a script's is; nothing is built then
     search      how cuDNN searches in the process that was traced, where that is another one; None: as in this process
     batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
+    parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
     """
 
     name: str
@@ -53,6 +55,7 @@ class Workload:
     recorded: StepTrace | None = None
     search: SearchSettings | None = None
     batches: tuple[Callable[[str], tuple[Inputs, Tensor | None]], ...] = ()
+    parallel: Parallel | None = None
 
     def alone(self, at: int) -> Workload:
         """Return the job with the batch at this place of `batches` in every step."""

@@ -18,6 +18,7 @@ from conf.settings import data_key, group, key
 from featurize.device_spec import DeviceSpec, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
+from featurize.parallel.layout import Parallel, parse_parallel
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
 from learn.commands.estimate_fits import DEVICES, FINDS, print_fits
@@ -155,6 +156,12 @@ class EstimateSettings(TrainingKeys):
         "measured of it on this GPU model; runs: the same, and a note where there is none; none leaves them out",
         "list | mapping | text | null",
     )
+    parallel: Parallel | Mapping[str, Any] | str | None = key(
+        None,
+        "several GPUs, of which the batch is one's: ddp=8, or '{ddp: 16, gpus_per_node: 8, network_gb_s: 25, "
+        "gradient_as_bucket_view: true}'; docs/parallel.md has the settings; default one GPU",
+        "mapping | text | null",
+    )
     find: str | None = key(
         None,
         "for model and config: largest_batch (that fits the device), or devices (that the job fits); default one "
@@ -179,6 +186,7 @@ class EstimateSettings(TrainingKeys):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trust", parse_trust(self.trust))
+        object.__setattr__(self, "parallel", parse_parallel(self.parallel))
         names = (self.devices,) if isinstance(self.devices, str) else tuple(self.devices or ())
         object.__setattr__(self, "devices", names)
         if names and self.find is None:
@@ -270,7 +278,7 @@ def entry(settings: EstimateSettings) -> int:
         "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
         "coverage": settings.coverage, "known": known, "data": settings.data,
         "allocator": settings.allocator, "input_dtype": input_dtype, "workspaces": settings.workspaces,
-        "torch_version": settings.torch_version,
+        "torch_version": settings.torch_version, "parallel": settings.parallel,
         **{name: getattr(settings, name) for name in SETTINGS},
     }  # fmt: skip
     if settings.find is not None:
@@ -294,7 +302,7 @@ def entry(settings: EstimateSettings) -> int:
 
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    single = ("allocator", "report")
+    single = ("allocator", "report", "parallel")
     if given := [name for name in (*SETTINGS, *single) if getattr(settings, name) is not None]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if settings.format != "json":

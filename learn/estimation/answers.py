@@ -26,6 +26,7 @@ from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
 from learn.estimation.memory_causes import COVERAGES, uncertainty_of
 from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
+from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, lengthened, talk_of, values_of_ranks
 from learn.estimation.sources import (
     TARGETS,
     WITHOUT_TRACE,
@@ -111,6 +112,7 @@ class Question:
         job = self.job if self.loop is None else replace(self.job, training_loop=self.loop == PIPELINE)
         alone = job.alone(job.longest) if job.batches else job
         case = self._case(alone, device)
+        buffers_mib(job, device)  # refuses a GPU model before anything is traced
         traced = failure = None
         prepare_workspaces(self.workspaces, device, cudnn_benchmark=job.settings.cudnn_benchmark, search=job.search)
         try:
@@ -120,6 +122,8 @@ class Question:
             if case.config is not None:  # it may name code that nobody allowed to run: what was stored of it may answer
                 steps.recall([case, replace(case, training_loop=True)])
         beyond = training_of(job.settings).beyond_fits()
+        if job.parallel is not None:
+            beyond = (*beyond, SEVERAL_GPUS)
         if job.batches:
             beyond = (*beyond, "batches of several shapes")
             if traced is not None and traced.trace.mix is not None:
@@ -143,7 +147,7 @@ class Question:
             with steps.lent(case, at_hand), contextlib.ExitStack() as lent:
                 plain = functools.cache(functools.partial(in_a_plain_loop, case, steps, lent, traces))
                 ask_fitted(gathered, case, steps, plain, estimator, self.data, self.loop, self.coverage)
-        if failure is not None and estimator in (None, "trace"):
+        if failure is not None and estimator in (None, "trace") and job.parallel is None:
             ask_stored(gathered, case, steps)
         if failure is not None and "peak_memory_mib" not in gathered.values:
             advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
@@ -198,6 +202,7 @@ class Question:
         return placed(
             traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
             timeline=timeline, workspaces=workspaces, search=job.search, torch_version=self.torch_version,
+            communication_mib=buffers_mib(job, device),
         )  # fmt: skip
 
     def _moved(self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile) -> Estimate:
@@ -310,7 +315,8 @@ def _assembled(
     notes: list[str] = []
     limit_mib = _limit_mib(device, allocator, traced)
     if traced is not None:
-        step = _priced(traced, job, device, loop)
+        talk = talk_of(traced, job, device)
+        step = lengthened(_priced(traced, job, device, loop), talk, device)
         for target in TARGETS:
             column = get_target(target).column
             if column not in values:
@@ -319,6 +325,9 @@ def _assembled(
                 if target == "step_time":
                     values["step_time_upper_ms"] = step.step_time_upper_ms
         timed = step if gathered.loops["step_time"] == (loop or RESIDENT) else _priced(traced, job, device, PIPELINE)
+        of_ranks, assumed = values_of_ranks(traced, job, device, talk)
+        values |= of_ranks
+        notes += assumed
         values |= throughput_of(traced, job, device, step_time_ms=values["step_time_ms"], power_w=timed.power_w)
         notes += traced.trace.notes
         memory = traced.memory

@@ -69,6 +69,8 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
         for name, mib in done.breakdown.items():
             parts.add_row(name, f"{mib:,.1f}", f"{mib / total:.1%}" if total else "–")
         screen.print(parts)
+    if done.communication_ms is not None:
+        screen.print(communication_text(done), soft_wrap=True, highlight=False, markup=False)
     if done.peak_operator is not None:
         screen.print(f"at the peak: {peak_text(done)}", soft_wrap=True, highlight=False, markup=False)
     if done.activations:
@@ -94,6 +96,14 @@ def instruments_text(done: Estimate) -> str:
     }
     parts = ", ".join(f"{name} {mib:,.0f} MiB" for name, mib in shown.items() if mib is not None)
     return f"the traced peak, with the machine {done.machine}: {parts}"
+
+
+def communication_text(done: Estimate) -> str:
+    """Return what the ranks of a job on several GPUs send in a step, and how long that takes."""
+    sent = ", ".join(f"{kind} {mib:,.1f} MiB" for kind, mib in done.sent_mib.items())
+    return (
+        f"each rank sends in a step: {sent}; that takes {done.communication_ms:,.3f} ms, hidden but for what is waited"
+    )
 
 
 def peak_text(done: Estimate) -> str:
@@ -153,6 +163,8 @@ def figures(done: Estimate):
     yield "step time", done.step_time_ms, ms, "step_time"
     if done.step_time_upper_ms is not None:
         yield "90 % of steps below", done.step_time_upper_ms, ms, "step_time"
+    if done.exposed_ms is not None:
+        yield "waits for other GPUs", done.exposed_ms, ms, "step_time"
     for name, value, text in throughput_rows(done):
         if value is not None:
             yield name, value, text, "step_time"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from featurize.device_spec import DeviceSpec
+    from featurize.parallel.layout import Parallel
     from learn.estimation.answers import Data
     from learn.estimation.questions import Batches, Inputs, Job, Tensors
 
@@ -61,6 +62,7 @@ def estimate(
     torch_version: str | None = None,
     coverage: float = LEVEL,
     known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
+    parallel: Parallel | Mapping[str, Any] | str | None = None,
     **training: Any,
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
@@ -121,6 +123,8 @@ def estimate(
             trial config, what the data folder measured of it on this GPU model, at any batch size, unless `estimator`,
             `allocator` or `torch_version` asks for another answer. `"runs"`: the same, and a note where there is none.
             `"none"`, or an empty list: no run.
+        parallel: Several GPUs, of which `inputs` is one's batch: `"ddp=8"`, `{"ddp": 8, "gpus_per_node": 4}` or a
+            `learn.Parallel`, which describes the settings. One GPU is a job without a wrapper.
         **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
             as accumulation=4, checkpointing="full" or quantize="nf4".
 
@@ -153,7 +157,8 @@ def estimate(
     if method == "fast":
         traced_only = {
             "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "workspaces": workspaces,
-            "known": None if leaves_out(known) else known, "torch_version": torch_version, **of_modules,
+            "known": None if leaves_out(known) else known, "torch_version": torch_version,
+            "parallel": parallel, **of_modules,
         }  # fmt: skip
         _require_coverage_of_fast(coverage)
         config = _config_for_fast(model, given, traced_only)
@@ -169,6 +174,7 @@ def estimate(
         model, inputs, batches=batches, training=given, allocator=allocator, estimator=estimator, data=data,
         input_dtype=input_dtype, target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine,
         workspaces=workspaces, torch_version=torch_version, coverage=coverage, known=known,
+        parallel=parallel,
     )  # fmt: skip
     done, traced = question.answered(device, timeline=page is not None)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)

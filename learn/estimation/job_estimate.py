@@ -14,6 +14,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from learn.estimation.memory_causes import COVERAGES
+from learn.estimation.on_ranks import RankGroup
 from learn.estimators import LEVEL
 
 
@@ -49,6 +50,11 @@ class Estimate:
     answered_by   target -> estimator and version that gave the figure
     loops         target -> the loop that the figure speaks of, a name of `learn.estimation.loops.LOOPS`
     seconds       what the estimate itself took
+    ranks         of a job on several GPUs: its ranks, in groups that hold the same. All other figures are of the rank
+                  that needs the most memory, but for samples and tokens a second, which are of all ranks
+    communication_ms   what the ranks' collectives take in a step; `exposed_ms` of it is not hidden by computation, and
+                  part of the step time
+    sent_mib      kind of collective -> MiB that a rank sends in a step
     device_memory_mib   what a job can use of the card
     limit_mib     what the job's figure may reach: the card's memory, or less where the allocator's settings limit the
                   process to a share of it (`per_process_memory_fraction`)
@@ -92,6 +98,10 @@ class Estimate:
     mfu: float | None = None
     energy_j: float | None = None
     least_card_mib: float | None = None
+    ranks: tuple[RankGroup, ...] = ()
+    communication_ms: float | None = None
+    exposed_ms: float | None = None
+    sent_mib: Mapping[str, float] = field(default_factory=dict)
 
     def quantile_mib(self, p: float) -> float | None:
         """Return the MiB that the job's memory stays below with probability p; None where no bound is calibrated.

@@ -27,6 +27,7 @@ FRAGMENTATION = "fragmentation"
 KERNELS = "memory of kernels that the trace does not see"
 CONTEXT = "context and libraries"
 GRAPHS = "memory pool of CUDA graphs"
+COMMUNICATION = "buffers of NCCL"
 HELD_OUT = "errors on held-out rows"
 NEIGHBOUR = "distance to the measured run"
 NARROWED_BY: Mapping[str, str] = {
@@ -35,6 +36,7 @@ NARROWED_BY: Mapping[str, str] = {
     KERNELS: "one measured run (known=) narrows it",
     CONTEXT: "python -m learn.calibrate narrows it",
     GRAPHS: "one measured run (known=) narrows it",
+    COMMUNICATION: "no measured run is known",
     HELD_OUT: "one measured run (known=) narrows it",
     NEIGHBOUR: "the nearer the measured batch is, the narrower it is",
 }
@@ -51,6 +53,8 @@ _OF_RESERVED = 0.08  # of reserved memory
 _OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER: 300.0}, 50.0
 # Of AMD's GPUs, where neither MIOpen's workspaces nor the context of any is known; chosen.
 _OF_SPREAD_ON_AMD, _OF_CONTEXT_ON_AMD_MIB = 2.0, 500.0
+# NCCL's users report 0.5 GB for a communicator, and up to about twice that.
+_OF_COMMUNICATION = 1.0  # of what is assumed
 _BLAS_THREADS = 2  # that keep a workspace: of the forward and of the backward pass
 # Coverage -> share of that margin: the largest of the three files' quantiles, and below one half the smallest.
 _SCORES: Mapping[float, float] = {
@@ -135,6 +139,8 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
     }
     if traced.trace.graph_pool_bytes:
         causes[GRAPHS] = traced.trace.graph_pool_bytes / MIB
+    if traced.communication_mib:
+        causes[COMMUNICATION] = _OF_COMMUNICATION * traced.communication_mib
     needed_mib = (1 + _OF_LIVE_AT_LIMIT) * most_live / MIB + outside_mib + context_mib + blas_mib
     return Uncertainty(causes_mib=causes, needed_mib=needed_mib)
 

@@ -74,12 +74,14 @@ def placed(
     workspaces: str | None = None,
     search: SearchSettings | None = None,
     torch_version: str | None = None,
+    communication_mib: float = 0.0,
 ) -> TracedStep:
     """Return the traced step on a machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
 
     The step is replayed anew only where the capacity that differs can matter, and with `workspaces`: cuDNN, or what was
     distilled from it, is asked here about its convolutions, as `search` says, or else as this process searches, for the
-    cuDNN of the release `torch_version`, or else of the installed one.
+    cuDNN of the release `torch_version`, or else of the installed one. `communication_mib` is what communication
+    libraries keep outside the allocator.
 
     Raises:
         EnvironmentProblem: cuDNN cannot be asked.
@@ -90,7 +92,7 @@ def placed(
 
     process_mib = on.outside_mib(loads_cudnn(traced.trace))
     memory = traced.memory
-    taken_mib = process_mib + on.other_mib
+    taken_mib = process_mib + on.other_mib + communication_mib
     near_limit = memory.retries or not memory.fits or memory.peak_reserved / MIB + taken_mib > device.memory_mib
     asked = None
     if workspaces is not None:
@@ -107,7 +109,8 @@ def placed(
         peak_memory_mib=memory.peak_reserved / MIB + taken_mib,
         fits=memory.fits,
     )
-    return replace(traced, memory=memory, step=step, breakdown=breakdown(memory, process_mib, on.other_mib))
+    parts = breakdown(memory, process_mib, on.other_mib, communication_mib)
+    return replace(traced, memory=memory, step=step, breakdown=parts, communication_mib=communication_mib)
 
 
 def require_workspaces(given: object) -> str | None:

@@ -23,12 +23,14 @@ from learn.estimation.known_runs import RUNS, KnownRun, known_runs, leaves_out, 
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import require_workspaces
+from learn.estimation.on_ranks import parallel_job
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
     import torch
 
     from featurize.device_spec import DeviceSpec
+    from featurize.parallel.layout import Parallel
     from learn.estimation.answers import Data
     from learn.estimation.own_runs import OwnRuns
     from learn.workload import Workload
@@ -77,6 +79,7 @@ def question_of(
     torch_version: str | None = None,
     coverage: float = LEVEL,
     known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
+    parallel: Parallel | Mapping[str, Any] | str | None = None,
 ) -> Question:
     """Return what `estimate` is asked, checked; nothing is built or traced.
 
@@ -112,10 +115,13 @@ def question_of(
         raise UsageError(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
         )
+    job = parallel_job(
+        job, parallel, estimator=estimator, others={"batches": batches, "known": None if leaves_out(known) else known}
+    )
     return Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
         workspaces=require_workspaces(workspaces), coverage=require_coverage(coverage), known=runs,
-        known_jobs=jobs, own_runs=_own_runs(known, data, job, estimator, allocator, torch_version),
+        known_jobs=jobs, own_runs=_own_runs(known, data, job, estimator, allocator, torch_version, job.parallel),
         torch_version=require_release(torch_version),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS
+from featurize.step_trace import BUCKET
 from learn.traced import TracedStep
 
 # Part -> (block kinds of the trace, CSS class), bottom to top.
@@ -21,7 +22,7 @@ BANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "parameters": (("parameter",), "k1"),
     "optimizer state": (("optimizer_state",), "k2"),
     "buffers and batch": (("buffer", "batch"), "k3"),
-    "gradients": (("gradient",), "k4"),
+    "gradients": (("gradient", BUCKET), "k4"),
     "activations": (("activation",), "k5"),
     "temporaries": (("temporary",), "k6"),
     "workspace": (("workspace",), "k7"),
@@ -99,7 +100,7 @@ def columns_of(traced: TracedStep, most: int = _MOST_COLUMNS) -> list[Column]:
 def timeline_svg(traced: TracedStep, device: DeviceSpec, peak_text: str) -> Svg:
     """Return the picture. Everything lies above the context, so the scale is the process's memory on the card."""
     columns = columns_of(traced)
-    context = traced.breakdown["context"]
+    context = traced.breakdown["context"] + traced.communication_mib
     highest = context + max((column.reserved for column in columns), default=0) / MIB
     off_scale = device.memory_mib > _OFF_SCALE * highest
     top_mib = 1.15 * highest if off_scale else 1.06 * max(highest, device.memory_mib)

@@ -33,7 +33,8 @@ def throughput_of(
 
     Args:
         traced: The job's traced step.
-        job: With its batch and its settings. All micro-steps of an optimizer step count.
+        job: With its batch and its settings. All micro-steps of an optimizer step and all replicas of the model count,
+            but for utilization and energy, which are of one GPU.
         device: The GPU model.
         step_time_ms: Of one optimizer step, by any estimator. None or 0: unknown, and so is everything else.
         power_w: The board's mean power in the loop that the step time is of.
@@ -43,10 +44,11 @@ def throughput_of(
     step_s = step_time_ms / 1e3
     micro_steps = training_of(job.settings).accumulation
     tokens = tokens_of(job, traced.trace)
+    replicas = 1 if job.parallel is None else job.parallel.replicas
     at_peak_s = seconds_at_peak(traced.trace, device, job.settings)
     return Throughput(
-        samples_per_s=micro_steps * job.batch_size / step_s,
-        tokens_per_s=None if tokens is None else micro_steps * tokens / step_s,
+        samples_per_s=replicas * micro_steps * job.batch_size / step_s,
+        tokens_per_s=None if tokens is None else replicas * micro_steps * tokens / step_s,
         mfu=None if at_peak_s is None else at_peak_s / step_s,
         energy_j=power_w * step_s,
     )

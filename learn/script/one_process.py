@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from conf.units import MIB
+from featurize.parallel.buckets import limits_of
+from featurize.parallel.gradient_buckets import GradientBuckets, dense_parameters
 from featurize.replacing import replace_attribute
 from learn.script.device_mode import CUDA
 from learn.script.script_recorder import ScriptRecorder
 
 NOTE = "torch.distributed runs with one process: buffers of NCCL are not counted"
-_FIRST_BUCKET_MIB, _BUCKET_MIB = 1, 25  # torch/nn/parallel/distributed.py
 
 
 class _Done:
@@ -171,57 +171,9 @@ def _install_collectives() -> None:
             replace_attribute(module, name, function)
 
 
-class _Buckets:
-    """The flat buffers in which DistributedDataParallel reduces gradients; each has a place for each parameter's."""
-
-    def __init__(self, parameters: Iterable[Tensor], limits_mib: tuple[float, ...], recorder: ScriptRecorder) -> None:
-        self._views: dict[int, Tensor] = {}
-        self.synchronizes = True
-        self._recorder = recorder
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self.fill(limits_mib)
-
-    def fill(self, limits_mib: tuple[float, ...]) -> None:
-        """Give the buckets back, and take new ones. All but the first are as large as the last limit."""
-        self._views.clear()
-        limits = list(limits_mib)
-        waiting: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in reversed(self._parameters):  # in about the order in which their gradients are complete
-            members = waiting.setdefault(parameter.dtype, [])
-            members.append(parameter)
-            if sum(p.numel() * p.element_size() for p in members) >= limits[0] * MIB:
-                self._take(waiting.pop(parameter.dtype))
-                limits = limits[1:] or limits
-        for members in waiting.values():
-            self._take(members)
-
-    def _take(self, members: list[Tensor]) -> None:
-        first = members[0]
-        flat = torch.empty(sum(p.numel() for p in members), dtype=first.dtype, device=first.device)
-        if flat.is_meta:
-            self._recorder.name((flat,), "gradient")
-        offset = 0
-        for parameter in members:
-            self._views[id(parameter)] = flat.as_strided(parameter.shape, parameter.stride(), offset)
-            offset += parameter.numel()
-
-    def reduce(self, parameter: Tensor, *, as_view: bool) -> None:
-        """Reduce the gradient in its bucket, and leave it there (`as_view`) or copy it back."""
-        gradient, view = parameter.grad, self._views[id(parameter)]
-        if not self.synchronizes or gradient is None or gradient is view or gradient.is_sparse:
-            return
-        with torch.no_grad():
-            view.copy_(gradient)
-            if as_view:
-                parameter.grad = view
-            else:
-                gradient.copy_(view)
-
-
 def _install_ddp(recorder: ScriptRecorder) -> None:
     """What DistributedDataParallel takes, its reducer's C++ left out: that needs tensors of a GPU."""
     kind = nn.parallel.DistributedDataParallel
-    no_limit = (float("inf"),)
 
     def init(
         self: Any, module: nn.Module, device_ids: list | None = None, output_device: Any = None, dim: int = 0,
@@ -236,21 +188,17 @@ def _install_ddp(recorder: ScriptRecorder) -> None:
         self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
         self.process_group, self.static_graph = process_group or dist.group.WORLD, static_graph
         self.require_backward_grad_sync, self.broadcast_buffers = True, broadcast_buffers
-        final = (_FIRST_BUCKET_MIB, bucket_cap_mb or _BUCKET_MIB)
-        # The first step's bucket holds all gradients; the second step knows their order.
-        rebuilt = static_graph or not find_unused_parameters
-        buckets = _Buckets(module.parameters(), no_limit if rebuilt else final, recorder)
+        buckets = GradientBuckets(
+            dense_parameters(module), recorder, limits=limits_of(bucket_cap_mb),
+            rebuilds=static_graph or not find_unused_parameters, as_view=gradient_as_bucket_view, kind="gradient",
+        )  # fmt: skip
         object.__setattr__(self, "_gpufarm_buckets", buckets)
-        object.__setattr__(self, "_gpufarm_rebuilds", [final] if rebuilt else [])
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    functools.partial(buckets.reduce, as_view=gradient_as_bucket_view)
-                )
+        for parameter in buckets.parameters:
+            parameter.register_post_accumulate_grad_hook(buckets.reduce)
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if self._gpufarm_rebuilds and recorder.step > 1:
-            self._gpufarm_buckets.fill(self._gpufarm_rebuilds.pop())
+        if torch.is_grad_enabled():
+            self._gpufarm_buckets.rebuild()
         if self.device_ids:
             inputs, kwargs = tree_map(_on_the_gpu, inputs), tree_map(_on_the_gpu, kwargs)
         return self.module(*inputs, **kwargs)

@@ -66,6 +66,23 @@ def test_a_figure_that_is_no_positive_number_is_refused():
         device_from_mapping(mapping)
 
 
+@pytest.mark.parametrize("name", device_names())
+def test_a_description_says_what_joins_the_gpus_of_a_node(name):
+    joined = load_device(name).interconnect
+    assert joined is not None and joined.pcie_gb_s in (15.75, 31.5, 63)
+    assert joined.link_gb_s is None or joined.link_gb_s > joined.pcie_gb_s
+
+
+def test_an_interconnect_is_checked_and_stays_out_of_identities():
+    spec = load_device("H100-SXM5-80GB")
+    assert "interconnect" not in spec.to_mapping()
+    described = device_from_mapping(spec.to_mapping() | {"interconnect": {"pcie_gb_s": 63, "link_gb_s": 450}})
+    assert described.interconnect == spec.interconnect and described == spec == device_from_mapping(spec.to_mapping())
+    for wrong in ({}, {"pcie_gb_s": 0}, {"pcie_gb_s": 63, "link_gb_s": "fast"}, {"pcie_gb_s": 63, "x": 1}, 5):
+        with pytest.raises(UsageError, match="interconnect must give pcie_gb_s"):
+            device_from_mapping(spec.to_mapping() | {"interconnect": wrong})
+
+
 def test_descriptions_load_without_torch():
     code = (
         "import sys, featurize.device_spec as d; d.load_device(d.device_names()[0]); assert 'torch' not in sys.modules"

@@ -1,0 +1,100 @@
+"""What of a step's communication its computation hides, and what it waits for.
+
+Start reading at `communication_of`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from conf.units import MIB
+from featurize.device_spec import DeviceSpec
+from featurize.kernel_model.calls import KernelCall, operator_kernels
+from featurize.kernel_model.step_time import time_step
+from featurize.parallel.collectives import Fabric, all_reduce_s, broadcast_s, sent_bytes
+from featurize.step_trace import ALL_REDUCE, BROADCAST, Collective, StepTrace
+from featurize.training_settings import TrainingSettings, uses_tf32
+
+_SECONDS = {ALL_REDUCE: all_reduce_s, BROADCAST: broadcast_s}
+_BEGINS, _WAITS = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """What the ranks of a job tell each other in a step.
+
+    busy_ms      of the collectives themselves, one after the other
+    exposed_ms   by which they make the step longer
+    sent_mib     kind of collective -> MiB that a rank sends
+    """
+
+    busy_ms: float
+    exposed_ms: float
+    sent_mib: Mapping[str, float]
+
+
+def communication_of(
+    trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, fabric: Fabric, step_ms: float
+) -> Communication:
+    """Return what a traced step's communication takes.
+
+    A collective runs beside the kernels on a stream of its own, from the moment at which its tensor is complete, and
+    slows no kernel. That the two share the GPU and its memory is left out.
+
+    Args:
+        trace: A job's step on several GPUs.
+        spec: The GPU model.
+        settings: The trace's own.
+        fabric: What joins the GPUs.
+        step_ms: The step's time without communication.
+    """
+    lasts_ms = [_SECONDS[one.kind](one.nbytes, fabric) * 1e3 for one in trace.collectives]
+    sent_mib: dict[str, float] = defaultdict(float)
+    for one in trace.collectives:
+        sent_mib[one.kind] += sent_bytes(one.kind, one.nbytes, fabric.ranks) / MIB
+    begins_ms = _begins_ms(trace, spec, settings, step_ms)
+    return Communication(
+        busy_ms=sum(lasts_ms), exposed_ms=exposed_ms(trace.collectives, lasts_ms, begins_ms), sent_mib=dict(sent_mib)
+    )
+
+
+def exposed_ms(collectives: Sequence[Collective], lasts_ms: Sequence[float], begins_ms: Sequence[float]) -> float:
+    """Return how long the kernels wait for collectives, which run one after the other.
+
+    Args:
+        collectives: In the order in which they begin.
+        lasts_ms: How long each one runs.
+        begins_ms: When each operator would begin without any communication, and the end of the step.
+    """
+    moments = sorted(
+        (moment, kind, number)
+        for number, one in enumerate(collectives)
+        for moment, kind in ((one.after, _BEGINS), (one.before, _WAITS))
+    )
+    late_ms = free_ms = 0.0  # by which kernels are late; when the stream of collectives is free
+    ends_ms: dict[int, float] = {}
+    for moment, kind, number in moments:
+        now_ms = begins_ms[moment] + late_ms
+        if kind == _BEGINS:
+            free_ms = ends_ms[number] = max(now_ms, free_ms) + lasts_ms[number]
+        else:
+            late_ms += max(ends_ms[number] - now_ms, 0.0)
+    return late_ms
+
+
+def _begins_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, step_ms: float) -> list[float]:
+    """Return when each operator begins, and the end of the step: in proportion to the GPU's own time."""
+    timed = time_step(trace, spec, settings).kernels
+    flags = uses_tf32(settings.precision)
+    runs = [operator_kernels(op, **flags)[0] for op in trace.operators]
+    places: dict[KernelCall, int] = {}  # in the order of the columns of `timed`
+    for several in runs:
+        for call, _ in several:
+            places.setdefault(call, len(places))
+    of_operators = [sum(timed.seconds[places[call]] * count for call, count in several) for several in runs]
+    ends = np.cumsum([0.0, *of_operators])
+    return (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()

@@ -1,0 +1,137 @@
+"""A job on several GPUs in an estimate: what it refuses, what its communication takes, what each rank holds.
+
+Start reading at `parallel_job`; `featurize.parallel` has the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UsageError
+from featurize.parallel.collectives import PCIE, communicator_mib, fabric_of
+from featurize.parallel.layout import Parallel, parse_parallel
+from featurize.training_settings import training_of
+from learn.workload import Workload
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from featurize.parallel.overlap import Communication
+    from featurize.simulate import SimulatedStep
+    from learn.traced import TracedStep
+
+SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """Ranks that hold and do the same.
+
+    first   the first of them, counted from 0
+    count   how many there are
+    peak_memory_mib, breakdown   of each, as in `Estimate`
+    """
+
+    first: int
+    count: int
+    peak_memory_mib: float
+    breakdown: Mapping[str, float]
+
+
+def parallel_job(job: Workload, given: object, *, estimator: str | None, others: Mapping[str, Any]) -> Workload:
+    """Return the job with its ranks; as it is where it runs on one GPU.
+
+    Args:
+        job: What one rank does, with its own batch.
+        given: As `featurize.parallel.layout.parse_parallel` takes it.
+        estimator: The one that was asked for.
+        others: Keywords of `estimate` that are of jobs on one GPU only.
+
+    Raises:
+        UsageError: What several ranks do not go with.
+    """
+    parallel = parse_parallel(given)
+    if parallel is None:
+        return job
+    if estimator not in (None, "trace"):
+        raise UsageError(f"estimator={estimator} knows one GPU; with parallel= the trace answers, leave estimator out")
+    if given_too := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"{', '.join(given_too)}: of jobs on one GPU only; leave it out, or leave parallel out")
+    training = training_of(job.settings)
+    if training.optimizer_in_backward:
+        raise UsageError("optimizer_in_backward frees gradients before DistributedDataParallel reduces them")
+    if training.compile:
+        raise UsageError("compile with parallel= is not estimated yet; leave either out")
+    return replace(job, parallel=parallel)
+
+
+def buffers_mib(job: Workload, device: DeviceSpec) -> float:
+    """Return what communication libraries keep on a GPU, in MiB; 0 of a job on one GPU. `UsageError` where the GPU
+    model's description has no interconnect."""
+    return 0.0 if job.parallel is None else communicator_mib(fabric_of(device, job.parallel))
+
+
+def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communication | None:
+    """Return what the step's communication takes; None of a job on one GPU. It is the same in any loop."""
+    from featurize.parallel.overlap import communication_of
+
+    if job.parallel is None:
+        return None
+    fabric = fabric_of(device, job.parallel)
+    return communication_of(traced.trace, device, job.settings, fabric, traced.step.step_time_ms)
+
+
+def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSpec) -> SimulatedStep:
+    """Return a step that also waits for its communication, during which the GPU's units are taken to be idle."""
+    if talk is None or not step.step_time_ms:
+        return step
+    total_ms = step.step_time_ms + talk.exposed_ms
+    share = step.step_time_ms / total_ms
+    return replace(
+        step,
+        step_time_ms=total_ms,
+        step_time_upper_ms=step.step_time_upper_ms + talk.exposed_ms,
+        smact=step.smact * share,
+        smocc=step.smocc * share,
+        drama=step.drama * share,
+        gpu_util=step.gpu_util * share,
+        power_w=device.idle_power_w + (step.power_w - device.idle_power_w) * share,
+    )
+
+
+def values_of_ranks(
+    traced: TracedStep, job: Workload, device: DeviceSpec, talk: Communication | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of `Estimate` that speak of ranks, and what was assumed of them; none of a job on one GPU."""
+    parallel = job.parallel
+    if parallel is None or talk is None:
+        return {}, []
+    group = RankGroup(
+        first=0, count=parallel.ranks, peak_memory_mib=traced.step.peak_memory_mib, breakdown=dict(traced.breakdown)
+    )
+    values = {
+        "ranks": (group,),
+        "communication_ms": talk.busy_ms,
+        "exposed_ms": talk.exposed_ms,
+        "sent_mib": talk.sent_mib,
+    }
+    return values, _notes(
+        parallel, device, traced.communication_mib, micro_steps=training_of(job.settings).accumulation
+    )
+
+
+def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_steps: int) -> list[str]:
+    fabric = fabric_of(device, parallel)
+    of_node = "PCIe" if fabric.kind == PCIE else "links"
+    where = f"{parallel.ranks} GPUs of one node" if parallel.nodes == 1 else f"{parallel.nodes} nodes"
+    network = "" if parallel.nodes == 1 else f" and {fabric.network_gb_s:g} GB/s a GPU between nodes"
+    notes = [
+        f"{where}, a batch each ({parallel.text()}): all ranks need the same, and the figures are those of each one; "
+        "throughput is of all ranks",
+        f"assumed: {fabric.node_gb_s:g} GB/s a GPU within a node ({of_node}){network}; communication slows no kernel; "
+        f"NCCL keeps {nccl_mib:,.0f} MiB",
+    ]
+    if micro_steps > 1:
+        notes.append("assumed: micro-steps before the last run under no_sync")
+    return notes

@@ -1,0 +1,128 @@
+"""`estimate(..., parallel=...)`: what a job on several GPUs takes from each of them."""
+
+import json
+
+import pytest
+from torch import nn
+
+from featurize.families import mlp
+from featurize.parallel.layout import Parallel
+from learn import devices_that_fit, estimate
+from learn.estimation.estimate_view import print_table
+from learn.estimation.memory_causes import COMMUNICATION
+
+CONFIG = mlp.Config(batch_size=64, input_size=1024, classes=10, depth=3)
+INPUTS = [32, 3, 32, 32]
+
+
+def net():
+    layers = [nn.Sequential(nn.Conv2d(256 if i else 3, 256, 3), nn.BatchNorm2d(256), nn.ReLU()) for i in range(4)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 24 * 24, 100))
+
+
+def of_net(parallel=None, **options):
+    return estimate(net, INPUTS, parallel=parallel, **{"estimator": "trace", **options})
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return of_net()
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return of_net("ddp=8")
+
+
+def test_one_gpu_is_the_plain_estimate(plain):
+    alone = of_net({"ddp": 1})
+    for name in ("peak_memory_mib", "upper_mib", "step_time_ms", "samples_per_s", "breakdown", "warnings", "ranks"):
+        assert getattr(alone, name) == getattr(plain, name)
+    assert plain.ranks == () and plain.exposed_ms is None and plain.sent_mib == {}
+
+
+def test_a_rank_holds_buckets_and_buffers_of_the_library_besides(plain, eight):
+    more = {part: mib for part, mib in eight.breakdown.items() if part not in plain.breakdown}
+    gradients_mib = sum(p.numel() for p in net().parameters()) * 4 / 2**20
+    assert more == {"gradient buckets": pytest.approx(gradients_mib), "communication": 576}
+    assert eight.allocated_mib == pytest.approx(plain.allocated_mib + gradients_mib, rel=0.01)
+    assert sum(eight.breakdown.values()) == pytest.approx(eight.peak_memory_mib)
+    outside = [one.process_mib - one.reserved_mib for one in (plain, eight)]
+    assert outside[1] == pytest.approx(outside[0] + 576)
+    assert eight.uncertain[COMMUNICATION] == pytest.approx(576) and COMMUNICATION not in plain.uncertain
+    assert eight.parameters == plain.parameters and eight.upper_mib > eight.peak_memory_mib > plain.peak_memory_mib
+
+
+def test_all_ranks_are_told_and_throughput_is_of_all(plain, eight):
+    (group,) = eight.ranks
+    assert (group.first, group.count) == (0, 8)
+    assert group.peak_memory_mib == eight.peak_memory_mib and group.breakdown == eight.breakdown
+    assert eight.samples_per_s == pytest.approx(8 * 32 / (eight.step_time_ms / 1e3))
+    assert any("8 GPUs of one node" in note for note in eight.warnings)
+    assert json.loads(json.dumps(eight.to_mapping()))["ranks"][0]["count"] == 8
+
+
+def test_more_gpus_never_make_a_step_shorter(plain):
+    of_ranks = [of_net(f"ddp={ranks}") for ranks in (2, 8, 64)]
+    times = [plain.step_time_ms, *(one.step_time_ms for one in of_ranks)]
+    assert times == sorted(times) and times[0] < times[1]
+    assert all(one.exposed_ms < one.communication_ms for one in of_ranks)  # the first buckets are hidden
+    assert of_ranks[-1].smact < plain.smact and of_ranks[-1].mfu < plain.mfu
+    gradients_mib = of_ranks[-1].breakdown["gradient buckets"]
+    assert of_ranks[-1].sent_mib["all_reduce"] == pytest.approx(2 * 63 / 64 * gradients_mib)
+    assert of_ranks[-1].step_time_upper_ms > of_ranks[-1].step_time_ms
+
+
+def test_a_slower_network_is_waited_for():
+    fast, slow = (of_net(Parallel(ddp=16, network_gb_s=rate)) for rate in (50, 1))
+    assert slow.exposed_ms > fast.exposed_ms and slow.peak_memory_mib == fast.peak_memory_mib
+    assert any("2 nodes" in note for note in slow.warnings)
+
+
+@pytest.mark.parametrize("loop", ["resident", "pipeline"])
+def test_a_trial_config_runs_on_several_gpus_in_either_loop(loop):
+    alone, several = (estimate(CONFIG, parallel=one, estimator="trace", loop=loop) for one in (None, "ddp=4"))
+    assert several.step_time_ms > alone.step_time_ms and several.ranks[0].count == 4
+
+
+def test_no_fitted_model_answers_for_several_gpus():
+    done = estimate(CONFIG, parallel="ddp=4")
+    assert set(done.answered_by.values()) == {"trace"}
+    assert any("no model was fitted on several GPUs" in note for note in done.warnings)
+
+
+def test_devices_that_fit_are_asked_for_each_rank():
+    fits = devices_that_fit(net, INPUTS, devices=["A100-SXM4-40GB", "T4"], parallel="ddp=8")
+    assert [one.estimate.ranks[0].count for one in fits] == [8, 8]
+    assert fits[0].estimate.exposed_ms > fits[1].estimate.exposed_ms  # PCIe 3.0, NVLink
+
+
+def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
+    print_table("net", eight, None)
+    out = capsys.readouterr().out
+    assert "gradient buckets" in out and "waits for other GPUs" in out and "all_reduce" in out
+    of_net("ddp=8", report=tmp_path / "report.html")
+    assert "gradient buckets" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"estimator": "horus"}, "estimator=horus knows one GPU"),
+        ({"known": [{"batch_size": 8, "memory_mib": 900}]}, "known: of jobs on one GPU only"),
+        ({"optimizer_in_backward": True}, "optimizer_in_backward frees gradients"),
+        ({"compile": True}, "compile with parallel= is not estimated yet"),
+        ({"device": "A100-SXM4-40GB:3g.20gb"}, "has no interconnect"),
+        ({"parallel": "tp=8"}, "tp: not estimated yet; estimated modes: ddp"),
+    ],
+)
+def test_what_several_gpus_do_not_go_with_is_refused(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        of_net(**{"parallel": "ddp=8", **options})
+
+
+def test_only_traced_estimates_know_several_gpus():
+    with pytest.raises(ValueError, match="method=fast answers from a trial config alone; leave parallel out"):
+        estimate(CONFIG, method="fast", parallel="ddp=8")
+    with pytest.raises(ValueError, match="batches: of jobs on one GPU only"):
+        estimate(net, batches=[INPUTS, [8, 3, 32, 32]], parallel="ddp=8")
