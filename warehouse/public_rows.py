@@ -80,16 +80,14 @@ def public_telemetry(
 
     `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
     """
-    wanted = pa.table({"own_id": list(ids), "public_id": list(ids.values())})
-    connection.register("exported", wanted)
     columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
     # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
-    samples = connection.sql(
+    samples = _of_exported(
+        connection, ids,
         f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
-        f"JOIN exported ON telemetry.run_id = exported.own_id WHERE {where} ORDER BY ALL"
-    ).to_arrow_table()
-    connection.unregister("exported")
-    samples = samples.cast(TELEMETRY_SCHEMA)
+        f"JOIN exported ON telemetry.run_id = exported.own_id WHERE {where} ORDER BY ALL",
+        TELEMETRY_SCHEMA,
+    )  # fmt: skip
     return samples if hz is None else thin(samples, hz)
 
 
@@ -98,15 +96,22 @@ def public_kernels(connection: WarehouseConnection, ids: Mapping[str, str], wher
 
     `where` narrows what is read: a condition on `kernels` that holds for all of these runs.
     """
-    connection.register("exported", pa.table({"own_id": list(ids), "public_id": list(ids.values())}))
     columns = ", ".join(f"kernels.{name}" for name in KERNEL_SCHEMA.names if name not in ("run_id", "kernel_row"))
-    kernels = connection.sql(
+    return _of_exported(
+        connection, ids,
         # A row's own id begins with its run's.
         "SELECT public_id AS run_id, public_id || substr(kernel_row, length(own_id) + 1) AS kernel_row, "
-        f"{columns} FROM kernels JOIN exported ON kernels.run_id = exported.own_id WHERE {where} ORDER BY kernel_row"
-    ).to_arrow_table()
+        f"{columns} FROM kernels JOIN exported ON kernels.run_id = exported.own_id WHERE {where} ORDER BY kernel_row",
+        KERNEL_SCHEMA,
+    )  # fmt: skip
+
+
+def _of_exported(connection: WarehouseConnection, ids: Mapping[str, str], sql: str, schema: pa.Schema) -> pa.Table:
+    """Return the rows of a query that joins `exported`: each run's `own_id` and `public_id`."""
+    connection.register("exported", pa.table({"own_id": list(ids), "public_id": list(ids.values())}))
+    rows = connection.sql(sql).to_arrow_table()
     connection.unregister("exported")
-    return kernels.cast(KERNEL_SCHEMA)
+    return rows.cast(schema)
 
 
 def _rounded(name: str) -> str:

@@ -76,7 +76,7 @@ class DataParallel:
         with torch.no_grad():
             for members in _in_groups(buffers):
                 self._take_flat(members)
-                self._sent.append(sum(map(_nbytes, members)))
+                self._sent.append(sum(t.nbytes for t in members))
                 self._recorder.copied(members)  # into one
                 for one in members:
                     self._recorder.copied([one])  # and back
@@ -106,9 +106,5 @@ class DataParallel:
 def _in_groups(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return the tensors that are sent together."""
     several = list(tensors)
-    groups = assigned(((t.dtype, _nbytes(t)) for t in several), BROADCAST_LIMITS)
+    groups = assigned(((t.dtype, t.nbytes) for t in several), BROADCAST_LIMITS)
     return [[several[place] for place in members] for members in groups]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

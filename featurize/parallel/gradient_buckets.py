@@ -131,7 +131,7 @@ class GradientBuckets:
                 with torch.no_grad():
                     view.copy_(parameter.grad)
                 parameter.grad = view
-        self._bytes.append(flat.numel() * flat.element_size())
+        self._bytes.append(flat.nbytes)
 
 
 def dense_parameters(model: nn.Module) -> list[Tensor]:
@@ -142,4 +142,4 @@ def dense_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def _size(tensor: Tensor) -> tuple[torch.dtype, int]:
-    return tensor.dtype, tensor.numel() * tensor.element_size()
+    return tensor.dtype, tensor.nbytes

@@ -13,11 +13,10 @@ import numpy as np
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
-from featurize.kernel_model.calls import KernelCall, operator_kernels
-from featurize.kernel_model.step_time import time_step
+from featurize.kernel_model.costs import operator_costs
 from featurize.parallel.collectives import Fabric, all_reduce_s, broadcast_s, sent_bytes
 from featurize.step_trace import ALL_REDUCE, BROADCAST, Collective, StepTrace
-from featurize.training_settings import TrainingSettings, uses_tf32
+from featurize.training_settings import TrainingSettings
 
 _SECONDS = {ALL_REDUCE: all_reduce_s, BROADCAST: broadcast_s}
 _BEGINS, _WAITS = 0, 1
@@ -88,13 +87,5 @@ def exposed_ms(collectives: Sequence[Collective], lasts_ms: Sequence[float], beg
 
 def _begins_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, step_ms: float) -> list[float]:
     """Return when each operator begins, and the end of the step: in proportion to the GPU's own time."""
-    timed = time_step(trace, spec, settings).kernels
-    flags = uses_tf32(settings.precision)
-    runs = [operator_kernels(op, **flags)[0] for op in trace.operators]
-    places: dict[KernelCall, int] = {}  # in the order of the columns of `timed`
-    for several in runs:
-        for call, _ in several:
-            places.setdefault(call, len(places))
-    of_operators = [sum(timed.seconds[places[call]] * count for call, count in several) for several in runs]
-    ends = np.cumsum([0.0, *of_operators])
+    ends = np.cumsum([0.0, *(cost.seconds for cost in operator_costs(trace, spec, settings))])
     return (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()

@@ -3,6 +3,7 @@
 Start reading at `make_configs` and `write_runs`.
 """
 
+import csv
 import json
 
 import numpy as np
@@ -17,6 +18,12 @@ from warehouse.writer import RunWriter
 
 DEVICE = "A100-SXM4-40GB"
 MEMORY_MIB = 40_326.0
+LLM_FOUNDRY = {
+    "section": "", "Model": "125m", "SeqLen (T)": "512", "# GPUs": "8", "GPU": "h100_80gb", "MFU": "30",
+    "MicroBatchSize": "4", "GradAccum": "2", "GlobalBatchSize": "64", "Throughput (T/s)": "3276800",
+    "Throughput (T/s/GPU)": "409600", "GlobalBatchSize (T)": "32768", "Precision": "amp_bf16",
+    "Activation Checkpointing": "False", "NumParams": "125000000",
+}  # fmt: skip
 
 
 def make_configs(n, seed=0, families=("cnn", "mlp")):
@@ -96,3 +103,11 @@ def write_batch(data, configs, **described):
     runs = runs_of(configs, **described)
     for family in sorted({run["family"] for run in runs}):
         writer.write_batch([run for run in runs if run["family"] == family])
+
+
+def write_llm_foundry(file, *rows):
+    """A file as LLM Foundry publishes them, of one row for each mapping of cells that differ from `LLM_FOUNDRY`."""
+    with open(file, "w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, LLM_FOUNDRY)
+        writer.writeheader()
+        writer.writerows(LLM_FOUNDRY | changed for changed in rows)

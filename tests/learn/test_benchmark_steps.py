@@ -1,12 +1,11 @@
 """`learn.benchmark target=step_time` on measured steps: formulas and estimators on the same rows."""
 
-import csv
 import json
 from functools import partialmethod
 
 import numpy as np
 import pytest
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, write_llm_foundry, write_runs
 
 from conf import cli
 from conf.errors import UsageError
@@ -20,12 +19,6 @@ from warehouse.ingest import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB")
 CONFIGS = make_configs(20, seed=3)
-LLM_FOUNDRY = {
-    "section": "", "Model": "125m", "SeqLen (T)": "512", "# GPUs": "8", "GPU": "h100_80gb", "MFU": "30",
-    "MicroBatchSize": "4", "GradAccum": "2", "GlobalBatchSize": "64", "Throughput (T/s)": "3276800",
-    "Throughput (T/s/GPU)": "409600", "GlobalBatchSize (T)": "32768", "Precision": "amp_bf16",
-    "Activation Checkpointing": "False", "NumParams": "125000000",
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +38,7 @@ def folder(tmp_path_factory):
             labels={"step_time_ms": np.array(times)},
         )  # fmt: skip
     file = tmp_path_factory.mktemp("published") / "llm.csv"
-    with open(file, "w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, LLM_FOUNDRY)
-        writer.writeheader()
-        writer.writerow(LLM_FOUNDRY)
+    write_llm_foundry(file, {})
     ingest(IngestSettings(source="llm_foundry", path=str(file), data=str(data)))
     return data
 

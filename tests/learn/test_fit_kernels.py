@@ -1,6 +1,5 @@
 """Fitting the kernel model: made-up measurements are explained, what cannot be learned from is said."""
 
-import csv
 import dataclasses
 import json
 
@@ -8,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, write_llm_foundry, write_runs
 
 import warehouse
 from conf.errors import UsageError
@@ -93,18 +92,8 @@ def folder(tmp_path_factory):
     write_runs(data, configs[:22], source="measured", job="real", statuses=["ok"] * 22)
     write_runs(data, configs[22:], source="simulated", job="sim", statuses=["ok"] * 2)
     write_runs(data, configs[22:23], source="measured", job="odd", statuses=["ok"], device="GPU-of-nobody")
-    cells = {
-        "section": "", "Model": "125m", "SeqLen (T)": "512", "# GPUs": "8", "GPU": "h100_80gb", "MFU": "30",
-        "MicroBatchSize": "4", "GradAccum": "2", "GlobalBatchSize": "64", "Throughput (T/s)": "3276800",
-        "Throughput (T/s/GPU)": "409600", "GlobalBatchSize (T)": "32768", "Precision": "amp_bf16",
-        "Activation Checkpointing": "False", "NumParams": "125000000",
-    }  # fmt: skip
     file = tmp_path_factory.mktemp("published") / "llm.csv"
-    with open(file, "w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, cells)
-        writer.writeheader()
-        writer.writerow(cells)
-        writer.writerow(cells | {"Model": "9t"})
+    write_llm_foundry(file, {}, {"Model": "9t"})
     ingest(IngestSettings(source="llm_foundry", path=str(file), data=str(data)))
     return data
 
