@@ -26,9 +26,11 @@ from featurize.values import INDEXED_BY_MASKS, NONZERO, READ, Values
 
 if TYPE_CHECKING:
     from featurize.cuda_graphs import CudaGraphs
+    from featurize.parallel.ranks import Ranks
 
 _next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def origin(error: BaseException | None) -> tuple[str, str]:
@@ -50,12 +52,15 @@ class Recorder(TorchDispatchMode):
         self.step, self.phase, self.keep_operators = 0, "setup", False
         self.recomputing = False  # a compiled graph's backward pass runs what its forward pass ran already
         self.graphs: CudaGraphs | None = None  # where compiled parts run as CUDA graphs
+        self.ranks: Ranks | None = None  # of a job on several GPUs whose wrapper is PyTorch's own
+        self.stream = 0  # on which memory is taken
         self._names = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
         self._running: list[str] = []  # paths of the modules whose forward pass runs
         self._node_modules: dict[int, str] = {}  # autograd node -> the module whose forward pass made it
         self._sizes: list[int] = []
         self._kinds: list[str | None] = []
         self._makers: list[tuple] = []  # operator, module, library call
+        self._streams: list[int] = []
         # storage -> its block, and the reference whose callback tells of its end
         self._live: dict[int, tuple[int, weakref.ref]] = {}
         self._made_by: list[int] = []  # block -> index of the operator that wrote it last
@@ -95,6 +100,13 @@ class Recorder(TorchDispatchMode):
         for tensor in held:
             self._see(tensor.untyped_storage(), kind)
 
+    def hold_on_host(self, tensors: Iterable[Tensor]) -> None:
+        """Blocks that exist before the first step and take nothing of the device."""
+        for tensor in _meta_tensors(tensors):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._live[storage._cdata] = self._take(0, "parameter", ("", "", None)), self._watched(storage)
+
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
         """The step's batch is copied to the device, then the last step's is given back."""
         old, self._batch = self._batch, []
@@ -113,6 +125,22 @@ class Recorder(TorchDispatchMode):
             block = self._live[tensor.untyped_storage()._cdata][0]
             if self._kinds[block] is None:
                 self._kinds[block] = kind
+
+    def made(self, tensor: Tensor, by: str) -> None:
+        """Note what something other than an operator made."""
+        self._see(tensor.untyped_storage(), None, (by, self._module_now(), None))
+
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Hear that a storage gives its memory back, and takes as much as it is resized to: one block after another
+        of the same kind."""
+        key = storage._cdata
+        if key not in self._live:
+            return
+        block, _ = self._live[key]
+        if self._sizes[block] == nbytes:
+            return
+        self._give_back(block)
+        self._live[key] = self._take(nbytes, self._kinds[block], self._makers[block]), self._watched(storage)
 
     def begin_step(self, number: int, *, keep_operators: bool) -> None:
         """A step begins. Operators of an earlier one are dropped, so that none counts as a source of this one's."""
@@ -146,10 +174,16 @@ class Recorder(TorchDispatchMode):
         pooled = self.graphs.blocks if self.graphs is not None else ()
         return [
             Block(
-                size, kind or ("activation" if block in kept else "temporary"), operator, module, call, block in pooled
+                size,
+                kind or ("activation" if block in kept else "temporary"),
+                operator,
+                module,
+                call,
+                block in pooled,
+                stream,
             )
-            for block, (size, kind, (operator, module, call)) in enumerate(
-                zip(self._sizes, self._kinds, self._makers, strict=True)
+            for block, (size, kind, (operator, module, call), stream) in enumerate(
+                zip(self._sizes, self._kinds, self._makers, self._streams, strict=True)
             )
         ]
 
@@ -211,6 +245,11 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.ranks is not None:
+            if self.ranks.wraps(types):
+                return NotImplemented  # which runs it on the rank's own tensors
+            if (sent := self.ranks.sent(func, args, kwargs)) is not NotImplemented:
+                return sent
         if self.phase == "backward":
             func = in_place_overload(func, args, kwargs, self._held_alone) or func
             if (kept := taken_over(func, args)) is not None:
@@ -382,19 +421,21 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return False
-        block = self._take(storage.nbytes(), kind, maker)
-
-        def died(_: weakref.ref, key: int = key, block: int = block) -> None:
-            if self._live.pop(key, None) is not None:
-                self._give_back(block)
-
-        self._live[key] = (block, weakref.ref(storage, died))
+        self._live[key] = self._take(storage.nbytes(), kind, maker), self._watched(storage)
         return True
+
+    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref:
+        def died(_: weakref.ref, key: int = storage._cdata) -> None:
+            if (live := self._live.pop(key, None)) is not None:
+                self._give_back(live[0])
+
+        return weakref.ref(storage, died)
 
     def _take(self, nbytes: int, kind: str | None, maker: tuple) -> int:
         self._sizes.append(nbytes)
         self._kinds.append(kind)
         self._makers.append(maker)
+        self._streams.append(self.stream)
         self._made_by.append(BATCH if kind == "batch" else -1)
         if self.graphs is not None:
             self.graphs.took(len(self._sizes) - 1)
@@ -456,7 +497,7 @@ def _meta_tensors(values: Iterable) -> list[Tensor]:
             if value.is_sparse:
                 tensors.extend(_meta_tensors((value._indices(), value._values())))
             elif value.is_meta:
-                tensors.append(value)
+                tensors.append(value if type(value) in _PLAIN else local_tensor(value))
         elif isinstance(value, list | tuple):
             for item in value:
                 if isinstance(item, Tensor):
@@ -467,6 +508,11 @@ def _meta_tensors(values: Iterable) -> list[Tensor]:
                 elif isinstance(item, list | tuple):  # an operator that returns lists among others
                     tensors.extend(_meta_tensors(item))
     return tensors
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return what a rank holds of a distributed tensor; another one as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -150,7 +150,7 @@ class _Run:
             block, nbytes, step, phase = event
             call, handle, workspace = None, None, 0
             if nbytes > 0:
-                placed[block] = allocate(nbytes)
+                placed[block] = allocate(nbytes, blocks[block].stream)
             elif nbytes < 0:
                 free(placed.pop(block))
             elif (call := blocks[block].call) is not None:

@@ -20,8 +20,14 @@ BLOCK_KINDS = (
     "temporary",
     "workspace",  # taken by a kernel for its own run
 )  # fmt: skip
-BUCKET = "bucket"  # a further kind, of jobs on several GPUs only: gradients are reduced there
-ALL_REDUCE, BROADCAST = COLLECTIVES = ("all_reduce", "broadcast")
+# Further kinds, of jobs on several GPUs only.
+BUCKET = "bucket"  # gradients are reduced there
+GATHERED = "gathered_parameter"  # of all ranks' shards
+UNREDUCED = "unreduced_gradient"  # of a rank's own batch, for whole parameters
+COMMUNICATION = "communication_buffer"  # what is sent from, or received in
+ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND = COLLECTIVES = (
+    "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send",
+)  # fmt: skip
 
 _LOOKUP = "aten::embedding"
 BATCH = -2  # the source of an input that is the step's batch
@@ -90,15 +96,17 @@ class Block(NamedTuple):
     module: str = ""  # path of the module that ran it
     call: LibraryCall | None = None  # of a workspace
     pooled: bool = False  # it lies in the memory pool of CUDA graphs
+    stream: int = 0  # on which it is taken; memory of one is not given to another
 
 
 class Collective(NamedTuple):
     """What the ranks of a job send each other at one moment of the steady step."""
 
     kind: str  # of COLLECTIVES
-    nbytes: int  # of the tensor, on each rank
+    nbytes: int  # of a rank's larger tensor: what is gathered, what is scattered
     after: int  # number of the step's operators that come before: then it can begin
     before: int  # number of those that do not wait for it
+    axis: str = ""  # the dimension of the mesh whose ranks take part; empty: all ranks
 
 
 @dataclass(frozen=True)

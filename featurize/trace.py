@@ -7,8 +7,11 @@ nothing that the job needs is taken.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +43,9 @@ from featurize.training_settings import training_of
 from featurize.trial_config import TrialConfig
 from featurize.values import name_tensor
 from featurize.wrappers import compiled_modules, remarks, unwrapped
+
+if TYPE_CHECKING:
+    from featurize.parallel.sharded_rank import ShardedRank
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
@@ -89,6 +95,7 @@ def trace_step(
     training_loop: bool = True,
     batches: Sequence[Tensor | Inputs | Callable] = (),
     parallel: Parallel | None = None,
+    rank: int = 0,
 ) -> StepTrace:
     """The trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
 
@@ -109,6 +116,7 @@ def trace_step(
                `featurize.step_mix`. Batches of a single shape are one of `inputs`
     parallel   one rank of a job on several GPUs: the trace holds what its wrapper takes, and what the ranks send. Such
                a job has batches of a single shape
+    rank       which one; they differ where parameters are spread unevenly, and the first one then has most
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
     for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.library_calls` notes what cuDNN and
@@ -125,6 +133,7 @@ def trace_step(
     collecting = gc.isenabled()
     gc.disable()  # a collection at a random moment would make two traces differ
     doing = "the model cannot be built on the meta device"
+    entered = contextlib.ExitStack()
     try:
         notes: dict[str, None] = {}
         compiled: dict[str, None] = {}
@@ -138,6 +147,8 @@ def trace_step(
             model = unwrapped(model)
             replace_bitsandbytes(model)
         training = training_of(settings)
+        if parallel is not None and parallel.cpu_offload:
+            settings = training = replace(training, offload_optimizer=True)
         if training.compile:
             compiled[""] = None
         graphs = CudaGraphs() if training.runs_graphs else None
@@ -158,16 +169,25 @@ def trace_step(
             attends=lambda width: heads.append(int(width)),
         )  # fmt: skip
         doing = "the model cannot be traced: it fails"
+        sharded = None
+        if parallel is not None and parallel.shards:
+            from featurize.parallel.sharded_rank import sharded_rank  # its imports take half a second
+
+            sharded = entered.enter_context(sharded_rank(parallel, recorder, rank))
         with recorder.modules(), policy as enter_policy:
             of_shape = []
             for made, wanted in (given[at] for at in met_at):
                 made_target = _target_for(recorder, step, made, loss) if wanted is None else wanted
                 of_shape.append((made, made_target))
+            if sharded is not None:
+                step.wrap(sharded.wrapped)
+            if parallel is not None and parallel.cpu_offload:
+                recorder.hold_on_host(model.parameters())
             recorder.hold(model.parameters(), "parameter")
             recorder.hold(model.buffers(), "buffer")
             recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
-            wrapper = None
-            if parallel is not None:
+            wrapper: DataParallel | ShardedRank | None = sharded
+            if parallel is not None and wrapper is None:
                 wrapper = DataParallel(model, recorder, parallel, training.accumulation)
             recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
             runner = _Runner(recorder, step, enter_policy, training_loop, wrapper)
@@ -208,6 +228,7 @@ def trace_step(
         operator, module = origin(error)
         raise TraceError(doing, operator, module, error) from error
     finally:
+        entered.close()
         if collecting:
             gc.enable()
 
@@ -254,9 +275,9 @@ class _Runner:
         step: TrainingStep,
         enter_policy: Callable[[str], None],
         loop: bool,
-        wrapper: DataParallel | None,
+        wrapper: DataParallel | ShardedRank | None,
     ) -> None:
-        self._recorder, self._step, self._training_loop = recorder, step, loop
+        self._recorder, self._step, self._training_loop, self._wrapper = recorder, step, loop, wrapper
         parameters = list(step.model.parameters())
 
         def enter(phase: str) -> None:
@@ -287,6 +308,8 @@ class _Runner:
 
         step.on_batch = next_batch
         recorder.begin_step(number, keep_operators=keep_operators)
+        if self._wrapper is not None:
+            self._wrapper.begin_step()
         if number == 1 or self._training_loop or mixed:
             recorder.new_batch(tuple(tensors_of((inputs, target))))
         with recorder:

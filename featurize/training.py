@@ -83,9 +83,7 @@ class TrainingStep:
         self._held: tuple = ()
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.compiled` does it
             model.compile(mode=self.settings.compile_mode)
-        self.model = _prepared(model, self.settings).train()
-        self.average = MovingAverage(self.model) if self.settings.ema else None
-        self.optimizer = self._make_optimizer()
+        self._take(_prepared(model, self.settings).train())
         self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
         self._weight_dtype = WEIGHT_DTYPES.get(settings.precision)
         self._scaler = None
@@ -127,6 +125,15 @@ class TrainingStep:
             self.on_phase("optimizer")
             self.average.update()
         return loss.detach()
+
+    def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+        """Let a wrapper change the model. The optimizer then takes the parameters that it leaves."""
+        self._take(wrapper(self.model))
+
+    def _take(self, model: nn.Module) -> None:
+        self.model = model
+        self.average = MovingAverage(model) if self.settings.ema else None
+        self.optimizer = self._make_optimizer()
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """The tensors of the optimizer's state that lie on the device."""

@@ -15,7 +15,7 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec, describe_device
-from featurize.step_trace import BUCKET
+from featurize.step_trace import BUCKET, COMMUNICATION, GATHERED, UNREDUCED
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -96,17 +96,23 @@ def step_of(
     return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)))
 
 
+_OF_RANKS = {
+    "gathered parameters": GATHERED, "unreduced gradients": UNREDUCED, "communication buffers": COMMUNICATION,
+    "gradient buckets": BUCKET,
+}  # fmt: skip
+
+
 def breakdown(
     memory: MemoryProfile, outside_mib: float, others_mib: float = 0.0, communication_mib: float = 0.0
 ) -> dict[str, float]:
     """Return part -> MiB at the peak. `outside_mib`: the process's memory outside the allocator. `others_mib`, what
-    others hold on the card, `communication_mib`, what communication libraries hold, and the buckets in which gradients
-    are reduced are parts only where they are more than nothing."""
+    others hold on the card, `communication_mib`, what communication libraries hold, and what wrappers of several ranks
+    keep are parts only where they are more than nothing."""
     live = {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()}
     return {
         "parameters": live["parameter"],
         "gradients": live["gradient"],
-        **({"gradient buckets": live[BUCKET]} if BUCKET in live else {}),
+        **{name: live[kind] for name, kind in _OF_RANKS.items() if kind in live},
         "optimizer state": live["optimizer_state"],
         "activations": live["activation"],
         "temporaries": live["temporary"],

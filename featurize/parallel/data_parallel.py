@@ -50,6 +50,9 @@ class DataParallel:
             parameter.register_post_accumulate_grad_hook(self.buckets.reduce)
         model.register_forward_pre_hook(self._before_forward)
 
+    def begin_step(self) -> None:
+        """Hear that a step begins; the first forward pass of one is what counts here."""
+
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent in the last step."""
         buffers = [Collective(BROADCAST, nbytes, 0, 0) for nbytes in self._sent]

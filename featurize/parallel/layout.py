@@ -6,14 +6,17 @@ Start reading at `Parallel`; `parse_parallel` reads a text or a mapping.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UsageError, shown
 
-MODES = ("ddp",)
-PLANNED = ("fsdp", "hsdp", "zero", "tp", "pp", "cp", "ep")  # that are known by name, and refused
+MODES = ("ddp", "fsdp")  # the outermost first: ranks of the last one are neighbours
+HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
+PLANNED = ("zero", "tp", "pp", "cp", "ep")  # that are known by name, and refused
+DTYPES = ("fp32", "bf16", "fp16")
 _MOST = 65_536  # ranks
 EXAMPLE = "parallel=ddp=8"
 
@@ -23,7 +26,9 @@ class Parallel:
     """A job's ranks, one GPU each. A mode is a field that holds its degree; the degrees multiply.
 
     Args:
-        ddp: Replicas of the model under DistributedDataParallel, each with a batch of its own.
+        ddp: Replicas of the model, each with a batch of its own: under DistributedDataParallel, or of all shards of
+            `fsdp` (HSDP).
+        fsdp: Ranks over which FSDP2 (`fully_shard`) spreads each replica, each with a batch of its own.
         gpus_per_node: GPUs of a node; more ranks than that take several nodes, all of them full.
         network_gb_s: What each GPU gets of the network between nodes, in GB/s per direction. The default is one adapter
             of 200 Gb/s a GPU.
@@ -32,12 +37,19 @@ class Parallel:
         static_graph: Every step runs the same operators.
         find_unused_parameters: Parameters may go without a gradient. Buckets then keep the order of the parameters.
         broadcast_buffers: Buffers of the first rank are sent to all others before each step.
+        reshard_after_forward: Gathered parameters are freed after the forward pass and gathered again for the backward
+            pass; a number: they are spread over so many ranks meanwhile. None is FSDP2's choice: all but the root's.
+        param_dtype: Type in which FSDP2 gathers parameters and computes, of `DTYPES`. None: their own.
+        reduce_dtype: Type in which it reduces gradients. None: `param_dtype`.
+        cpu_offload: Shards, their gradients and the optimizer are in host memory.
+        wrap: Classes of the modules whose parameters are gathered together. None: the repeated blocks.
 
     Raises:
         UsageError: A value out of range; all of them are named.
     """
 
-    ddp: int
+    ddp: int = 1
+    fsdp: int = 1
     gpus_per_node: int = 8
     network_gb_s: float = 25.0
     gradient_as_bucket_view: bool = False
@@ -45,6 +57,11 @@ class Parallel:
     static_graph: bool = False
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
+    reshard_after_forward: bool | int | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    cpu_offload: bool = False
+    wrap: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if bad := list(self._problems()):
@@ -63,19 +80,54 @@ class Parallel:
         for field in dataclasses.fields(self):
             if field.type == "bool" and not isinstance(value := getattr(self, field.name), bool):
                 yield f"{field.name} must be true or false, got {shown(value)}"
-        counts = self.ddp, self.gpus_per_node
-        if all(type(one) is int and one > 0 for one in counts) and self.ranks > counts[1] and self.ranks % counts[1]:
-            yield f"{self.ranks} ranks do not fill nodes of {counts[1]}; change gpus_per_node"
+        yield from self._problems_of_shards()
+        counts = *self.degrees.values(), self.gpus_per_node
+        if all(type(one) is int and one > 0 for one in counts) and self.ranks > counts[-1] and self.ranks % counts[-1]:
+            yield f"{self.ranks} ranks do not fill nodes of {counts[-1]}; change gpus_per_node"
+
+    def _problems_of_shards(self) -> Iterator[str]:
+        for name in ("param_dtype", "reduce_dtype"):
+            if (value := getattr(self, name)) is not None and value not in DTYPES:
+                yield f"{name} must be one of {', '.join(DTYPES)}, got {shown(value)}"
+        kept = self.reshard_after_forward
+        whole = isinstance(kept, int) and isinstance(self.fsdp, int)
+        if not (kept is None or isinstance(kept, bool) or (whole and 1 < kept < self.fsdp and not self.fsdp % kept)):
+            yield f"reshard_after_forward must be true, false or a divisor of fsdp, got {shown(kept)}"
+        if self.wrap is not None and not (
+            isinstance(self.wrap, tuple) and self.wrap and all(isinstance(one, str) and one for one in self.wrap)
+        ):
+            yield f"wrap must be names of classes, as in wrap=[LlamaDecoderLayer], got {shown(self.wrap)}"
+        of_shards = ("reshard_after_forward", "param_dtype", "reduce_dtype", "cpu_offload", "wrap")
+        if self.fsdp == 1 and (set_too := [name for name in of_shards if getattr(self, name) not in (None, False)]):
+            yield f"{', '.join(set_too)}: of fsdp only"
+        of_ddp = ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters")
+        if self.fsdp != 1 and (set_too := [name for name in of_ddp if getattr(self, name) not in (None, False)]):
+            yield f"{', '.join(set_too)}: of ddp without fsdp only"
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degree of each mode, the outermost first."""
+        return {name: getattr(self, name) for name in MODES}
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The dimensions of the mesh of ranks: the modes that take part, the outermost first."""
+        return {name: degree for name, degree in self.degrees.items() if degree > 1}
 
     @property
     def ranks(self) -> int:
         """All GPUs of the job."""
-        return self.ddp
+        return math.prod(self.degrees.values())
 
     @property
     def replicas(self) -> int:
-        """How many batches a step takes: one for each copy of the model."""
-        return self.ddp
+        """How many batches a step takes: one for each rank that has its own."""
+        return self.ddp * self.fsdp
+
+    @property
+    def shards(self) -> bool:
+        """Whether PyTorch's own wrappers spread tensors over ranks."""
+        return self.fsdp > 1
 
     @property
     def nodes(self) -> int:
@@ -84,9 +136,8 @@ class Parallel:
 
     def text(self) -> str:
         """Return the settings that differ from their defaults, as `ddp=8, static_graph=true`."""
-        shown_as = {True: "true", False: "false"}
         return ", ".join(
-            f"{field.name}={shown_as[value] if isinstance(value, bool) else value}"
+            f"{field.name}={_written(value)}"
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default
         )
@@ -114,21 +165,46 @@ def parse_parallel(given: object) -> Parallel | None:
 
 def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
     known = [field.name for field in dataclasses.fields(Parallel)]
+    given = dict(given)
+    if HYBRID in given:
+        given = {**given, **_hybrid(given)}
+        del given[HYBRID]
+    if isinstance(given.get("wrap"), list | str):
+        given["wrap"] = (given["wrap"],) if isinstance(given["wrap"], str) else tuple(given["wrap"])
     if planned := [str(name) for name in given if name in PLANNED]:
         raise UsageError(
-            f"parallel: {', '.join(planned)}: not estimated yet; estimated modes: {', '.join(MODES)}, as in {EXAMPLE}"
+            f"parallel: {', '.join(planned)}: not estimated yet; estimated modes: {', '.join((*MODES, HYBRID))}, "
+            f"as in {EXAMPLE}"
         )
     if unknown := [shown(name) for name in given if name not in known]:
         raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     if not any(name in MODES for name in given):
-        raise UsageError(f"parallel names no mode; give one of {', '.join(MODES)}, as in {EXAMPLE}")
+        raise UsageError(f"parallel names no mode; give one of {', '.join((*MODES, HYBRID))}, as in {EXAMPLE}")
     return Parallel(**given)
+
+
+def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
+    """The degrees of shards within nodes and replicas across them."""
+    ranks, of_node = given[HYBRID], given.get("gpus_per_node", Parallel.gpus_per_node)
+    if both := [name for name in ("ddp", "fsdp") if name in given]:
+        raise UsageError(f"parallel: {HYBRID} is ddp and fsdp in one: leave {' and '.join(both)} out, or {HYBRID}")
+    if not all(type(one) is int and one > 0 for one in (ranks, of_node)) or ranks % of_node or ranks == of_node:
+        raise UsageError(
+            f"parallel: {HYBRID} must be GPUs of several full nodes of {shown(of_node)}, got {shown(ranks)}"
+        )
+    return {"fsdp": of_node, "ddp": ranks // of_node}
+
+
+def _written(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
     for part in text.split(","):
         name, equals, value = (one.strip() for one in part.partition("="))
-        if name in (*MODES, *PLANNED) and not equals:
+        if name in (*MODES, HYBRID, *PLANNED) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
         if not name or not equals:
             raise UsageError(f"parallel: {shown(part)} is no setting; write {EXAMPLE}")

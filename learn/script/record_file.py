@@ -162,8 +162,11 @@ def _events(rows: list, blocks: tuple[Block, ...]) -> tuple[Event, ...]:
 
 
 def _block(row: Any) -> Block:
-    nbytes, kind, operator, module, call, pooled = row
-    return Block(_count(nbytes), _one_of(kind, BLOCK_KINDS), _text(operator), _text(module), _call(call), bool(pooled))
+    nbytes, kind, operator, module, call, pooled, stream = row
+    return Block(
+        _count(nbytes), _one_of(kind, BLOCK_KINDS), _text(operator), _text(module), _call(call), bool(pooled),
+        _count(stream),
+    )  # fmt: skip
 
 
 def _call(row: Any) -> LibraryCall | None:

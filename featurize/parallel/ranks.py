@@ -1,0 +1,150 @@
+"""What a recorder asks about the ranks of a traced job: which tensors are shared among them, what they send.
+
+Start reading at `Ranks.sent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from featurize.parallel.streams import Streams
+from featurize.step_trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
+
+if TYPE_CHECKING:
+    from featurize.recorder import Recorder
+
+_WRAPPERS = (DTensor, AsyncCollectiveTensor)
+# torch/csrc/distributed/c10d/Ops.cpp: what process groups run, into tensors that they are given.
+_OF_GROUPS = {
+    "c10d::_allgather_base_": ALL_GATHER, "c10d::allgather_": ALL_GATHER,
+    "c10d::allgather_into_tensor_coalesced_": ALL_GATHER, "c10d::_reduce_scatter_base_": REDUCE_SCATTER,
+    "c10d::reduce_scatter_": REDUCE_SCATTER, "c10d::reduce_scatter_tensor_coalesced_": REDUCE_SCATTER,
+    "c10d::allreduce_": ALL_REDUCE, "c10d::allreduce_coalesced_": ALL_REDUCE, "c10d::broadcast_": BROADCAST,
+    "c10d::alltoall_base_": ALL_TO_ALL, "c10d::alltoall_": ALL_TO_ALL,
+}  # fmt: skip
+# torch/csrc/distributed/c10d/Functional.cpp: those of DTensor, which run beside the kernels until they are waited for.
+_FUNCTIONAL = {
+    "_c10d_functional::all_gather_into_tensor": ALL_GATHER, "_c10d_functional::all_reduce": ALL_REDUCE,
+    "_c10d_functional::all_reduce_": ALL_REDUCE, "_c10d_functional::reduce_scatter_tensor": REDUCE_SCATTER,
+    "_c10d_functional::all_to_all_single": ALL_TO_ALL, "_c10d_functional::broadcast": BROADCAST,
+    "_c10d_functional::all_gather_into_tensor_coalesced": ALL_GATHER,
+    "_c10d_functional::reduce_scatter_tensor_coalesced": REDUCE_SCATTER,
+    "_c10d_functional::all_reduce_coalesced": ALL_REDUCE,
+}  # fmt: skip
+_WAIT = "_c10d_functional::wait_tensor"
+_WRAP = "_c10d_functional::_wrap_tensor_autograd"  # whose kernel for meta tensors does not
+_NO_WORK = "profiler::"
+_COPY_IN = "fsdp::all_gather_copy_in"
+
+
+class Ranks:
+    """One rank among those of a traced job.
+
+    Args:
+        recorder: Of the rank's step.
+        streams: Of its GPU.
+        axes: Name of a process group -> the mesh's dimension that it joins.
+    """
+
+    def __init__(self, recorder: Recorder, streams: Streams, axes: Mapping[str, str]) -> None:
+        self._recorder, self._streams, self._axes = recorder, streams, axes
+        # Storage of a result -> its collective, and the inputs that live until it is over.
+        self._under_way: dict[int, tuple[int, list[Tensor]]] = {}
+        self._kinds: dict[OpOverload, str] = {}
+
+    def wraps(self, types: Sequence[type]) -> bool:
+        """Return whether an operator's tensors are shared among ranks, so that it runs on this one's part of them."""
+        return any(issubclass(one, _WRAPPERS) for one in types)
+
+    def sent(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator that sends, or waits for what was sent; NotImplemented for all others.
+
+        Args:
+            func: The operator.
+            args: On meta tensors.
+            kwargs: Likewise.
+        """
+        name = func._schema.name
+        if name.startswith("aten::"):
+            return NotImplemented
+        if name == _WAIT:
+            return self._waited(args[0])
+        if name == _WRAP:
+            return AsyncCollectiveTensor(args[0])
+        if name.startswith(_NO_WORK):
+            return func(*args, **kwargs)
+        if name == _COPY_IN:
+            self._recorder.copied(args[0])
+            return func(*args, **kwargs)
+        if (kind := _OF_GROUPS.get(name)) is not None:
+            return self._of_group(kind, func, args, kwargs)
+        if (kind := _FUNCTIONAL.get(name)) is not None:
+            return self._functional(kind, func, args, kwargs)
+        return NotImplemented
+
+    def _of_group(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        asynchronous = bool(_argument(func, args, kwargs, "async_op", True))
+        self._streams.send(kind, _nbytes(kind, args[:2]), self._axis(func, args, kwargs), asynchronous=asynchronous)
+        return func(*args, **kwargs)
+
+    def _functional(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        recorder = self._recorder
+        given = list(_tensors(args[:1]))
+        out = func(*args, **kwargs)
+        made = list(_tensors((out,)))
+        number = self._streams.send(
+            kind, _nbytes(kind, (given, made)), self._axis(func, args, kwargs), asynchronous=True
+        )
+        for tensor in made:
+            recorder.made(tensor, func._schema.name)
+            self._under_way[tensor.untyped_storage()._cdata] = number, given
+        return out
+
+    def _waited(self, tensor: Tensor) -> Tensor:
+        if (under_way := self._under_way.pop(tensor.untyped_storage()._cdata, None)) is not None:
+            self._streams.wait_for(under_way[0])
+        return tensor
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._under_way.clear()
+        self._streams.begin_step()
+
+    def _axis(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> str:
+        group = _argument(func, args, kwargs, "process_group", None)
+        if group is None:
+            group = _argument(func, args, kwargs, "group_name", None)
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        name = group if isinstance(group, str) else getattr(group, "group_name", "")
+        return self._axes.get(name, "")
+
+
+def _argument(func: OpOverload, args: tuple, kwargs: dict[str, Any], name: str, default: object) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    names = [argument.name for argument in func._schema.arguments]
+    return args[names.index(name)] if name in names and names.index(name) < len(args) else default
+
+
+def _tensors(values: Sequence) -> list[Tensor]:
+    flat: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            flat.append(value)
+        elif isinstance(value, list | tuple):
+            flat += _tensors(value)
+    return flat
+
+
+def _nbytes(kind: str, sides: Sequence) -> int:
+    """Bytes of the larger side: what is gathered, or scattered, or sent and received alike."""
+    return max((sum(tensor.nbytes for tensor in _tensors((side,))) for side in sides), default=0)

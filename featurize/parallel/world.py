@@ -1,0 +1,53 @@
+"""A process group without processes, in which a trace plays one rank.
+
+Start reading at `pretended_mesh`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from featurize.parallel.layout import Parallel
+from featurize.replacing import replaced
+
+_FAKE = "fake"  # torch's backend that sends nothing (torch/testing/_internal/distributed/fake_pg.py)
+_FIRST_NAME = 1 << 30  # names of groups are numbers; those of the caller's own groups are smaller
+
+
+@contextlib.contextmanager
+def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
+    """The mesh of a job's ranks, as one of them has it; nothing is sent within it.
+
+    Process groups of the caller are out of sight meanwhile, and are back afterwards.
+
+    Args:
+        parallel: The job.
+        rank: Which of them, from 0.
+    """
+    # Its import registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = distributed_c10d._World()
+    world.group_count = _FIRST_NAME
+    # A group's start replaces the hook by one that names the rank.
+    with replaced(distributed_c10d, "_world", world), replaced(sys, "excepthook", sys.excepthook):
+        distributed_c10d.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=parallel.ranks)
+        try:
+            # The mesh holds a tensor of ranks that it reads: a real one.
+            with torch.device("cpu"), _disable_current_modes():
+                mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
+            yield mesh
+        finally:
+            distributed_c10d.destroy_process_group()
+
+
+def axes_of_groups(mesh: DeviceMesh) -> dict[str, str]:
+    """Return which dimension of the mesh each of its process groups joins, by the group's name."""
+    return {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names or ()}
