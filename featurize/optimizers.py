@@ -43,7 +43,7 @@ def make_optimizer(
     """
     if name not in ALL_OPTIMIZERS:
         raise unknown_name("optimizer", name, ALL_OPTIMIZERS)
-    given = list(parameters)
+    given = alike(parameters)
     if name not in IMPLEMENTATIONS_OF:
         return _other(name, given)
     if implementation is not None:
@@ -57,7 +57,7 @@ def make_optimizer(
         return _torchs(name, given, foreach=foreach, **more)
 
 
-def _torchs(name: str, parameters: list[nn.Parameter], **more: Any) -> torch.optim.Optimizer:
+def _torchs(name: str, parameters: list[Any], **more: Any) -> torch.optim.Optimizer:
     if name in ("adam", "adamw"):
         cls = torch.optim.Adam if name == "adam" else torch.optim.AdamW
         return cls(parameters, lr=LEARNING_RATE, **more)
@@ -71,7 +71,7 @@ def _torchs(name: str, parameters: list[nn.Parameter], **more: Any) -> torch.opt
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, nesterov=name == "nesterov", **more)
 
 
-def _other(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _other(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     if name == "lion":
         return Lion(parameters)
     if name == "transformers_adafactor":
@@ -255,10 +255,15 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
     """Scale the gradients in place so that the norm of all is at most `largest`, as `clip_grad_norm_` does on CUDA:
     one norm a tensor, their norm, and one pass of for-each kernels."""
     groups = _by_type(gradients)
-    norms = [norm for group in groups for norm in torch._foreach_norm(group)]
-    if not norms:
+    if not groups:
         return
-    total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    norms: dict[object, list[Tensor]] = {}  # by mesh: those of one are reduced together
+    for group in groups:
+        norms.setdefault(_mesh_of(group[0]), []).extend(torch._foreach_norm(group))
+    totals = [torch.linalg.vector_norm(torch.stack([norm.float() for norm in alike])) for alike in norms.values()]
+    total = totals[0]
+    if len(totals) > 1:
+        total = torch.linalg.vector_norm(torch.stack([_whole(one) for one in totals]))
     factor = torch.clamp(largest / (total + 1e-6), max=1.0)
     for group in groups:
         torch._foreach_mul_(group, factor)
@@ -273,10 +278,30 @@ def clip_value(gradients: list[Tensor], largest: float) -> None:
 
 
 def _by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
+    groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
+        groups.setdefault((tensor.dtype, _mesh_of(tensor)), []).append(tensor)
     return list(groups.values())
+
+
+def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
+    """Return parameters as an optimizer takes them: in a group for each mesh of ranks, which for-each kernels cannot
+    mix."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(_mesh_of(parameter), []).append(parameter)
+    if len(groups) > 1:
+        return [{"params": group} for group in groups.values()]
+    return next(iter(groups.values()), [])
+
+
+def _mesh_of(tensor: Tensor) -> object:
+    return getattr(tensor, "device_mesh", None)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The value of a distributed tensor on each rank."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class MovingAverage:

@@ -13,9 +13,9 @@ from typing import Any
 
 from conf.errors import UsageError, shown
 
-MODES = ("ddp", "fsdp")  # the outermost first: ranks of the last one are neighbours
+MODES = ("ddp", "fsdp", "tp")  # the outermost first: ranks of the last one are neighbours
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
-PLANNED = ("zero", "tp", "pp", "cp", "ep")  # that are known by name, and refused
+PLANNED = ("zero", "pp", "cp", "ep")  # that are known by name, and refused
 DTYPES = ("fp32", "bf16", "fp16")
 _MOST = 65_536  # ranks
 EXAMPLE = "parallel=ddp=8"
@@ -29,6 +29,7 @@ class Parallel:
         ddp: Replicas of the model, each with a batch of its own: under DistributedDataParallel, or of all shards of
             `fsdp` (HSDP).
         fsdp: Ranks over which FSDP2 (`fully_shard`) spreads each replica, each with a batch of its own.
+        tp: Ranks that share each module of a plan (tensor parallelism), and a batch.
         gpus_per_node: GPUs of a node; more ranks than that take several nodes, all of them full.
         network_gb_s: What each GPU gets of the network between nodes, in GB/s per direction. The default is one adapter
             of 200 Gb/s a GPU.
@@ -43,6 +44,8 @@ class Parallel:
         reduce_dtype: Type in which it reduces gradients. None: `param_dtype`.
         cpu_offload: Shards, their gradients and the optimizer are in host memory.
         wrap: Classes of the modules whose parameters are gathered together. None: the repeated blocks.
+        tp_plan: Path of a module, with `*` for any part of it -> how it is split, as in plans of transformers' models:
+            `colwise`, `rowwise` and others. None: the model's own plan.
 
     Raises:
         UsageError: A value out of range; all of them are named.
@@ -50,6 +53,7 @@ class Parallel:
 
     ddp: int = 1
     fsdp: int = 1
+    tp: int = 1
     gpus_per_node: int = 8
     network_gb_s: float = 25.0
     gradient_as_bucket_view: bool = False
@@ -62,6 +66,7 @@ class Parallel:
     reduce_dtype: str | None = None
     cpu_offload: bool = False
     wrap: tuple[str, ...] | None = None
+    tp_plan: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if bad := list(self._problems()):
@@ -127,7 +132,7 @@ class Parallel:
     @property
     def shards(self) -> bool:
         """Whether PyTorch's own wrappers spread tensors over ranks."""
-        return self.fsdp > 1
+        return self.fsdp > 1 or self.tp > 1
 
     @property
     def nodes(self) -> int:

@@ -6,6 +6,7 @@ Start reading at `sharded_rank`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
 
@@ -33,12 +34,17 @@ def sharded_rank(parallel: Parallel, recorder: Recorder, rank: int = 0) -> Itera
     """
     streams = Streams(recorder)
     with pretended_mesh(parallel, rank) as mesh, shards_on_meta(recorder, streams), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of fully_shard, on outputs that are views: the real job says the same
+        # The real job says the same: fully_shard on outputs that are views, DTensor on reductions one after the other.
+        warnings.simplefilter("ignore")
+        quiet = logging.getLogger("torch.distributed")
+        level = quiet.level
+        quiet.setLevel(logging.ERROR)
         ranks = recorder.ranks = Ranks(recorder, streams, axes_of_groups(mesh))
         try:
             yield ShardedRank(parallel, mesh, ranks, streams)
         finally:
             recorder.ranks = None
+            quiet.setLevel(level)
 
 
 class ShardedRank:

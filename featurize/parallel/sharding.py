@@ -15,12 +15,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from conf.errors import UsageError
 from featurize.checkpointing import repeated_blocks
 from featurize.parallel.layout import Parallel
+from featurize.parallel.tensor_plan import apply_plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> nn.Module:
-    """Shard a model's parameters, gradients and optimizer state with FSDP2. Changes the model.
+    """Split modules by plan, then shard parameters, gradients and optimizer state with FSDP2. Changes the model.
 
     Args:
         model: Its optimizer is made afterwards.
@@ -28,8 +29,12 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> nn.Module:
         mesh: Of all ranks, with dimensions as `Parallel.axes` names them.
 
     Raises:
-        UsageError: There is no module of a class that `wrap` names.
+        UsageError: There is no module of a class that `wrap` names; the plan does not fit the model.
     """
+    if parallel.tp > 1:
+        apply_plan(model, parallel.tp_plan, mesh["tp"])
+    if parallel.fsdp == 1:
+        return model
     own = mesh["ddp", "fsdp"] if parallel.ddp > 1 else mesh["fsdp"]
     policy = MixedPrecisionPolicy(param_dtype=_dtype(parallel.param_dtype), reduce_dtype=_dtype(parallel.reduce_dtype))
     offload = CPUOffloadPolicy() if parallel.cpu_offload else OffloadPolicy()

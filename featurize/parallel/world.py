@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
 from featurize.parallel.layout import Parallel
@@ -43,9 +45,18 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
             # The mesh holds a tensor of ranks that it reads: a real one.
             with torch.device("cpu"), _disable_current_modes():
                 mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
+            _forget_plans()
             yield mesh
         finally:
+            _forget_plans()
             distributed_c10d.destroy_process_group()
+
+
+def _forget_plans() -> None:
+    """DTensor keeps how it moves tensors by the mesh's shape, whatever the groups and the rank are."""
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute._planner_cache.clear()
 
 
 def axes_of_groups(mesh: DeviceMesh) -> dict[str, str]:

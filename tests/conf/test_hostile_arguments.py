@@ -213,7 +213,7 @@ REFUSED_BY_THE_COMMAND = {
     "distil_cudnn": ("out=/nope/x", "answers=/nope/x", "variants=-1", "rounds=0", "judged=0", "workers=0", "data=nope"),
     "estimate": (
         "format=x", "method=x", "estimator=x", "device=cpu", "config={}", "input=[1]", "run=a/b", "report=/nope/x",
-        "parallel=tp=8",
+        "parallel=pp=8",
     ),
 }  # fmt: skip
 

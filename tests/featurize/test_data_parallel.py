@@ -227,13 +227,13 @@ def test_text_mapping_and_object_mean_the_same():
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("tp=8", "tp: not estimated yet; estimated modes: ddp, fsdp, hsdp"),
+        ("pp=8", "pp: not estimated yet; estimated modes: ddp, fsdp, tp, hsdp"),
         ({"ddp": 2, "tp": 4}, "tp: not estimated yet"),
         ("ddp", "ddp needs a number of GPUs, as in ddp=8"),
         ("", "no setting"),
         ({}, "names no mode; give one of ddp"),
         ("gpus_per_node=8", "names no mode"),
-        ("ddp=8,color=red", "unknown 'color'; known: ddp, fsdp, gpus_per_node"),
+        ("ddp=8,color=red", "unknown 'color'; known: ddp, fsdp, tp, gpus_per_node"),
         ("ddp=0", "ddp must be a whole number from 1"),
         ("ddp=many", "ddp must be a whole number from 1 to 65536, got 'many'"),
         ({"ddp": 8, "static_graph": "no"}, "static_graph must be true or false"),
