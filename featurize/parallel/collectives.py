@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec
 from featurize.parallel.layout import Parallel
-from featurize.step_trace import ALL_REDUCE, BROADCAST
 
-ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND = "all_gather", "reduce_scatter", "all_to_all", "send"
+# Kinds, by the names that traces have.
+ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"
+REDUCE_SCATTER, ALL_TO_ALL, SEND = "reduce_scatter", "all_to_all", "send"
 LINK, PCIE, NETWORK = "link", "pcie", "network"
 RING, TREE = "ring", "tree"
 # What NCCL takes a link to reach (topo.h): 20 of NVLink's 25 GB/s, 12 of the 15.75 of PCIe 3.0. Assumed of other
@@ -36,7 +37,7 @@ _HOP_US: Mapping[str, Mapping[str, tuple[float, float]]] = {
 _SHARE: Mapping[str, tuple[float, float]] = {
     "LL": (1 / 4, 0.92 / 3.8), "LL128": (0.92, 0.92 * 7 / 9), "Simple": (1.0, 0.92),
 }  # fmt: skip
-# NVLS, where NVSwitches reduce and multiply what GPUs send: microseconds in all, and least compute capability -> share of
+# NVLS, where NVSwitches reduce and multiply what GPUs send: microseconds in all; least compute capability -> share of
 # the links that is reached (tuning.cc: nvlsEfficiency).
 _SWITCH_US = 25.0
 _OF_SWITCH: Mapping[tuple[int, int], float] = {(10, 0): 0.74, (9, 0): 0.85}
