@@ -6,6 +6,7 @@ Start reading at `meshes_of`. Torch-free.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -80,7 +81,12 @@ def meshes_of(settings: Parallel) -> tuple[list[Parallel], list[str]]:
         except UsageError as error:
             notes[str(error)] = None
     chosen = [one for one in layouts if one.ranks == settings.ranks]
-    return sorted(chosen, key=lambda one: one.ranks // getattr(one, _REPLICAS, 1), reverse=True), list(notes)
+    return sorted(chosen, key=sharded_most), list(notes)
+
+
+def sharded_most(layout: Parallel) -> tuple[Any, ...]:
+    """Return a key that sorts layouts: whose ranks hold least first, and next to each other what shares its traces."""
+    return -math.prod(shards_of(layout)), traced_as(layout), layout.ranks
 
 
 def degrees_of(layout: Parallel) -> dict[str, int]:

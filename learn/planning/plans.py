@@ -22,7 +22,7 @@ from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.questions import checked, question_of, split_options, training_settings
 from learn.estimators import LEVEL
-from learn.planning.meshes import checked_gpus, layout_settings, mesh_text, meshes_of, traced_as
+from learn.planning.meshes import checked_gpus, layout_settings, mesh_text, meshes_of, sharded_most, traced_as
 from learn.planning.rows import LayoutPlan, PlanRow, in_order
 from learn.planning.search import Findings, LayoutSearch, MicroBatches
 
@@ -202,7 +202,7 @@ class _Searches:
     def run(self, layouts: Sequence[Parallel], progress: Progress) -> None:
         """Add the rows of all layouts. Those that share their traces follow each other."""
         done = 0
-        for _, alike in groupby(sorted(layouts, key=_sharded_most), key=traced_as):
+        for _, alike in groupby(sorted(layouts, key=sharded_most), key=traced_as):
             traces: dict[tuple[int, int, str | None], Traces] = {}
             for layout in alike:
                 progress(mesh_text(layout), done, len(layouts))
@@ -228,10 +228,6 @@ class _Searches:
         self.refused |= _refused_ways(rows)
         self.rows += [row for row in rows if row.checkpointing not in self.refused]
         self.estimates |= search.estimates
-
-
-def _sharded_most(layout: Parallel) -> tuple[Any, ...]:
-    return -layout.ranks // layout.replicas, traced_as(layout), layout.ranks
 
 
 def _refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:
