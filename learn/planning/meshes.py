@@ -18,6 +18,7 @@ _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between no
 # Fields that decide nothing of what a rank's step runs and takes.
 _OF_THE_NETWORK = ("gpus_per_node", "network_gb_s")
 _REPLICAS = "ddp"
+_OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on samples of their own
 
 
 def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> Parallel:
@@ -63,7 +64,7 @@ def checked_gpus(given: object) -> tuple[int, ...]:
 
 
 def meshes_of(settings: Parallel) -> tuple[list[Parallel], list[str]]:
-    """Return the layouts of as many GPUs, those that shard most first, and notes on what was left out.
+    """Return the layouts of as many GPUs, in the order in which they are searched, and notes on what was left out.
 
     Args:
         settings: As `layout_settings` returns them.
@@ -81,12 +82,26 @@ def meshes_of(settings: Parallel) -> tuple[list[Parallel], list[str]]:
         except UsageError as error:
             notes[str(error)] = None
     chosen = [one for one in layouts if one.ranks == settings.ranks]
-    return sorted(chosen, key=sharded_most), list(notes)
+    return sorted(chosen, key=in_search_order), list(notes)
 
 
-def sharded_most(layout: Parallel) -> tuple[Any, ...]:
-    """Return a key that sorts layouts: whose ranks hold least first, and next to each other what shares its traces."""
-    return -math.prod(shards_of(layout)), traced_as(layout), layout.ranks
+def in_search_order(layout: Parallel) -> tuple[Any, ...]:
+    """Return a key that sorts layouts: the fewest ranks within a replica's layers first, of these what shards most, and
+    next to each other what shares its traces."""
+    within = ranks_within(layout)
+    return math.prod(within), within, -math.prod(shards_of(layout)), traced_as(layout), layout.ranks
+
+
+def ranks_within(layout: Parallel) -> tuple[int, ...]:
+    """Return the degrees that divide the work on a sample, in the order of the modes: all but those of replicas and of
+    their shards."""
+    return tuple(getattr(layout, mode) for mode in MODES if mode not in _OF_DATA)
+
+
+def within_text(degrees: tuple[int, ...]) -> str:
+    """Return what `ranks_within` gives, as `tp=2`."""
+    modes = [mode for mode in MODES if mode not in _OF_DATA]
+    return ", ".join(f"{mode}={degree}" for mode, degree in zip(modes, degrees, strict=True) if degree > 1)
 
 
 def degrees_of(layout: Parallel) -> dict[str, int]:

@@ -30,10 +30,8 @@ def print_plan(done: LayoutPlan, most: int) -> None:
     screen.print(table)
     if len(done.fitting) > most:
         screen.print(f"{len(done.fitting) - most} more rows fit: rows=, or format=json", highlight=False, markup=False)
-    for row in not_fitting(done):
-        line = f"{row.mesh} does not fit: {row.step_text} {row.why}"
-        screen.print(line if row.fits is False else f"{row.mesh} cannot be: {row.why}", soft_wrap=True, highlight=False,
-                     markup=False)  # fmt: skip
+    for line in lines_of_others(done)[:most]:
+        screen.print(line, soft_wrap=True, highlight=False, markup=False)
     for note in done.notes:
         screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
     screen.print(f"planned in {done.seconds:.1f} s", highlight=False)
@@ -59,8 +57,17 @@ def cells(row: PlanRow) -> tuple[str, ...]:
     return row.mesh, f"{micro}{steps}", row.checkpointing or "none", *memory, *times, speed
 
 
-def not_fitting(done: LayoutPlan) -> list[PlanRow]:
-    """Return the nearest row of each mesh that has none that fits."""
+def lines_of_others(done: LayoutPlan) -> list[str]:
+    """Return a line for each mesh of which nothing fits, with the nearest, and for each reason to leave meshes out."""
     fitting = {row.parallel for row in done.fitting}
     nearest = {row.parallel: row for row in reversed(done.rows) if row.parallel not in fitting}
-    return list(nearest.values())[::-1]
+    others = list(nearest.values())[::-1]
+    lines = [f"{row.mesh} does not fit: {row.step_text} {row.why}" for row in others if row.fits is False]
+    left_out: dict[str, list[str]] = {}
+    for row in others:
+        if row.fits is None:
+            left_out.setdefault(row.why or "", []).append(row.mesh)
+    for why, meshes in left_out.items():
+        more = f" and {len(meshes) - 1} more" if len(meshes) > 1 else ""
+        lines.append(f"{meshes[0]}{more}: left out, {why}")
+    return lines

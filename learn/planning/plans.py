@@ -22,7 +22,7 @@ from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.questions import checked, question_of, split_options, training_settings
 from learn.estimators import LEVEL
-from learn.planning.meshes import checked_gpus, layout_settings, mesh_text, meshes_of, sharded_most, traced_as
+from learn.planning.meshes import checked_gpus, in_search_order, layout_settings, mesh_text, meshes_of, traced_as
 from learn.planning.rows import LayoutPlan, PlanRow, in_order
 from learn.planning.search import Findings, LayoutSearch, MicroBatches
 
@@ -100,10 +100,10 @@ def plan(
     if all(row.fits is None for row in ordered):
         raise UsageError(f"no layout can be: {ordered[0].mesh}: {ordered[0].why}")
     best = ordered[0]
-    chosen = searches.estimates.get(best)
-    limit_mib = spec.memory_mib if chosen is None or chosen.limit_mib is None else chosen.limit_mib
+    limits = {one.limit_mib for one in searches.estimates.values() if one.limit_mib is not None}
+    limit_mib = min(limits, default=spec.memory_mib)
     refused = [f"checkpointing={way} is left out: {why}" for way, why in searches.refused.items()]
-    warnings = () if chosen is None else chosen.warnings
+    warnings = searches.estimates[best].warnings if best.fits else ()
     done = LayoutPlan(
         name=job.name, device=spec.name, limit_mib=limit_mib, coverage=options.get("coverage", LEVEL),
         global_batch=global_batch, rows=ordered, notes=tuple(dict.fromkeys([*notes, *refused, *warnings])),
@@ -189,7 +189,7 @@ class _PlannedJob:
 class _Searches:
     """Goes over the layouts.
 
-    rows        of all layouts so far; `estimates` of those that fit
+    rows        of all layouts so far; `estimates` of those that were traced
     refused     checkpointing that the model does not take -> why
     """
 
@@ -202,7 +202,7 @@ class _Searches:
     def run(self, layouts: Sequence[Parallel], progress: Progress) -> None:
         """Add the rows of all layouts. Those that share their traces follow each other."""
         done = 0
-        for _, alike in groupby(sorted(layouts, key=sharded_most), key=traced_as):
+        for _, alike in groupby(sorted(layouts, key=in_search_order), key=traced_as):
             traces: dict[tuple[int, int, str | None], Traces] = {}
             for layout in alike:
                 progress(mesh_text(layout), done, len(layouts))
@@ -210,9 +210,10 @@ class _Searches:
                 done += 1
 
     def _add(self, layout: Parallel, traces: dict[tuple[int, int, str | None], Traces]) -> None:
-        job, batches = self._job, self._job.batches(layout)
+        job, batches, why = self._job, self._job.batches(layout), self._findings.not_worth(layout)
         if batches is None:
             why = f"{job.global_batch:,} samples do not divide over {layout.replicas:,} replicas"
+        if why is not None or batches is None:
             self.rows.append(
                 PlanRow(parallel=layout, micro_batch=None, accumulation=1, checkpointing=None, fits=None, why=why)
             )

@@ -21,11 +21,11 @@ class PlanRow:
     micro_batch   samples of a rank's forward pass; None: the layout takes none
     accumulation  micro-steps of an optimizer step
     checkpointing of the repeated blocks, as in `featurize.training_settings.Training`; None: nothing is recomputed
-    fits          whether the bound is at most the card's memory; None: the layout cannot be
+    fits          whether the bound is at most the card's memory; None: the layout cannot be, or was not tried
     upper_mib     the bound
     exposed_ms    of the step time, in which a rank waits for others
     samples_per_s of all ranks. This and times are only known of what fits
-    why           it does not fit, or cannot be
+    why           it does not fit, cannot be, or was not tried
     """
 
     parallel: Parallel

@@ -5,6 +5,7 @@ Start reading at `LayoutSearch.rows`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,14 @@ from conf.plain_text import first_line
 from featurize.parallel.layout import Parallel
 from learn.estimation.batch_search import LARGEST_BATCH
 from learn.estimation.job_estimate import Estimate
-from learn.planning.meshes import mesh_text, shards_of
+from learn.planning.meshes import mesh_text, ranks_within, shards_of, within_text
 from learn.planning.rows import PlanRow
 
 _CLEARLY = 1.1  # times the limit: what takes more does not fit with fewer shards either
 _BEYOND_COMPUTED = 1.05  # times the samples a second of batches so far: what larger ones may reach
+# Parts of a peak that are there at any moment, with any batch.
+_OF_ANY_BATCH = ("parameters", "optimizer state", "context", "communication", "other users")
+_AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: what is slower gets slower with more
 _ALIKE = 2  # micro-steps from which on a step takes no more memory, and each one as long as the one before
 
 
@@ -70,8 +74,10 @@ class Findings:
     def __init__(self, limit_mib: float) -> None:
         self._limit_mib = limit_mib
         self._outgrown: list[PlanRow] = []
+        self._hopeless: dict[Parallel, float] = {}  # layout -> MiB of what it holds with any batch
         self._largest: dict[str | None, int] = {}  # checkpointing -> micro-batch that fitted the last layout
         self._best: dict[int, float] = {}  # ranks -> samples a second
+        self._of_degrees: dict[tuple[int, tuple[int, ...]], float] = {}  # ranks, and those within layers -> the same
         self._computed: dict[str | None, float] = {}  # checkpointing -> samples a second of one GPU that never waits
 
     def add(self, row: PlanRow) -> None:
@@ -82,7 +88,13 @@ class Findings:
             ranks, way = row.parallel.ranks, row.checkpointing
             alone = row.samples_per_s / ranks * row.step_time_ms / (row.step_time_ms - (row.exposed_ms or 0.0))
             self._best[ranks] = max(row.samples_per_s, self._best.get(ranks, 0.0))
+            degrees = ranks, ranks_within(row.parallel)
+            self._of_degrees[degrees] = max(row.samples_per_s, self._of_degrees.get(degrees, 0.0))
             self._computed[way] = max(alone, self._computed.get(way, 0.0))
+
+    def hopeless(self, layout: Parallel, held_mib: float) -> None:
+        """Remember a layout that does not fit with any batch."""
+        self._hopeless[layout] = held_mib
 
     def end_of_way(self, way: str | None, largest: int) -> None:
         """Remember the largest micro-batch of a layout."""
@@ -97,10 +109,37 @@ class Findings:
         where nothing is known without tracing it."""
         for row in self._outgrown:
             alike = (row.micro_batch, row.checkpointing) == (micro_batch, way)
-            fewer = all(one <= other for one, other in zip(shards_of(layout), shards_of(row.parallel), strict=True))
-            if alike and fewer and min(row.accumulation, _ALIKE) <= accumulation:
+            if alike and _shards_at_most(layout, row.parallel) and min(row.accumulation, _ALIKE) <= accumulation:
                 return f"{mesh_text(row.parallel)} takes {row.needed_mib:,.0f} MiB already"
         return None
+
+    def not_worth(self, layout: Parallel) -> str | None:
+        """Return why a layout is not tried. None where it is to be tried.
+
+        It holds too much with any batch, or a layout with more shards of each kind does. Or with fewer ranks within
+        layers it was slower already than with still fewer.
+        """
+        for other, held_mib in self._hopeless.items():
+            if _shards_at_most(layout, other):
+                return f"not tried: with any batch, {mesh_text(other)} holds {held_mib:,.0f} MiB"
+        for fewer in self._fewer(layout.ranks, ranks_within(layout)):
+            for fewest in self._fewer(layout.ranks, fewer):
+                if self._of_degrees[layout.ranks, fewer] < _AS_QUICK * self._of_degrees[layout.ranks, fewest]:
+                    beside = within_text(fewest) or "none of it"
+                    return f"not tried: {within_text(fewer)} is slower than {beside}"
+        return None
+
+    def _fewer(self, ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the degrees that fit and differ in one mode, which has the next smaller degree."""
+        fitting = [one for of_ranks, one in self._of_degrees if of_ranks == ranks]
+        chosen = []
+        for place in range(len(degrees)):
+            rest = degrees[:place], degrees[place + 1 :]
+            smaller = [
+                one for one in fitting if (one[:place], one[place + 1 :]) == rest and one[place] < degrees[place]
+            ]
+            chosen += [max(smaller)] if smaller else []
+        return chosen
 
     def cannot_win(self, layout: Parallel, way: str | None) -> bool:
         """Return whether this checkpointing is slower than the best layout so far, even if no rank ever waits."""
@@ -141,6 +180,8 @@ class LayoutSearch:
         for way in self._ways:
             if before and self._findings.cannot_win(self._layout, way):
                 return
+            if self._findings.not_worth(self._layout) is not None:  # with any batch and checkpointing
+                return
             largest = 0
             for row in self._walk(way, self._batches.at_most(max(before, self._findings.start(way)))):
                 self._findings.add(row)
@@ -156,7 +197,7 @@ class LayoutSearch:
         yield row
         grows = row.fits
         while row.fits == grows and row.fits is not None:
-            following = self._batches.larger(size) if grows else self._batches.smaller(size)
+            following = self._batches.larger(size) if grows else self._smaller(row, size)
             if following is None:
                 return
             reason = self._outgrown_by_half(row) if grows else None
@@ -166,13 +207,27 @@ class LayoutSearch:
     def _outgrown_by_half(self, row: PlanRow) -> str | None:
         """Return why a batch of twice the size cannot fit: at the same moment, it has twice the activations."""
         done = self.estimates[row]
-        limit_mib = done.device_memory_mib if done.limit_mib is None else done.limit_mib
-        least_mib = (
-            done.peak_memory_mib - done.breakdown.get("fragmentation", 0.0) + done.breakdown.get("activations", 0.0)
-        )
-        if limit_mib is None or least_mib <= limit_mib:
+        parts, limit_mib = done.breakdown, _limit_mib(done)
+        least_mib = done.peak_memory_mib - parts.get("fragmentation", 0.0) + parts.get("activations", 0.0)
+        if least_mib <= limit_mib:
             return None
         return f"takes {least_mib:,.0f} MiB or more: twice the activations of {row.micro_batch:,} samples"
+
+    def _smaller(self, row: PlanRow, size: int) -> int | None:
+        """Return the next smaller size that may fit: at the same moment, it has its share of the activations beside
+        what does not depend on the batch. None where there is none."""
+        done = self.estimates.get(row)
+        smaller = self._batches.smaller(size)
+        if done is None:
+            return smaller
+        held_mib = sum(done.breakdown.get(part, 0.0) for part in _OF_ANY_BATCH)
+        room_mib = _limit_mib(done) - held_mib
+        if room_mib < 0:
+            self._findings.hopeless(self._layout, held_mib)
+            return None
+        while smaller is not None and smaller / size * done.breakdown.get("activations", 0.0) > room_mib:
+            smaller = self._batches.smaller(smaller)
+        return smaller
 
     def _row(self, size: int, way: str | None, reason: str | None = None) -> PlanRow:
         count = self._batches.accumulation(size)
@@ -186,7 +241,9 @@ class LayoutSearch:
             memory: dict[str, Any] = {"peak_memory_mib": done.peak_memory_mib, "upper_mib": done.upper_mib}
             if not done.fits_device:
                 needed_mib = done.peak_memory_mib if done.upper_mib is None else done.upper_mib
-                return PlanRow(**about, **memory, fits=False, why=f"takes {needed_mib:,.0f} MiB")
+                row = PlanRow(**about, **memory, fits=False, why=f"takes {needed_mib:,.0f} MiB")
+                self.estimates[row] = done
+                return row
             first = self._estimated(size, 1, way) if count > _ALIKE else done
         except UsageError as error:
             return PlanRow(**about, fits=None, why=first_line(error))
@@ -205,3 +262,13 @@ class LayoutSearch:
         step_ms, exposed_ms = taken("step_time_ms"), taken("exposed_ms")
         rate = self._layout.replicas * size * count / (step_ms / 1e3) if step_ms else None
         return {"step_time_ms": step_ms, "exposed_ms": exposed_ms, "samples_per_s": rate}
+
+
+def _shards_at_most(layout: Parallel, other: Parallel) -> bool:
+    """Return whether a layout has as many shards of each kind as another one or fewer, and so holds as much or more."""
+    return all(one <= more for one, more in zip(shards_of(layout), shards_of(other), strict=True))
+
+
+def _limit_mib(done: Estimate) -> float:
+    limits = [mib for mib in (done.limit_mib, done.device_memory_mib) if mib is not None]
+    return min(limits, default=math.inf)

@@ -19,6 +19,7 @@ from learn.commands.plan import entry
 from learn.planning import meshes
 from learn.planning.plan_chart import plan_svg
 from learn.planning.plan_report import plan_page
+from learn.planning.plan_view import lines_of_others
 from learn.planning.rows import in_order
 from learn.planning.search import Findings, MicroBatches
 from tests.parsed_page import ParsedPage
@@ -86,8 +87,16 @@ def test_checkpointing_begins_at_the_largest_batch_without(eight):
 def test_a_batch_that_does_not_fit_is_halved():
     done = planned(batch=2**20, checkpointing="none")
     fitting = [row.micro_batch for row in done.fitting]
-    assert len(fitting) == 1 and {row.micro_batch for row in done.rows} == {2**20 >> n for n in range(len(done.rows))}
-    assert 2 * fitting[0] == min(row.micro_batch for row in done.rows if row.fits is False)
+    assert len(fitting) == 1 and max(row.micro_batch for row in done.rows) == 2**20
+    beyond = estimate(net, [2 * fitting[0], WIDTH], device=CARD, parallel="ddp=8")
+    assert not beyond.fits_device
+    assert all(row.micro_batch > fitting[0] and row.why for row in done.rows if row.fits is False)
+
+
+def test_what_holds_too_much_with_any_batch_is_traced_once():
+    BUILT.clear()
+    done = planned(device=replace(CARD, memory_mib=900.0), batch=64)
+    assert [row.fits for row in done.rows] == [False] and len(BUILT) == 1
 
 
 def test_the_quickest_comes_first_and_what_does_not_fit_last(eight):
@@ -240,7 +249,7 @@ def test_all_degrees_that_multiply_to_the_gpus_are_tried(three_modes):
     assert {one.ranks for one in layouts} == {64} and max(one.tp for one in layouts) == 8
     assert len(layouts) == 7 + 6 + 5 + 4 - 1  # tp of 1, 2, 4 and 8; no fsdp of 64
     assert set(notes) == {"fsdp is over 32 at most", "tp over more than the 8 GPUs of a node is left out"}
-    assert layouts[0].ddp == 1 and layouts[-1].ddp == 64
+    assert layouts[0] == Mesh(ddp=2, fsdp=32) and layouts[6 - 1] == Mesh(ddp=64) and layouts[-1] == Mesh(ddp=8, tp=8)
 
 
 def test_a_trace_does_not_depend_on_the_network_or_the_number_of_replicas(three_modes):
@@ -260,6 +269,14 @@ def test_what_outgrows_many_shards_is_not_tried_with_fewer(three_modes):
     assert findings.outgrown_by(Mesh(fsdp=8, tp=2), 4, 1, None) is None
 
 
+def test_what_is_hopeless_with_many_shards_is_not_tried_with_fewer(three_modes):
+    findings = Findings(limit_mib=1000.0)
+    findings.hopeless(Mesh(fsdp=8, tp=2), 1200.0)
+    reason = "not tried: with any batch, fsdp=8, tp=2 holds 1,200 MiB"
+    assert findings.not_worth(Mesh(ddp=4, fsdp=4)) == reason == findings.not_worth(Mesh(fsdp=8, tp=2))
+    assert findings.not_worth(Mesh(fsdp=16)) is None and findings.not_worth(Mesh(fsdp=4, tp=4)) is None
+
+
 def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_win(three_modes):
     findings = Findings(limit_mib=1000.0)
     assert not findings.cannot_win(Mesh(ddp=64), "full")
@@ -269,6 +286,26 @@ def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_wi
     assert not findings.cannot_win(Mesh(ddp=8), "full")
     findings.add(row_of(Mesh(ddp=64), way="full", rate=5000.0))
     assert not findings.cannot_win(Mesh(ddp=64), "full")
+
+
+def test_a_mode_that_made_it_slower_is_not_widened(three_modes):
+    findings = Findings(limit_mib=1000.0)
+    assert findings.not_worth(Mesh(ddp=16, tp=4)) is None
+    findings.add(row_of(Mesh(ddp=64), rate=6400.0))
+    findings.add(row_of(Mesh(ddp=32, tp=2), rate=6000.0))
+    assert findings.not_worth(Mesh(fsdp=16, tp=4)) == "not tried: tp=2 is slower than none of it"
+    assert findings.not_worth(Mesh(fsdp=32, tp=2)) is None and findings.not_worth(Mesh(ddp=4, tp=4)) is None
+    findings.add(row_of(Mesh(fsdp=32, tp=2), rate=6300.0))  # nearly as quick
+    assert findings.not_worth(Mesh(fsdp=16, tp=4)) is None
+
+
+def test_a_mode_that_fits_where_fewer_ranks_do_not_is_widened(three_modes):
+    findings = Findings(limit_mib=1000.0)
+    findings.add(row_of(Mesh(ddp=64), mib=5000.0, fits=False))
+    findings.add(row_of(Mesh(ddp=32, tp=2), rate=6000.0))
+    assert findings.not_worth(Mesh(ddp=16, tp=4)) is None
+    findings.add(row_of(Mesh(ddp=16, tp=4), rate=5000.0))
+    assert findings.not_worth(Mesh(ddp=8, tp=8)) == "not tried: tp=4 is slower than tp=2"
 
 
 # -- what is shown
@@ -334,6 +371,14 @@ def test_a_plan_in_which_nothing_fits_is_shown_without_a_picture(capsys, tmp_pat
     assert done.best is None and {row.fits for row in done.rows} == {False}
     page = ParsedPage((tmp_path / "plan.html").read_text("utf-8"))
     assert "svg" not in page.tags and "does not fit" in page.text
+
+
+def test_meshes_that_are_left_out_for_one_reason_are_one_line():
+    rows = [replace(row_of(Parallel(ddp=2**n), fits=None), why="no plan of it") for n in range(1, 6)]
+    done = replace(made_up(), rows=in_order([*rows, *made_up().rows[-1:]]))
+    lines = lines_of_others(done)
+    assert lines[0].startswith("ddp=4096 does not fit: 8 samples takes") and len(lines) == 2
+    assert lines[1] == "ddp=2 and 4 more: left out, no plan of it"
 
 
 # -- the command
