@@ -106,6 +106,11 @@ TABLE = {
         "learn.commands.estimate:EstimateSettings",
         "Estimate what a training job takes from a GPU, before it runs: peak memory, utilization, step time.",
     ),
+    "plan": Command(
+        "learn.plan",
+        "learn.commands.plan:PlanSettings",
+        "Find the quickest layout of a training job on several GPUs that fits: degrees, micro-batch, checkpointing.",
+    ),
     "fit": Command(
         "learn.fit",
         "learn.fitting:FitSettings",

@@ -14,7 +14,8 @@ from conf.commands import settings_class
 from conf.settings import Key, groups_of, keys_of, kinds_of, written
 from conf.values import Kind
 
-_DESCRIPTIONS_ONLY = {("estimate", "device")}  # (command, group): no choices with a backend that runs trials
+# (command, group): no choices with a backend that runs trials
+_DESCRIPTIONS_ONLY = {("estimate", "device"), ("plan", "device")}
 
 
 @cache

@@ -54,6 +54,12 @@ def key(default: Any = MISSING, help: str = "", kind: str | None = "") -> Any:
     return dataclasses.field(default=default, metadata={_HELP: help, _KIND: kind})
 
 
+def same_key(settings: type, name: str) -> Any:
+    """Return a dataclass field that is the same key as that of another command's settings: default, meaning, kind."""
+    other = next(field for field in dataclasses.fields(settings) if field.name == name)
+    return dataclasses.field(default=other.default, metadata=other.metadata)
+
+
 def section(settings: type) -> Any:
     """Return a dataclass field that holds keys of its own: `log.file`, `log.format`, ..."""
     return dataclasses.field(default_factory=settings, metadata={_SECTION: settings})

@@ -25,6 +25,8 @@ from learn.fitting import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
     from learn.estimation.fits import DeviceFit, LargestBatch, devices_that_fit, largest_batch
+    from learn.planning.plans import plan
+    from learn.planning.rows import LayoutPlan, PlanRow
     from learn.script.estimating import estimate_script
 
 __all__ = [
@@ -37,7 +39,9 @@ __all__ = [
     "Fit",
     "FitSettings",
     "LargestBatch",
+    "LayoutPlan",
     "Parallel",
+    "PlanRow",
     "TrialConfig",
     "UsageError",
     "devices_that_fit",
@@ -46,8 +50,10 @@ __all__ = [
     "estimate_script",
     "fit",
     "largest_batch",
+    "plan",
 ]
 _OF_FITS = ("DeviceFit", "LargestBatch", "devices_that_fit", "largest_batch")
+_OF_PLANS = ("LayoutPlan", "PlanRow")
 
 
 def __getattr__(name: str) -> Any:
@@ -56,6 +62,14 @@ def __getattr__(name: str) -> Any:
         from learn.estimation import fits
 
         return getattr(fits, name)
+    if name == "plan":
+        from learn.planning.plans import plan
+
+        return plan
+    if name in _OF_PLANS:
+        from learn.planning import rows
+
+        return getattr(rows, name)
     if name == "estimate_script":
         from learn.script.estimating import estimate_script
 

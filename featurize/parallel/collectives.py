@@ -1,20 +1,25 @@
 """How long a collective takes between GPUs of one node or of several, and what its library keeps on each GPU.
 
-Start reading at `all_reduce_s`. A model of latency and bandwidth, as in Thakur, Rabenseifner and Gropp, Optimization of
+Start reading at `KINDS`. A model of latency and bandwidth, as in Thakur, Rabenseifner and Gropp, Optimization of
 Collective Communication Operations in MPICH (2005), with the figures by which NCCL itself chooses how to run one
-(NCCL 2.19 to 2.27: src/graph/tuning.cc, src/graph/topo.h). Not modelled: reduction within switches (NVLS, SHARP).
+(NCCL 2.19 to 2.28: src/graph/tuning.cc, src/graph/topo.h). Not modelled: reduction within the switches of a network
+(SHARP), and within those of NVLink across nodes.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec
 from featurize.parallel.layout import Parallel
 
+# Kinds, by the names that traces have.
+ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"
+REDUCE_SCATTER, ALL_TO_ALL, SEND = "reduce_scatter", "all_to_all", "send"
 LINK, PCIE, NETWORK = "link", "pcie", "network"
 RING, TREE = "ring", "tree"
 # What NCCL takes a link to reach (topo.h): 20 of NVLink's 25 GB/s, 12 of the 15.75 of PCIe 3.0. Assumed of other
@@ -32,6 +37,10 @@ _HOP_US: Mapping[str, Mapping[str, tuple[float, float]]] = {
 _SHARE: Mapping[str, tuple[float, float]] = {
     "LL": (1 / 4, 0.92 / 3.8), "LL128": (0.92, 0.92 * 7 / 9), "Simple": (1.0, 0.92),
 }  # fmt: skip
+# NVLS, where NVSwitches reduce and multiply what GPUs send: microseconds in all; least compute capability -> share of
+# the links that is reached (tuning.cc: nvlsEfficiency).
+_SWITCH_US = 25.0
+_OF_SWITCH: Mapping[tuple[int, int], float] = {(10, 0): 0.74, (9, 0): 0.85}
 # A channel's buffers for one connection, in MiB: 10 to receive, of all three protocols, and 2 to send (the sizes that
 # NVIDIA/nccl issue 1685 shows). Assumed: a ring's connection and a tree's; a channel for each 12.5 GB/s of a link, from
 # 2 to 24, as NCCL's logs show on V100, A100 and H100.
@@ -46,6 +55,7 @@ class Fabric:
     node_gb_s     within a node, of each GPU and direction, as data sheets give it
     network_gb_s  between nodes, likewise
     kind          LINK or PCIE: what the GPUs of a node use
+    switch_share  of the links that is reached where their switches reduce; 0: they cannot
     """
 
     ranks: int
@@ -53,16 +63,52 @@ class Fabric:
     kind: str
     node_gb_s: float
     network_gb_s: float
+    switch_share: float = 0.0
+
+    @property
+    def link_gb_s(self) -> float:
+        """What a GPU sends within a node."""
+        return self.node_gb_s * _REACHED[self.kind]
 
     @property
     def ring_gb_s(self) -> float:
-        """What goes around a ring through all ranks. Rings leave a node through all of its adapters."""
-        within = self.node_gb_s * _REACHED[self.kind]
+        """What goes around a ring through all ranks. Rings leave a node through the adapters of all of its ranks."""
+        within = self.link_gb_s
         return within if self.nodes == 1 else min(within, self.network_gb_s * self.ranks / self.nodes)
+
+    @property
+    def protocols(self) -> list[str]:
+        """NCCL's protocols; LL128 wants NVLink."""
+        return [protocol for protocol in _SHARE if protocol in _HOP_US[self.kind]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveKind:
+    """One kind of collective, or a message between two ranks.
+
+    seconds   `seconds(nbytes, fabric)`, of several ranks
+    sent      bytes that a rank sends for each byte of the tensor, by the number of ranks, in the mean over them
+    """
+
+    seconds: Callable[[float, Fabric], float]
+    sent: Callable[[int], float]
 
 
 def fabric_of(spec: DeviceSpec, parallel: Parallel) -> Fabric:
-    """Return what joins a job's ranks.
+    """Return what joins all ranks of a job. Raises `UsageError` as `fabric_of_axis`."""
+    return fabric_of_axis(spec, parallel, parallel.ranks, 1)
+
+
+def fabric_of_axis(spec: DeviceSpec, parallel: Parallel, degree: int, stride: int) -> Fabric:
+    """Return what joins the ranks of one group of a mesh dimension: of the group that lies in the most nodes.
+
+    Every GPU has its own share of the network, so groups that lie in the same nodes do not slow each other down.
+
+    Args:
+        spec: The GPU model.
+        parallel: The job's layout. Its ranks fill one node after the other.
+        degree: Ranks of the group.
+        stride: How far apart they are: the product of the degrees of all inner dimensions.
 
     Raises:
         UsageError: The GPU model's description says nothing of it.
@@ -73,38 +119,42 @@ def fabric_of(spec: DeviceSpec, parallel: Parallel) -> Fabric:
             f"device {spec.name} has no interconnect in its description; add interconnect.pcie_gb_s, or choose "
             "another GPU model for parallel="
         )
+    capability = spec.compute_capability if joined.link_gb_s is not None else None
     return Fabric(
-        ranks=parallel.ranks,
-        nodes=parallel.nodes,
+        ranks=degree,
+        nodes=_nodes(parallel, degree, stride),
         kind=PCIE if joined.link_gb_s is None else LINK,
         node_gb_s=joined.link_gb_s or joined.pcie_gb_s,
         network_gb_s=parallel.network_gb_s,
+        switch_share=next((share for least, share in _OF_SWITCH.items() if (capability or (0, 0)) >= least), 0.0),
     )
 
 
-def all_reduce_s(nbytes: float, fabric: Fabric) -> float:
-    """Return the seconds of an all-reduce of so many bytes on each rank: the quickest way, as NCCL chooses it."""
-    ways = [
-        (way, protocol)
-        for protocol in _SHARE
-        for way in (RING, TREE)
-        if protocol in _HOP_US[fabric.kind]  # LL128 wants NVLink
-    ]
-    return min(_seconds(nbytes, fabric, way, protocol) for way, protocol in ways)
+def _nodes(parallel: Parallel, degree: int, stride: int) -> int:
+    size = parallel.gpus_per_node
+    if stride >= size:
+        return degree
+    blocks = max(parallel.ranks // (degree * stride), 1)
+    firsts = {(block * degree * stride + at) % size for block in range(min(blocks, size)) for at in range(stride)}
+    return max((first + (degree - 1) * stride) // size + 1 for first in firsts)
 
 
-def broadcast_s(nbytes: float, fabric: Fabric) -> float:
-    """Return the seconds of a broadcast along a ring, chunk after chunk."""
-    hop_us = _HOP_US[fabric.kind]["LL"][0]
-    between_us = _HOP_US[NETWORK]["LL"][0]
-    hops = (fabric.ranks - fabric.nodes) * hop_us + (fabric.nodes - 1) * between_us
-    return (_BASE_US["LL"][0] + hops) * 1e-6 + nbytes / (fabric.ring_gb_s * 1e9)
+def collective_s(kind: str, nbytes: float, fabric: Fabric) -> float:
+    """Return the seconds of a collective: the quickest way, as NCCL chooses it. One rank has nothing to do.
+
+    Args:
+        kind: A name of `KINDS`.
+        nbytes: Of the tensor that is reduced, of `broadcast` that is sent to all. `all_gather`: of the gathered output;
+            `reduce_scatter`: of the input; `all_to_all`: that a rank holds; `send`: of the message.
+        fabric: What joins the ranks.
+    """
+    return KINDS[kind].seconds(nbytes, fabric) if fabric.ranks > 1 else 0.0
 
 
 def sent_bytes(kind: str, nbytes: float, ranks: int) -> float:
-    """Return the bytes that a rank sends for a collective, in the mean over all ranks. Ring and tree send the same."""
-    share = (ranks - 1) / ranks
-    return nbytes * (2 * share if kind == "all_reduce" else share)
+    """Return the bytes that a rank sends for a collective, in the mean over all ranks: the same whatever the way, but
+    within switches. Args: as `collective_s`."""
+    return nbytes * KINDS[kind].sent(ranks) if ranks > 1 else 0.0
 
 
 def communicator_mib(fabric: Fabric) -> float:
@@ -114,17 +164,97 @@ def communicator_mib(fabric: Fabric) -> float:
     return channels * _CONNECTIONS * _CONNECTION_MIB
 
 
-def _seconds(nbytes: float, fabric: Fabric, way: str, protocol: str) -> float:
+def _reduction_s(nbytes: float, fabric: Fabric, rounds: int) -> float:
+    """An all-reduce is two rounds around the ring, a gathering and a scattering one each."""
+    ways = [_ring_s(nbytes, fabric, protocol, rounds) for protocol in fabric.protocols]
+    if rounds == 2:
+        ways += [_tree_s(nbytes, fabric, protocol) for protocol in fabric.protocols]
+    if fabric.switch_share and fabric.nodes == 1:
+        ways.append(_switch_s(nbytes, fabric, rounds))
+    return min(ways)
+
+
+def _ring_s(nbytes: float, fabric: Fabric, protocol: str, rounds: int) -> float:
+    hop_us, between_us = _hops_us(fabric, protocol, RING)
+    steps = rounds * (fabric.ranks - 1)
+    between = min(rounds * fabric.nodes, steps) if fabric.nodes > 1 else 0
+    latency_us = (steps - between) * hop_us + between * between_us
+    return _seconds(nbytes * steps / fabric.ranks, fabric, protocol, RING, latency_us)
+
+
+def _tree_s(nbytes: float, fabric: Fabric, protocol: str) -> float:
+    hop_us, between_us = _hops_us(fabric, protocol, TREE)
+    latency_us = 2 * ((fabric.ranks / fabric.nodes - 1) * hop_us + math.log2(fabric.nodes) * between_us)
+    return _seconds(2 * nbytes, fabric, protocol, TREE, latency_us)
+
+
+def _switch_s(nbytes: float, fabric: Fabric, rounds: int) -> float:
+    """An all-reduce sends a GPU's tensor once, and its share of the result: 272 GB/s on eight H100, where issue 212 of
+    NVIDIA/nccl-tests has about 275. NCCL rates the other two lower (tuning.cc: a channel less, `(ppn - 1) / ppn`)."""
+    ranks = fabric.ranks
+    share = ranks / (ranks + 1) if rounds == 2 else ((ranks - 1) / ranks) ** 2
+    return _SWITCH_US * 1e-6 + nbytes / (share * fabric.switch_share * fabric.link_gb_s * 1e9)
+
+
+def _broadcast_s(nbytes: float, fabric: Fabric) -> float:
+    """Along a ring, chunk after chunk."""
+    hop_us, between_us = _hops_us(fabric, "LL", RING)
+    hops_us = (fabric.ranks - fabric.nodes) * hop_us + (fabric.nodes - 1) * between_us
+    return (_BASE_US["LL"][0] + hops_us) * 1e-6 + nbytes / (fabric.ring_gb_s * 1e9)
+
+
+def _all_to_all_s(nbytes: float, fabric: Fabric) -> float:
+    """Pairs exchange their parts, one after the other. NVLink and network carry theirs at the same time, both over PCIe
+    otherwise."""
+    local = fabric.ranks / fabric.nodes
+    within, between = (nbytes * count / fabric.ranks for count in (local - 1, fabric.ranks - local))
+    outside_s = between / (min(fabric.network_gb_s, fabric.link_gb_s) * 1e9)
+    if fabric.kind == PCIE:
+        outside_s = max(outside_s, (within + between) / (fabric.link_gb_s * 1e9))
+    moves_s = max(within / (fabric.link_gb_s * 1e9), outside_s)
+
+    def taken_s(protocol: str) -> float:
+        hop_us, between_us = _hops_us(fabric, protocol, RING)
+        latency_us = _BASE_US[protocol][0] + (local - 1) * hop_us + (fabric.ranks - local) * between_us
+        return latency_us * 1e-6 + moves_s / _SHARE[protocol][0]
+
+    return min(map(taken_s, fabric.protocols))
+
+
+def _send_s(nbytes: float, fabric: Fabric) -> float:
+    """From one rank to the next; between nodes where any two neighbours are in different ones."""
+    gb_s = fabric.link_gb_s if fabric.nodes == 1 else min(fabric.link_gb_s, fabric.network_gb_s)
+
+    def taken_s(protocol: str) -> float:
+        hop_us = _hops_us(fabric, protocol, RING)[fabric.nodes > 1]
+        return (_BASE_US[protocol][0] + hop_us) * 1e-6 + nbytes / (_SHARE[protocol][0] * gb_s * 1e9)
+
+    return min(map(taken_s, fabric.protocols))
+
+
+def _hops_us(fabric: Fabric, protocol: str, way: str) -> tuple[float, float]:
+    """Microseconds of a hop within a node, and between two."""
     at = (RING, TREE).index(way)
-    hop_us, between_us = _HOP_US[fabric.kind][protocol][at], _HOP_US[NETWORK][protocol][at]
-    ranks, nodes = fabric.ranks, fabric.nodes
-    share = _SHARE[protocol][at]
-    if way == RING:
-        steps = 2 * (ranks - 1)
-        between = min(2 * nodes, steps) if nodes > 1 else 0
-        latency_us = (steps - between) * hop_us + between * between_us
-        moved = nbytes * steps / ranks
-    else:
-        latency_us = 2 * ((ranks / nodes - 1) * hop_us + math.log2(nodes) * between_us)
-        moved = 2 * nbytes
-    return (_BASE_US[protocol][at] + latency_us) * 1e-6 + moved / (share * fabric.ring_gb_s * 1e9)
+    return _HOP_US[fabric.kind][protocol][at], _HOP_US[NETWORK][protocol][at]
+
+
+def _seconds(moved: float, fabric: Fabric, protocol: str, way: str, latency_us: float) -> float:
+    at = (RING, TREE).index(way)
+    return (_BASE_US[protocol][at] + latency_us) * 1e-6 + moved / (_SHARE[protocol][at] * fabric.ring_gb_s * 1e9)
+
+
+def _all_but_own(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+_one_round = functools.partial(_reduction_s, rounds=1)
+KINDS: Mapping[str, CollectiveKind] = {
+    ALL_REDUCE: CollectiveKind(
+        seconds=functools.partial(_reduction_s, rounds=2), sent=lambda ranks: 2 * _all_but_own(ranks)
+    ),
+    BROADCAST: CollectiveKind(seconds=_broadcast_s, sent=_all_but_own),
+    ALL_GATHER: CollectiveKind(seconds=_one_round, sent=_all_but_own),
+    REDUCE_SCATTER: CollectiveKind(seconds=_one_round, sent=_all_but_own),
+    ALL_TO_ALL: CollectiveKind(seconds=_all_to_all_s, sent=_all_but_own),
+    SEND: CollectiveKind(seconds=_send_s, sent=lambda _ranks: 1.0),
+}

@@ -14,11 +14,10 @@ import numpy as np
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.costs import operator_costs
-from featurize.parallel.collectives import Fabric, all_reduce_s, broadcast_s, sent_bytes
-from featurize.step_trace import ALL_REDUCE, BROADCAST, Collective, StepTrace
+from featurize.parallel.collectives import Fabric, collective_s, sent_bytes
+from featurize.step_trace import Collective, StepTrace
 from featurize.training_settings import TrainingSettings
 
-_SECONDS = {ALL_REDUCE: all_reduce_s, BROADCAST: broadcast_s}
 _BEGINS, _WAITS = 0, 1
 
 
@@ -51,7 +50,7 @@ def communication_of(
         fabric: What joins the GPUs.
         step_ms: The step's time without communication.
     """
-    lasts_ms = [_SECONDS[one.kind](one.nbytes, fabric) * 1e3 for one in trace.collectives]
+    lasts_ms = [collective_s(one.kind, one.nbytes, fabric) * 1e3 for one in trace.collectives]
     sent_mib: dict[str, float] = defaultdict(float)
     for one in trace.collectives:
         sent_mib[one.kind] += sent_bytes(one.kind, one.nbytes, fabric.ranks) / MIB

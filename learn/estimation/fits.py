@@ -16,11 +16,11 @@ from featurize.trial import TrialConfig, config_from_mapping
 from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Question, is_of_job
+from learn.estimation.answers import is_of_job
 from learn.estimation.batch_search import largest_fitting
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.on_machine import release_workspaces
-from learn.estimation.questions import checked, question_keywords, question_of, training_settings
+from learn.estimation.questions import checked, question_from
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
-_NOT_HERE = ("method", "report")  # keywords of `estimate` that are of one estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,7 @@ def largest_batch(
 
     def needed_mib(batch: int) -> float:
         if isinstance(model, TrialConfig):
-            question = _question(replace(model, batch_size=batch), inputs, target, {**options, "batches": batches})
+            question = question_from(replace(model, batch_size=batch), inputs, target, {**options, "batches": batches})
         else:
             scaled, of_scaled = (
                 None if one is None else with_batch_size(one, batch, from_size=given) for one in (inputs, target)
@@ -147,7 +146,7 @@ def largest_batch(
             at_size = batches
             if of_steps is not None:
                 at_size = [with_batch_size(one, batch, from_size=given) for one in of_steps]
-            question = _question(model, scaled, of_scaled, {**options, "batches": at_size})
+            question = question_from(model, scaled, of_scaled, {**options, "batches": at_size})
         try:
             own_runs = None if question.own_runs is None else replace(question.own_runs, remembered=own_rows)
             estimates[batch], _ = replace(question, known_traces=known_traces, own_runs=own_runs).answered(spec)
@@ -199,7 +198,7 @@ def devices_that_fit(
     """
     _require_by(by)
     specs = [checked(options.get("estimator"), "full", one) for one in (device_names() if devices is None else devices)]
-    question = _question(_with_config(model), inputs, target, options)
+    question = question_from(_with_config(model), inputs, target, options)
     if any(run.device is None for run in question.known):
         raise UsageError(
             "known: a run without a device would speak for every GPU model; name its own, as in "
@@ -259,14 +258,3 @@ def _require_inputs(inputs: Inputs | None) -> Inputs:
     if inputs is None:
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
     return inputs
-
-
-def _question(
-    model: Model | TrialConfig, inputs: Inputs | None, target: Tensors | None, options: Mapping[str, Any]
-) -> Question:
-    if given := [name for name in _NOT_HERE if options.get(name) is not None]:
-        raise UsageError(f"{', '.join(given)}: of one estimate only; leave it out")
-    settings = options.get("settings")
-    single = {k: v for k, v in options.items() if k not in (*question_keywords(), *_NOT_HERE, "settings")}
-    others = {name: options[name] for name in question_keywords() if name in options}
-    return question_of(model, inputs, target=target, training=training_settings(single, settings), **others)

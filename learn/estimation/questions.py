@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     Batches: TypeAlias = Sequence[Inputs] | Sequence[int] | Mapping[int, float]
 
 METHODS = ("full", "fast")
+_OF_ONE_ESTIMATE = ("method", "report")  # keywords of `estimate` that calls with several estimates do not take
 _OF_ESTIMATE = ("device", "method", "report", "settings")  # keywords of `estimate` beside those of `question_of`
 
 
@@ -124,6 +125,33 @@ def question_of(
         known_jobs=jobs, own_runs=_own_runs(known, data, job, estimator, allocator, torch_version, job.parallel),
         torch_version=require_release(torch_version),
     )  # fmt: skip
+
+
+def question_from(
+    model: Model | TrialConfig, inputs: Inputs | None, target: Tensors | None, options: Mapping[str, Any]
+) -> Question:
+    """Return what a call of several estimates asks, checked; nothing is built or traced.
+
+    Args:
+        options: Further keywords as `estimate` takes them, training settings among them.
+
+    Raises:
+        UsageError: As in `estimate`; a keyword that is of one estimate only.
+    """
+    single, others = split_options(options)
+    return question_of(
+        model, inputs, target=target, training=training_settings(single, options.get("settings")), **others
+    )
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the training settings among further keywords of `estimate`, and those that `question_of` takes. Raises
+    `UsageError` for a keyword that is of one estimate only."""
+    if given := [name for name in _OF_ONE_ESTIMATE if options.get(name) is not None]:
+        raise UsageError(f"{', '.join(given)}: of one estimate only; leave it out")
+    others = {name: options[name] for name in question_keywords() if name in options}
+    single = {k: v for k, v in options.items() if k not in (*others, *_OF_ONE_ESTIMATE, "settings")}
+    return single, others
 
 
 def question_keywords() -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from learn.targets import get_target
 
 ONLY_IF_NAMED = ("xmem",)  # it trains on this machine's CPU, with the model's memory
 DOUBTFUL = ("keep", "drop")
-STEP_FORMULAS = ("kernels", "roofline", "habitat", "neusight")  # of `learn.kernels.formulas`, beside the trace
+# Of `learn.kernels.formulas`, beside the trace, and of `learn.evaluation.published_ranks`.
+STEP_FORMULAS = ("kernels", "roofline", "habitat", "neusight", "ranks")
 PUBLISHED_TARGETS = ("memory", "smact", "smocc", "drama", "gpu_util")  # what published files can hold
 
 
@@ -36,7 +37,8 @@ class BenchmarkSettings:
 
     target=step_time on measured or imported steps compares formulas for the time of kernels: trace (the packaged
     kernel model), kernels (the same, fitted anew), roofline (a share for each kind of kernel), habitat (wave scaling)
-    and neusight (tiles and waves). hybrid, and any estimator that is named, answer for the rows with a trial config.
+    and neusight (tiles and waves). hybrid, and any estimator that is named, answer for the rows with a trial config;
+    ranks answers for published jobs on several GPUs, in their layout.
     split=cv leaves out families of networks, by=source each source of rows. rows= counts for each file.
     """
 

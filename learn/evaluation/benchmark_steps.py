@@ -20,6 +20,7 @@ from learn.evaluation.benchmark_figures import Figures, Given, Scored, figures_o
 from learn.evaluation.benchmark_result import Benchmark
 from learn.evaluation.benchmark_rows import RowSelection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
+from learn.evaluation.published_ranks import RANKS, ask_ranks
 from learn.evaluation.scores import median
 from learn.evaluation.splits import TEST_TENTHS, Part
 from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit, held_out_by
@@ -67,7 +68,8 @@ def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
 def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], None]) -> Benchmark:
     """Ask every formula and estimator for the time of every measured step, learned without the rows that are left out.
 
-    Rows without a trial config, such as LLM Foundry's, are asked of the formulas alone. Single operators of the table
+    Rows without a trial config, such as LLM Foundry's, are asked of the formulas alone, and of `ranks`: each GPU's
+    estimate in its layout. Single operators of the table
     `kernels` are learned from and judged beside the steps.
 
     Raises:
@@ -82,11 +84,14 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
     masks = _masks(fit, settings)
     asked = {}
     names = settings.estimators or _DEFAULTS
-    learned = [name for name in names if name not in FORMULAS]
-    tally.add(len(masks) * (len(names) - len(learned)))
+    learned = [name for name in names if name not in FORMULAS and name != RANKS]
+    tally.add(len(masks) * sum(name in FORMULAS for name in names))
     for name in names:
         if name in FORMULAS:
             asked[name] = _ask_formula(name, fit, masks, tally)
+    if RANKS in names:
+        outside = np.any(masks, axis=0) & (fit.sources != KERNELS)
+        asked[RANKS] = _Asked(ask_ranks(fit.rows, outside, settings.data, tally))
     asked |= _ask_estimators(learned, fit, masks, settings, tally)
     notes = [f"{number:,} rows are left out: {reason}" for reason, number in left_out.items()]
     figures, scored, bins = _counted(fit, {name: asked[name] for name in names}, settings)
@@ -245,7 +250,7 @@ def _counted(
             scored[title, name] = own
             figures.append(
                 figures_of(
-                    title, name, own, bins=bins[title], space=target.space, learned=name != AS_IT_COMES,
+                    title, name, own, bins=bins[title], space=target.space, learned=name not in (AS_IT_COMES, RANKS),
                     fit_seconds=of.fit_seconds, fits=of.fits,
                 )
             )  # fmt: skip

@@ -23,6 +23,7 @@ from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training_settings import Training, uses_tf32
 from learn.kernels.activity_fit import MeasuredActivity
 from learn.kernels.fitting import KERNELS, MeasuredTime
+from learn.kernels.mpt import LLM_FOUNDRY, SIZES, mpt_config, mpt_loss
 from warehouse.imported_rows import DOUBT
 
 if TYPE_CHECKING:
@@ -37,15 +38,8 @@ Row = TypeVar("Row")
 _SOURCES = ("measured", "imported")
 LEAST_ROWS = 20
 # Sources whose rows count more or less than the square root of their number.
-WEIGHTS = {KERNELS: 0.1, "llm_foundry": 1.5}
+WEIGHTS = {KERNELS: 0.1, LLM_FOUNDRY: 1.5}
 FARM = "farm"  # source of what this folder's own trials measured
-_LLM_FOUNDRY = "llm_foundry"
-# MPT's sizes: width, heads, blocks (mosaicml/llm-foundry, scripts/train/yamls/pretrain).
-_MPT = {
-    "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24), "3b": (2560, 20, 32),
-    "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),
-}  # fmt: skip
-_MPT_TOKENS = 50_368
 _COLUMNS = (
     "run_id",
     "source",
@@ -269,7 +263,7 @@ def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTim
     source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
     device = _described(row["device_name"])
     release = _release(row["torch_version"])
-    if source == _LLM_FOUNDRY:
+    if source == LLM_FOUNDRY:
         return _of_llm_foundry(row, device, traces)
     try:
         config = config_of_row(row["config"])
@@ -298,14 +292,14 @@ def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tup
     cells = json.loads(row["origin"])
     size, length, samples = cells["Model"].lower(), int(cells["SeqLen (T)"]), int(cells["MicroBatchSize"])
     recompute = cells["Activation Checkpointing"] == "True"
-    if size not in _MPT or not cells["Precision"].endswith("bf16"):
-        raise _LeftOut(f"{_LLM_FOUNDRY}: {size} in {cells['Precision']}")
+    if size not in SIZES or not cells["Precision"].endswith("bf16"):
+        raise _LeftOut(f"{LLM_FOUNDRY}: {size} in {cells['Precision']}")
     key = (size, length, samples, recompute, device.architecture.attention)
     if key not in traces:
         traces[key] = _traced(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
     return MeasuredTime(
         name=f"MPT-{size}, {samples} x {length}",
-        source=_LLM_FOUNDRY,
+        source=LLM_FOUNDRY,
         group=size,
         device=device,
         calls=traces[key],
@@ -319,22 +313,14 @@ def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: De
 
     from featurize.families import gpt
 
-    width, heads, depth = _MPT[size]
-    config = gpt.Config(
-        vocabulary_size=_MPT_TOKENS, sequence_length=length, embedding_size=width, heads=heads, depth=depth,
-        feed_forward=4 * width, projection="linear", dropout=0.0, batch_size=samples,
-        activation_checkpointing=recompute,
-    )  # fmt: skip
+    config = mpt_config(size, length, samples, recompute=recompute)
 
     def build() -> nn.Module:
         return gpt.build(config).to(torch.bfloat16)
 
-    def loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
     settings = Training(optimizer="sgd", precision="bf16-true")  # the optimizer's own state is sharded, too
     return trace_step(
-        build, lambda on: gpt.batch(config, on), loss=loss, settings=settings, device=device, training_loop=False
+        build, lambda on: gpt.batch(config, on), loss=mpt_loss, settings=settings, device=device, training_loop=False
     )
 
 

@@ -31,7 +31,8 @@ NEEDED = {
     "cancel": ["job=none"], "compare": ["before=none", "after=none"],
     "diff": ["before=none"], "ingest": ["source=csv", "path=none.csv", "family=cnn"],
     "publish": ["out=published", "licence=CC0"], "export": ["out=exported"], "fit": ["target=memory"],
-    "estimate": ["run=none"], "benchmark": ["target=memory"], "build_defaults": ["path=none"],
+    "estimate": ["run=none"], "plan": ["model=none:none", "input=[1]", "gpus=8"], "benchmark": ["target=memory"],
+    "build_defaults": ["path=none"],
 }  # fmt: skip
 MAKE_THEIR_FOLDER = ("submit", "grow", "ingest", "compare", "build_defaults")
 MLP = "{family: mlp, batch_size: 8, input_size: 8, classes: 2, depth: 1}"
@@ -211,6 +212,7 @@ REFUSED_BY_THE_COMMAND = {
         "datasets=nope"),
     "fit_kernels": ("out=/nope/x", "data=nope", "steps=0"),
     "distil_cudnn": ("out=/nope/x", "answers=/nope/x", "variants=-1", "rounds=0", "judged=0", "workers=0", "data=nope"),
+    "plan": ("format=x", "gpus=1", "gpus=[]", "device=cpu", "parallel=ddp=8", "checkpointing=x", "report=/nope/x"),
     "estimate": (
         "format=x", "method=x", "estimator=x", "device=cpu", "config={}", "input=[1]", "run=a/b", "report=/nope/x",
         "parallel=pp=8",

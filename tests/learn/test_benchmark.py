@@ -270,7 +270,7 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
         (["published=here", "target=power"], "published files hold target=memory, smact, smocc, drama, gpu_util, got"),
         (["published=here", "target=step_time"], "step times are compared where warehouse.ingest brought the files"),
         (["estimators=[habitat]"], "unknown estimator 'habitat'; known: deepspeed"),
-        (["target=step_time", "estimators=[rooflin]"], "neusight, roofline, trace, xmem"),
+        (["target=step_time", "estimators=[rooflin]"], "neusight, ranks, roofline, trace, xmem"),
         (["published=here", "source=measured"], "source= is for the warehouse's runs"),
         (["split=thirds"], "unknown split 'thirds'; known: cv, holdout, leave_one_out"),
         (["split=leave_one_out"], "give by=module or by=family or by=device or by=source"),

@@ -1,0 +1,115 @@
+"""The command `learn.plan`: one job and a number of GPUs in, a table of layouts or JSON out.
+
+Start reading at `entry`; `learn.planning.plans` computes the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from conf.bars import StepBar
+from conf.errors import UsageError, unknown_name
+from conf.settings import group, key, same_key
+from featurize.device_spec import DeviceSpec
+from learn.cases import DEFAULT_DEVICE
+from learn.commands.estimate import FORMATS, SETTINGS, EstimateSettings, described_device
+from learn.commands.model_inputs import model_inputs
+from learn.commands.training_keys import TrainingKeys
+from learn.estimation.model_names import load_factory
+from learn.estimators import LEVEL
+
+_SHARED = ("allocator", "loop", "machine", "workspaces", "torch_version", "coverage", "data", "input_dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(TrainingKeys):
+    """Which job to plan, and for how many GPUs. Raises `UsageError`.
+
+      python -m learn.plan model=mypackage.nets:make_gpt input=[8,1024] input_dtype=int64 gpus=64 precision=bf16
+      python -m learn.plan model=mypackage.nets:build input=[8,3,64,64] gpus=[8,16] global_batch=256 report=plan.html
+
+    All degrees of the modes that docs/parallel.md lists are tried, with micro-batches that double until they do not
+    fit, with and without checkpointing. What fits is sorted by the samples a second of all ranks. One rank is traced on
+    the meta device; no GPU is needed.
+    The report is one HTML page: the memory of each layout over its throughput.
+    """
+
+    device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
+    gpus: int | tuple[int, ...] | None = key(
+        None, "GPUs of the job, as in 64, or several numbers of them, as in [8,64]", "int | list of int | null"
+    )
+    global_batch: int | None = key(
+        None,
+        "samples of a step of all ranks; micro-batches are then powers of two, and gradients are accumulated; default "
+        "any, with accumulation= micro-steps",
+        "int >= 1 | null",
+    )
+    checkpointing: Any = key(
+        None,
+        "what is tried, of none, selective and full; default [none,full]",
+        "text | list of text | null",
+    )
+    parallel: Mapping[str, Any] | str | None = key(
+        None,
+        "settings of all layouts, without degrees: gpus_per_node=8, or '{gpus_per_node: 8, network_gb_s: 50}'; "
+        "docs/parallel.md has them",
+        "mapping | text | null",
+    )
+    model: str | None = same_key(EstimateSettings, "model")
+    input: list[Any] | Mapping[str, Any] | None = same_key(EstimateSettings, "input")
+    input_dtype: str = same_key(EstimateSettings, "input_dtype")
+    arguments: Mapping[str, Any] | str | None = same_key(EstimateSettings, "arguments")
+    allocator: str | None = same_key(EstimateSettings, "allocator")
+    loop: str | None = same_key(EstimateSettings, "loop")
+    machine: str | None = same_key(EstimateSettings, "machine")
+    workspaces: str | None = same_key(EstimateSettings, "workspaces")
+    torch_version: str | None = same_key(EstimateSettings, "torch_version")
+    coverage: float = key(LEVEL, "share of jobs that stay below the bound, above 0.5 and at most 0.99", "number")
+    rows: int = key(20, "rows of the table; format=json has all", "int >= 1")
+    report: str | None = key(None, "write an HTML page with the layouts' memory over their throughput", "new path")
+    format: str = same_key(EstimateSettings, "format")
+    data: str | None = same_key(EstimateSettings, "data")
+
+    def require_job(self) -> tuple[str, int | tuple[int, ...]]:
+        """Return the model and the GPUs. Raises `UsageError` where a key is missing, or for an unknown format."""
+        missing = [f"{name}={like}" for name, like in _NEEDED.items() if getattr(self, name) is None]
+        if missing or self.model is None or self.gpus is None:
+            raise UsageError(f"a plan needs {' and '.join(missing)}")
+        if self.format not in FORMATS:
+            raise unknown_name("format", self.format, FORMATS)
+        return self.model, self.gpus
+
+
+_NEEDED = {"model": "MODULE:FACTORY", "input": "[64,3,224,224]", "gpus": "64"}
+
+
+def entry(settings: PlanSettings) -> int:
+    """Plan the job and print the layouts. Returns the exit code: 0 also where none fits."""
+    from learn.planning.plan_view import print_plan
+    from learn.planning.plans import plan
+
+    title, gpus = settings.require_job()
+    if settings.data is not None:
+        from warehouse.folder import DataFolder
+
+        DataFolder.resolve(settings.data).open()
+    training = {name: getattr(settings, name) for name in SETTINGS if name != "checkpointing"}
+    with contextlib.redirect_stdout(sys.stderr), StepBar("plan") as bar:  # what a model prints is none of the output
+        done = plan(
+            load_factory(title, settings.arguments), model_inputs(settings.input, None), gpus=gpus, name=title,
+            device=settings.device or DEFAULT_DEVICE, global_batch=settings.global_batch,
+            checkpointing=settings.checkpointing, parallel=settings.parallel, report=settings.report,
+            progress=bar.update, **{name: getattr(settings, name) for name in _SHARED}, **training,
+        )  # fmt: skip
+    if settings.format == "json":
+        print(json.dumps(done.to_mapping(), indent=1))
+    else:
+        print_plan(done, settings.rows)
+    if settings.report is not None:
+        print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
+    return 0

@@ -1,0 +1,139 @@
+"""The layouts of a job on a number of GPUs: all degrees of all modes that multiply to it.
+
+Start reading at `meshes_of`. Torch-free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from conf.errors import UsageError, shown
+from featurize.parallel.layout import MODES, PLANNED, Parallel, parse_parallel
+
+MOST_GPUS = 65_536
+_WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
+# Fields that decide nothing of what a rank's step runs and takes.
+_OF_THE_NETWORK = ("gpus_per_node", "network_gb_s")
+_REPLICAS = "ddp"
+_OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on samples of their own
+
+
+def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> Parallel:
+    """Return a layout of so many GPUs with the settings that all layouts of a plan share.
+
+    Args:
+        gpus: Of the job.
+        given: Settings without degrees, as `featurize.parallel.layout.parse_parallel` takes them.
+
+    Raises:
+        UsageError: A degree, an unknown setting, a number of GPUs that does not fill its nodes.
+    """
+    if not isinstance(given, str | Mapping | None):
+        raise UsageError(
+            f"parallel is text or a mapping of settings, as in gpus_per_node=4, got {type(given).__name__}"
+        )
+    names = (
+        [part.partition("=")[0].strip() for part in given.split(",")] if isinstance(given, str) else [*(given or ())]
+    )
+    if degrees := [name for name in names if name in (*MODES, *PLANNED)]:
+        raise UsageError(f"plan chooses the degrees: leave {', '.join(degrees)} out of parallel")
+    first = MODES[0]
+    if isinstance(given, str):
+        layout = parse_parallel(f"{first}={gpus},{given}")
+    else:
+        layout = parse_parallel({first: gpus, **(given or {})})
+    assert layout is not None, "several GPUs"
+    return layout
+
+
+def checked_gpus(given: object) -> tuple[int, ...]:
+    """Return the numbers of GPUs that are asked about, each once. Raises `UsageError` for what is none."""
+    several = given if isinstance(given, list | tuple) else (given,)
+    for one in several:
+        if not isinstance(one, int) or isinstance(one, bool) or not 2 <= one <= MOST_GPUS:
+            raise UsageError(
+                f"gpus must be a whole number from 2 to {MOST_GPUS}, or several, got {shown(one)}; for one GPU ask "
+                "learn.largest_batch"
+            )
+    if not several:
+        raise UsageError("gpus names no number of GPUs; give one, as in gpus=64")
+    return tuple(dict.fromkeys(several))
+
+
+def meshes_of(settings: Parallel) -> tuple[list[Parallel], list[str]]:
+    """Return the layouts of as many GPUs, in the order in which they are searched, and notes on what was left out.
+
+    Args:
+        settings: As `layout_settings` returns them.
+    """
+    layouts: list[Parallel] = []
+    notes: dict[str, None] = {}
+    for degrees in _products(settings.ranks, len(MODES)):
+        named: dict[str, Any] = dict(zip(MODES, degrees, strict=True))
+        wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > settings.gpus_per_node]
+        if wide:
+            notes[f"{wide[0]} over more than the {settings.gpus_per_node} GPUs of a node is left out"] = None
+            continue
+        try:
+            layouts.append(dataclasses.replace(settings, **named))
+        except UsageError as error:
+            notes[str(error)] = None
+    chosen = [one for one in layouts if one.ranks == settings.ranks]
+    return sorted(chosen, key=in_search_order), list(notes)
+
+
+def in_search_order(layout: Parallel) -> tuple[Any, ...]:
+    """Return a key that sorts layouts: the fewest ranks within a replica's layers first, of these what shards most, and
+    next to each other what shares its traces."""
+    within = ranks_within(layout)
+    return math.prod(within), within, -math.prod(shards_of(layout)), traced_as(layout), layout.ranks
+
+
+def ranks_within(layout: Parallel) -> tuple[int, ...]:
+    """Return the degrees that divide the work on a sample, in the order of the modes: all but those of replicas and of
+    their shards."""
+    return tuple(getattr(layout, mode) for mode in MODES if mode not in _OF_DATA)
+
+
+def within_text(degrees: tuple[int, ...]) -> str:
+    """Return what `ranks_within` gives, as `tp=2`."""
+    modes = [mode for mode in MODES if mode not in _OF_DATA]
+    return ", ".join(f"{mode}={degree}" for mode, degree in zip(modes, degrees, strict=True) if degree > 1)
+
+
+def degrees_of(layout: Parallel) -> dict[str, int]:
+    """Return mode -> degree of those modes that are over several GPUs."""
+    return {mode: degree for mode in MODES if (degree := getattr(layout, mode)) > 1}
+
+
+def mesh_text(layout: Parallel) -> str:
+    """Return a layout's degrees, as `ddp=8, fsdp=8`."""
+    return ", ".join(f"{mode}={degree}" for mode, degree in degrees_of(layout).items())
+
+
+def shards_of(layout: Parallel) -> tuple[int, ...]:
+    """Return the degrees that divide what a rank holds, in the order of the modes."""
+    return tuple(getattr(layout, mode) for mode in MODES if mode != _REPLICAS)
+
+
+def traced_as(layout: Parallel) -> Hashable:
+    """Return what a rank's trace depends on: it is the same over any network, and with any number of replicas."""
+    values = dataclasses.asdict(layout)
+    return tuple(
+        (name, min(value, 2) if name == _REPLICAS else value)
+        for name, value in values.items()
+        if name not in _OF_THE_NETWORK
+    )
+
+
+def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all tuples of so many whole numbers that multiply to `number`."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            yield from ((first, *rest) for rest in _products(number // first, count - 1))

@@ -1,0 +1,261 @@
+"""The call `learn.plan`: a job's layouts on several GPUs, which of them fit, and how quick each one is.
+
+Start reading at `plan`; `learn.planning.search` decides which micro-batches are traced.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UsageError, shown, unknown_name
+from featurize.training_settings import CHECKPOINTING
+from featurize.trial import TrialConfig
+from learn.batch_sizes import batch_size_of, with_batch_size
+from learn.cases import DEFAULT_DEVICE
+from learn.estimation.answers import Question
+from learn.estimation.job_estimate import Estimate
+from learn.estimation.questions import checked, question_of, split_options, training_settings
+from learn.estimators import LEVEL
+from learn.planning.meshes import checked_gpus, in_search_order, layout_settings, mesh_text, meshes_of, traced_as
+from learn.planning.rows import LayoutPlan, PlanRow, in_order
+from learn.planning.search import Findings, LayoutSearch, MicroBatches
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from featurize.parallel.layout import Parallel
+    from learn.estimation.questions import Inputs, Model, Tensors
+    from learn.traced import Traces
+
+NONE = "none"
+WAYS = (NONE, *reversed(CHECKPOINTING))  # in the order of what is recomputed
+_TRIED = (NONE, "full")
+Progress = Callable[[str, int, int], None]
+
+
+def plan(
+    model: Model,
+    inputs: Inputs,
+    *,
+    gpus: int | Sequence[int],
+    device: str | DeviceSpec = DEFAULT_DEVICE,
+    global_batch: int | None = None,
+    checkpointing: str | Sequence[str] | None = None,
+    parallel: Mapping[str, Any] | str | None = None,
+    target: Tensors | None = None,
+    report: str | os.PathLike[str] | None = None,
+    progress: Progress = lambda _layout, _done, _of: None,
+    **options: Any,
+) -> LayoutPlan:
+    """Return which layouts of a training job on several GPUs fit, the one with the most samples a second first.
+
+    All degrees of the estimated modes that multiply to the number of GPUs are tried. What differs in its replicas or
+    its network alone is traced once.
+
+    Args:
+        model: A module or a factory of one, as in `estimate`.
+        inputs: A rank's batch of any size, as in `estimate`: it is doubled while it fits, or halved until it does.
+        gpus: GPUs of the job, or several numbers of them.
+        device: A GPU model of `conf/device`, by name or as its description.
+        global_batch: Samples of a step of all ranks. Micro-batches are then powers of two, and gradients are
+            accumulated over as many as it takes. None: any micro-batch, with `accumulation` micro-steps.
+        checkpointing: Names of `WAYS` that are tried; by default `none` and `full`.
+        parallel: Settings that all layouts share, without degrees: `"gpus_per_node=4,network_gb_s=50"`.
+        target: For the batch that is given.
+        report: A file to write: one HTML page with the layouts' memory over their throughput.
+        progress: Is called with a layout, the number of those done, and their total.
+        **options: Further keywords of `estimate`: training settings, `machine`, `allocator`, `coverage`, ...
+
+    Raises:
+        UsageError: As in `estimate`; no layout can be.
+
+    Known limitations:
+        A micro-batch smaller than one that fits is not tried: it is taken to be slower.
+
+    Example:
+        >>> plan(make_gpt, [8, 1024], input_dtype="int64", gpus=64, device="H100-SXM5-80GB", precision="bf16").best
+    """
+    began = time.monotonic_ns()
+    if report is not None:
+        from learn.estimation.step_report import checked_path
+
+        page = checked_path(Path(report), like="plan.html")
+    spec = checked(options.get("estimator"), "full", device)
+    counts = checked_gpus(gpus)
+    job = _PlannedJob.of(model, inputs, target, spec, global_batch, options)
+    ways = _ways(checkpointing, job.training)
+    layouts, notes = [], []
+    for count in counts:
+        several, left_out = meshes_of(layout_settings(count, parallel))
+        layouts += several
+        notes += left_out
+    searches = _Searches(job, ways)
+    searches.run(layouts, progress)
+    ordered = in_order(searches.rows)
+    if all(row.fits is None for row in ordered):
+        raise UsageError(f"no layout can be: {ordered[0].mesh}: {ordered[0].why}")
+    best = ordered[0]
+    limits = {one.limit_mib for one in searches.estimates.values() if one.limit_mib is not None}
+    limit_mib = min(limits, default=spec.memory_mib)
+    refused = [f"checkpointing={way} is left out: {why}" for way, why in searches.refused.items()]
+    warnings = searches.estimates[best].warnings if best.fits else ()
+    done = LayoutPlan(
+        name=job.name, device=spec.name, limit_mib=limit_mib, coverage=options.get("coverage", LEVEL),
+        global_batch=global_batch, rows=ordered, notes=tuple(dict.fromkeys([*notes, *refused, *warnings])),
+        seconds=(time.monotonic_ns() - began) / 1e9,
+    )  # fmt: skip
+    if report is not None:
+        from learn.planning.plan_report import write_plan_report
+
+        write_plan_report(page, done)
+    return done
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlannedJob:
+    """What all layouts have in common.
+
+    given     samples of the inputs
+    training  settings by name, without checkpointing; `others` are keywords of `question_of`
+    """
+
+    name: str
+    model: Model
+    inputs: Inputs
+    target: Tensors | None
+    given: int
+    spec: DeviceSpec
+    global_batch: int | None
+    training: Mapping[str, Any]
+    others: Mapping[str, Any]
+
+    @staticmethod
+    def of(
+        model: object,
+        inputs: Inputs | None,
+        target: Tensors | None,
+        spec: DeviceSpec,
+        global_batch: object,
+        options: Mapping[str, Any],
+    ) -> _PlannedJob:
+        """Return the job, checked. Raises `UsageError`."""
+        if isinstance(model, TrialConfig | Mapping) or not callable(model):
+            raise UsageError(
+                f"plan takes an nn.Module or a factory of one, and no trial config; got {type(model).__name__}"
+            )
+        if inputs is None:
+            raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
+        single, others = split_options(options)
+        training = training_settings(single, options.get("settings"))
+        samples = _checked_global_batch(global_batch)
+        if samples is not None and training.get("accumulation", 1) != 1:
+            raise UsageError("global_batch decides how many micro-steps a step has: leave accumulation out")
+        given = batch_size_of(inputs)
+        for one in (inputs, target):
+            if one is not None:
+                with_batch_size(one, 2 * given, from_size=given)  # refuses what cannot be scaled
+        question = question_of(model, inputs, target=target, training=training, **others)
+        return _PlannedJob(
+            name=question.job.name, model=model, inputs=inputs, target=target, given=given, spec=spec,
+            global_batch=samples, training=training, others=others,
+        )  # fmt: skip
+
+    def batches(self, layout: Parallel) -> MicroBatches | None:
+        """Return the micro-batches of a layout; None where its replicas do not divide the global batch."""
+        if self.global_batch is None:
+            return MicroBatches(given=self.given, micro_steps=self.training.get("accumulation", 1))
+        if self.global_batch % layout.replicas:
+            return None
+        return MicroBatches(given=self.given, per_replica=self.global_batch // layout.replicas)
+
+    def question(self, layout: Parallel, size: int, count: int, way: str | None) -> Question:
+        """Return what is asked of one layout with one micro-batch."""
+        training = {
+            name: value for name, value in self.training.items() if way is not None or not name.startswith("checkpoint")
+        }
+        training |= {"accumulation": count, "checkpointing": way}
+        inputs, target = (
+            None if one is None else with_batch_size(one, size, from_size=self.given)
+            for one in (self.inputs, self.target)
+        )
+        return question_of(self.model, inputs, target=target, training=training, **{**self.others, "parallel": layout})
+
+
+class _Searches:
+    """Goes over the layouts.
+
+    rows        of all layouts so far; `estimates` of those that were traced
+    refused     checkpointing that the model does not take -> why
+    """
+
+    def __init__(self, job: _PlannedJob, ways: Sequence[str | None]) -> None:
+        self._job, self._ways, self._findings = job, ways, Findings(job.spec.memory_mib)
+        self.rows: list[PlanRow] = []
+        self.estimates: dict[PlanRow, Estimate] = {}
+        self.refused: dict[str | None, str] = {}
+
+    def run(self, layouts: Sequence[Parallel], progress: Progress) -> None:
+        """Add the rows of all layouts. Those that share their traces follow each other."""
+        done = 0
+        for _, alike in groupby(sorted(layouts, key=in_search_order), key=traced_as):
+            traces: dict[tuple[int, int, str | None], Traces] = {}
+            for layout in alike:
+                progress(mesh_text(layout), done, len(layouts))
+                self._add(layout, traces)
+                done += 1
+
+    def _add(self, layout: Parallel, traces: dict[tuple[int, int, str | None], Traces]) -> None:
+        job, batches, why = self._job, self._job.batches(layout), self._findings.not_worth(layout)
+        if batches is None:
+            why = f"{job.global_batch:,} samples do not divide over {layout.replicas:,} replicas"
+        if why is not None or batches is None:
+            self.rows.append(
+                PlanRow(parallel=layout, micro_batch=None, accumulation=1, checkpointing=None, fits=None, why=why)
+            )
+            return
+
+        def estimated(size: int, count: int, way: str | None) -> Estimate:
+            kept = traces.setdefault((size, count, way), {})
+            return job.question(layout, size, count, way).answered(job.spec, traces=kept)[0]
+
+        ways = [way for way in self._ways if way not in self.refused]
+        search = LayoutSearch(layout, batches, ways, self._findings, estimated)
+        rows = list(search.rows())
+        self.refused |= _refused_ways(rows)
+        self.rows += [row for row in rows if row.checkpointing not in self.refused]
+        self.estimates |= search.estimates
+
+
+def _refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:
+    """Return checkpointing that the model does not take, with the reason: its first row cannot be, and others can."""
+    firsts = {row.checkpointing: row for row in reversed(rows)}
+    if all(row.fits is None for row in firsts.values()):
+        return {}
+    return {way: row.why or "" for way, row in firsts.items() if row.fits is None and way is not None}
+
+
+def _ways(given: str | Sequence[str] | None, training: Mapping[str, Any]) -> tuple[str | None, ...]:
+    """Return the checkpointing that is tried, as `Training` has it, the one that recomputes least first."""
+    own = training.get("checkpointing")
+    if given is None:
+        given = _TRIED if own is None else own
+    elif own is not None:
+        raise UsageError("checkpointing is given twice: in settings, and by itself")
+    names = (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        if name not in WAYS:
+            raise unknown_name("checkpointing", name, WAYS)
+    if not names:
+        raise UsageError(f"checkpointing names nothing to try; known: {', '.join(WAYS)}")
+    return tuple(None if way == NONE else way for way in WAYS if way in names)
+
+
+def _checked_global_batch(given: object) -> int | None:
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
+        return given
+    raise UsageError(f"global_batch must be a whole number >= 1, got {shown(given)}")

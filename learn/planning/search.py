@@ -1,0 +1,274 @@
+"""The micro-batches of one layout: which are tried, what each takes, and which need not be traced.
+
+Start reading at `LayoutSearch.rows`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conf.errors import UsageError
+from conf.plain_text import first_line
+from featurize.parallel.layout import Parallel
+from learn.estimation.batch_search import LARGEST_BATCH
+from learn.estimation.job_estimate import Estimate
+from learn.planning.meshes import mesh_text, ranks_within, shards_of, within_text
+from learn.planning.rows import PlanRow
+
+_CLEARLY = 1.1  # times the limit: what takes more does not fit with fewer shards either
+_BEYOND_COMPUTED = 1.05  # times the samples a second of batches so far: what larger ones may reach
+# Parts of a peak that are there at any moment, with any batch.
+_OF_ANY_BATCH = ("parameters", "optimizer state", "context", "communication", "other users")
+_AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: what is slower gets slower with more
+_ALIKE = 2  # micro-steps from which on a step takes no more memory, and each one as long as the one before
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatches:
+    """Sizes of a rank's forward pass: the batch that was given, doubled and halved; or what a global batch allows.
+
+    given        samples of the inputs
+    per_replica  samples of a step of one replica: powers of two that divide them are the sizes. None: any
+    micro_steps  of a step, where `per_replica` is None
+    """
+
+    given: int
+    per_replica: int | None = None
+    micro_steps: int = 1
+
+    def at_most(self, size: int) -> int:
+        """Return the largest size that is at most this one; 0 stands for the given batch."""
+        most = size or self.given
+        if self.per_replica is None:
+            return most
+        chosen = 1
+        while chosen * 2 <= most and self.per_replica % (chosen * 2) == 0:
+            chosen *= 2
+        return chosen
+
+    def larger(self, size: int) -> int | None:
+        """Return the next larger size; None where there is none."""
+        if self.per_replica is None:
+            return size * 2 if size * 2 <= LARGEST_BATCH else None
+        return size * 2 if self.per_replica % (size * 2) == 0 else None
+
+    def smaller(self, size: int) -> int | None:
+        """Return the next smaller size; None where there is none."""
+        return size // 2 or None
+
+    def accumulation(self, size: int) -> int:
+        """Return the micro-steps of a step with this size."""
+        return self.micro_steps if self.per_replica is None else self.per_replica // size
+
+
+class Findings:
+    """What the layouts so far have shown of the ones that follow.
+
+    Args:
+        limit_mib: Memory of the card.
+    """
+
+    def __init__(self, limit_mib: float) -> None:
+        self._limit_mib = limit_mib
+        self._outgrown: list[PlanRow] = []
+        self._hopeless: dict[Parallel, float] = {}  # layout -> MiB of what it holds with any batch
+        self._largest: dict[str | None, int] = {}  # checkpointing -> micro-batch that fitted the last layout
+        self._best: dict[int, float] = {}  # ranks -> samples a second
+        self._of_degrees: dict[tuple[int, tuple[int, ...]], float] = {}  # ranks, and those within layers -> the same
+        self._computed: dict[str | None, float] = {}  # checkpointing -> samples a second of one GPU that never waits
+
+    def add(self, row: PlanRow) -> None:
+        """Remember a row."""
+        if row.fits is False and row.needed_mib > _CLEARLY * self._limit_mib:
+            self._outgrown.append(row)
+        if row.fits and row.samples_per_s and row.step_time_ms:
+            ranks, way = row.parallel.ranks, row.checkpointing
+            alone = row.samples_per_s / ranks * row.step_time_ms / (row.step_time_ms - (row.exposed_ms or 0.0))
+            self._best[ranks] = max(row.samples_per_s, self._best.get(ranks, 0.0))
+            degrees = ranks, ranks_within(row.parallel)
+            self._of_degrees[degrees] = max(row.samples_per_s, self._of_degrees.get(degrees, 0.0))
+            self._computed[way] = max(alone, self._computed.get(way, 0.0))
+
+    def hopeless(self, layout: Parallel, held_mib: float) -> None:
+        """Remember a layout that does not fit with any batch."""
+        self._hopeless[layout] = held_mib
+
+    def end_of_way(self, way: str | None, largest: int) -> None:
+        """Remember the largest micro-batch of a layout."""
+        self._largest[way] = largest
+
+    def start(self, way: str | None) -> int:
+        """Return the micro-batch to begin with, which fitted the last layout; 0: none is known."""
+        return self._largest.get(way, 0)
+
+    def outgrown_by(self, layout: Parallel, micro_batch: int, accumulation: int, way: str | None) -> str | None:
+        """Return why a step cannot fit: a layout with as many shards of each kind or more is too large by far. None
+        where nothing is known without tracing it."""
+        for row in self._outgrown:
+            alike = (row.micro_batch, row.checkpointing) == (micro_batch, way)
+            if alike and _shards_at_most(layout, row.parallel) and min(row.accumulation, _ALIKE) <= accumulation:
+                return f"{mesh_text(row.parallel)} takes {row.needed_mib:,.0f} MiB already"
+        return None
+
+    def not_worth(self, layout: Parallel) -> str | None:
+        """Return why a layout is not tried. None where it is to be tried.
+
+        It holds too much with any batch, or a layout with more shards of each kind does. Or with fewer ranks within
+        layers it was slower already than with still fewer.
+        """
+        for other, held_mib in self._hopeless.items():
+            if _shards_at_most(layout, other):
+                return f"not tried: with any batch, {mesh_text(other)} holds {held_mib:,.0f} MiB"
+        for fewer in self._fewer(layout.ranks, ranks_within(layout)):
+            for fewest in self._fewer(layout.ranks, fewer):
+                if self._of_degrees[layout.ranks, fewer] < _AS_QUICK * self._of_degrees[layout.ranks, fewest]:
+                    beside = within_text(fewest) or "none of it"
+                    return f"not tried: {within_text(fewer)} is slower than {beside}"
+        return None
+
+    def _fewer(self, ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the degrees that fit and differ in one mode, which has the next smaller degree."""
+        fitting = [one for of_ranks, one in self._of_degrees if of_ranks == ranks]
+        chosen = []
+        for place in range(len(degrees)):
+            rest = degrees[:place], degrees[place + 1 :]
+            smaller = [
+                one for one in fitting if (one[:place], one[place + 1 :]) == rest and one[place] < degrees[place]
+            ]
+            chosen += [max(smaller)] if smaller else []
+        return chosen
+
+    def cannot_win(self, layout: Parallel, way: str | None) -> bool:
+        """Return whether this checkpointing is slower than the best layout so far, even if no rank ever waits."""
+        alone = self._computed.get(way)
+        return alone is not None and _BEYOND_COMPUTED * alone * layout.ranks < self._best.get(layout.ranks, 0.0)
+
+
+class LayoutSearch:
+    """Rows of one layout.
+
+    Args:
+        layout: The degrees and settings.
+        batches: The sizes to try.
+        ways: Checkpointing to try, the one that recomputes least first.
+        findings: From one layout to the next.
+        estimated: `estimated(micro_batch, accumulation, checkpointing)` -> the estimate of this layout.
+    """
+
+    def __init__(
+        self,
+        layout: Parallel,
+        batches: MicroBatches,
+        ways: Sequence[str | None],
+        findings: Findings,
+        estimated: Callable[[int, int, str | None], Estimate],
+    ) -> None:
+        self._layout, self._batches, self._ways = layout, batches, ways
+        self._findings, self._estimated = findings, estimated
+        self.estimates: dict[PlanRow, Estimate] = {}
+
+    def rows(self) -> Iterator[PlanRow]:
+        """Yield the rows: larger batches while they fit, or smaller ones until one does.
+
+        What recomputes more is tried from the largest batch on that fits without: below, it can only be slower. A first
+        row that cannot be is the only one of its checkpointing.
+        """
+        before = 0  # the largest size that fits with less recomputed
+        for way in self._ways:
+            if before and self._findings.cannot_win(self._layout, way):
+                return
+            if self._findings.not_worth(self._layout) is not None:  # with any batch and checkpointing
+                return
+            largest = 0
+            for row in self._walk(way, self._batches.at_most(max(before, self._findings.start(way)))):
+                self._findings.add(row)
+                yield row
+                if row.fits:
+                    largest = max(row.micro_batch or 0, largest)
+            if largest:
+                self._findings.end_of_way(way, largest)
+                before = largest
+
+    def _walk(self, way: str | None, size: int) -> Iterator[PlanRow]:
+        row = self._row(size, way)
+        yield row
+        grows = row.fits
+        while row.fits == grows and row.fits is not None:
+            following = self._batches.larger(size) if grows else self._smaller(row, size)
+            if following is None:
+                return
+            reason = self._outgrown_by_half(row) if grows else None
+            size, row = following, self._row(following, way, reason)
+            yield row
+
+    def _outgrown_by_half(self, row: PlanRow) -> str | None:
+        """Return why a batch of twice the size cannot fit: at the same moment, it has twice the activations."""
+        done = self.estimates[row]
+        parts, limit_mib = done.breakdown, _limit_mib(done)
+        least_mib = done.peak_memory_mib - parts.get("fragmentation", 0.0) + parts.get("activations", 0.0)
+        if least_mib <= limit_mib:
+            return None
+        return f"takes {least_mib:,.0f} MiB or more: twice the activations of {row.micro_batch:,} samples"
+
+    def _smaller(self, row: PlanRow, size: int) -> int | None:
+        """Return the next smaller size that may fit: at the same moment, it has its share of the activations beside
+        what does not depend on the batch. None where there is none."""
+        done = self.estimates.get(row)
+        smaller = self._batches.smaller(size)
+        if done is None:
+            return smaller
+        held_mib = sum(done.breakdown.get(part, 0.0) for part in _OF_ANY_BATCH)
+        room_mib = _limit_mib(done) - held_mib
+        if room_mib < 0:
+            self._findings.hopeless(self._layout, held_mib)
+            return None
+        while smaller is not None and smaller / size * done.breakdown.get("activations", 0.0) > room_mib:
+            smaller = self._batches.smaller(smaller)
+        return smaller
+
+    def _row(self, size: int, way: str | None, reason: str | None = None) -> PlanRow:
+        count = self._batches.accumulation(size)
+        about: dict[str, Any] = {
+            "parallel": self._layout, "micro_batch": size, "accumulation": count, "checkpointing": way,
+        }  # fmt: skip
+        if reason := reason or self._findings.outgrown_by(self._layout, size, count, way):
+            return PlanRow(**about, fits=False, why=reason)
+        try:
+            done = self._estimated(size, min(count, _ALIKE), way)
+            memory: dict[str, Any] = {"peak_memory_mib": done.peak_memory_mib, "upper_mib": done.upper_mib}
+            if not done.fits_device:
+                needed_mib = done.peak_memory_mib if done.upper_mib is None else done.upper_mib
+                row = PlanRow(**about, **memory, fits=False, why=f"takes {needed_mib:,.0f} MiB")
+                self.estimates[row] = done
+                return row
+            first = self._estimated(size, 1, way) if count > _ALIKE else done
+        except UsageError as error:
+            return PlanRow(**about, fits=None, why=first_line(error))
+        row = PlanRow(**about, **memory, **self._times(done, first, size, count), fits=True)
+        self.estimates[row] = done
+        return row
+
+    def _times(self, done: Estimate, first: Estimate, size: int, count: int) -> dict[str, Any]:
+        """Return the times of a step with so many micro-steps: those beyond the second are as long as the second."""
+        more = max(count - _ALIKE, 0)
+
+        def taken(name: str) -> float | None:
+            last, alone = getattr(done, name), getattr(first, name)
+            return None if last is None or alone is None else last + more * (last - alone)
+
+        step_ms, exposed_ms = taken("step_time_ms"), taken("exposed_ms")
+        rate = self._layout.replicas * size * count / (step_ms / 1e3) if step_ms else None
+        return {"step_time_ms": step_ms, "exposed_ms": exposed_ms, "samples_per_s": rate}
+
+
+def _shards_at_most(layout: Parallel, other: Parallel) -> bool:
+    """Return whether a layout has as many shards of each kind as another one or fewer, and so holds as much or more."""
+    return all(one <= more for one, more in zip(shards_of(layout), shards_of(other), strict=True))
+
+
+def _limit_mib(done: Estimate) -> float:
+    limits = [mib for mib in (done.limit_mib, done.device_memory_mib) if mib is not None]
+    return min(limits, default=math.inf)

@@ -1,0 +1,125 @@
+"""How long collectives take, by bytes, ranks and what joins them."""
+
+import pytest
+
+from featurize.device_spec import load_device
+from featurize.parallel.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    KINDS,
+    REDUCE_SCATTER,
+    SEND,
+    collective_s,
+    fabric_of,
+    fabric_of_axis,
+    sent_bytes,
+)
+from featurize.parallel.layout import Parallel
+from featurize.step_trace import COLLECTIVES
+
+A100, H100, RTX = (load_device(name) for name in ("A100-SXM4-40GB", "H100-SXM5-80GB", "RTX-3090"))
+SIZES = (8, 2**16, 2**20, 25 * 2**20, 2**30)
+COUNTS = (2, 4, 8, 16, 32, 64, 1024)
+GIB = 2**30
+
+
+def ranks(count, **options):
+    return Parallel(ddp=count, **options)
+
+
+def seconds(kind, nbytes, count, spec=A100, **options):
+    return collective_s(kind, nbytes, fabric_of(spec, ranks(count, **options)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [A100, RTX], ids=["link", "pcie"])
+def test_more_gpus_or_bytes_never_take_less_time(kind, spec):
+    for nbytes in SIZES:
+        times = [seconds(kind, nbytes, count, spec) for count in COUNTS]
+        assert times == sorted(times) and times[0] > 0
+    for count in COUNTS:
+        times = [seconds(kind, nbytes, count, spec) for nbytes in SIZES]
+        assert times == sorted(times) and times[0] < times[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_has_nothing_to_do(kind):
+    assert collective_s(kind, GIB, fabric_of_axis(A100, ranks(8), 1, 1)) == 0 == sent_bytes(kind, GIB, 1)
+
+
+def test_a_large_all_reduce_runs_at_the_bandwidth_of_the_ring():
+    """A bus bandwidth of 240 GB/s on eight A100 with NVSwitch; NVIDIA's own tests show 230 to 235."""
+    assert 2 * 7 / 8 * GIB / seconds(ALL_REDUCE, GIB, 8) / 1e9 == pytest.approx(240, rel=0.02)
+    across = seconds(ALL_REDUCE, GIB, 64, network_gb_s=12.5)
+    assert 2 * 63 / 64 * GIB / across / 1e9 == pytest.approx(8 * 12.5, rel=0.05)
+
+
+@pytest.mark.parametrize("count", [2, 8, 64])
+def test_a_large_all_reduce_is_a_scattering_and_a_gathering(count):
+    parts = [seconds(kind, 8 * GIB, count) for kind in (REDUCE_SCATTER, ALL_GATHER)]
+    assert parts[0] == parts[1]
+    assert sum(parts) == pytest.approx(seconds(ALL_REDUCE, 8 * GIB, count), rel=0.01)
+
+
+def test_switches_of_h100_reduce_within_a_node_only():
+    """About 275 GB/s for each byte of the tensor on eight H100, and 370 of any other collective's bus bandwidth
+    (NVIDIA/nccl-tests, issue 212)."""
+    assert GIB / seconds(ALL_REDUCE, GIB, 8, H100) / 1e9 == pytest.approx(275, rel=0.03)
+    assert 7 / 8 * GIB / seconds(ALL_GATHER, GIB, 8, H100) / 1e9 == pytest.approx(370, rel=0.05)
+    assert fabric_of(A100, ranks(8)).switch_share == 0 == fabric_of(RTX, ranks(8)).switch_share
+    two_nodes = [collective_s(ALL_REDUCE, GIB, fabric_of(spec, ranks(16, network_gb_s=12.5))) for spec in (A100, H100)]
+    assert two_nodes[0] == two_nodes[1]  # as quick as the network
+
+
+def test_what_each_rank_sends():
+    shares = {ALL_REDUCE: 1400, BROADCAST: 700, ALL_GATHER: 700, REDUCE_SCATTER: 700, ALL_TO_ALL: 700, SEND: 800}
+    assert {kind: sent_bytes(kind, 800, 8) for kind in KINDS} == shares
+
+
+def test_pairs_exchange_at_the_bandwidth_of_the_link_or_of_the_network():
+    assert 7 / 8 * GIB / seconds(ALL_TO_ALL, GIB, 8) / 1e9 == pytest.approx(240, rel=0.02)
+    assert 56 / 64 * GIB / seconds(ALL_TO_ALL, GIB, 64) / 1e9 == pytest.approx(25, rel=0.03)
+    assert GIB / seconds(SEND, GIB, 2) / 1e9 == pytest.approx(240, rel=0.01)
+
+
+def test_each_kind_of_a_trace_has_a_time():
+    assert set(COLLECTIVES) <= set(KINDS)
+
+
+# -- groups of a mesh
+
+
+@pytest.mark.parametrize(
+    ("degree", "stride", "nodes"),
+    [
+        (8, 1, 1),  # tensor parallelism within a node
+        (4, 1, 1),
+        (16, 1, 2),
+        (4, 2, 1),
+        (8, 2, 2),
+        (8, 8, 8),  # replicas, one in each node
+        (2, 32, 2),
+        (64, 1, 8),
+        (1, 1, 1),
+    ],
+)
+def test_a_group_lies_in_the_nodes_that_its_ranks_fill(degree, stride, nodes):
+    fabric = fabric_of_axis(A100, ranks(64), degree, stride)
+    assert (fabric.ranks, fabric.nodes) == (degree, nodes)
+
+
+def test_a_group_that_does_not_divide_a_node_is_judged_by_the_one_in_most_nodes():
+    assert fabric_of_axis(A100, ranks(12, gpus_per_node=6), 4, 1).nodes == 2  # the one of ranks 4 to 7
+    assert fabric_of_axis(A100, ranks(12, gpus_per_node=6), 3, 1).nodes == 1
+
+
+def test_one_rank_a_node_has_the_share_of_one_gpu():
+    """Eight groups of replicas, each with a rank in each of eight nodes, against all 64 in one ring."""
+    apart = collective_s(ALL_GATHER, GIB, fabric_of_axis(A100, ranks(64), 8, 8))
+    together = collective_s(ALL_GATHER, GIB, fabric_of(A100, ranks(64)))
+    assert 7 / 8 * GIB / apart / 1e9 == pytest.approx(25, rel=0.02)
+    assert apart > 6 * together
+    within = collective_s(ALL_GATHER, GIB, fabric_of_axis(A100, ranks(64), 8, 1))
+    assert within < together

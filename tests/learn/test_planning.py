@@ -1,0 +1,425 @@
+"""`learn.plan`: which layouts of a job on several GPUs fit, how quick they are, and how that is shown."""
+
+import json
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from conf import cli
+from conf.errors import UsageError
+from featurize.device_spec import describe_device
+from featurize.families import mlp
+from featurize.parallel.layout import Parallel
+from featurize.training_settings import Training
+from learn import LayoutPlan, PlanRow, estimate, plan
+from learn.commands.plan import entry
+from learn.planning import meshes
+from learn.planning.plan_chart import plan_svg
+from learn.planning.plan_report import plan_page
+from learn.planning.plan_view import lines_of_others
+from learn.planning.rows import in_order
+from learn.planning.search import Findings, MicroBatches
+from tests.parsed_page import ParsedPage
+
+WIDTH = 1024
+CARD = replace(describe_device("A100-SXM4-40GB"), memory_mib=3000.0)
+BUILT = []
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def net():
+    BUILT.append("net")
+    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 10))
+
+
+def flat():
+    return nn.Linear(WIDTH, 10)
+
+
+def planned(gpus=8, model=net, batch=1024, **options):
+    return plan(model, [batch, WIDTH], gpus=gpus, **{"device": CARD, **options})
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return planned()
+
+
+# -- rows
+
+
+def test_each_row_is_the_estimate_of_its_layout(eight):
+    for row in eight.fitting:
+        done = estimate(
+            net, [row.micro_batch, WIDTH], device=CARD, parallel=row.parallel, checkpointing=row.checkpointing
+        )
+        assert done.fits_device
+        for name in ("peak_memory_mib", "upper_mib", "step_time_ms", "exposed_ms", "samples_per_s"):
+            assert getattr(row, name) == pytest.approx(getattr(done, name)), name
+
+
+def test_batches_double_until_they_do_not_fit(eight):
+    for way in (None, "full"):
+        rows = sorted((row for row in eight.rows if row.checkpointing == way), key=lambda row: row.micro_batch)
+        sizes = [row.micro_batch for row in rows]
+        assert sizes == [sizes[0] << step for step in range(len(sizes))] and len(sizes) > 1
+        assert [row.fits for row in rows] == [True] * (len(rows) - 1) + [False] and rows[-1].why
+    assert max(row.micro_batch for row in eight.fitting) > 1024
+    assert {row.mesh for row in eight.rows} == {"ddp=8"}
+
+
+def test_checkpointing_begins_at_the_largest_batch_without(eight):
+    without = max(row.micro_batch for row in eight.fitting if row.checkpointing is None)
+    assert min(row.micro_batch for row in eight.rows if row.checkpointing == "full") == without
+
+
+def test_a_batch_that_does_not_fit_is_halved():
+    done = planned(batch=2**20, checkpointing="none")
+    fitting = [row.micro_batch for row in done.fitting]
+    assert len(fitting) == 1 and max(row.micro_batch for row in done.rows) == 2**20
+    beyond = estimate(net, [2 * fitting[0], WIDTH], device=CARD, parallel="ddp=8")
+    assert not beyond.fits_device
+    assert all(row.micro_batch > fitting[0] and row.why for row in done.rows if row.fits is False)
+
+
+def test_what_holds_too_much_with_any_batch_is_traced_once():
+    BUILT.clear()
+    done = planned(device=replace(CARD, memory_mib=900.0), batch=64)
+    assert [row.fits for row in done.rows] == [False] and len(BUILT) == 1
+
+
+def test_the_quickest_comes_first_and_what_does_not_fit_last(eight):
+    rates = [row.samples_per_s for row in eight.fitting]
+    assert rates == sorted(rates, reverse=True) and eight.best == eight.rows[0] == eight.fitting[0]
+    assert [row.fits for row in eight.rows] == sorted((row.fits for row in eight.rows), reverse=True)
+    assert all(row.samples_per_s is None for row in eight.rows if not row.fits)
+
+
+def test_nothing_is_quicker_with_less_memory_than_the_frontier(eight):
+    for row in eight.fitting:
+        better = [o for o in eight.fitting if o.samples_per_s > row.samples_per_s and o.needed_mib < row.needed_mib]
+        assert (row in eight.frontier) == (not better)
+    assert len(eight.frontier) > 1 and eight.best in eight.frontier and len(eight.best_of_meshes) == 1
+
+
+def test_a_global_batch_is_split_into_micro_steps():
+    done = planned(global_batch=64 * 1024, checkpointing="none", batch=512)
+    assert {row.micro_batch * row.accumulation * 8 for row in done.rows} == {64 * 1024}
+    (row,) = (one for one in done.rows if one.accumulation == 8)
+    whole = estimate(net, [row.micro_batch, WIDTH], device=CARD, parallel="ddp=8", accumulation=8)
+    assert row.peak_memory_mib == whole.peak_memory_mib and row.upper_mib == whole.upper_mib
+    assert row.step_time_ms == pytest.approx(whole.step_time_ms, rel=1e-3)
+    assert row.exposed_ms == pytest.approx(whole.exposed_ms, rel=1e-3)
+    assert row.samples_per_s == pytest.approx(whole.samples_per_s, rel=1e-3)
+
+
+def test_a_layout_whose_replicas_do_not_divide_the_batch_cannot_be():
+    done = planned(gpus=[8, 16], global_batch=8 * 1024 + 8, batch=512, checkpointing="none")
+    (refused,) = (row for row in done.rows if row.fits is None)
+    assert refused.mesh == "ddp=16" and "8,200 samples do not divide over 16 replicas" in refused.why
+    assert {row.micro_batch for row in done.fitting} == {1}  # of 1,025 samples
+
+
+def test_replicas_share_their_traces_and_not_their_times():
+    BUILT.clear()
+    alone = planned(gpus=8, checkpointing="none")
+    once = len(BUILT)
+    several = planned(gpus=[8, 64], checkpointing="none")
+    assert len(BUILT) == 2 * once  # 64 GPUs took no trace of their own
+    largest = max(row.micro_batch for row in alone.fitting)
+    of_counts = [
+        next(row for row in several.fitting if (row.mesh, row.micro_batch) == (mesh, largest))
+        for mesh in ("ddp=8", "ddp=64")
+    ]
+    assert of_counts[0].peak_memory_mib == of_counts[1].peak_memory_mib
+    assert of_counts[0].exposed_ms < of_counts[1].exposed_ms
+    assert several.best == of_counts[1]
+
+
+def test_a_model_without_blocks_is_planned_without_checkpointing():
+    done = planned(model=flat, batch=8, global_batch=64)
+    assert {row.checkpointing for row in done.rows} == {None}
+    assert any("checkpointing=full is left out" in note and "repeated blocks" in note for note in done.notes)
+
+
+def test_settings_may_come_all_at_once():
+    done = planned(batch=256, settings=Training(checkpointing="selective", optimizer="sgd"), global_batch=2048)
+    assert {row.checkpointing for row in done.rows} == {"selective"}
+
+
+def test_progress_names_each_layout():
+    heard = []
+    planned(gpus=[2, 4], model=flat, batch=8, global_batch=64, progress=lambda *call: heard.append(call))
+    assert heard == [("ddp=2", 0, 2), ("ddp=4", 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"gpus": 1}, "gpus must be a whole number from 2 to 65536, or several, got 1"),
+        ({"gpus": 0}, "gpus must be a whole number from 2"),
+        ({"gpus": []}, "gpus names no number"),
+        ({"gpus": "many"}, "gpus must be a whole number .*got 'many'"),
+        ({"gpus": 12}, "12 ranks do not fill nodes of 8"),
+        ({"parallel": "ddp=4"}, "plan chooses the degrees: leave ddp out"),
+        ({"parallel": {"tp": 4}}, "plan chooses the degrees: leave tp out"),
+        ({"parallel": "color=red"}, "unknown 'color'"),
+        ({"parallel": 8}, "parallel is text or a mapping"),
+        ({"global_batch": 0}, "global_batch must be a whole number >= 1, got 0"),
+        ({"global_batch": 64, "accumulation": 4}, "global_batch decides"),
+        ({"checkpointing": "some"}, "unknown checkpointing 'some'; known: full, none, selective"),
+        ({"checkpointing": []}, "checkpointing names nothing"),
+        ({"checkpointing": "full", "settings": Training(checkpointing="full")}, "given twice"),
+        ({"method": "fast"}, "method: of one estimate only"),
+        ({"estimator": "horus"}, "no layout can be: ddp=8: estimator=horus knows one GPU"),
+        ({"colour": 1}, "unknown keyword 'colour'"),
+        ({"device": "A100-SXM4-40GB:3g.20gb"}, "no layout can be: .*has no interconnect"),
+        (
+            {"model": mlp.Config(batch_size=8, input_size=8, classes=2, depth=2)},
+            "plan takes an nn.Module or a factory of one, and no trial config",
+        ),
+        ({"model": 5}, "got int"),
+        ({"target": [7]}, "only a first dimension of 1024 or 1 can be scaled"),
+        ({"report": "/nope/plan.html"}, "there is no folder /nope"),
+    ],
+)
+def test_a_wrong_value_is_refused(options, problem):
+    with pytest.raises(UsageError, match=problem):
+        planned(**options)
+
+
+# -- what is tried
+
+
+def test_sizes_are_doubled_and_halved_or_divide_the_batch():
+    free = MicroBatches(given=12, micro_steps=3)
+    assert (free.at_most(0), free.larger(12), free.smaller(12), free.smaller(1)) == (12, 24, 6, None)
+    assert free.accumulation(24) == 3
+    bound = MicroBatches(given=12, per_replica=48)
+    assert (bound.at_most(0), bound.at_most(64), bound.larger(8), bound.larger(16)) == (8, 16, 16, None)
+    assert bound.accumulation(8) == 6
+
+
+def row_of(parallel, micro_batch=8, way=None, *, mib=100.0, rate=None, fits=True):
+    times = {"step_time_ms": 100.0, "exposed_ms": 20.0, "samples_per_s": rate} if rate else {}
+    return PlanRow(
+        parallel=parallel, micro_batch=micro_batch, accumulation=1, checkpointing=way, fits=fits, peak_memory_mib=mib,
+        upper_mib=mib, **times,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Stands for a layout of three modes."""
+
+    ddp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    gpus_per_node: int = 8
+    network_gb_s: float = 25.0
+
+    def __post_init__(self):
+        if self.fsdp > 32:
+            raise UsageError("fsdp is over 32 at most")
+
+    @property
+    def ranks(self):
+        return self.ddp * self.fsdp * self.tp
+
+
+@pytest.fixture
+def three_modes(monkeypatch):
+    monkeypatch.setattr(meshes, "MODES", ("ddp", "fsdp", "tp"))
+
+
+def test_all_degrees_that_multiply_to_the_gpus_are_tried(three_modes):
+    layouts, notes = meshes.meshes_of(Mesh(ddp=64))
+    assert len({(one.ddp, one.fsdp, one.tp) for one in layouts}) == len(layouts)
+    assert {one.ranks for one in layouts} == {64} and max(one.tp for one in layouts) == 8
+    assert len(layouts) == 7 + 6 + 5 + 4 - 1  # tp of 1, 2, 4 and 8; no fsdp of 64
+    assert set(notes) == {"fsdp is over 32 at most", "tp over more than the 8 GPUs of a node is left out"}
+    assert layouts[0] == Mesh(ddp=2, fsdp=32) and layouts[6 - 1] == Mesh(ddp=64) and layouts[-1] == Mesh(ddp=8, tp=8)
+
+
+def test_a_trace_does_not_depend_on_the_network_or_the_number_of_replicas(three_modes):
+    assert meshes.traced_as(Mesh(ddp=8, fsdp=4)) == meshes.traced_as(Mesh(ddp=2, fsdp=4, network_gb_s=50))
+    assert meshes.traced_as(Mesh(fsdp=4)) != meshes.traced_as(Mesh(ddp=2, fsdp=4))
+    assert meshes.mesh_text(Mesh(ddp=8, tp=2)) == "ddp=8, tp=2"
+
+
+def test_what_outgrows_many_shards_is_not_tried_with_fewer(three_modes):
+    findings = Findings(limit_mib=1000.0)
+    findings.add(row_of(Mesh(fsdp=8, tp=2), mib=2000.0, fits=False))
+    findings.add(row_of(Mesh(fsdp=8, tp=4), micro_batch=4, mib=1050.0, fits=False))  # near the limit
+    assert findings.outgrown_by(Mesh(ddp=4, fsdp=4), 8, 1, None) == "fsdp=8, tp=2 takes 2,000 MiB already"
+    assert findings.outgrown_by(Mesh(ddp=4, fsdp=4), 8, 4, None)
+    assert findings.outgrown_by(Mesh(fsdp=16), 8, 1, None) is None
+    assert findings.outgrown_by(Mesh(ddp=4, fsdp=4), 8, 1, "full") is None
+    assert findings.outgrown_by(Mesh(fsdp=8, tp=2), 4, 1, None) is None
+
+
+def test_what_is_hopeless_with_many_shards_is_not_tried_with_fewer(three_modes):
+    findings = Findings(limit_mib=1000.0)
+    findings.hopeless(Mesh(fsdp=8, tp=2), 1200.0)
+    reason = "not tried: with any batch, fsdp=8, tp=2 holds 1,200 MiB"
+    assert findings.not_worth(Mesh(ddp=4, fsdp=4)) == reason == findings.not_worth(Mesh(fsdp=8, tp=2))
+    assert findings.not_worth(Mesh(fsdp=16)) is None and findings.not_worth(Mesh(fsdp=4, tp=4)) is None
+
+
+def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_win(three_modes):
+    findings = Findings(limit_mib=1000.0)
+    assert not findings.cannot_win(Mesh(ddp=64), "full")
+    findings.add(row_of(Mesh(ddp=64), rate=6400.0))
+    findings.add(row_of(Mesh(ddp=64), way="full", rate=4800.0))  # 6,000 if no rank waited
+    assert findings.cannot_win(Mesh(fsdp=32, tp=2), "full") is True
+    assert not findings.cannot_win(Mesh(ddp=8), "full")
+    findings.add(row_of(Mesh(ddp=64), way="full", rate=5000.0))
+    assert not findings.cannot_win(Mesh(ddp=64), "full")
+
+
+def test_a_mode_that_made_it_slower_is_not_widened(three_modes):
+    findings = Findings(limit_mib=1000.0)
+    assert findings.not_worth(Mesh(ddp=16, tp=4)) is None
+    findings.add(row_of(Mesh(ddp=64), rate=6400.0))
+    findings.add(row_of(Mesh(ddp=32, tp=2), rate=6000.0))
+    assert findings.not_worth(Mesh(fsdp=16, tp=4)) == "not tried: tp=2 is slower than none of it"
+    assert findings.not_worth(Mesh(fsdp=32, tp=2)) is None and findings.not_worth(Mesh(ddp=4, tp=4)) is None
+    findings.add(row_of(Mesh(fsdp=32, tp=2), rate=6300.0))  # nearly as quick
+    assert findings.not_worth(Mesh(fsdp=16, tp=4)) is None
+
+
+def test_a_mode_that_fits_where_fewer_ranks_do_not_is_widened(three_modes):
+    findings = Findings(limit_mib=1000.0)
+    findings.add(row_of(Mesh(ddp=64), mib=5000.0, fits=False))
+    findings.add(row_of(Mesh(ddp=32, tp=2), rate=6000.0))
+    assert findings.not_worth(Mesh(ddp=16, tp=4)) is None
+    findings.add(row_of(Mesh(ddp=16, tp=4), rate=5000.0))
+    assert findings.not_worth(Mesh(ddp=8, tp=8)) == "not tried: tp=4 is slower than tp=2"
+
+
+# -- what is shown
+
+
+def made_up(count=10):
+    """A plan of many meshes, some of them as good as the same."""
+    rows = [
+        row_of(Parallel(ddp=2**n), 8 << k, rate=1000.0 * (n + 1) + 10 * k, mib=20_000.0 + 6000 * (n % 4) + 500 * k)
+        for n in range(1, count + 1)
+        for k in range(3)
+    ]
+    worst = replace(row_of(Parallel(ddp=4096), mib=99_999.0, fits=False), why="takes 99,999 MiB")
+    return LayoutPlan(
+        name="<b>net</b>", device="A100-SXM4-40GB", limit_mib=40_000.0, coverage=0.99, global_batch=None,
+        rows=in_order([*rows, worst]), notes=("a note",), seconds=1.0,
+    )  # fmt: skip
+
+
+def test_the_picture_places_each_row_by_its_rate_and_its_memory():
+    done = made_up()
+    svg = str(plan_svg(done))
+    marks = [
+        (float(x), float(y), title)
+        for x, y, title in re.findall(r'<circle class="[^"]*" cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>([^<]*)', svg)
+    ]
+    assert len(marks) == len(done.fitting)
+    limit = float(re.search(r'class="limit" d="M[\d.]+ ([\d.]+)H', svg)[1])
+    at = {(title.partition(":")[0], title.split()[1]): (x, y) for x, y, title in marks}
+    places = [at[row.mesh, str(row.micro_batch)] for row in done.fitting]
+    assert [x for x, _y in places] == sorted((x for x, _y in places), reverse=True)
+    by_memory = sorted(zip(done.fitting, places, strict=True), key=lambda one: one[0].needed_mib)
+    assert [place[1] for _row, place in by_memory] == sorted((y for _x, y in places), reverse=True)
+    assert all(66 <= x <= 976 and limit <= y <= 394 for x, y in places)
+    assert svg.count('class="full') == len(done.best_of_meshes) == 10
+
+
+def test_names_in_the_picture_do_not_overlap():
+    svg = str(plan_svg(made_up(16)))
+    boxes = []
+    for x, y, anchor, name in re.findall(r'class="peak" x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">([^<]*)', svg):
+        width = 7.7 * len(name)
+        left = float(x) - (width if anchor == "end" else 0)
+        boxes.append((left, float(y) - 14, left + width, float(y)))
+    assert len(boxes) > 5 and min(box[0] for box in boxes) >= 66
+    for n, one in enumerate(boxes):
+        for other in boxes[n + 1 :]:
+            assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+
+
+def test_the_page_has_the_picture_all_rows_and_what_was_left_out(eight, tmp_path):
+    path = tmp_path / "a'; echo foo.html"
+    planned(report=path, name="<script>x</script>", checkpointing="none")
+    page = ParsedPage(path.read_text("utf-8"))
+    assert "svg" in page.tags and "script" not in page.tags and "<script>x</script> on 8 x" in page.text
+    assert "What fits" in page.text and "What does not fit" in page.text
+    assert [section.key for section in plan_page(eight).sections] == ["picture", "fits", "left"]
+
+
+def test_a_plan_in_which_nothing_fits_is_shown_without_a_picture(capsys, tmp_path):
+    small = replace(CARD, memory_mib=900.0)
+    done = planned(device=small, batch=2, report=tmp_path / "plan.html")
+    assert done.best is None and {row.fits for row in done.rows} == {False}
+    page = ParsedPage((tmp_path / "plan.html").read_text("utf-8"))
+    assert "svg" not in page.tags and "does not fit" in page.text
+
+
+def test_meshes_that_are_left_out_for_one_reason_are_one_line():
+    rows = [replace(row_of(Parallel(ddp=2**n), fits=None), why="no plan of it") for n in range(1, 6)]
+    done = replace(made_up(), rows=in_order([*rows, *made_up().rows[-1:]]))
+    lines = lines_of_others(done)
+    assert lines[0].startswith("ddp=4096 does not fit: 8 samples takes") and len(lines) == 2
+    assert lines[1] == "ddp=2 and 4 more: left out, no plan of it"
+
+
+# -- the command
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["plan", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.command("plan", entry)
+    return left.value.code
+
+
+JOB = ("model=tests.learn.test_planning:net", f"input=[1024,{WIDTH}]", "device=T4")
+
+
+def test_the_command_prints_a_table_and_writes_the_page(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "plan.html"
+    assert run(monkeypatch, *JOB, "gpus=8", f"report={path}", "checkpointing=none") == 0
+    out = capsys.readouterr().out
+    assert "on 8 x T4" in out and "ddp=8" in out and "planned in" in out and path.exists()
+
+
+def test_the_command_prints_json(monkeypatch, capsys):
+    arguments = ("gpus=[8,16]", "global_batch=32768", "checkpointing=[none]", "parallel=network_gb_s=50", "format=json")
+    assert run(monkeypatch, *JOB, *arguments) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert {row["mesh"] for row in done["rows"]} == {"ddp=8", "ddp=16"} and done["global_batch"] == 32768
+    best = done["rows"][0]
+    assert best["parallel"]["network_gb_s"] == 50 and best["frontier"] and best["fits"] and best["samples_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("gpus=8",), "a plan needs model=MODULE:FACTORY and input=[64,3,224,224]"),
+        ((*JOB, "gpus=8", "format=xml"), "unknown format 'xml'"),
+        ((*JOB, "gpus=1"), "gpus must be a whole number from 2"),
+        ((*JOB, "gpus=8", "parallel=ddp=8"), "plan chooses the degrees"),
+    ],
+)
+def test_the_command_refuses_in_one_line(monkeypatch, capsys, arguments, problem):
+    assert run(monkeypatch, *arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and problem in err and err.count("\n") == 1
