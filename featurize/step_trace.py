@@ -25,9 +25,6 @@ BUCKET = "bucket"  # gradients are reduced there
 GATHERED = "gathered_parameter"  # of all ranks' shards
 UNREDUCED = "unreduced_gradient"  # of a rank's own batch, for whole parameters
 COMMUNICATION = "communication_buffer"  # what is sent from, or received in
-ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND = COLLECTIVES = (
-    "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send",
-)  # fmt: skip
 
 _LOOKUP = "aten::embedding"
 BATCH = -2  # the source of an input that is the step's batch
@@ -102,7 +99,7 @@ class Block(NamedTuple):
 class Collective(NamedTuple):
     """What the ranks of a job send each other at one moment of the steady step."""
 
-    kind: str  # of COLLECTIVES
+    kind: str  # of featurize.parallel.collectives.KINDS
     nbytes: int  # of a rank's larger tensor: what is gathered, what is scattered
     after: int  # number of the step's operators that come before: then it can begin
     before: int  # number of those that do not wait for it

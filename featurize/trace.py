@@ -152,7 +152,9 @@ def trace_step(
         if training.compile:
             compiled[""] = None
         graphs = CudaGraphs() if training.runs_graphs else None
-        regions = CompiledRegions(model, compiled, blocks_alone=training.checkpointing is not None, graphs=graphs)
+        # FSDP2's hooks divide a compiled model's graph, as checkpoints do.
+        alone = training.checkpointing is not None or (parallel is not None and parallel.shards)
+        regions = CompiledRegions(model, compiled, blocks_alone=alone, graphs=graphs)
         step = TrainingStep(model, settings, "meta", loss=regions.loss(loss), holds_output=training_loop)
         model = step.model
         _require_trainable(model)  # quantized weights are frozen

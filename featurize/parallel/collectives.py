@@ -130,6 +130,15 @@ def fabric_of_axis(spec: DeviceSpec, parallel: Parallel, degree: int, stride: in
     )
 
 
+def fabrics_of(spec: DeviceSpec, parallel: Parallel) -> dict[str, Fabric]:
+    """Return what joins the ranks of each dimension of the mesh; "" is of all ranks. Raises as `fabric_of_axis`."""
+    fabrics, stride = {"": fabric_of(spec, parallel)}, 1
+    for name, degree in reversed(parallel.axes.items()):
+        fabrics[name] = fabric_of_axis(spec, parallel, degree, stride)
+        stride *= degree
+    return fabrics
+
+
 def _nodes(parallel: Parallel, degree: int, stride: int) -> int:
     size = parallel.gpus_per_node
     if stride >= size:

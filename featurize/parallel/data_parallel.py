@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from conf.errors import UsageError
 from featurize.parallel.buckets import BROADCAST_LIMITS, assigned, limits_of
+from featurize.parallel.collectives import ALL_REDUCE, BROADCAST
 from featurize.parallel.gradient_buckets import GradientBuckets, dense_parameters
 from featurize.parallel.layout import Parallel
 from featurize.recorder import Recorder
-from featurize.step_trace import ALL_REDUCE, BROADCAST, BUCKET, Collective
+from featurize.step_trace import BUCKET, Collective
 
 _IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: kMaxInFlight)
 

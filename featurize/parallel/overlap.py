@@ -36,7 +36,7 @@ class Communication:
 
 
 def communication_of(
-    trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, fabric: Fabric, step_ms: float
+    trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, fabrics: Mapping[str, Fabric], step_ms: float
 ) -> Communication:
     """Return what a traced step's communication takes.
 
@@ -47,13 +47,13 @@ def communication_of(
         trace: A job's step on several GPUs.
         spec: The GPU model.
         settings: The trace's own.
-        fabric: What joins the GPUs.
+        fabrics: Dimension of the mesh -> what joins its GPUs; "" is of all ranks.
         step_ms: The step's time without communication.
     """
-    lasts_ms = [collective_s(one.kind, one.nbytes, fabric) * 1e3 for one in trace.collectives]
+    lasts_ms = [collective_s(one.kind, one.nbytes, fabrics[one.axis]) * 1e3 for one in trace.collectives]
     sent_mib: dict[str, float] = defaultdict(float)
     for one in trace.collectives:
-        sent_mib[one.kind] += sent_bytes(one.kind, one.nbytes, fabric.ranks) / MIB
+        sent_mib[one.kind] += sent_bytes(one.kind, one.nbytes, fabrics[one.axis].ranks) / MIB
     begins_ms = _begins_ms(trace, spec, settings, step_ms)
     return Communication(
         busy_ms=sum(lasts_ms), exposed_ms=exposed_ms(trace.collectives, lasts_ms, begins_ms), sent_mib=dict(sent_mib)
@@ -61,7 +61,7 @@ def communication_of(
 
 
 def exposed_ms(collectives: Sequence[Collective], lasts_ms: Sequence[float], begins_ms: Sequence[float]) -> float:
-    """Return how long the kernels wait for collectives, which run one after the other.
+    """Return how long the kernels wait for collectives. Those of one dimension of the mesh run one after the other.
 
     Args:
         collectives: In the order in which they begin.
@@ -73,12 +73,14 @@ def exposed_ms(collectives: Sequence[Collective], lasts_ms: Sequence[float], beg
         for number, one in enumerate(collectives)
         for moment, kind in ((one.after, _BEGINS), (one.before, _WAITS))
     )
-    late_ms = free_ms = 0.0  # by which kernels are late; when the stream of collectives is free
+    late_ms = 0.0  # by which kernels are late
+    free_ms: dict[str, float] = defaultdict(float)  # when a communicator is done with all that came before
     ends_ms: dict[int, float] = {}
     for moment, kind, number in moments:
         now_ms = begins_ms[moment] + late_ms
         if kind == _BEGINS:
-            free_ms = ends_ms[number] = max(now_ms, free_ms) + lasts_ms[number]
+            axis = collectives[number].axis
+            free_ms[axis] = ends_ms[number] = max(now_ms, free_ms[axis]) + lasts_ms[number]
         else:
             late_ms += max(ends_ms[number] - now_ms, 0.0)
     return late_ms

@@ -15,8 +15,8 @@ from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
 from featurize.parallel.streams import Streams
-from featurize.step_trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
 
 if TYPE_CHECKING:
     from featurize.recorder import Recorder

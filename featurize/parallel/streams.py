@@ -72,7 +72,7 @@ class Streams:
         """Note a collective, and return its number.
 
         Args:
-            kind: Of `featurize.step_trace.COLLECTIVES`.
+            kind: Of `featurize.parallel.collectives.KINDS`.
             nbytes: As `Collective` has them.
             axis: Whose ranks take part.
             asynchronous: It runs beside the current stream, which waits for it later.

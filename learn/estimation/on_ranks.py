@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from featurize.parallel.collectives import PCIE, communicator_mib, fabric_of
+from featurize.parallel.collectives import PCIE, communicator_mib, fabric_of, fabrics_of
 from featurize.parallel.layout import Parallel, parse_parallel
 from featurize.training_settings import training_of
 from learn.workload import Workload
@@ -60,16 +60,19 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
         raise UsageError(f"{', '.join(given_too)}: of jobs on one GPU only; leave it out, or leave parallel out")
     training = training_of(job.settings)
     if training.optimizer_in_backward:
-        raise UsageError("optimizer_in_backward frees gradients before DistributedDataParallel reduces them")
-    if training.compile:
-        raise UsageError("compile with parallel= is not estimated yet; leave either out")
+        raise UsageError("optimizer_in_backward frees gradients before ranks reduce them: not estimated with parallel")
+    if training.compile and not parallel.shards:
+        raise UsageError("compile with parallel=ddp is not estimated yet; leave either out")
     return replace(job, parallel=parallel)
 
 
 def buffers_mib(job: Workload, device: DeviceSpec) -> float:
     """Return what communication libraries keep on a GPU, in MiB; 0 of a job on one GPU. `UsageError` where the GPU
     model's description has no interconnect."""
-    return 0.0 if job.parallel is None else communicator_mib(fabric_of(device, job.parallel))
+    if job.parallel is None:
+        return 0.0
+    fabrics = fabrics_of(device, job.parallel)
+    return sum(communicator_mib(fabrics[axis]) for axis in job.parallel.axes)
 
 
 def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communication | None:
@@ -78,8 +81,8 @@ def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communicat
 
     if job.parallel is None:
         return None
-    fabric = fabric_of(device, job.parallel)
-    return communication_of(traced.trace, device, job.settings, fabric, traced.step.step_time_ms)
+    fabrics = fabrics_of(device, job.parallel)
+    return communication_of(traced.trace, device, job.settings, fabrics, traced.step.step_time_ms)
 
 
 def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSpec) -> SimulatedStep:
@@ -126,12 +129,19 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_ste
     of_node = "PCIe" if fabric.kind == PCIE else "links"
     where = f"{parallel.ranks} GPUs of one node" if parallel.nodes == 1 else f"{parallel.nodes} nodes"
     network = "" if parallel.nodes == 1 else f" and {fabric.network_gb_s:g} GB/s a GPU between nodes"
+    batch = "a batch each" if parallel.replicas == parallel.ranks else f"a batch for {parallel.tp} ranks each"
+    alike = "all ranks need the same, and the figures are those of each one"
+    if parallel.shards:
+        alike = "the figures are those of the first rank; others hold as much, or less where tensors do not divide"
     notes = [
-        f"{where}, a batch each ({parallel.text()}): all ranks need the same, and the figures are those of each one; "
-        "throughput is of all ranks",
+        f"{where}, {batch} ({parallel.text()}): {alike}; throughput is of all ranks",
         f"assumed: {fabric.node_gb_s:g} GB/s a GPU within a node ({of_node}){network}; communication slows no kernel; "
         f"NCCL keeps {nccl_mib:,.0f} MiB",
     ]
-    if micro_steps > 1:
+    if parallel.fsdp > 1:
+        notes.append("assumed: shards are made without the whole model on a GPU (from the meta device, or the host)")
+    if micro_steps > 1 and parallel.fsdp > 1:
+        notes.append("assumed: each micro-step reduces its gradients")
+    elif micro_steps > 1 and parallel.ddp > 1:
         notes.append("assumed: micro-steps before the last run under no_sync")
     return notes

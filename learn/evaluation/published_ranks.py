@@ -19,17 +19,18 @@ from conf.plain_text import first_line
 from featurize.device_spec import DeviceSpec
 from featurize.families import gpt
 from learn.estimation.estimating import estimate
+from learn.estimation.job_estimate import Estimate
 from learn.evaluation.benchmark_answers import Tally
 from learn.evaluation.benchmark_figures import Given
 from learn.kernels.fitting import MeasuredTime
-from learn.kernels.mpt import LLM_FOUNDRY, SIZES, mpt_config, mpt_loss
+from learn.kernels.mpt import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 
 RANKS = "ranks"  # name of this estimator
 _PRECISIONS = ("amp_bf16", "bf16")  # Composer's newer and older name for the same
 # FSDP's strategies: whether weights are given back between forward and backward pass.
 _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 # Composer's mixed precision with amp_bf16 -> types of gathered weights and reduced gradients (`get_mixed_precision`).
-_TYPES = {"PURE": ("bfloat16", "bfloat16"), "DEFAULT": ("bfloat16", "float32")}
+_TYPES = {"PURE": ("bf16", "bf16"), "DEFAULT": ("bf16", "fp32")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +49,22 @@ class RankJob:
     def micro_step_ms(self, device: DeviceSpec) -> float:
         """Return the step's time by its micro-steps, as published throughput has it. Raises `UsageError` where the
         layout is not estimated."""
-        (tokens,), target = gpt.batch(self.config, "meta")
-        done = estimate(
-            lambda: gpt.build(self.config), tokens, target=target, loss=mpt_loss, device=device, parallel=self.parallel,
-            precision="bf16", optimizer="adamw", accumulation=self.accumulation, estimator="trace",
-        )  # fmt: skip
+        done = self.estimated(device)
         if done.step_time_ms is None:
             raise UsageError("the step has no time")
         return done.step_time_ms / self.accumulation
+
+    def estimated(self, device: DeviceSpec) -> Estimate:
+        """Return the estimate of one rank.
+
+        MPT's layer norms compute in the type of what they are given (`low_precision_layernorm`), as everything does
+        where FSDP's types alone decide: there is no autocast.
+        """
+        (tokens,), target = gpt.batch(self.config, "meta")
+        return estimate(
+            lambda: gpt.build(self.config), tokens, target=target, loss=fused_mpt_loss, device=device,
+            parallel=self.parallel, optimizer="adamw", accumulation=self.accumulation, estimator="trace",
+        )  # fmt: skip
 
 
 def rank_job_of(cells: Mapping[str, str]) -> RankJob:

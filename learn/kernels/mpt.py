@@ -5,7 +5,7 @@ Start reading at `mpt_config`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from featurize.families import gpt
 
@@ -37,3 +37,23 @@ def mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     import torch
 
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def fused_mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return what stands for the fused cross entropy that LLM Foundry takes by default (flash-attn's): it reads the
+    logits once, and once more to write their gradient in their own type. The value is another."""
+    import torch
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(rows)
+            return rows.sum(-1, dtype=torch.float32)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            (rows,) = ctx.saved_tensors
+            return rows * 1.0
+
+    losses: torch.Tensor = Fused.apply(logits.flatten(0, 1))
+    return losses.mean()

@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.parallel.buckets import assigned, limits_of
-from featurize.parallel.collectives import communicator_mib, fabric_of
+from featurize.parallel.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of, fabrics_of
 from featurize.parallel.layout import Parallel, parse_parallel
 from featurize.parallel.overlap import communication_of, exposed_ms
 from featurize.replay import replay
-from featurize.step_trace import ALL_REDUCE, BROADCAST, Collective
+from featurize.step_trace import Collective
 from featurize.trace import trace_step
 from featurize.training import Training
 
@@ -179,7 +179,7 @@ def test_waiting_is_what_computation_does_not_hide():
 def test_a_step_waits_longer_over_pcie_and_across_nodes():
     trace = traced()
     waits = [
-        communication_of(trace, spec, Training(), fabric_of(spec, Parallel(ddp=ranks)), 5.0).exposed_ms
+        communication_of(trace, spec, Training(), fabrics_of(spec, Parallel(ddp=ranks)), 5.0).exposed_ms
         for spec, ranks in ((A100, 8), (RTX, 8), (RTX, 64))
     ]
     assert waits == sorted(waits) and 0 < waits[0] < waits[1] < waits[2]
