@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +171,13 @@ class BlockwiseAdamW(_TensorByTensor):
         state |= {name: torch.zeros(blocks, device=p.device) for name in ("absmax1", "absmax2")}
 
 
+class HasState(Protocol):
+    """An optimizer, as far as its state is read."""
+
+    @property
+    def state(self) -> Any: ...
+
+
 class OptimizerInBackward:
     """An optimizer for each parameter, which steps in the backward pass and frees the gradient at once.
 
@@ -234,7 +241,12 @@ def run_step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether a tensor is spread over ranks (a DTensor)."""
+    return _mesh_of(tensor) is not None
+
+
+def state_tensors(optimizer: HasState) -> Iterator[Tensor]:
     """Every tensor of the optimizer's state."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 

@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from featurize.optimizers import (
     OptimizerOnHost,
     clip_norm,
     clip_value,
+    is_shared,
     run_step,
     state_tensors,
 )
@@ -34,6 +35,9 @@ from featurize.tf32 import allow_tf32
 from featurize.training_settings import Training as Training
 from featurize.training_settings import TrainingSettings as TrainingSettings
 from featurize.training_settings import training_of
+
+if TYPE_CHECKING:
+    from featurize.parallel.local_update import LocalOptimizer
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
@@ -143,7 +147,7 @@ class TrainingStep:
             return iter(())
         return state_tensors(self.optimizer)
 
-    def _make_optimizer(self) -> torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost:
+    def _make_optimizer(self) -> torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | LocalOptimizer:
         settings = self.settings
         foreach = True if self.device.type == "meta" else None
         make = functools.partial(
@@ -153,6 +157,11 @@ class TrainingStep:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
         if settings.offload_optimizer:
             return OptimizerOnHost(self.model.parameters(), functools.partial(make, foreach=None))
+        if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
+            from featurize.parallel.local_update import ELEMENTWISE, LocalOptimizer  # its imports are heavy
+
+            if settings.optimizer in ELEMENTWISE:
+                return LocalOptimizer(self.model.parameters(), make)
         return make(self.model.parameters())
 
     @contextlib.contextmanager
@@ -205,10 +214,10 @@ class TrainingStep:
             torch._foreach_mul_([g._values() if g.is_sparse else g for g in self._gradients()], 1.0)
         if clips:
             self._clip()
-        if isinstance(optimizer, OptimizerOnHost):
-            optimizer.step()
-        else:
+        if isinstance(optimizer, torch.optim.Optimizer):
             run_step(optimizer)
+        else:
+            optimizer.step()
 
     def _clip(self) -> None:
         if self.settings.clip_norm is not None:
