@@ -234,7 +234,7 @@ class Dispatcher:
         if "run_id" in telemetry.column_names:
             telemetry = telemetry.drop_columns(["run_id"])  # the writer puts in the new one
         try:
-            self._writer.write(attempt, telemetry, result.kernels)
+            self._writer.write(attempt, telemetry, result.kernels, result.ranks)
         except (OSError, MemoryError):
             raise
         except Exception:
@@ -249,7 +249,7 @@ class Dispatcher:
             return  # another dispatcher was quicker, after this one's lease had run out
         run = dataclasses.replace(result.run, final=True)
         try:
-            self._writer.write(run, result.telemetry, result.kernels)
+            self._writer.write(run, result.telemetry, result.kernels, result.ranks)
         except (OSError, MemoryError):  # the machine's, not the run's
             raise
         except Exception as error:  # whatever a worker sent: one task's business, not the job's

@@ -62,7 +62,8 @@ class TraceError(Exception):
 def trace_config(
     config: TrialConfig, *, device: str | DeviceSpec = DEFAULT_DEVICE, training_loop: bool = False
 ) -> StepTrace:
-    """The trace of one training step of a family's model, run as the farm's devices do. Raises `TraceError`."""
+    """The trace of one training step of a family's model, run as the farm's devices do; of a trial on several GPUs the
+    step of one rank. Raises `TraceError`."""
     from featurize.families import get_family, loss_of
 
     family = get_family(config.family)
@@ -73,6 +74,7 @@ def trace_config(
         settings=config,
         device=device,
         training_loop=training_loop,
+        parallel=config.layout,
     )
 
 

@@ -19,6 +19,7 @@ from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.machine import MachineProfile
+from featurize.parallel.overlap import lengthened
 from featurize.training_settings import training_of
 from learn.cases import Case
 from learn.estimation.answer_notes import note_of_absent, note_of_two_loops, notes_of_memory, notes_of_trace
@@ -26,7 +27,7 @@ from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
 from learn.estimation.memory_causes import COVERAGES, uncertainty_of
 from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
-from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, lengthened, talk_of, values_of_ranks
+from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, talk_of, values_of_ranks
 from learn.estimation.sources import (
     TARGETS,
     WITHOUT_TRACE,

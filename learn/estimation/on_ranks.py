@@ -18,7 +18,6 @@ from learn.workload import Workload
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.overlap import Communication
-    from featurize.simulate import SimulatedStep
     from learn.traced import TracedStep
 
 SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
@@ -80,24 +79,6 @@ def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communicat
         return None
     fabric = fabric_of(device, job.parallel)
     return communication_of(traced.trace, device, job.settings, fabric, traced.step.step_time_ms)
-
-
-def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSpec) -> SimulatedStep:
-    """Return a step that also waits for its communication, during which the GPU's units are taken to be idle."""
-    if talk is None or not step.step_time_ms:
-        return step
-    total_ms = step.step_time_ms + talk.exposed_ms
-    share = step.step_time_ms / total_ms
-    return replace(
-        step,
-        step_time_ms=total_ms,
-        step_time_upper_ms=step.step_time_upper_ms + talk.exposed_ms,
-        smact=step.smact * share,
-        smocc=step.smocc * share,
-        drama=step.drama * share,
-        gpu_util=step.gpu_util * share,
-        power_w=device.idle_power_w + (step.power_w - device.idle_power_w) * share,
-    )
 
 
 def values_of_ranks(

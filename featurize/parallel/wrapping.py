@@ -1,0 +1,36 @@
+"""A real model in the wrapper of its job's layout, within a process group that is there already.
+
+Start reading at `wrapped`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.parallel.layout import MODES, Parallel
+
+WRAPPED = ("ddp",)  # modes that real ranks run in
+
+
+def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
+    """Return the model as a rank trains it: `DistributedDataParallel` for `ddp`.
+
+    Args:
+        model: On this rank's device, with the parameters and types that it trains with.
+        parallel: The job's layout. The default process group has its ranks.
+
+    Raises:
+        UsageError: A mode that real ranks do not run in yet.
+    """
+    unknown = [name for name in MODES if name not in WRAPPED and getattr(parallel, name, 1) > 1]
+    if unknown:
+        raise UsageError(f"parallel: {', '.join(unknown)}: not run yet; modes that ranks run in: {', '.join(WRAPPED)}")
+    return nn.parallel.DistributedDataParallel(
+        model,
+        broadcast_buffers=parallel.broadcast_buffers,
+        bucket_cap_mb=parallel.bucket_cap_mb,
+        find_unused_parameters=parallel.find_unused_parameters,
+        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
+        static_graph=parallel.static_graph,
+    )
