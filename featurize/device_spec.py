@@ -161,8 +161,9 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     `interconnect`, as `DeviceSpec.to_mapping` gives it, gets that of the described GPU model of its name.
     """
     values = {name: value for name, value in mapping.items() if name != "count"}
-    if "interconnect" not in values and "interconnect" in (known := _descriptions().get(str(values.get("name")), {})):
-        values["interconnect"] = known["interconnect"]
+    described = _descriptions().get(str(values.get("name")), {})
+    if "interconnect" not in values and "interconnect" in described:
+        values["interconnect"] = described["interconnect"]
     label = values.get("name", "?")
     fields = {f.name for f in dataclasses.fields(DeviceSpec)}
     rates = values.get("peak_tflops")

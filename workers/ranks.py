@@ -125,7 +125,7 @@ class _Chorus:
 
     def listen(self) -> None:
         while not self._over():
-            waiting = [rank.channel for rank in self.ranks if rank.open]
+            waiting: list[Any] = [rank.channel for rank in self.ranks if rank.open]
             timeout_s = None if self.settled_at is None else max(0.0, self.settled_at - time.monotonic())
             words = [] if self.link.ended else [self.link]
             readable = select.select([*waiting, *words], [], [], timeout_s)[0]

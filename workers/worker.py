@@ -94,9 +94,10 @@ class Worker:
         name: str,
         environment: dict[str, str] | None = None,
         workers: int = 1,
+        gpus: int = 1,
     ):
-        """`slot_key`: the slot's UUID, its index as text, or None for the only one. `environment` is added to the trial
-        server's.
+        """`slot_key`: the slot's UUID, its index as text, or None for the only one, or all of several `gpus`, on which
+        trials of as many ranks run. `environment` is added to the trial server's.
 
         `workers` share this machine: each trial may take its part of the host's memory.
         """
@@ -106,7 +107,7 @@ class Worker:
         slots = list(self._device.slots())
         if slot_key is not None:
             slots = [slot for slot in slots if slot_key in (slot.device_uuid, str(slot.index))]
-        assert len(slots) == 1, f"slot {slot_key} of {slots}"
+        assert len(slots) == gpus, f"slot {slot_key} of {slots}"
         self._slots = slots
         self._workers = workers
         self._nvml = None
@@ -114,7 +115,7 @@ class Worker:
             with contextlib.suppress(SensorUnavailable):
                 # Held for the worker's life: NVML counts, and the sensors of each trial then start at once.
                 self._nvml = open_nvml()
-        self._environment = {**(environment or {}), **self._device.environment(self._slot)}
+        self._environment = {**(environment or {}), **self._device.environment(*self._slots)}
         self._server: TrialServer | None = None
         self._prepared: tuple[TaskSpec, RunningTrial] | None = None  # the next trial, made ready and waiting
 

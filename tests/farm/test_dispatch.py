@@ -58,6 +58,12 @@ class ScriptedExecutor:
     def idle(self):
         return [] if self._task else ["w"]
 
+    def waiting(self):
+        return ()
+
+    def most_gpus(self):
+        return None
+
     def submit(self, worker, task, upcoming=None):
         self._task = task
         self.announced.append(None if upcoming is None else upcoming.task_index)

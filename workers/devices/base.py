@@ -123,8 +123,8 @@ class Device(Protocol):
         """Return the slots of this machine. Raises `DeviceUnavailable` with the reason if there are none."""
         ...
 
-    def environment(self, slot: Slot) -> dict[str, str]:
-        """Return the environment variables that pin this slot's trial server to its device."""
+    def environment(self, *slots: Slot) -> dict[str, str]:
+        """Return the environment variables that pin a trial server to its devices."""
         ...
 
     def measure(

@@ -35,7 +35,7 @@ class CpuDevice:
             for i in range(self.count)
         )
 
-    def environment(self, slot: Slot) -> dict[str, str]:
+    def environment(self, *slots: Slot) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
     def measure(

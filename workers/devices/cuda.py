@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from conf.errors import UsageError
 from workers.devices.base import DeviceChoice, DeviceUnavailable, Link, Place, Slot
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ class CudaDevice:
             for index, gpu in enumerate(usable)
         )
 
-    def environment(self, slot: Slot) -> dict[str, str]:
-        """Return the variables that select the GPU by UUID; NVML (PCI bus order) and CUDA (fastest first) differ."""
-        return {"CUDA_VISIBLE_DEVICES": slot.device_uuid or "", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    def environment(self, *slots: Slot) -> dict[str, str]:
+        """Return the variables that select GPUs by UUID; NVML (PCI bus order) and CUDA (fastest first) differ."""
+        uuids = ",".join(slot.device_uuid or "" for slot in slots)
+        return {"CUDA_VISIBLE_DEVICES": uuids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
     def measure(
         self,
@@ -66,6 +68,8 @@ class CudaDevice:
 
         from workers.devices.training import measure_training
 
+        if place is not None and slot.mig_profile is not None:
+            raise UsageError(f"ranks cannot talk between MIG slices ({slot.mig_profile}); run the trial on whole GPUs")
         number = 0 if place is None else place.rank  # of the GPUs that the trial's server was pinned to
 
         def open_meter() -> CudaMeter:

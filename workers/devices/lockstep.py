@@ -58,7 +58,7 @@ class Lockstep:
         """Tell the other ranks that there are no more steps."""
         self._say(_END)
 
-    def followed(self, run_step: RunStep, window_begins: Callable[[], None]) -> Iterator[tuple[int, float]]:
+    def followed(self, run_step: RunStep, window_begins: Callable[[], object]) -> Iterator[tuple[int, float]]:
         """Run the steps that the first rank says; yield those of the window."""
         in_window = False
         while (word := self._heard()) != _END:

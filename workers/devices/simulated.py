@@ -49,7 +49,7 @@ class SimulatedDevice:
             for index in range(self.count)
         )
 
-    def environment(self, slot: Slot) -> dict[str, str]:
+    def environment(self, *slots: Slot) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": "", TRACES_ONLY: "1"}
 
     def measure(
