@@ -26,11 +26,13 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
     unknown = [name for name in MODES if name not in WRAPPED and getattr(parallel, name, 1) > 1]
     if unknown:
         raise UsageError(f"parallel: {', '.join(unknown)}: not run yet; modes that ranks run in: {', '.join(WRAPPED)}")
+    # torch 2.13 warns of the argument, whatever it is, and has no other that means the same.
+    buffers = {} if parallel.broadcast_buffers else {"broadcast_buffers": False}
     return nn.parallel.DistributedDataParallel(
         model,
-        broadcast_buffers=parallel.broadcast_buffers,
         bucket_cap_mb=parallel.bucket_cap_mb,
         find_unused_parameters=parallel.find_unused_parameters,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
         static_graph=parallel.static_graph,
+        **buffers,
     )

@@ -11,6 +11,7 @@ from hostile_models import FOR_EVER  # noqa: F401  the trials import it from thi
 from test_hostile_trials import await_gone, hostile
 from test_worker import LONG, InBackground, mlp, task
 
+from featurize.device_spec import load_device
 from workers.devices import DeviceChoice
 from workers.reports import BrokenReport, ReportReader
 from workers.settings import KernelSettings
@@ -186,3 +187,43 @@ def test_a_report_of_ranks_that_breaks_the_rules_is_refused(lines):
 def test_a_trial_of_one_process_reports_no_rank():
     assert isinstance(ReportReader().feed(b'{"event":"rank","rank":0,"values":{}}\n')[-1], BrokenReport)
     assert isinstance(ReportReader().feed(RANKS)[-1], BrokenReport)
+
+
+def test_ranks_of_a_simulated_gpu_are_traced_and_say_so():
+    simulated = Worker(DeviceChoice(backend="simulated"), "0", "simulated")
+    try:
+        alone = simulated.run(task(mlp(input_size=4096, batch_size=512))).run
+        result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=8")))
+    finally:
+        simulated.close()
+    run, ranks = result.run, result.ranks.to_pylist()
+    assert (run.status, run.source, run.ranks, run.worst_rank) == ("ok", "simulated", 8, 0)
+    assert run.peak_memory_mib > alone.peak_memory_mib + 500, "buckets, and NCCL's buffers"
+    assert run.parameters == alone.parameters
+    assert [row["rank"] for row in ranks] == list(range(8))
+    for row in ranks:
+        same = ("peak_memory_mib", "step_time_ms", "smact", "power_w")
+        assert [row[name] for name in same] == [getattr(run, name) for name in same]
+        assert 0 < row["exposed_ms"] < row["step_time_ms"] and row["sent_mib"] > 0
+    assert run.step_time_ms == pytest.approx(alone.step_time_ms + ranks[0]["exposed_ms"])
+    assert set(result.telemetry["rank"].to_pylist()) == {0}
+
+
+def test_a_simulated_step_that_does_not_fit_is_out_of_memory_on_all_ranks():
+    small = DeviceChoice(backend="simulated", spec={**load_device("T4").to_mapping(), "memory_mib": 1200.0})
+    simulated = Worker(small, "0", "simulated")
+    try:
+        result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=2")))
+    finally:
+        simulated.close()
+    assert (result.run.status, result.run.oom_kind) == ("oom", "device")
+    assert [row["status"] for row in result.ranks.to_pylist()] == ["oom", "oom"]
+
+
+def test_closing_a_worker_ends_its_ranks():
+    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
+    running = TwoRanks(doomed)
+    os.kill(running.server.parent().pid, signal.SIGKILL)  # the keeper; the server sees it and ends everything
+    assert running.join().run.error_type == "ServerLost"
+    assert await_gone([running.trial.pid, *(process.pid for process in running.ranks)])
+    doomed.close()
