@@ -19,7 +19,6 @@ from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.machine import MachineProfile
-from featurize.parallel.overlap import lengthened
 from featurize.training_settings import training_of
 from learn.cases import Case
 from learn.estimation.answer_notes import note_of_absent, note_of_two_loops, notes_of_memory, notes_of_trace
@@ -310,6 +309,7 @@ def _assembled(
     torch_version: str | None,
 ) -> Estimate:
     """Return what was gathered, and the trace's figures for the rest."""
+    from featurize.parallel.overlap import lengthened
     from learn.targets import get_target
 
     values, by = gathered.values, gathered.by

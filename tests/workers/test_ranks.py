@@ -205,12 +205,12 @@ def test_ranks_of_a_simulated_gpu_are_traced_and_say_so():
         same = ("peak_memory_mib", "step_time_ms", "smact", "power_w")
         assert [row[name] for name in same] == [getattr(run, name) for name in same]
         assert 0 < row["exposed_ms"] < row["step_time_ms"] and row["sent_mib"] > 0
-    assert run.step_time_ms == pytest.approx(alone.step_time_ms + ranks[0]["exposed_ms"])
+    assert run.step_time_ms >= alone.step_time_ms + ranks[0]["exposed_ms"], "copies into buckets take time as well"
     assert set(result.telemetry["rank"].to_pylist()) == {0}
 
 
 def test_a_simulated_step_that_does_not_fit_is_out_of_memory_on_all_ranks():
-    small = DeviceChoice(backend="simulated", spec={**load_device("T4").to_mapping(), "memory_mib": 1200.0})
+    small = DeviceChoice(backend="simulated", spec={**load_device("T4").to_mapping(), "memory_mib": 500.0})
     simulated = Worker(small, "0", "simulated")
     try:
         result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=2")))
