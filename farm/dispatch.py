@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
+from farm.cluster_settings import ClusterSettings
 from farm.executors import Completion, Executor, InlineExecutor
 from farm.job_records import run_id_of
 from farm.jobs import MIXED_FAMILY, Queue, RunDoubt, Task, UnreadableTask
@@ -24,7 +25,7 @@ from farm.outcomes import JobOutcomes
 from farm.process_marker import session_marker
 from farm.progress import Progress
 from farm.queue_values import device_from_key
-from farm.ray_executor import ClusterSettings, RayExecutor
+from farm.ray_executor import RayExecutor
 from farm.submitted_code import SubmittedCode
 from farm.sweep import SESSION_VARIABLE, descendants
 from farm.task_runs import accepted, attempt_run_id, doubt_of, lost_run, reason_lines, refused_run, task_spec

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from conf.errors import UsageError
+from farm.cluster_settings import ClusterSettings
 from farm.dimensions import Choice, Constant, Dimension, Scalar
 from farm.space import Space
 from featurize.parallel.layout import Parallel, parse_parallel
@@ -38,12 +39,12 @@ def with_layouts(space: Space, given: Any) -> Space:
     return replace(space, dimensions=others if texts == (None,) else (*others, dimension))
 
 
-def require_gpus(space: Space, choice: DeviceChoice, *, one_machine: bool) -> None:
+def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -> None:
     """Raise `UsageError` for a layout that the device cannot run: on several nodes, or on more GPUs than there are.
 
     Args:
         choice: Where the trials run. Simulated GPUs are as many as a layout wants.
-        one_machine: All trials run on this machine, whose GPUs can be counted.
+        cluster: Where they run: the GPUs of this machine can be counted, those of a joined cluster not yet.
     """
     layouts = [layout for value in _values(space) if (layout := parse_parallel(value)) is not None]
     if choice.backend == "simulated" or not layouts:
@@ -54,9 +55,9 @@ def require_gpus(space: Space, choice: DeviceChoice, *, one_machine: bool) -> No
                 f"parallel={layout.text()}: {layout.ranks} ranks fill {layout.nodes} nodes of {layout.gpus_per_node}, "
                 "and a trial runs on one; set gpus_per_node, or simulate it with device=A100-SXM4-40GB"
             )
-    if choice.backend == "cuda" and one_machine:
-        slots = make_device(choice).slots()
-        if (problem := gpu_problem(max(layouts, key=lambda layout: layout.ranks), len(slots))) is not None:
+    if choice.backend == "cuda" and cluster.address is None:
+        gpus = 1 if cluster.kind == "inline" else len(make_device(choice).slots())
+        if (problem := gpu_problem(max(layouts, key=lambda layout: layout.ranks), gpus)) is not None:
             raise UsageError(problem)
 
 

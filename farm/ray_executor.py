@@ -9,136 +9,34 @@ import contextlib
 import dataclasses
 import logging
 import os
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import psutil
 
-from conf.errors import EnvironmentProblem, UsageError
-from conf.own_packages import SAFE_PATH, searching_last, working_folder
-from conf.plain_text import error_line
+from conf.errors import EnvironmentProblem
+from conf.own_packages import SAFE_PATH
 from conf.ray_session import own_session_environment
-from conf.settings import key
+from farm.cluster_settings import ClusterSettings, plain_error
 from farm.executors import Completion
 from farm.gangs import Gang, Gangs
 from farm.leftovers import delete_folder, make_ray_folder
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
 from farm.ray_nodes import NodeWatch, RayNode
+from farm.ray_worker import actor_class
 from farm.sweep import end_processes
 from workers.devices import DeviceChoice, make_device
-from workers.worker import RunResult, TaskSpec, Worker
+from workers.worker import TaskSpec
 
-_CONNECT_TIMEOUT_S = 5.0
-_ERROR_CHARACTERS = 400
 _END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
 _SHUTDOWN_S = 10.0  # of a Ray that has lost its head
 _READY_TRIES = 3  # a worker whose trial server fails to start this often in a row is given up
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterSettings:
-    """The `cluster` key: `ray` (our own, or joined by `address`) or `inline`."""
-
-    kind: str = key("ray", "")
-    address: str | None = key(None, 'null: a Ray of our own; "auto" or HOST:PORT joins a running cluster')
-    dashboard: bool = key(False, "Ray's dashboard, on loopback")
-    object_store_mib: int = key(128, "shared memory for results on their way to the writer")
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to the trial servers' own
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("ray", "inline"):
-            raise UsageError(f"cluster.kind must be one of ray, inline, got {self.kind!r}")
-        if (
-            isinstance(self.object_store_mib, bool)
-            or not isinstance(self.object_store_mib, int)
-            or self.object_store_mib < 80
-        ):
-            raise UsageError(f"cluster.object_store_mib must be an integer >= 80, got {self.object_store_mib!r}")
-
-    def check_address(self) -> None:
-        """Raise `EnvironmentProblem` if nothing answers at `address`; Ray itself would try for minutes first."""
-        if self.address is not None:
-            self.place()
-
-    def place(self) -> tuple[str, int]:
-        """Return host and port of the cluster at `address`. Raises as `check_address` does."""
-        address = str(self.address)
-        if address == "auto":
-            address = os.environ.get("RAY_ADDRESS") or _running_cluster()
-        host, separator, port = address.rpartition(":")
-        if not separator or not port.isdigit():
-            raise UsageError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
-        try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-        except (OSError, OverflowError) as error:
-            raise self.nobody_answers(error) from error
-        return host, int(port)
-
-    def nobody_answers(self, error: Exception) -> EnvironmentProblem:
-        return EnvironmentProblem(
-            f"cluster.address={self.address}: no Ray cluster answers there ({_plain(error)}); "
-            "start one with `ray start --head`, or leave the key out"
-        )
-
-
-def _running_cluster() -> str:
-    """Return the address of the cluster that `ray start` last started on this machine, as Ray records it."""
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
-    try:
-        return note.read_text().strip()
-    except OSError as error:
-        raise EnvironmentProblem(
-            "cluster.address=auto: no Ray cluster runs on this machine; start one with `ray start --head`"
-        ) from error
-
-
-class PinnedWorker:
-    """The body of an actor: finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
-
-    def __init__(
-        self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int, gpus: int = 1
-    ):
-        name = f"ray-{slot_key}"
-        if slot_key is None:  # Ray has pinned this process: it sees its own GPUs only
-            import ray
-
-            name = f"ray-{'+'.join(ray.get_runtime_context().get_accelerator_ids()['GPU'])}"
-            choice = {**choice, "count": None}
-        self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers, gpus)
-
-    def ready(self) -> None:
-        """Start the trial server and wait until it is ready."""
-        self._worker.ready()
-
-    def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
-        return self._worker.run(task, upcoming)
-
-
-def _actor_class() -> type:
-    """Return the actors' class, which is sent by value and corrects the path before any import of ours."""
-    put_last = searching_last(working_folder())
-
-    class RayWorker:
-        def __init__(self, *arguments: Any) -> None:
-            put_last()
-            from farm.ray_executor import PinnedWorker
-
-            self._pinned = PinnedWorker(*arguments)
-
-        def ready(self) -> None:
-            self._pinned.ready()
-
-        def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
-            return self._pinned.run(task, upcoming)
-
-    return RayWorker
 
 
 @dataclass(frozen=True)
@@ -198,7 +96,7 @@ class RayExecutor:
             num_gpus=1 if pinned else 0,
             max_restarts=-1,  # Ray restarts a killed actor; which task to repeat is the queue's to say
             max_task_retries=0,
-        )(_actor_class())
+        )(actor_class())
         if self._joined:
             self._join()
         else:
@@ -254,7 +152,7 @@ class RayExecutor:
         except Exception as error:  # of many kinds, and none is a bug of ours
             self._head.check_now()
             raise EnvironmentProblem(
-                f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it"
+                f"Ray does not start: {plain_error(error)}; cluster=inline runs one worker without it"
             ) from error
         else:
             self._note_roots()
@@ -537,11 +435,11 @@ class RayExecutor:
             if self._failures[worker] < _READY_TRIES:
                 self._await_ready(worker)
                 return
-            self._notices.append(f"{worker} does not start and is left out: {_plain(error)}")
+            self._notices.append(f"{worker} does not start and is left out: {plain_error(error)}")
             self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
             # Of a cluster that did work, another node may still join.
             if not self._seats and not (self._joined and self._was_ready):
-                raise EnvironmentProblem(f"no worker starts: {_plain(error)}") from error
+                raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:
             self._failures[worker] = 0
             self._was_ready = True
@@ -566,7 +464,7 @@ class RayExecutor:
                 self._after_gang(worker, usable=False)
             else:
                 self._await_ready(worker)
-            return Completion(worker=worker, task=task, lost=f"worker lost: {_plain(error)}")
+            return Completion(worker=worker, task=task, lost=f"worker lost: {plain_error(error)}")
         except Exception as error:  # what it sent cannot be read: again one task's business
             self._free(worker)
             return Completion(worker=worker, task=task, lost=f"worker's answer cannot be read: {error!r}")
@@ -579,10 +477,3 @@ class RayExecutor:
             self._after_gang(worker, usable=True)
         else:
             self._now_idle(worker)
-
-
-def _plain(error: Exception) -> str:
-    """Return the first paragraph of Ray's message, or the exception if it is a traceback."""
-    if '\n  File "' in str(error):
-        return error_line(str(error))[:_ERROR_CHARACTERS]
-    return " ".join(str(error).split("\n\n")[0].split())[:_ERROR_CHARACTERS]

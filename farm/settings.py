@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
 from conf.settings import added_group, data_key, group, key, keys_of, section
+from farm.cluster_settings import ClusterSettings
 from farm.layouts import with_layouts
 from farm.monitoring.events import LogSettings
 from farm.monitoring.metrics import MetricsSettings
-from farm.ray_executor import ClusterSettings
 from farm.sampling import POLICIES, Limits, checked_batch_sizes
 from farm.space import Space, space_of_mapping
 from farm.space_limits import require_within_limits

@@ -39,7 +39,7 @@ def entry(settings: SubmitSettings) -> int:
     settings = dataclasses.replace(settings, device=choice)
     # The first sample also finds a space that has no valid configuration, before anything is written.
     next(_configs(settings, 0, 1))
-    require_gpus(settings.space, choice, one_machine=settings.cluster.address is None)
+    require_gpus(settings.space, choice, settings.cluster)
     require_models([settings.space])
     if choice.backend == "simulated" and asks_cudnn(settings.space.family):
         installed_libraries()  # else every trial would end without what it is sampled for

@@ -5,6 +5,8 @@ Start reading at `wrapped`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from conf.errors import UsageError
@@ -27,7 +29,7 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
     if unknown:
         raise UsageError(f"parallel: {', '.join(unknown)}: not run yet; modes that ranks run in: {', '.join(WRAPPED)}")
     # torch 2.13 warns of the argument, whatever it is, and has no other that means the same.
-    buffers = {} if parallel.broadcast_buffers else {"broadcast_buffers": False}
+    buffers: dict[str, Any] = {} if parallel.broadcast_buffers else {"broadcast_buffers": False}
     return nn.parallel.DistributedDataParallel(
         model,
         bucket_cap_mb=parallel.bucket_cap_mb,

@@ -4,10 +4,10 @@ import pytest
 
 import farm.ray_executor
 from conf.errors import UsageError
+from farm.cluster_settings import ClusterSettings
 from farm.dispatch import make_executor
 from farm.gangs import Gangs
 from farm.layouts import gpu_problem, require_gpus, with_layouts
-from farm.ray_executor import ClusterSettings
 from farm.space import own_space
 from featurize.families import get_family
 from featurize.parallel.layout import Parallel
@@ -82,12 +82,14 @@ def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monke
     sixteen = with_layouts(own_space("mlp"), "ddp=16")
     for choice in (CPU, CUDA):
         with pytest.raises(UsageError, match="16 ranks fill 2 nodes of 8, and a trial runs on one"):
-            require_gpus(sixteen, choice, one_machine=True)
-    require_gpus(sixteen, DeviceChoice(backend="simulated"), one_machine=True)
+            require_gpus(sixteen, choice, ClusterSettings())
+    require_gpus(sixteen, DeviceChoice(backend="simulated"), ClusterSettings())
     monkeypatch.setattr("farm.layouts.make_device", lambda choice: FakeGpus())
     with pytest.raises(UsageError, match="parallel=ddp=4 needs 4 GPUs of one node, and the largest node has 3"):
-        require_gpus(with_layouts(own_space("mlp"), [None, "ddp=4"]), CUDA, one_machine=True)
-    require_gpus(with_layouts(own_space("mlp"), "ddp=3"), CUDA, one_machine=True)
+        require_gpus(with_layouts(own_space("mlp"), [None, "ddp=4"]), CUDA, ClusterSettings())
+    require_gpus(with_layouts(own_space("mlp"), "ddp=3"), CUDA, ClusterSettings())
+    with pytest.raises(UsageError, match="needs 2 GPUs of one node, and the largest node has 1"):
+        require_gpus(with_layouts(own_space("mlp"), "ddp=2"), CUDA, ClusterSettings(kind="inline"))
     assert gpu_problem(Parallel(ddp=2), 1) and gpu_problem(Parallel(ddp=2), 2) is None
 
 
@@ -125,7 +127,7 @@ def fake_actor():
 @pytest.fixture
 def executor(monkeypatch):
     monkeypatch.setattr(farm.ray_executor, "make_device", lambda choice: FakeGpus())
-    monkeypatch.setattr(farm.ray_executor, "_actor_class", fake_actor)
+    monkeypatch.setattr(farm.ray_executor, "actor_class", fake_actor)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     executor = make_executor(CUDA, ClusterSettings(kind="ray"))
     executor.start()

@@ -18,9 +18,9 @@ import pytest
 from conf import cli
 from farm import submit as submit_module
 from farm import work as work_module
+from farm.cluster_settings import ClusterSettings
 from farm.jobs import Queue
 from farm.large_submissions import queue_bytes
-from farm.ray_executor import ClusterSettings
 from featurize.families import family_names
 from warehouse import connect
 from warehouse.folder import DataFolder

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from workers.devices.base import Link, Place
 from workers.devices.profiling import report_kernels
-from workers.devices.window import MeasuredWindow, MemoryWatch, followed_window, measure_window, warm_up
+from workers.devices.window import MeasuredWindow, MemoryWatch, RunStep, followed_window, measure_window, warm_up
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from featurize.trial import TrialConfig
     from workers.devices.lockstep import Lockstep
-    from workers.settings import TrialSettings
+    from workers.settings import TrialSettings, WindowSettings
 
 _REPORT_PERIOD_NS = 100_000_000
 # Up to here one thread of the host has a model ready within a second or so; larger ones are made quicker on the device.
@@ -114,22 +114,11 @@ def measure_training(
         link.report("window", t_ns=start_ns)
         return start_ns
 
-    def run_window() -> MeasuredWindow:
-        run = run_step if ranks is None else ranks.leading(run_step)
-        warm_up(run, memory, settings.window, optimizer_ready)
-        if ranks is not None:
-            ranks.begin_window()
-        start_ns = begin_window()
-        window = measure_window(run, memory, lambda: link.received("steady"), settings.window, start_ns)
-        if ranks is not None:
-            ranks.end()
-        return window
-
     link.report("warmup", t_ns=time.monotonic_ns())
     if ranks is not None and not ranks.leads:
         window = followed_window(ranks.followed(run_step, begin_window))
     else:
-        window = run_window()
+        window = _decided_window(run_step, begin_window, memory, settings.window, link, optimizer_ready, ranks)
     reporter.flush()
     step_time_ms = statistics.median(window.step_times_ms)
     half_widths = {} if window.half_width_ms is None else {"step_time_ms": window.half_width_ms}
@@ -147,6 +136,27 @@ def measure_training(
 
     if settings.kernels.steps and ranks is None and link.labels_taken():
         report_kernels(train_step, settings.kernels.steps, step_time_ms, meter.device.type, link)
+
+
+def _decided_window(
+    run_step: RunStep,
+    begin_window: Callable[[], int],
+    memory: MemoryWatch,
+    rules: WindowSettings,
+    link: Link,
+    optimizer_ready: Callable[[], bool],
+    ranks: Lockstep | None,
+) -> MeasuredWindow:
+    """Warm up and measure, deciding when either ends; tell it to the other `ranks`, if there are some."""
+    run = run_step if ranks is None else ranks.leading(run_step)
+    warm_up(run, memory, rules, optimizer_ready)
+    if ranks is not None:
+        ranks.begin_window()
+    start_ns = begin_window()
+    window = measure_window(run, memory, lambda: link.received("steady"), rules, start_ns)
+    if ranks is not None:
+        ranks.end()
+    return window
 
 
 def _joined(place: Place, device: torch.device) -> Lockstep:
