@@ -14,16 +14,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
+from farm.cluster_settings import ClusterSettings
 from farm.executors import Completion, Executor, InlineExecutor
 from farm.job_records import run_id_of
 from farm.jobs import MIXED_FAMILY, Queue, RunDoubt, Task, UnreadableTask
+from farm.layouts import gpu_problem
 from farm.lock import DispatcherLock
 from farm.monitoring.service import Service
 from farm.outcomes import JobOutcomes
 from farm.process_marker import session_marker
 from farm.progress import Progress
 from farm.queue_values import device_from_key
-from farm.ray_executor import ClusterSettings, RayExecutor
+from farm.ray_executor import RayExecutor
 from farm.submitted_code import SubmittedCode
 from farm.sweep import SESSION_VARIABLE, descendants
 from farm.task_runs import accepted, attempt_run_id, doubt_of, lost_run, reason_lines, refused_run, task_spec
@@ -152,7 +154,9 @@ class Dispatcher:
             spec = self._spec(task)
             self._expect_back(spec)
             self._service.events.emit("handed_out", spec, worker=worker)
-            self._executor.submit(worker, spec, None if upcoming is None else self._spec(upcoming))
+            # A trial of several ranks starts elsewhere, or its ranks do: nothing of it is made ready.
+            ready = upcoming is not None and upcoming.config.ranks == 1
+            self._executor.submit(worker, spec, self._spec(upcoming) if upcoming is not None and ready else None)
         for expired in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
             self._land_run(expired, lost_run(expired, "every attempt lost its worker or its dispatcher"))
 
@@ -181,11 +185,18 @@ class Dispatcher:
                 refused = refused_run(task, "UsageError", task.problem)
             elif (refusal := self._code.decide(task.config)[1]) is not None:
                 refused = refused_run(task, "NotTrusted", refusal)
+            elif (problem := self._problem_of_ranks(task)) is not None:
+                refused = refused_run(task, "UsageError", problem)
             else:
                 return task
             self._land_run(task, refused)
             del self._leased[task.run_id]
         return None
+
+    def _problem_of_ranks(self, task: Task) -> str | None:
+        """Return why no node can run a trial of several ranks; None if one can."""
+        layout, gpus = task.config.layout, self._executor.most_gpus()
+        return None if layout is None or gpus is None else gpu_problem(layout, gpus)
 
     def _expect_back(self, spec: TaskSpec) -> None:
         self._stuck_at[spec.run_id] = self._steady() + spec.settings.timeout_s + _STUCK_AFTER_S
@@ -234,7 +245,7 @@ class Dispatcher:
         if "run_id" in telemetry.column_names:
             telemetry = telemetry.drop_columns(["run_id"])  # the writer puts in the new one
         try:
-            self._writer.write(attempt, telemetry, result.kernels)
+            self._writer.write(attempt, telemetry, result.kernels, result.ranks)
         except (OSError, MemoryError):
             raise
         except Exception:
@@ -249,7 +260,7 @@ class Dispatcher:
             return  # another dispatcher was quicker, after this one's lease had run out
         run = dataclasses.replace(result.run, final=True)
         try:
-            self._writer.write(run, result.telemetry, result.kernels)
+            self._writer.write(run, result.telemetry, result.kernels, result.ranks)
         except (OSError, MemoryError):  # the machine's, not the run's
             raise
         except Exception as error:  # whatever a worker sent: one task's business, not the job's
@@ -275,8 +286,11 @@ class Dispatcher:
     def _restart_stuck_workers(self) -> None:
         """Restart workers long past their trial's deadline, which hang themselves, as in a wedged driver."""
         now = self._steady()
+        waiting = self._executor.waiting()
         for worker, task in self._executor.running().items():
-            if now > self._stuck_at[task.run_id]:
+            if worker in waiting:
+                self._expect_back(task)  # its time begins when it has its GPUs
+            elif now > self._stuck_at[task.run_id]:
                 self._service.events.emit("stuck", task, worker=worker)
                 self._progress.say(f"{worker} is stuck at {task.run_id}; it is restarted")
                 self._expect_back(task)  # it comes back as lost; should it not, the worker is restarted again
@@ -295,6 +309,8 @@ class Dispatcher:
 
 def _looks_ahead(task: Task) -> bool:
     """Return whether the worker may prepare the next trial while it runs this one; `Worker.prepares` decides."""
+    if task.config.ranks > 1:
+        return False
     wish = task.settings.prepare_ahead
     return wish == "always" or (wish == "auto" and task.device.backend == "cuda")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -51,6 +51,14 @@ class Executor(Protocol):
         """Return the tasks handed out and not yet returned by `wait`, by worker."""
         ...
 
+    def waiting(self) -> Collection[str]:
+        """Return the keys of `running` whose tasks still wait for further GPUs."""
+        ...
+
+    def most_gpus(self) -> int | None:
+        """Return how many GPUs of one node a trial may have at most; None: ranks need no GPU of their own."""
+        ...
+
     def restart(self, worker: str) -> None:
         """Kill a stuck worker; `wait` returns its task as lost (inline: no effect)."""
         ...
@@ -69,6 +77,7 @@ class InlineExecutor:
 
     def __init__(self, choice: DeviceChoice, environment: dict[str, str]):
         slot = make_device(choice).slots()[0]  # the first that can be used: the first of all may be a display's
+        self._choice = choice
         self._worker = Worker(choice, str(slot.index), "inline-0", environment)
         self._task: TaskSpec | None = None
         self._upcoming: TaskSpec | None = None
@@ -101,6 +110,12 @@ class InlineExecutor:
 
     def running(self) -> Mapping[str, TaskSpec]:
         return {self._worker.name: self._task} if self._task else {}
+
+    def waiting(self) -> Collection[str]:
+        return ()
+
+    def most_gpus(self) -> int | None:
+        return 1 if self._choice.backend == "cuda" else None
 
     def restart(self, worker: str) -> None:
         pass  # `wait` runs the task itself, so no caller can ask for this

@@ -6,142 +6,47 @@ Start reading at `RayExecutor`. Defaults that Ray has changed between versions a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import psutil
 
-from conf.errors import EnvironmentProblem, UsageError
-from conf.own_packages import SAFE_PATH, searching_last, working_folder
-from conf.plain_text import error_line
+from conf.errors import EnvironmentProblem
+from conf.own_packages import SAFE_PATH
 from conf.ray_session import own_session_environment
-from conf.settings import key
+from farm.cluster_settings import ClusterSettings, plain_error
 from farm.executors import Completion
+from farm.gangs import Gang, Gangs
 from farm.leftovers import delete_folder, make_ray_folder
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
 from farm.ray_nodes import NodeWatch, RayNode
+from farm.ray_worker import actor_class
 from farm.sweep import end_processes
 from workers.devices import DeviceChoice, make_device
-from workers.worker import RunResult, TaskSpec, Worker
+from workers.worker import TaskSpec
 
-_CONNECT_TIMEOUT_S = 5.0
-_ERROR_CHARACTERS = 400
 _END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
 _SHUTDOWN_S = 10.0  # of a Ray that has lost its head
 _READY_TRIES = 3  # a worker whose trial server fails to start this often in a row is given up
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterSettings:
-    """The `cluster` key: `ray` (our own, or joined by `address`) or `inline`."""
-
-    kind: str = key("ray", "")
-    address: str | None = key(None, 'null: a Ray of our own; "auto" or HOST:PORT joins a running cluster')
-    dashboard: bool = key(False, "Ray's dashboard, on loopback")
-    object_store_mib: int = key(128, "shared memory for results on their way to the writer")
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to the trial servers' own
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("ray", "inline"):
-            raise UsageError(f"cluster.kind must be one of ray, inline, got {self.kind!r}")
-        if (
-            isinstance(self.object_store_mib, bool)
-            or not isinstance(self.object_store_mib, int)
-            or self.object_store_mib < 80
-        ):
-            raise UsageError(f"cluster.object_store_mib must be an integer >= 80, got {self.object_store_mib!r}")
-
-    def check_address(self) -> None:
-        """Raise `EnvironmentProblem` if nothing answers at `address`; Ray itself would try for minutes first."""
-        if self.address is not None:
-            self.place()
-
-    def place(self) -> tuple[str, int]:
-        """Return host and port of the cluster at `address`. Raises as `check_address` does."""
-        address = str(self.address)
-        if address == "auto":
-            address = os.environ.get("RAY_ADDRESS") or _running_cluster()
-        host, separator, port = address.rpartition(":")
-        if not separator or not port.isdigit():
-            raise UsageError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
-        try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-        except (OSError, OverflowError) as error:
-            raise self.nobody_answers(error) from error
-        return host, int(port)
-
-    def nobody_answers(self, error: Exception) -> EnvironmentProblem:
-        return EnvironmentProblem(
-            f"cluster.address={self.address}: no Ray cluster answers there ({_plain(error)}); "
-            "start one with `ray start --head`, or leave the key out"
-        )
-
-
-def _running_cluster() -> str:
-    """Return the address of the cluster that `ray start` last started on this machine, as Ray records it."""
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
-    try:
-        return note.read_text().strip()
-    except OSError as error:
-        raise EnvironmentProblem(
-            "cluster.address=auto: no Ray cluster runs on this machine; start one with `ray start --head`"
-        ) from error
-
-
-class PinnedWorker:
-    """The body of an actor: finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
-
-    def __init__(self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int):
-        name = f"ray-{slot_key}"
-        if slot_key is None:  # Ray has pinned this process: it sees one GPU only
-            import ray
-
-            name = f"ray-{ray.get_runtime_context().get_accelerator_ids()['GPU'][0]}"
-        self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers)
-
-    def ready(self) -> None:
-        """Start the trial server and wait until it is ready."""
-        self._worker.ready()
-
-    def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
-        return self._worker.run(task, upcoming)
-
-
-def _actor_class() -> type:
-    """Return the actors' class, which is sent by value and corrects the path before any import of ours."""
-    put_last = searching_last(working_folder())
-
-    class RayWorker:
-        def __init__(self, *arguments: Any) -> None:
-            put_last()
-            from farm.ray_executor import PinnedWorker
-
-            self._pinned = PinnedWorker(*arguments)
-
-        def ready(self) -> None:
-            self._pinned.ready()
-
-        def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
-            return self._pinned.run(task, upcoming)
-
-    return RayWorker
-
-
 @dataclass(frozen=True)
 class _Seat:
-    """One actor with its node and slot."""
+    """One actor with its node; that of a gang has several GPUs, in a placement group of their own."""
 
     actor: Any
     node: RayNode
+    gang: Gang | None = None
+    group: Any = None
 
 
 class RayExecutor:
@@ -167,6 +72,8 @@ class RayExecutor:
         self._module: ModuleType | None = None  # Ray, once it is imported
         self._joined = cluster.address is not None
         self._idle: list[str] = []
+        self._gangs = Gangs()
+        self._replaced = 0  # workers that were started where a gang has ended
         self._head: HeadWatch | None = None
         self._folder: Path | None = None  # of our own Ray: its session
         self._before: set[int] = set()  # child processes of ours that are not Ray's
@@ -189,7 +96,7 @@ class RayExecutor:
             num_gpus=1 if pinned else 0,
             max_restarts=-1,  # Ray restarts a killed actor; which task to repeat is the queue's to say
             max_task_retries=0,
-        )(_actor_class())
+        )(actor_class())
         if self._joined:
             self._join()
         else:
@@ -245,7 +152,7 @@ class RayExecutor:
         except Exception as error:  # of many kinds, and none is a bug of ours
             self._head.check_now()
             raise EnvironmentProblem(
-                f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it"
+                f"Ray does not start: {plain_error(error)}; cluster=inline runs one worker without it"
             ) from error
         else:
             self._note_roots()
@@ -269,21 +176,109 @@ class RayExecutor:
 
     def _add_node(self, node: RayNode) -> int:
         """Create a node's actors; return their number. `device.count` applies to each node."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         if self._choice.backend == "cuda":
             keys: list[str | None] = [None] * min(node.gpus, self._choice.count or node.gpus)
         else:
             keys = [str(slot.index) for slot in make_device(self._choice).slots()]
+        for index, slot_key in enumerate(keys):
+            name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
+            self._add_worker(node, name, slot_key, len(keys))
+        return len(keys)
+
+    def _add_worker(self, node: RayNode, name: str, slot_key: str | None, workers: int) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         bound = self._actor_class.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
         )
-        for index, slot_key in enumerate(keys):
-            name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
-            actor = bound.remote(self._choice.to_mapping(), slot_key, self._environment, len(keys))
-            self._seats[name] = _Seat(actor, node)
-            self._unstarted.append(name)
-        return len(keys)
+        actor = bound.remote(self._choice.to_mapping(), slot_key, self._environment, workers)
+        self._seats[name] = _Seat(actor, node)
+        self._unstarted.append(name)
+
+    def _gpus_of(self, node_id: str) -> int:
+        """Return the GPUs of a node that workers have, or gangs, or that are gathered for one."""
+        seats = [seat for seat in self._seats.values() if seat.node.node_id == node_id]
+        gathered = sum(gang.gathered for gang in self._gangs.on_node(node_id))
+        return gathered + sum(1 if seat.gang is None else seat.gang.size for seat in seats)
+
+    def _wait_for_gpus(self, worker: str, task: TaskSpec) -> None:
+        """Let a task of several ranks wait for GPUs of one node: that of its worker, or the largest."""
+        size, node = task.config.ranks, self._seats[worker].node
+        if self._gpus_of(node.node_id) < size:  # another node's workers make room for it
+            nodes = {seat.node.node_id: seat.node for seat in self._seats.values()}
+            node = max(nodes.values(), key=lambda one: self._gpus_of(one.node_id))
+            self._gangs.add(node.node_id, size, task, worker, abroad=True)
+        else:
+            self._gangs.add(node.node_id, size, task, worker)
+        self._make_room(node)
+
+    def _waits_no_more(self, gang: Gang) -> None:
+        """Let the workers that a gang kept take tasks again."""
+        for worker in (*gang.parked, *([] if gang.abroad is None else [gang.abroad])):
+            self._now_idle(worker)
+        gang.parked, gang.abroad = [], None
+
+    def _make_room(self, node: RayNode) -> None:
+        """End workers for the gang that is next on a node, and start it once it has its GPUs."""
+        idle = [worker for worker in self._idle if self._seats[worker].node.node_id == node.node_id]
+        move = self._gangs.advance(node.node_id, [worker for worker in idle if self._seats[worker].gang is None])
+        for worker in move.retired:
+            if worker in self._idle:
+                self._idle.remove(worker)
+            self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
+        if move.placed is not None:
+            self._place(move.placed, node)
+            self._waits_no_more(move.placed)
+
+    def _place(self, gang: Gang, node: RayNode) -> None:
+        """Start a gang's actor on its GPUs, which are one placement group."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group = placement_group([{"GPU": gang.size}], strategy="STRICT_PACK", _soft_target_node_id=node.node_id)
+        together = self._actor_class.options(
+            num_gpus=gang.size,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        )
+        shares = max(1, self._gpus_of(node.node_id) // gang.size)  # of the host's memory
+        actor = together.remote(self._choice.to_mapping(), None, self._environment, shares, gang.size)
+        self._seats[gang.name] = _Seat(actor, node, gang, group)
+        self._running[actor.run.remote(gang.task, None)] = (gang.name, gang.task)
+
+    def _after_gang(self, worker: str, usable: bool) -> None:
+        """Give a gang's GPUs to the next gang of its size, else back to workers of one each."""
+        seat = self._seats[worker]
+        assert seat.gang is not None
+        following = self._gangs.successor(seat.gang) if usable else None
+        if following is not None:
+            del self._seats[worker]
+            self._seats[following.name] = dataclasses.replace(seat, gang=following)
+            self._running[seat.actor.run.remote(following.task, None)] = (following.name, following.task)
+            self._waits_no_more(following)
+            return
+        workers = self._gpus_of(seat.node.node_id)
+        self._end_gang(worker)
+        for _ in range(seat.gang.size):
+            self._replaced += 1
+            self._add_worker(seat.node, f"worker-{seat.node.node_id[:6]}-r{self._replaced}", None, workers)
+        self._start_servers()
+
+    def _end_gang(self, worker: str) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        seat = self._seats.pop(worker)
+        self._ray.kill(seat.actor, no_restart=True)
+        remove_placement_group(seat.group)
+
+    def _without_gpus(self) -> list[Completion]:
+        """Return the tasks whose node has lost GPUs, so that they would wait for ever."""
+        lost = self._gangs.drop(lambda gang: self._gpus_of(gang.node_id) < gang.size)
+        for gang in lost:
+            self._waits_no_more(gang)
+        return [
+            Completion(worker=gang.name, task=gang.task, lost=f"its node has fewer than {gang.size} GPUs left")
+            for gang in lost
+        ]
 
     def _drop_node(self, node: RayNode) -> list[Completion]:
         gone = {worker for worker, seat in self._seats.items() if seat.node.node_id == node.node_id}
@@ -298,7 +293,11 @@ class RayExecutor:
         self._unreached = [worker for worker in self._unreached if worker not in gone]
         self._idle = [worker for worker in self._idle if worker not in gone]
         for worker in gone:
-            self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
+            self._gangs.forget_worker(worker)
+            if self._seats[worker].gang is not None:
+                self._end_gang(worker)
+            else:
+                self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
         if gone:
             rest = "" if self._seats else "; no worker is left, waiting for a node to join"
             self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{rest}")
@@ -309,6 +308,9 @@ class RayExecutor:
 
     def submit(self, worker: str, task: TaskSpec, upcoming: TaskSpec | None = None) -> None:
         self._idle.remove(worker)
+        if self._choice.backend == "cuda" and task.config.ranks > 1:
+            self._wait_for_gpus(worker, task)
+            return
         self._running[self._seats[worker].actor.run.remote(task, upcoming)] = (worker, task)
 
     def wait(self, timeout_s: float) -> list[Completion]:
@@ -334,10 +336,18 @@ class RayExecutor:
             for worker in unreached:
                 self._await_ready(worker)
         self._start_servers()
-        return completions
+        return completions + self._without_gpus()
 
     def running(self) -> Mapping[str, TaskSpec]:
-        return dict(self._running.values())
+        return {**dict(self._running.values()), **{gang.name: gang.task for gang in self._gangs.waiting()}}
+
+    def waiting(self) -> Collection[str]:
+        return {gang.name for gang in self._gangs.waiting()}
+
+    def most_gpus(self) -> int | None:
+        if self._choice.backend != "cuda":
+            return None
+        return max((self._gpus_of(seat.node.node_id) for seat in self._seats.values()), default=None)
 
     def restart(self, worker: str) -> None:
         self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails, as any lost worker's does
@@ -361,8 +371,11 @@ class RayExecutor:
     def _shut_down(self, lost: bool) -> None:
         def shut_down() -> None:
             if not lost:
-                for seat in self._seats.values():
-                    self._ray.kill(seat.actor, no_restart=True)
+                for worker, seat in list(self._seats.items()):
+                    if seat.gang is not None:
+                        self._end_gang(worker)  # a joined cluster would keep its GPUs
+                    else:
+                        self._ray.kill(seat.actor, no_restart=True)
             self._ray.shutdown()
 
         if not lost:
@@ -422,15 +435,20 @@ class RayExecutor:
             if self._failures[worker] < _READY_TRIES:
                 self._await_ready(worker)
                 return
-            self._notices.append(f"{worker} does not start and is left out: {_plain(error)}")
+            self._notices.append(f"{worker} does not start and is left out: {plain_error(error)}")
             self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
             # Of a cluster that did work, another node may still join.
             if not self._seats and not (self._joined and self._was_ready):
-                raise EnvironmentProblem(f"no worker starts: {_plain(error)}") from error
+                raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:
             self._failures[worker] = 0
             self._was_ready = True
-            self._idle.append(worker)
+            self._now_idle(worker)
+
+    def _now_idle(self, worker: str) -> None:
+        """A worker can take a task, or make room for a gang that waits."""
+        self._idle.append(worker)
+        self._make_room(self._seats[worker].node)
 
     def _take_run(self, ref: Any) -> Completion:
         import ray
@@ -439,20 +457,23 @@ class RayExecutor:
         try:
             result = ray.get(ref)
         except ray.exceptions.RayTaskError as error:  # our own bug: it must cost one task, not the job
-            self._idle.append(worker)
+            self._free(worker)
             return Completion(worker=worker, task=task, lost=f"worker failed: {error}")
         except ray.exceptions.RayError as error:  # the process is gone; Ray starts another, unless the node is gone
-            self._await_ready(worker)
-            return Completion(worker=worker, task=task, lost=f"worker lost: {_plain(error)}")
+            if self._seats[worker].gang is not None:
+                self._after_gang(worker, usable=False)
+            else:
+                self._await_ready(worker)
+            return Completion(worker=worker, task=task, lost=f"worker lost: {plain_error(error)}")
         except Exception as error:  # what it sent cannot be read: again one task's business
-            self._idle.append(worker)
+            self._free(worker)
             return Completion(worker=worker, task=task, lost=f"worker's answer cannot be read: {error!r}")
-        self._idle.append(worker)
+        self._free(worker)
         return Completion(worker=worker, task=task, result=result)
 
-
-def _plain(error: Exception) -> str:
-    """Return the first paragraph of Ray's message, or the exception if it is a traceback."""
-    if '\n  File "' in str(error):
-        return error_line(str(error))[:_ERROR_CHARACTERS]
-    return " ".join(str(error).split("\n\n")[0].split())[:_ERROR_CHARACTERS]
+    def _free(self, worker: str) -> None:
+        """A worker has given back its task."""
+        if self._seats[worker].gang is not None:
+            self._after_gang(worker, usable=True)
+        else:
+            self._now_idle(worker)

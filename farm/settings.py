@@ -5,15 +5,17 @@ Start reading at `SubmitSettings`; `conf.settings` says what becomes of its fiel
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
 from conf.settings import added_group, data_key, group, key, keys_of, section
+from farm.cluster_settings import ClusterSettings
+from farm.layouts import with_layouts
 from farm.monitoring.events import LogSettings
 from farm.monitoring.metrics import MetricsSettings
-from farm.ray_executor import ClusterSettings
 from farm.sampling import POLICIES, Limits, checked_batch_sizes
 from farm.space import Space, space_of_mapping
 from farm.space_limits import require_within_limits
@@ -21,6 +23,9 @@ from featurize.families import family_names
 from workers.devices import DeviceChoice
 from workers.settings import KernelSettings, TrialRules, TrialSettings, WindowSettings
 from workers.telemetry.sampler import TelemetrySettings
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +46,22 @@ def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
     values = dict(values)
     if "backend" not in values:
         count = values.pop("count", None)
-        return DeviceChoice(backend="simulated", count=count, spec=device_from_mapping(values).to_mapping())
+        return DeviceChoice(backend="simulated", count=count, spec=_described(device_from_mapping(values)))
     known = [one.name for one in keys_of(DeviceKeys)]
     if unknown := sorted(set(values) - set(known)):
         raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     model = values.pop("model", None)
-    return DeviceChoice(**values, spec=None if model is None else load_device(model).to_mapping())
+    return DeviceChoice(**values, spec=None if model is None else _described(load_device(model)))
+
+
+def _described(spec: DeviceSpec) -> dict[str, Any]:
+    """Return a description for the wire: with its interconnect only where that is not the one of its GPU model."""
+    from featurize.device_spec import device_from_mapping
+
+    mapping = spec.to_mapping()
+    if spec.interconnect == device_from_mapping(mapping).interconnect:
+        return mapping
+    return {**mapping, "interconnect": None if spec.interconnect is None else dataclasses.asdict(spec.interconnect)}
 
 
 def window_settings(values: Mapping[str, Any]) -> WindowSettings:
@@ -130,6 +145,12 @@ class SubmitSettings(SampledSettings):
     """
 
     n: int = key(help="how many trials the job has", kind="int 1 to 10000000")
+    parallel: Any = key(
+        None,
+        "several GPUs for each trial, a process on each: ddp=2, or '{ddp: 2, static_graph: true}'; a list samples it, "
+        'as in "[null,{ddp: 2}]"; docs/parallel.md has the settings',
+        "list | mapping | text | null",
+    )
     batch_sizes: tuple[int, ...] | None = key(
         None, "a list, as in [8,32,128]: every sampled trial is run at each of these; n counts the trials"
     )
@@ -144,6 +165,8 @@ class SubmitSettings(SampledSettings):
         if self.arch is None:
             raise UsageError(f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}")
         object.__setattr__(self, "batch_sizes", checked_batch_sizes(self.batch_sizes))
+        if self.parallel is not None:
+            object.__setattr__(self, "arch", with_layouts(self.arch, self.parallel))
 
     @property
     def space(self) -> Space:

@@ -13,6 +13,7 @@ from conf.bars import StepBar
 from conf.cli import command
 from farm.jobs import Job, Queue, job_id_for
 from farm.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
+from farm.layouts import require_gpus
 from farm.model_check import require_models
 from farm.monitoring.service import Service
 from farm.queue_copy import queue_to_read
@@ -38,6 +39,7 @@ def entry(settings: SubmitSettings) -> int:
     settings = dataclasses.replace(settings, device=choice)
     # The first sample also finds a space that has no valid configuration, before anything is written.
     next(_configs(settings, 0, 1))
+    require_gpus(settings.space, choice, settings.cluster)
     require_models([settings.space])
     if choice.backend == "simulated" and asks_cudnn(settings.space.family):
         installed_libraries()  # else every trial would end without what it is sampled for

@@ -71,8 +71,10 @@ def _checked(result: object, task: Task) -> RunResult:
         raise ValueError(f"its run is a {type(result.run).__name__}")
     if not isinstance(result.telemetry, pa.Table):
         raise ValueError(f"its telemetry is a {type(result.telemetry).__name__}")
-    if result.kernels is not None and not isinstance(result.kernels, pa.Table):
-        raise ValueError(f"its kernels are a {type(result.kernels).__name__}")
+    for name in ("kernels", "ranks"):
+        table = getattr(result, name)
+        if table is not None and not isinstance(table, pa.Table):
+            raise ValueError(f"its {name} are a {type(table).__name__}")
     for name in _OWN_COLUMNS:
         if getattr(result.run, name) != getattr(task, name):
             answer = safe_text(repr(getattr(result.run, name)), _TEXT_CHARACTERS)
@@ -84,6 +86,7 @@ def _checked(result: object, task: Task) -> RunResult:
         run=run,
         telemetry=result.telemetry,
         kernels=result.kernels,
+        ranks=result.ranks,
         retryable=result.retryable is True and run.status == "crashed",
         repeat=result.repeat is True,
     )
@@ -150,6 +153,7 @@ def lost_run(task: Task | UnreadableTask, error: str) -> RunResult:
         batch_size=None if typed is None else typed.batch_size,
         precision=None if typed is None else typed.precision,
         optimizer=None if typed is None else typed.optimizer,
+        parallel=None if typed is None else typed.parallel,
         finished_at=datetime.datetime.now(datetime.UTC),
     )
     return RunResult(run=run, telemetry=TELEMETRY_SCHEMA.empty_table())

@@ -13,6 +13,7 @@ from functools import partial
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
 from conf.settings import data_key, group, key, section
+from farm.cluster_settings import ClusterSettings
 from farm.dispatch import Dispatcher, StopRequest, make_executor, reconcile
 from farm.jobs import Job, Queue
 from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
@@ -23,7 +24,6 @@ from farm.monitoring.service import Service
 from farm.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
 from farm.progress import Progress
 from farm.queue_values import device_from_key, settings_of_text
-from farm.ray_executor import ClusterSettings
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
 from farm.settings import cluster_settings
 from featurize.own_code import parse_trust

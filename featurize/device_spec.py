@@ -157,9 +157,13 @@ def describe_device(name: str | DeviceSpec) -> DeviceSpec:
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
 
-    `count`, how many of it the farm is to simulate, is no property of the device and is left out.
+    `count`, how many of it the farm is to simulate, is no property of the device and is left out. A mapping without an
+    `interconnect`, as `DeviceSpec.to_mapping` gives it, gets that of the described GPU model of its name.
     """
     values = {name: value for name, value in mapping.items() if name != "count"}
+    described = _descriptions().get(str(values.get("name")), {})
+    if "interconnect" not in values and "interconnect" in described:
+        values["interconnect"] = described["interconnect"]
     label = values.get("name", "?")
     fields = {f.name for f in dataclasses.fields(DeviceSpec)}
     rates = values.get("peak_tflops")

@@ -46,6 +46,15 @@ def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
     return trusting(config, trust)
 
 
+def config_of_one_gpu(text: object, trust: Sequence[str] = ()) -> TrialConfig:
+    """`config_of_row` of a row whose figures are those of its whole job. `UnreadableConfig` also for a job on several
+    GPUs: what one rank takes and how long it waits for the others is no label of its config alone."""
+    config = config_of_row(text, trust)
+    if config.parallel is not None:
+        raise UnreadableConfig(f"a rank's figures of a job on several GPUs ({config.parallel})")
+    return config
+
+
 def problem_of(config: TrialConfig) -> str | None:
     """Why the layers of a row's config cannot be had, or None. Builds a library's model, without memory."""
     if (reason := refusal(config)) is not None:

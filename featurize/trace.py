@@ -68,7 +68,8 @@ class TraceError(Exception):
 def trace_config(
     config: TrialConfig, *, device: str | DeviceSpec = DEFAULT_DEVICE, training_loop: bool = False
 ) -> StepTrace:
-    """The trace of one training step of a family's model, run as the farm's devices do. Raises `TraceError`."""
+    """The trace of one training step of a family's model, run as the farm's devices do; of a trial on several GPUs the
+    step of one rank. Raises `TraceError`."""
     from featurize.families import get_family, loss_of
 
     family = get_family(config.family)
@@ -79,6 +80,7 @@ def trace_config(
         settings=config,
         device=device,
         training_loop=training_loop,
+        parallel=config.layout,
     )
 
 
@@ -182,7 +184,7 @@ def trace_step(
                 made_target = _target_for(recorder, step, made, loss) if wanted is None else wanted
                 of_shape.append((made, made_target))
             if sharded is not None:
-                step.wrap(sharded.wrapped)
+                step.rewrap(sharded.wrapped)
             if parallel is not None and parallel.cpu_offload:
                 recorder.hold_on_host(model.parameters())
             recorder.hold(model.parameters(), "parameter")

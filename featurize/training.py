@@ -64,7 +64,7 @@ class TrainingStep:
     entropy by default. With `holds_output`, output and loss live until the next step assigns its own, as the variables
     of a usual loop do. `on_phase(name)` is called as `forward`, `backward` and `optimizer` begin, `on_batch()` before
     every further micro-step of an accumulated step. Settings of `Training` that concern the model (precision,
-    checkpointing, quantization) change it.
+    checkpointing, quantization) change it; `wrap` is given the changed model, and returns what trains.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class TrainingStep:
         on_batch: Callable[[], None] | None = None,
         loss: Callable[..., Tensor] | None = None,
         holds_output: bool = False,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.settings = training_of(settings)
@@ -87,7 +88,8 @@ class TrainingStep:
         self._held: tuple = ()
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.compiled` does it
             model.compile(mode=self.settings.compile_mode)
-        self._take(_prepared(model, self.settings).train())
+        model = _prepared(model, self.settings)
+        self._take((model if wrap is None else wrap(model)).train())
         self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
         self._weight_dtype = WEIGHT_DTYPES.get(settings.precision)
         self._scaler = None
@@ -130,7 +132,7 @@ class TrainingStep:
             self.average.update()
         return loss.detach()
 
-    def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    def rewrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
         """Let a wrapper change the model. The optimizer then takes the parameters that it leaves."""
         self._take(wrapper(self.model))
 

@@ -5,13 +5,15 @@ Start reading at `TrialConfig`; `featurize.trial` makes one of a mapping. Torch-
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from conf.errors import UsageError
+from conf.errors import UsageError, shown
+from featurize.parallel.layout import Parallel, parse_parallel
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # bf16 and fp16 are autocast over fp32 weights
@@ -28,7 +30,8 @@ ACTIVATIONS = (
 class TrialConfig:
     """Base of every family's config. Raises `ValueError` naming the field, the rule and the value.
 
-    A subclass sets `family`, adds its fields, and extends `problems`.
+    A subclass sets `family`, adds its fields, and extends `problems`. `parallel` is text such as `ddp=2`, kept in the
+    one form that `Parallel.text` gives it; None, also for `ddp=1`, is one GPU.
     """
 
     family: ClassVar[str]
@@ -39,8 +42,12 @@ class TrialConfig:
     activation_checkpointing: bool = False
     cudnn_benchmark: bool = False
     channels_last: bool = False
+    parallel: str | None = None
 
     def __post_init__(self) -> None:
+        with contextlib.suppress(UsageError):  # `problems` says what is wrong with it
+            layout = parse_parallel(self.parallel)
+            object.__setattr__(self, "parallel", None if layout is None else layout.text())
         if problems := self.problems():
             raise UsageError(f"{self.family}: " + "; ".join(problems))
 
@@ -53,11 +60,30 @@ class TrialConfig:
         for name in ("activation_checkpointing", "cudnn_benchmark", "channels_last"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} must be true or false, got {getattr(self, name)!r}")
+        try:
+            parse_parallel(self.parallel)
+        except UsageError as error:
+            rule = str(error).removeprefix("parallel").lstrip(": ").replace("; ", ", ")
+            problems.append(f"parallel cannot be {shown(self.parallel)}: {rule}")
         return problems
 
+    @property
+    def layout(self) -> Parallel | None:
+        """How the trial is spread over GPUs; None: it runs on one."""
+        return parse_parallel(self.parallel)
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that the trial runs on, a process each."""
+        return 1 if self.layout is None else self.layout.ranks
+
     def to_mapping(self) -> dict[str, Any]:
-        """`{"family": ..., field: value, ...}`: what `runs.config` holds as JSON."""
-        return {"family": self.family, **dataclasses.asdict(self)}
+        """`{"family": ..., field: value, ...}`: what `runs.config` holds as JSON. A trial on one GPU has no `parallel`
+        in it, so that configs keep the hashes that they had before there were others."""
+        values = dataclasses.asdict(self)
+        if self.parallel is None:
+            del values["parallel"]
+        return {"family": self.family, **values}
 
 
 TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))

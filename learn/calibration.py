@@ -203,7 +203,7 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
     Runs that are simulated, imported or without the allocator's own figure say nothing of this machine.
     """
     import warehouse
-    from featurize.row_config import UnreadableConfig, config_of_row
+    from featurize.row_config import UnreadableConfig, config_of_one_gpu
 
     connection = warehouse.connect(folder)
     try:
@@ -220,7 +220,7 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
         if plain_device(device_name) != plain_device(device.name) or len(numbers) == MOST_RUNS:
             continue
         try:
-            config: TrialConfig = config_of_row(text)
+            config: TrialConfig = config_of_one_gpu(text)
             _, loads_cudnn = _traced(of_config(config), device)
         except (UnreadableConfig, CommandError):
             continue

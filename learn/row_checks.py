@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from conf.errors import CommandError
 from featurize.own_code import refusal
-from featurize.row_config import config_of_row, printable
+from featurize.row_config import config_of_one_gpu, printable
 from featurize.trial import TrialConfig
 
 _NAMED = 3  # rows that a sentence names
@@ -62,7 +62,7 @@ def read_configs(rows: Sequence[Mapping], trust: Sequence[str], module_of: Calla
     refused: list[tuple[str, str]] = []
     for row in rows:
         try:
-            config = config_of_row(row["config"], trust)
+            config = config_of_one_gpu(row["config"], trust)
             group, module = group_key(config), module_of(config)
         except CommandError as error:
             unreadable.append((row["run_id"], printable(str(error), 300)))

@@ -17,13 +17,12 @@ from conf.plain_text import first_line
 from warehouse.connection import connect
 from warehouse.counting import counting_files
 from warehouse.dataset import JOB_PREFIX
+from warehouse.details import DETAILS, Detail
 from warehouse.folder import DataFolder
 from warehouse.layout import KINDS, OF_RUNS
 from warehouse.plain_file import plain
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import (
-    KERNEL_PHASES,
-    KERNEL_TIMINGS,
     OOM_KINDS,
     QUALITIES,
     SAMPLE_QUALITIES,
@@ -32,7 +31,7 @@ from warehouse.schema import (
     TABLES,
 )
 from warehouse.sql_text import sql_text
-from warehouse.writer import KERNEL_REQUIRED, REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
+from warehouse.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
 
 SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and need a look
 LABELS = (
@@ -45,7 +44,7 @@ _SHOWN = 80  # characters of a value
 _MIB = 1.0
 _RATIO = 0.02
 _CARD = 1.01  # drivers round the card's size
-_IDS = {"kernels": "kernel_row"}  # by which examples name a row, where not by run_id
+_IDS = {kind: detail.row_id for kind, detail in DETAILS.items()}  # by which examples name a row, where not by run_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,12 +228,14 @@ RULES = (
           _outside("quality", SAMPLE_QUALITIES), "quality", "telemetry"),
     _Rule("impossible.telemetry.smocc_over_smact", "warning", "SM occupancy above SM activity",
           f"smocc > smact + {_RATIO}", "smocc", "telemetry"),
-    *(_Rule(f"schema.kernels.no_{name}", "error", "NULL where a value must be", f"{name} IS NULL", table="kernels")
-      for name in KERNEL_REQUIRED),
+    *(_Rule(f"schema.{kind}.no_{name}", "error", "NULL where a value must be", f"{name} IS NULL", table=kind)
+      for kind, detail in DETAILS.items() for name in detail.required),
     _Rule("schema.kernels.no_run", "error", "a kernel of no run that was not imported",
           "source <> 'imported' AND run_id IS NULL", "source", "kernels"),
-    *(_Rule(f"schema.kernels.{name}", "error", f"none of {', '.join(words)}", _outside(name, words), name, "kernels")
-      for name, words in (("source", SOURCES), ("phase", KERNEL_PHASES), ("timing", KERNEL_TIMINGS))),
+    *(_Rule(f"schema.{kind}.{name}", "error", f"none of {', '.join(words)}", _outside(name, words), name, kind)
+      for kind, detail in DETAILS.items() for name, words in detail.words.items()),
+    _Rule("impossible.ranks.number", "error", "a rank that the run does not have",
+          "rank >= (SELECT max(ranks) FROM attempts WHERE attempts.run_id = ranks.run_id)", "rank", "ranks"),
     _Rule("schema.kernels.dims", "error", "dims is not JSON", "NOT json_valid(dims)", "dims", "kernels"),
     _Rule("range.kernels.launches", "error", "a kernel that was not launched, or took no time",
           "count < 1 OR duration_us <= 0", "duration_us", "kernels"),
@@ -243,7 +244,28 @@ RULES = (
 )  # fmt: skip
 
 _SAMPLES = "(SELECT run_id, count(*) AS samples FROM telemetry GROUP BY run_id)"
-_KERNELS = "(SELECT run_id, count(*) AS of_run FROM kernels WHERE run_id IS NOT NULL GROUP BY run_id)"
+
+
+def _grouped_of(kind: str, detail: Detail) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the rules that hold a table's rows against their runs."""
+    of_run = f"(SELECT run_id, count(*) AS of_run FROM {kind} WHERE run_id IS NOT NULL GROUP BY run_id)"
+    yield (
+        f"duplicate.{detail.row_id}", "error", f"a {detail.row_id} is there more than once",
+        f"""SELECT min({detail.row_id}) || ' ' || count(*) || ' times' FROM {kind} WHERE {detail.row_id} IS NOT NULL
+        GROUP BY hash({detail.row_id}) HAVING count(*) > 1""",
+    )  # fmt: skip
+    yield (
+        f"{kind}.no_run", "warning", f"{kind} without a run, which is landing or was lost",
+        f"SELECT run_id || ': ' || of_run || ' {kind}' FROM {of_run} "
+        "WHERE run_id NOT IN (SELECT run_id FROM attempts WHERE run_id IS NOT NULL)",
+    )  # fmt: skip
+    yield (
+        f"{kind}.rows", "error", f"{detail.count} is not the number of {kind}",
+        f"SELECT run_id || ': ' || coalesce(of_run, 0) || ' {kind}, {detail.count}=' || {detail.count} "
+        f"FROM attempts LEFT JOIN {of_run} USING (run_id) WHERE {detail.count} <> coalesce(of_run, 0)",
+    )  # fmt: skip
+
+
 # rule, severity, in words, query of one text column with a row for each that breaks it
 _GROUPED = (
     (
@@ -262,23 +284,9 @@ _GROUPED = (
         # By a digest: ten million texts would take gigabytes.
         "duplicate.sample", "error", "a sensor was read twice at one time of one run",
         """SELECT min(run_id) || ' ' || coalesce(min(sensor), 'NULL') || ' at ' || min(t_ms) || ' ms' FROM telemetry
-        WHERE run_id IS NOT NULL GROUP BY hash(run_id, sensor, t_ms) HAVING count(*) > 1""",
+        WHERE run_id IS NOT NULL GROUP BY hash(run_id, sensor, t_ms, rank) HAVING count(*) > 1""",
     ),
-    (
-        "duplicate.kernel_row", "error", "a kernel_row is there more than once",
-        """SELECT min(kernel_row) || ' ' || count(*) || ' times' FROM kernels WHERE kernel_row IS NOT NULL
-        GROUP BY hash(kernel_row) HAVING count(*) > 1""",
-    ),
-    (
-        "kernels.no_run", "warning", "kernels without a run, which is landing or was lost",
-        f"SELECT run_id || ': ' || of_run || ' kernels' FROM {_KERNELS} "
-        "WHERE run_id NOT IN (SELECT run_id FROM attempts WHERE run_id IS NOT NULL)",
-    ),
-    (
-        "kernels.rows", "error", "kernel_rows is not the number of kernels",
-        f"SELECT run_id || ': ' || coalesce(of_run, 0) || ' kernels, kernel_rows=' || kernel_rows "
-        f"FROM attempts LEFT JOIN {_KERNELS} USING (run_id) WHERE kernel_rows <> coalesce(of_run, 0)",
-    ),
+    *(rule for kind, detail in DETAILS.items() for rule in _grouped_of(kind, detail)),
     (
         "identity.config_hash", "error", "one config_hash, several configurations",
         """SELECT config_hash || ': ' || count(DISTINCT config) || ' configurations' FROM attempts

@@ -79,6 +79,9 @@ RUNS = {
     "prepared": "whether the process was made ready while the run before it went on",
     "origin": "JSON: cells of the published file that an imported run was read from",
     "kernel_rows": "rows of the run in kernels; NULL: its kernels were not asked for",
+    "parallel": "how the run was spread over several devices, as in ddp=2; NULL: one device",
+    "ranks": "processes of the run, a device each, and its rows in ranks; NULL: one device",
+    "worst_rank": "rank whose labels these are: the one with most memory, or the one that ended the run",
     "convolutions": "JSON: engine and workspace that cuDNN names for each convolution of the step; NULL: not asked",
 }
 
@@ -90,6 +93,7 @@ TELEMETRY = {
     "quality": "measured, repeated, unavailable or suspect",
     "reasons": "why it is unavailable or suspect",
     **{name: f"{meaning}; {unit}" for name, (unit, meaning) in METRICS.items()},
+    "rank": "rank of the run that the reading is of; NULL: the whole run",
 }
 
 KERNELS = {
@@ -123,6 +127,22 @@ KERNELS = {
     "origin": "JSON: cells of the published file that an imported row was read from",
 }
 
+_AS_IN_RUNS = (
+    "source", "device_name", "device_uuid", "node", "peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib",
+    "peak_rss_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms", "steps", "quality",
+)  # fmt: skip
+
+RANKS = {
+    "run_id": "the run in the table runs",
+    "rank_row": "id of the row, unique in the data set",
+    "rank": "number of the rank, from 0",
+    **{name: RUNS[name] for name in _AS_IN_RUNS},
+    "status": "how the rank ended: as its run, or stopped because another rank ended the run",
+    "exposed_ms": "part of a simulated step in which the rank waits for others",
+    "communication_ms": "time of all collectives of a simulated step",
+    "sent_mib": "data that the rank sends in a simulated step",
+}
+
 JOBS = {
     "job_id": "the submission in the table runs",
     "family": "family of networks that was sampled",
@@ -133,7 +153,7 @@ JOBS = {
     "submitted_at": "time of the submission, UTC",
 }
 
-TABLES = {"runs": RUNS, "telemetry": TELEMETRY, "kernels": KERNELS, "jobs": JOBS}
+TABLES = {"runs": RUNS, "telemetry": TELEMETRY, "kernels": KERNELS, "ranks": RANKS, "jobs": JOBS}
 
 
 def described(table: str, column: str) -> str:

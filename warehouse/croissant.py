@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from warehouse.columns import described
+from warehouse.details import DETAILS
 
 CONFORMS_TO = "http://mlcommons.org/croissant/1.0"
 _PARQUET = "application/x-parquet"
@@ -54,7 +55,9 @@ _CONTEXT = {
     "subField": "cr:subField",
     "transform": "cr:transform",
 }
-_KEYS = {"runs": "runs/run_id", "kernels": "kernels/kernel_row", "jobs": "jobs/job_id"}
+_KEYS = {
+    "runs": "runs/run_id", "jobs": "jobs/job_id", **{kind: f"{kind}/{one.row_id}" for kind, one in DETAILS.items()},
+}  # fmt: skip
 
 
 def croissant(

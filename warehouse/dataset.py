@@ -1,5 +1,5 @@
 """A data set: measured runs as Parquet files for others to load, for each family, device and day a file of
-runs, one of telemetry, and one of kernels where some run has any.
+runs, one of telemetry, and one of kernels and of ranks where some run has any.
 
 Start reading at `DatasetPart`. `warehouse.export` writes such a folder, `warehouse.ingest source=dataset` loads one.
 """
@@ -21,20 +21,24 @@ import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.plain_text import first_line
-from warehouse.schema import KERNEL_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
-from warehouse.writer import kernel_table, run_problems
+from warehouse.details import DETAILS
+from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from warehouse.writer import detail_table, run_problems
 
 FORMAT = "gpufarm-dataset"
 CARD = "README.md"
 JOB_PREFIX = "dataset-"  # of the job_id of rows that were loaded: they are no runs of this folder's own jobs
-KINDS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "kernels": KERNEL_SCHEMA}
+KINDS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, **{kind: one.schema for kind, one in DETAILS.items()}}
 ALWAYS_THERE = ("runs", "telemetry")  # of these every part has a file
 
 UNDATED = "undated"  # instead of the day, for runs without any time
 _METADATA = b"gpufarm_dataset"
 _FILE = re.compile(r"(?P<device>.+)-(?P<day>\d{4}-\d\d-\d\d|undated)-runs\.parquet")
 # Columns that are there without a value.
-_ALWAYS = ("run_id", "family", "status", "source", "t_ms", "sensor", "phase", "kernel_row", "operator", "duration_us")
+_ALWAYS = (
+    "run_id", "family", "status", "source", "t_ms", "sensor", "phase", "kernel_row", "operator", "duration_us",
+    "rank_row",
+)  # fmt: skip
 # A telemetry reading needs no more digits than a float of 32 bits has; a counter that grows for years does.
 _WHOLE = ("t_ms", "energy_j")
 _SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a dictionary would only cost
@@ -42,7 +46,7 @@ _SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a 
 
 @dataclass(frozen=True, order=True)
 class DatasetPart:
-    """The runs of one family on one device on one day, with their telemetry and kernels.
+    """The runs of one family on one device on one day, with their telemetry, kernels and ranks.
 
     The day is of their end, in UTC; of their start where the end is not known; `undated` where neither is.
     """
@@ -52,7 +56,7 @@ class DatasetPart:
     day: str  # YYYY-MM-DD, or undated
 
     def path(self, kind: str) -> Path:
-        """Return the path of the part's `runs`, `telemetry` or `kernels`, relative to the data set's folder."""
+        """Return the path of the part's table, one of `KINDS`, relative to the data set's folder."""
         return Path(self.family) / f"{self.device}-{self.day}-{kind}.parquet"
 
     @classmethod
@@ -144,7 +148,7 @@ def writing(kind: str, schema: pa.Schema) -> dict[str, Any]:
 def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = None) -> pa.Table:
     """Read one of a part's tables with every column of this schema version; no rows if there is no file.
 
-    `kind` is `runs`, `telemetry` or `kernels`; `content`, where given, is the file's content. Raises `UsageError`
+    `kind` is one of `KINDS`; `content`, where given, is the file's content. Raises `UsageError`
     naming a file that is damaged, not of a data set, or of a newer schema version.
     """
     path = root / part.path(kind)
@@ -187,19 +191,20 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def checked_kernels(root: Path, part: DatasetPart) -> pa.Table:
-    """Return a part's kernels. Raises `EnvironmentProblem` for rows that break the schema or name no run of theirs."""
-    kernels = read_part(root, part, "kernels")
+def checked_details(root: Path, part: DatasetPart, kind: str) -> pa.Table:
+    """Return a part's kernels or ranks. Raises `EnvironmentProblem` for rows that break the schema or name no run of
+    theirs."""
+    rows, row_id = read_part(root, part, kind), DETAILS[kind].row_id
     try:
-        kernels = kernel_table(kernels, {})
+        rows = detail_table(kind, rows, {})
     except ValueError as error:
-        raise EnvironmentProblem(f"{root / part.path('kernels')}: {error}") from error
-    rows = zip(kernels.column("run_id").to_pylist(), kernels.column("kernel_row").to_pylist(), strict=True)
-    for number, (run_id, kernel_row) in enumerate(rows, start=1):
-        if not kernel_row.startswith(run_id):
-            problem = f"kernel_row must begin with the run's id {run_id!r}, got {kernel_row!r}"
-            raise EnvironmentProblem(f"{root / part.path('kernels')}, row {number}: {problem}")
-    return kernels
+        raise EnvironmentProblem(f"{root / part.path(kind)}: {error}") from error
+    ids = zip(rows.column("run_id").to_pylist(), rows.column(row_id).to_pylist(), strict=True)
+    for number, (run_id, name) in enumerate(ids, start=1):
+        if not name.startswith(run_id):
+            problem = f"{row_id} must begin with the run's id {run_id!r}, got {name!r}"
+            raise EnvironmentProblem(f"{root / part.path(kind)}, row {number}: {problem}")
+    return rows
 
 
 def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from warehouse.columns import described
-from warehouse.schema import KERNEL_SCHEMA, METRICS, RUN_SCHEMA, SCHEMA_VERSION, STATUSES
+from warehouse.schema import METRICS, RUN_SCHEMA, SCHEMA_VERSION, STATUSES
 
 _ENVIRONMENT = (
     "device_name", "driver_version", "torch_version", "cuda_version", "cudnn_version", "python_version",
@@ -35,7 +35,8 @@ Training runs that the farm measured, for others to learn from and to check esti
     python -m warehouse.ingest source=dataset data=DIR
 
 or read the Parquet files with anything: `FAMILY/DEVICE-DAY-runs.parquet` has a row a run, `...-telemetry.parquet` a
-row a reading, `...-kernels.parquet` (where runs were profiled) a row a kernel, joined by `run_id`.
+row a reading, `...-kernels.parquet` (where runs were profiled) a row a kernel, `...-ranks.parquet` (of runs on several
+GPUs) a row a rank, joined by `run_id`.
 `python -m warehouse.export data=DIR` adds the runs of a data folder and writes this page.
 """
 
@@ -73,13 +74,19 @@ The data are under the licence of the project that they come with.
 """
 
 
-def card(runs: Sequence[pa.Table], telemetry: Sequence[pa.Table], kernels: Sequence[pa.Table]) -> str:
+def card(
+    runs: Sequence[pa.Table],
+    telemetry: Sequence[pa.Table],
+    kernels: Sequence[pa.Table],
+    ranks: Sequence[pa.Table],
+) -> str:
     """Return the card as Markdown. The tables have all columns of the schema; equal rows give equal text."""
     rows = [row for table in runs for row in table.to_pylist()]
     if not rows:
         return _HEAD + _NOTHING + _LICENCE
     parts = [_HEAD, *sections(rows), _run_columns(rows), _telemetry_columns(telemetry)]
-    return "".join([*parts, _kernel_columns(pa.concat_tables(kernels)), _LICENCE])
+    of_runs = [_kernel_columns(pa.concat_tables(kernels)), _rank_columns(pa.concat_tables(ranks))]
+    return "".join([*parts, *of_runs, _LICENCE])
 
 
 # What `sections` reads of a row.
@@ -220,17 +227,30 @@ def _kernel_columns(kernels: pa.Table) -> str:
         return ""
     timings = Counter(kernels.column("timing").to_pylist())
     operators = len(pc.unique(kernels.column("operator")))
-    lines = [
-        (f"`{name}`", str(kind), described("kernels", name), f"{len(column) - column.null_count:,}")
-        for name, kind, column in zip(KERNEL_SCHEMA.names, KERNEL_SCHEMA.types, kernels.columns, strict=True)
-        if column.null_count < len(column)
-    ]
     text = (
         f"\n## Columns of kernels\n\n{kernels.num_rows:,} rows of {operators:,} operators, by how they were timed: "
         + ", ".join(f"{name} {count:,}" for name, count in sorted(timings.items()))
         + ". A row stands for all launches of one kernel by one operator on inputs of the same shapes.\n\n"
     )
-    return text + markdown_table(("column", "type", "what", "rows with a value"), lines)
+    return text + _column_table("kernels", kernels)
+
+
+def _rank_columns(ranks: pa.Table) -> str:
+    """Return nothing for a data set without runs on several devices."""
+    if not ranks.num_rows:
+        return ""
+    runs = len(pc.unique(ranks.column("run_id")))
+    return f"\n## Columns of ranks\n\n{ranks.num_rows:,} ranks of {runs:,} runs.\n\n{_column_table('ranks', ranks)}"
+
+
+def _column_table(table: str, rows: pa.Table) -> str:
+    """Return a line for each column with a value."""
+    lines = [
+        (f"`{field.name}`", str(field.type), described(table, field.name), f"{len(column) - column.null_count:,}")
+        for field, column in zip(rows.schema, rows.columns, strict=True)
+        if column.null_count < len(column)
+    ]
+    return markdown_table(("column", "type", "what", "rows with a value"), lines)
 
 
 def _said(value: Any) -> str:

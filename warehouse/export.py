@@ -26,10 +26,11 @@ from conf.settings import key
 from warehouse.connection import connect
 from warehouse.dataset import ALWAYS_THERE, CARD, KINDS, DatasetPart, find_parts, read_part, repository_folder, to_bytes
 from warehouse.dataset_card import card
+from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.layout import sync, write_bytes
-from warehouse.public_rows import naive, public_kernels, public_row, public_telemetry
+from warehouse.public_rows import count_rows, naive, public_details, public_row, public_telemetry
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import RUN_SCHEMA
 
@@ -137,7 +138,7 @@ def export(settings: ExportSettings) -> ExportReport:
             whole = _with_samples(connection, report.root, part, new, settings)
             report.kernels += whole["kernels"].num_rows
             whole["runs"] = pa.Table.from_pylist([row for _, row in new], schema=RUN_SCHEMA)
-            # Runs last, so readers of the runs see their samples and kernels.
+            # Runs last, so readers of the runs see their samples, kernels and ranks.
             for kind, added in whole.items():
                 table = pa.concat_tables([_of_runs(read_part(report.root, part, kind), known), added])
                 if table.num_rows or kind in ALWAYS_THERE or (report.root / part.path(kind)).exists():
@@ -150,16 +151,17 @@ def _with_samples(
     connection: WarehouseConnection, root: Path, part: DatasetPart, new: list[tuple[str, dict[str, Any]]],
     settings: ExportSettings,
 ) -> dict[str, pa.Table]:  # fmt: skip
-    """Return the telemetry and the kernels of new runs of a part, and count them in the runs' rows."""
+    """Return the telemetry, kernels and ranks of new runs of a part, and count them in the runs' rows."""
     ids = {own: row["run_id"] for own, row in new}
     samples = public_telemetry(connection, ids, settings.hz)
-    kernels = public_kernels(connection, ids if settings.kernels else {})
-    sample_counts, kernel_counts = (Counter(table.column("run_id").to_pylist()) for table in (samples, kernels))
-    for _, row in new:
-        row["telemetry_rows"] = sample_counts[row["run_id"]]
-        profiled = settings.kernels and row["kernel_rows"] is not None
-        row["kernel_rows"] = kernel_counts[row["run_id"]] if profiled else None
-    return {"telemetry": samples, "kernels": kernels}
+    details = {
+        kind: public_details(connection, kind, ids if settings.kernels or kind != "kernels" else {}) for kind in DETAILS
+    }
+    if not settings.kernels:
+        for _, row in new:
+            row["kernel_rows"] = None
+    count_rows([row for _, row in new], samples, details)
+    return {"telemetry": samples, **details}
 
 
 def _of_runs(table: pa.Table, run_ids: set[str]) -> pa.Table:
@@ -212,8 +214,8 @@ def _runs(
 
 
 def _sorted(table: pa.Table) -> pa.Table:
-    keys = [name for name in ("run_id", "t_ms", "sensor", "kernel_row") if name in table.column_names]
-    return table.sort_by([(name, "ascending") for name in keys])
+    keys = ("run_id", "t_ms", "sensor", *(detail.row_id for detail in DETAILS.values()))
+    return table.sort_by([(name, "ascending") for name in keys if name in table.column_names])
 
 
 def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> None:

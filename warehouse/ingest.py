@@ -28,7 +28,7 @@ from warehouse.csv_columns import CsvMapping, read_mapping
 from warehouse.dataset import (
     JOB_PREFIX,
     DatasetPart,
-    checked_kernels,
+    checked_details,
     checked_rows,
     find_parts,
     is_loaded,
@@ -37,6 +37,7 @@ from warehouse.dataset import (
     read_part,
     repository_folder,
 )
+from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.imported_rows import DOUBT, UNKNOWN_FAMILY, ImportedFile, published_file, run_ids
@@ -307,7 +308,8 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
     for done, part in enumerate(parts):
         progress("reading", done, len(parts))
         runs = read_part(root, part, "runs")
-        samples = {"telemetry": read_part(root, part, "telemetry"), "kernels": checked_kernels(root, part)}
+        details = {kind: checked_details(root, part, kind) for kind in DETAILS}
+        samples = {"telemetry": read_part(root, part, "telemetry"), **details}
         read.append((part, runs, checked_rows(root, part, runs), samples))
     folder = DataFolder.resolve(settings.data).create()
     with _lock(folder):
@@ -325,9 +327,9 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
 
 
 def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, samples: Mapping[str, pa.Table]) -> int:
-    """Land the telemetry and kernels, then the runs, each in one batch; return how many runs landed.
+    """Land the telemetry, kernels and ranks, then the runs, each in one batch; return how many runs landed.
 
-    A kill before the runs leaves samples and kernels without runs, which the next ingest finds."""
+    A kill before the runs leaves rows without runs, which the next ingest finds."""
     if not runs.num_rows:
         return 0
     for kind, table in samples.items():

@@ -19,7 +19,7 @@ import pyarrow as pa
 from warehouse.checksum import sealed_bytes
 from warehouse.schema import JOB_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TABLES
 
-KINDS = ("runs", "telemetry", "kernels")  # what is partitioned by family and compacted
+KINDS = ("runs", "telemetry", "kernels", "ranks")  # what is partitioned by family and compacted
 OF_RUNS = KINDS[1:]  # rows that belong to a run, and land before it
 COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
 TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
@@ -62,6 +62,10 @@ class FolderLayout:
     @property
     def kernels(self) -> Path:
         return self.root / "kernels"
+
+    @property
+    def ranks(self) -> Path:
+        return self.root / "ranks"
 
     @property
     def jobs(self) -> Path:

@@ -25,7 +25,7 @@ from conf.identity import canonical_json
 from conf.plain_text import first_line
 from warehouse.imported_rows import run_ids
 from warehouse.schema import KERNEL_SCHEMA
-from warehouse.writer import kernel_table
+from warehouse.writer import detail_table
 
 SOURCE = "neusight"
 COLUMNS = ("op", "device", "latency_ms", "dims", "kernel", "warps_per_sm", "blocks_per_sm", "grid", "block", "torch",
@@ -103,7 +103,7 @@ class KernelFile:
         """Return some of the rows as a table of `KERNEL_SCHEMA`."""
         names = [name for name in KERNEL_SCHEMA.names if name not in ("run_id", "stream", "steps")]
         columns = {name: pa.array([row.get(name) for row in rows], KERNEL_SCHEMA.field(name).type) for name in names}
-        return kernel_table(pa.table(columns), {"run_id": run_id})
+        return detail_table("kernels", pa.table(columns), {"run_id": run_id})
 
 
 def read_kernel_times(

@@ -1,6 +1,6 @@
 """Rows as others may see them: public ids, no names of machines, users and paths, telemetry thinned.
 
-Start reading at `public_row`; `public_telemetry` and `public_kernels` are the rows of some runs.
+Start reading at `public_row`; `public_telemetry` and `public_details` are the rows of some runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import getpass
 import hashlib
 import platform
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,13 +19,15 @@ import numpy as np
 import pyarrow as pa
 
 from warehouse.dataset import JOB_PREFIX, is_loaded, public_id
+from warehouse.details import DETAILS
 from warehouse.reader import WarehouseConnection
-from warehouse.schema import KERNEL_SCHEMA, METRICS, TELEMETRY_SCHEMA
+from warehouse.schema import METRICS, TELEMETRY_SCHEMA
 
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
 _ERROR_CHARACTERS = 2000  # of an error's end, where its message is
 # Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.
 _DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
+_PUBLIC_UUID = re.compile("gpu-[0-9a-f]{12}")
 _PREFERENCE = {"repeated": 1, "unavailable": 2}  # of the readings in one bin, the least of these stays
 
 
@@ -47,8 +50,8 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
         row["job_id"] = run["job_id"].removeprefix(JOB_PREFIX)
         return row
     row["run_id"] = public_id(run["run_id"], run["device_uuid"], run["finished_at"])
-    if run["device_uuid"] is not None and run["source"] == "measured":  # distinguishes cards, and serves nothing else
-        row["device_uuid"] = f"gpu-{hashlib.sha256(run['device_uuid'].encode()).hexdigest()[:12]}"
+    if run["source"] == "measured":
+        row["device_uuid"] = _public_uuid(run["device_uuid"])
     return row
 
 
@@ -91,19 +94,47 @@ def public_telemetry(
     return samples if hz is None else thin(samples, hz)
 
 
-def public_kernels(connection: WarehouseConnection, ids: Mapping[str, str], where: str = "true") -> pa.Table:
-    """Return the kernels of some runs under their public ids; imported ones belong to no run.
+def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str, str], where: str = "true") -> pa.Table:
+    """Return the rows of `kernels` or `ranks` of some runs under their public ids; imported ones belong to no run.
 
-    `where` narrows what is read: a condition on `kernels` that holds for all of these runs.
+    `where` narrows what is read: a condition on the table that holds for all of these runs.
     """
-    columns = ", ".join(f"kernels.{name}" for name in KERNEL_SCHEMA.names if name not in ("run_id", "kernel_row"))
-    return _of_exported(
+    detail = DETAILS[kind]
+    own = [name for name in detail.schema.names if name not in ("run_id", detail.row_id)]
+    columns = ", ".join("NULL AS node" if name == "node" else f"{kind}.{name}" for name in own)
+    # A row's own id begins with its run's.
+    row_id = f"public_id || substr({detail.row_id}, length(own_id) + 1) AS {detail.row_id}"
+    rows = _of_exported(
         connection, ids,
-        # A row's own id begins with its run's.
-        "SELECT public_id AS run_id, public_id || substr(kernel_row, length(own_id) + 1) AS kernel_row, "
-        f"{columns} FROM kernels JOIN exported ON kernels.run_id = exported.own_id WHERE {where} ORDER BY kernel_row",
-        KERNEL_SCHEMA,
-    )  # fmt: skip
+        f"SELECT public_id AS run_id, {row_id}, {columns} FROM {kind} "
+        f"JOIN exported ON {kind}.run_id = exported.own_id WHERE {where} ORDER BY {detail.row_id}",
+        pa.schema([detail.schema.field(name) for name in ("run_id", detail.row_id, *own)]),
+    ).select(detail.schema.names)  # fmt: skip
+    if "device_uuid" not in own:
+        return rows
+    uuids = [
+        _public_uuid(uuid) if source == "measured" else uuid
+        for uuid, source in zip(rows["device_uuid"].to_pylist(), rows["source"].to_pylist(), strict=True)
+    ]
+    at = rows.schema.get_field_index("device_uuid")
+    return rows.set_column(at, rows.schema.field(at), pa.array(uuids, pa.string()))
+
+
+def count_rows(runs: Iterable[dict[str, Any]], samples: pa.Table, details: Mapping[str, pa.Table]) -> None:
+    """Put the number of their samples and of their rows in other tables into public runs. NULL stays: not asked for."""
+    samples_of = Counter(samples.column("run_id").to_pylist())
+    rows_of = {DETAILS[kind].count: Counter(rows.column("run_id").to_pylist()) for kind, rows in details.items()}
+    for run in runs:
+        run["telemetry_rows"] = samples_of[run["run_id"]]
+        for name, counts in rows_of.items():
+            run[name] = None if run[name] is None else counts[run["run_id"]]
+
+
+def _public_uuid(uuid: str | None) -> str | None:
+    """Return what distinguishes cards, and serves nothing else; that of a published row stays as it is."""
+    if uuid is None or _PUBLIC_UUID.fullmatch(uuid):
+        return uuid
+    return f"gpu-{hashlib.sha256(uuid.encode()).hexdigest()[:12]}"
 
 
 def _of_exported(connection: WarehouseConnection, ids: Mapping[str, str], sql: str, schema: pa.Schema) -> pa.Table:
@@ -120,14 +151,15 @@ def _rounded(name: str) -> str:
 
 
 def thin(samples: pa.Table, hz: float) -> pa.Table:
-    """Keep at most `hz` readings a second of each sensor of each run, and the first and last of each window.
+    """Keep at most `hz` readings a second of each sensor of each run or rank, and the first and last of each window.
 
     `samples` is sorted by run and time. Of the samples in one bin of 1/hz seconds, the last one stays; a fresh reading
     is preferred to a repeated one, and that to none.
     """
     if not samples.num_rows:
         return samples
-    run, sensor = (_codes(samples.column(name)) for name in ("run_id", "sensor"))
+    run, sensor_name, rank_number = (_codes(samples.column(name)) for name in ("run_id", "sensor", "rank"))
+    sensor = sensor_name * (rank_number.max() + 2) + rank_number  # each rank has sensors of its own
     window = np.array([phase == "window" for phase in samples.column("phase").to_pylist()])
     rank = np.array([_PREFERENCE.get(quality, 0) for quality in samples.column("quality").to_pylist()])
     at = np.floor(samples.column("t_ms").to_numpy() * hz / 1000).astype(np.int64)

@@ -36,10 +36,11 @@ from warehouse.connection import connect
 from warehouse.croissant import croissant
 from warehouse.dataset import narrow, writing
 from warehouse.dataset_card import SECTION_COLUMNS, markdown_table, sections
+from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.layout import TEMPORARY_SUFFIX, sync
-from warehouse.public_rows import naive, public_kernels, public_row, public_telemetry, scrubbed
+from warehouse.public_rows import count_rows, naive, public_details, public_row, public_telemetry, scrubbed
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import JOB_SCHEMA, KERNEL_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
 from warehouse.snapshot import Snapshot, find_snapshot, snapshots, take_snapshot
@@ -50,10 +51,10 @@ _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the s
 _ALWAYS = {
     "runs": ("run_id", "family", "status", "source", "device_name", "peak_memory_mib"),
     "telemetry": ("run_id", "t_ms"),
-    "kernels": ("run_id", "kernel_row", "source", "operator", "duration_us", "count", "timing"),
+    **{kind: ("run_id", *detail.required) for kind, detail in DETAILS.items()},
 }
 _CHUNK_RUNS = 2_000
-_FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "kernels": 2_000_000, "jobs": 500_000}
+_FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "kernels": 2_000_000, "ranks": 2_000_000, "jobs": 500_000}
 _TOKEN_CHARACTERS = 8  # of the name of a folder that is being built
 _ABANDONED_AFTER_S = 86_400.0
 _TOLD = ("citation", "creators", "url", "version")  # reported where missing
@@ -267,7 +268,10 @@ def _write_tables(
             "telemetry": _Writer(
                 root, "telemetry", narrow(_filled(connection, "telemetry", TELEMETRY_SCHEMA, "true")), report
             ),
-            "kernels": _Writer(root, "kernels", _filled(connection, "kernels", KERNEL_SCHEMA, chosen), report),
+            **{
+                kind: _Writer(root, kind, _filled(connection, kind, detail.schema, chosen), report)
+                for kind, detail in DETAILS.items()
+            },
             "jobs": _Writer(root, "jobs", pa.schema([f for f in JOB_SCHEMA if f.name in JOBS]), report),
         }
         for writer in writers.values():
@@ -288,7 +292,7 @@ def _write_tables(
 def _write_runs(
     connection: WarehouseConnection, chosen: str, settings: PublishSettings, writers: Mapping[str, _Writer]
 ) -> set[str]:
-    """Write the chosen runs, their samples and their kernels; return the ids of their jobs."""
+    """Write the chosen runs, their samples, kernels and ranks; return the ids of their jobs."""
     jobs: set[str] = set()
     for rows in _chunks(connection, chosen):
         ids = [row["run_id"] for row in rows]
@@ -297,16 +301,12 @@ def _write_runs(
         where = f"{{0}}.family = {family} AND {{0}}.run_id BETWEEN {first} AND {last}"
         public_ids = dict(zip(ids, (row["run_id"] for row in published), strict=True))
         samples = public_telemetry(connection, public_ids, settings.hz, where.format("telemetry"))
-        kernels = public_kernels(connection, public_ids, where.format("kernels"))
-        counts = Counter(samples.column("run_id").to_pylist())
-        for row in published:
-            row["telemetry_rows"] = counts[row["run_id"]]
-        kernel_counts = Counter(kernels.column("run_id").to_pylist())
-        for row, given in zip(published, rows, strict=True):
-            row["kernel_rows"] = None if given["kernel_rows"] is None else kernel_counts[row["run_id"]]
+        details = {kind: public_details(connection, kind, public_ids, where.format(kind)) for kind in DETAILS}
+        count_rows(published, samples, details)
         jobs.update(row["job_id"] for row in published if row["job_id"] is not None)
         writers["telemetry"].write(samples)
-        writers["kernels"].write(kernels)
+        for kind, table in details.items():
+            writers[kind].write(table)
         writers["runs"].write(pa.Table.from_pylist(published, schema=RUN_SCHEMA))
     return jobs
 

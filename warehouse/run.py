@@ -102,6 +102,9 @@ class Run:
     origin: Mapping[str, str] | None = None
     convolutions: Mapping[str, Any] | None = None
     kernel_rows: int | None = None
+    parallel: str | None = None
+    ranks: int | None = None
+    worst_rank: int | None = None
 
     def columns(self) -> dict[str, Any]:
         """Return the row's columns, JSON objects as text; those that are None are left out.

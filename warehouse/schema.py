@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
 SOURCES = ("measured", "simulated", "imported")
@@ -105,6 +105,10 @@ RUN_SCHEMA = pa.schema(
         ("convolutions", pa.string()),  # JSON: cuDNN's answers; see featurize.cudnn.recorded. NULL: it was not asked
         # added in version 4
         ("kernel_rows", pa.int64()),  # rows of the run in `kernels`; NULL: its kernels were not asked for
+        # added in version 5
+        ("parallel", pa.string()),  # of the trial config, as in ddp=2; NULL: one device
+        ("ranks", pa.int64()),  # processes, a device each, and the run's rows in `ranks`; NULL: one
+        ("worst_rank", pa.int64()),  # whose labels these are: the one with most memory, or the one that failed
     ]
 )
 
@@ -155,6 +159,47 @@ TELEMETRY_SCHEMA = pa.schema(
         ("quality", pa.string()),  # measured | repeated | unavailable | suspect
         ("reasons", pa.string()),  # why it is unavailable or suspect: names of workers.quality.REASONS, with commas
         *((name, pa.int64() if name == "throttle_reasons" else pa.float64()) for name in METRICS),
+        ("rank", pa.int64()),  # added in version 5: of a run of several; NULL: of the whole run
+    ]
+)
+
+# How a rank ended: as its run does, or `stopped`, with the rank that ended the run.
+RANK_STATUSES = (*STATUSES, "stopped")
+
+RANK_OF_RUN = ("source", "device_name", "node")  # columns of `ranks` that are its run's
+# A row is one rank of a run on several devices. Columns with the names of `runs` mean the same, of the rank alone.
+RANK_SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("rank_row", pa.string()),  # id of the row
+        ("rank", pa.int64()),  # from 0
+        ("source", pa.string()),
+        ("device_name", pa.string()),
+        ("device_uuid", pa.string()),  # NULL where the ranks share a device
+        ("node", pa.string()),
+        ("status", pa.string()),
+        *(
+            (name, RUN_SCHEMA.field(name).type)
+            for name in (
+                "peak_memory_mib",
+                "peak_reserved_mib",
+                "peak_allocated_mib",
+                "peak_rss_mib",
+                "smact",
+                "smocc",
+                "drama",
+                "gpu_util",
+                "power_w",
+                "energy_j",
+                "step_time_ms",
+                "steps",
+                "quality",
+            )
+        ),
+        # of a simulated step
+        ("exposed_ms", pa.float64()),  # of step_time_ms: waiting for other ranks
+        ("communication_ms", pa.float64()),  # all collectives of a step
+        ("sent_mib", pa.float64()),  # that the rank sends in a step
     ]
 )
 
@@ -236,6 +281,7 @@ TABLES = {
     "runs": RUN_SCHEMA,
     "telemetry": TELEMETRY_SCHEMA,
     "kernels": KERNEL_SCHEMA,
+    "ranks": RANK_SCHEMA,
     "jobs": JOB_SCHEMA,
     "stale": STALE_SCHEMA,
 }

@@ -25,7 +25,7 @@ from warehouse.schema import (
 )
 from warehouse.sql_text import escaped_glob, sql_text
 
-VIEWS = ("runs", "attempts", "telemetry", "kernels", "jobs", "stale")
+VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "jobs", "stale")
 
 _FIRST_KINDS = ("runs", "telemetry")  # of which every data folder has a file
 _SQL_TYPES = {

@@ -1,4 +1,4 @@
-"""Lands runs in the warehouse: checks them, then writes telemetry and kernels before their run, atomically.
+"""Lands runs in the warehouse: checks them, then writes telemetry, kernels and ranks before their run, atomically.
 
 Start reading at `RunWriter.write`.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from warehouse.details import DETAILS
 from warehouse.folder import DataFolder
 from warehouse.layout import checked_name, write_parquet
 from warehouse.merged import is_merged_name, land_batch
@@ -21,9 +22,6 @@ from warehouse.merged_index import MergedIndex
 from warehouse.run import Run
 from warehouse.schema import (
     JOB_SCHEMA,
-    KERNEL_PHASES,
-    KERNEL_SCHEMA,
-    KERNEL_TIMINGS,
     METRICS,
     OOM_KINDS,
     QUALITIES,
@@ -39,9 +37,6 @@ REQUIRED = ("run_id", "family", "status", "source")
 RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
 TELEMETRY_RATIOS = tuple(name for name, (unit, _) in METRICS.items() if unit == "ratio")
 WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # of telemetry
-KERNEL_REQUIRED = ("kernel_row", "source", "operator", "duration_us", "count", "timing")
-KERNEL_WORDS = {"source": SOURCES, "phase": KERNEL_PHASES, "timing": KERNEL_TIMINGS}
-_OF_RUN = ("source", "device_name", "torch_version", "cuda_version", "cudnn_version")  # columns that kernels take over
 
 
 class RunWriter:
@@ -51,13 +46,20 @@ class RunWriter:
         self._folder = folder.create()
         self._merged = MergedIndex(self._folder)
 
-    def write(self, run: Run | Mapping[str, Any], telemetry: pa.Table, kernels: pa.Table | None = None) -> Path:
+    def write(
+        self,
+        run: Run | Mapping[str, Any],
+        telemetry: pa.Table,
+        kernels: pa.Table | None = None,
+        ranks: pa.Table | None = None,
+    ) -> Path:
         """Make a run durable; return the path of the file that holds its row.
 
         Args:
             run: a `Run`, or its columns by name; absent ones are NULL.
             telemetry: columns of `TELEMETRY_SCHEMA`; `run_id` may be absent.
             kernels: columns of `KERNEL_SCHEMA` without those that the run has; None if they were not asked for.
+            ranks: columns of `RANK_SCHEMA`, likewise; None of a run on one device.
 
         A repeat of a run_id replaces the run, or is without effect once compaction has merged it, so its row is never
         there twice. Raises `ValueError` naming every column that breaks the schema's rules, and `OSError` (full disk)
@@ -65,25 +67,28 @@ class RunWriter:
         """
         given = run.columns() if isinstance(run, Run) else run
         columns = {"telemetry_rows": telemetry.num_rows, "schema_version": SCHEMA_VERSION, **given}
-        if kernels is not None:
-            columns["kernel_rows"] = kernels.num_rows
+        given_rows = {"kernels": kernels, "ranks": ranks}
+        columns |= {DETAILS[kind].count: rows.num_rows for kind, rows in given_rows.items() if rows is not None}
         run_row = run_table(columns)
         run_id, family = columns["run_id"], columns["family"]
         samples = telemetry_table(run_id, telemetry)
-        kernel_rows = None if kernels is None else kernels_of_run(columns, kernels)
+        details = {
+            kind: None if rows is None else rows_of_run(kind, columns, rows) for kind, rows in given_rows.items()
+        }
         runs = self._folder.partition("runs", family)
         # On first attempts too: the queue may have been lost, or restored from an older copy.
         landed = self._merged.file_with(family, run_id)
         if landed is not None:
             return landed
         name = f"{run_id}.parquet"
-        # Telemetry and kernels first, so readers of the run see them.
+        # Telemetry, kernels and ranks first, so readers of the run see them.
         write_parquet(self._folder.partition("telemetry", family) / name, samples)
-        own_kernels = self._folder.partition("kernels", family) / name
-        if kernel_rows is not None and kernel_rows.num_rows:
-            write_parquet(own_kernels, kernel_rows)
-        else:  # of an earlier execution, which was killed before its run landed
-            own_kernels.unlink(missing_ok=True)
+        for kind, own_rows in details.items():
+            path = self._folder.partition(kind, family) / name
+            if own_rows is not None and own_rows.num_rows:
+                write_parquet(path, own_rows)
+            else:  # of an earlier execution, which was killed before its run landed
+                path.unlink(missing_ok=True)
         write_parquet(runs / name, run_row)
         return runs / name
 
@@ -156,25 +161,27 @@ def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
     return _accepted(samples, "telemetry", problems)
 
 
-def kernels_of_run(run: Mapping[str, Any], kernels: pa.Table) -> pa.Table:
-    """Return a run's kernels with every column of `KERNEL_SCHEMA`, identity and software of the run. Raises alike."""
-    if not isinstance(kernels, pa.Table):
-        raise ValueError(f"kernels must be a pyarrow.Table, got {type(kernels).__name__}")
+def rows_of_run(kind: str, run: Mapping[str, Any], rows: pa.Table) -> pa.Table:
+    """Return a run's rows of `kernels` or `ranks` with every column, identity and origin of the run. Raises alike."""
+    detail = DETAILS[kind]
+    if not isinstance(rows, pa.Table):
+        raise ValueError(f"{kind} must be a pyarrow.Table, got {type(rows).__name__}")
     run_id = run["run_id"]
-    own = kernels.drop_columns([name for name in ("kernel_row", "run_id", *_OF_RUN) if name in kernels.column_names])
-    names = pa.array([f"{run_id}-k{index:05d}" for index in range(own.num_rows)], pa.string())
-    return kernel_table(
-        own.append_column("kernel_row", names), {"run_id": run_id, **{name: run.get(name) for name in _OF_RUN}}
-    )
+    of_run = (detail.row_id, "run_id", *detail.of_run)
+    own = rows.drop_columns([name for name in of_run if name in rows.column_names])
+    names = pa.array([f"{run_id}-{detail.letter}{index:05d}" for index in range(own.num_rows)], pa.string())
+    same = {"run_id": run_id, **{name: run.get(name) for name in detail.of_run}}
+    return detail_table(kind, own.append_column(detail.row_id, names), same)
 
 
-def kernel_table(kernels: pa.Table, same: Mapping[str, Any]) -> pa.Table:
-    """Return kernels with every column of their schema; `same` fills absent ones with a value. Raises `ValueError`."""
+def detail_table(kind: str, rows: pa.Table, same: Mapping[str, Any]) -> pa.Table:
+    """Return rows of `kernels` or `ranks` with every column; `same` fills absent ones. Raises `ValueError`."""
+    detail = DETAILS[kind]
     problems: list[str] = []
-    table = _conformed(kernels, "kernels", KERNEL_SCHEMA, same, KERNEL_WORDS, problems)
+    table = _conformed(rows, kind, detail.schema, same, detail.words, problems)
     if not problems:
-        problems += [f"{name} is required" for name in ("run_id", *KERNEL_REQUIRED) if table.column(name).null_count]
-    return _accepted(table, "kernels", problems)
+        problems += [f"{name} is required" for name in ("run_id", *detail.required) if table.column(name).null_count]
+    return _accepted(table, kind, problems)
 
 
 def _accepted(table: pa.Table, table_name: str, problems: Sequence[str]) -> pa.Table:

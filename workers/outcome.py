@@ -19,6 +19,8 @@ from workers.reports import (
     Failure,
     KernelsSeen,
     Profiled,
+    RankEnded,
+    RankResult,
     Reading,
     Report,
     TrialResult,
@@ -41,6 +43,8 @@ class Observed:
     half_widths: dict[str, float] = field(default_factory=dict)  # label -> of its 95 % confidence interval
     kernels: list[dict[str, Any]] = field(default_factory=list)  # rows of `kernels`
     profiled: Profiled | None = None
+    rank_values: dict[int, dict[str, Any]] = field(default_factory=dict)  # labels that each rank reported
+    rank_ended: RankEnded | None = None
     failure: Failure | None = None
     broken: BrokenReport | None = None
     finished: bool = False
@@ -71,8 +75,12 @@ def take(report: Report, observed: Observed) -> None:
             observed.warmup_ns = t_ns
         case WindowBegun(t_ns):
             observed.window_ns = t_ns
-        case Reading(sensor, t_ns, values):
-            observed.samples.append((sensor, Sample(t_ns, values)))
+        case Reading(sensor, t_ns, values, rank):
+            observed.samples.append((sensor, Sample(t_ns, values, rank=rank)))
+        case RankResult(rank, values):
+            observed.rank_values[rank] = values
+        case RankEnded():
+            observed.rank_ended = report
         case TrialResult():
             observed.finished = True
             observed.window_end_ns = report.window_end_ns
@@ -85,6 +93,8 @@ def take(report: Report, observed: Observed) -> None:
         case Failure():
             observed.failure = report
             observed.values |= report.values
+            if report.rank is not None:
+                observed.rank_values[report.rank] = report.values
         case BrokenReport():
             observed.broken = report
 
@@ -100,13 +110,28 @@ def kernels_missing(observed: Observed) -> str | None:
     return f"the trial's process ended with {how} before it had reported them"
 
 
+def failed_rank(observed: Observed) -> int | None:
+    """Return the rank that ended the trial; None if none did, and of a trial that runs alone."""
+    if observed.rank_ended is not None:
+        return observed.rank_ended.rank
+    return None if observed.failure is None else observed.failure.rank
+
+
+def lost_rank_to_kill(observed: Observed) -> bool:
+    """Return whether the trial ended because one of its ranks was sent SIGKILL."""
+    return observed.rank_ended is not None and observed.rank_ended.signal == signal.SIGKILL
+
+
 def outcome_of(
-    observed: Observed, settings: TrialSettings, lost: str | None, backend: str
+    observed: Observed, settings: TrialSettings, lost: str | None, backend: str, ranks: int = 1
 ) -> tuple[dict[str, Any], bool]:
     """Return (status, oom_kind, error_type, error) of a run, and whether another attempt may end differently.
 
-    `backend` is the device's; a trial's claims about a device that it did not have are ignored.
+    `backend` is the device's; a trial's claims about a device that it did not have are ignored. Of `ranks` processes
+    the error names the one that ended the trial.
     """
+    rank = failed_rank(observed)
+    who, prefix = ("the trial", "") if rank is None else (f"rank {rank} of {ranks}", f"rank {rank} of {ranks}: ")
 
     def outcome(
         status: str,
@@ -126,24 +151,27 @@ def outcome_of(
     if observed.failure is not None:
         failure = observed.failure
         faulty = failure.device_fault and is_device_fault(backend, failure.error_type, failure.error)
-        return outcome(failure.status, failure.oom_kind, failure.error_type, failure.error, faulty)
+        return outcome(failure.status, failure.oom_kind, failure.error_type, prefix + failure.error, faulty)
     if observed.broken is not None:
         return outcome("crashed", error_type="BrokenReport", error=f"the trial reported {observed.broken.reason}")
     if lost is not None:
         return outcome("crashed", error_type="ServerLost", error=lost, retryable=True)
     if ended.killed_for is not None:
         kind = "device" if backend == "cpu" else "host"
-        return outcome("oom", kind, "HostOutOfMemory", f"killed: {ended.killed_for}")
+        return outcome("oom", kind, "HostOutOfMemory", f"{prefix}killed: {ended.killed_for}")
     if ended.timed_out:
         return outcome(
             "timeout", error_type="Timeout", error=f"not done after trial.timeout_s={settings.timeout_s:g} s"
         )
-    if ended.signal == signal.SIGKILL:
-        return outcome("crashed", error_type="SIGKILL", error="the trial was killed from outside", retryable=True)
-    if ended.signal is not None:
-        name = signal_name(ended.signal)
-        return outcome("crashed", error_type=name, error=f"the trial died of {name}")
-    return outcome("crashed", error_type="Exit", error=f"the trial exited with code {ended.code} and no result")
+    code, number = ended.code, ended.signal
+    if observed.rank_ended is not None:
+        code, number = observed.rank_ended.code, observed.rank_ended.signal
+    if number == signal.SIGKILL:
+        return outcome("crashed", error_type="SIGKILL", error=f"{who} was killed from outside", retryable=True)
+    if number is not None:
+        name = signal_name(number)
+        return outcome("crashed", error_type=name, error=f"{who} died of {name}")
+    return outcome("crashed", error_type="Exit", error=f"{who} exited with code {code} and no result")
 
 
 def signal_name(number: int) -> str:

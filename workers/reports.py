@@ -15,8 +15,8 @@ from typing import Any
 from featurize.cudnn.recorded import read_answers
 from warehouse.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
 from workers.safe_text import ERROR_CHARACTERS, quoted, safe_text
+from workers.trial_link import LINE_BYTES as LINE_BYTES
 
-LINE_BYTES = 1 << 20  # of one report; an error's text is cut to far less before it is sent
 READINGS_KEPT = 100_000  # of steps and samples: three hours at the usual ten a second
 KERNELS_KEPT = 20_000  # rows of `kernels` of one trial
 _NAME_CHARACTERS = 200
@@ -39,6 +39,7 @@ KERNEL_COLUMNS = {
 }  # fmt: skip
 # Columns of `runs` that a trial gives itself.
 _LABELS = frozenset({"peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "step_time_ms", "steps", "energy_j"})
+_RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # of `ranks`, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,37 @@ class WindowBegun:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A reading of a training step (sensor `torch`) or of a modelled device (sensor `simulated`)."""
+    """A reading of a training step (sensor `torch`) or of a modelled device (sensor `simulated`), of a rank if the
+    trial has several."""
 
     sensor: str
     t_ns: int
     values: dict[str, float]
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RanksStarted:
+    """The processes of a trial's ranks, in their order."""
+
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """The labels of one rank; the trial's own result follows those of all ranks."""
+
+    rank: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnded:
+    """A rank's process ended before it had a result, by a signal or with a code; the trial ends with it."""
+
+    rank: int
+    code: int | None
+    signal: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +120,7 @@ class Failure:
     error: str
     device_fault: bool
     values: dict[str, float]
+    rank: int | None = None  # of a trial of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +151,9 @@ Report = (
     | WarmupBegun
     | WindowBegun
     | Reading
+    | RanksStarted
+    | RankResult
+    | RankEnded
     | TrialResult
     | Failure
     | KernelsSeen
@@ -140,7 +171,8 @@ class ReportReader:
 
     Times must lie between `since_ns` and now (monotonic); those of a virtual clock (`virtual=True`) begin at 0. After a
     `TrialResult`, a `Failure` or a `BrokenReport` everything is ignored; with `kernels`, the step's kernels follow a
-    `TrialResult`, at most `KERNELS_KEPT`. Beyond `READINGS_KEPT`, readings are only counted.
+    `TrialResult`, at most `KERNELS_KEPT`. Beyond `READINGS_KEPT`, readings are only counted. Of `ranks` processes,
+    the reports of a step and of a failure say which one they are of.
     """
 
     def __init__(
@@ -149,10 +181,12 @@ class ReportReader:
         virtual: bool = False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         kernels: bool = False,
+        ranks: int = 1,
     ) -> None:
         self.since_ns = since_ns
         self.virtual = virtual
         self.kernels = kernels
+        self.ranks = ranks
         self._kernel_rows = 0
         self._finished = False
         self.readings = 0
@@ -202,7 +236,8 @@ class ReportReader:
             raise _Broken(f"unknown report: {quoted(line)}") from None
         if self._finished != (event in _AFTER_RESULT):
             raise _Broken(f"{event!r} cannot come {'after' if self._finished else 'before'} the result: {quoted(line)}")
-        if message.keys() != keys:
+        named = {"rank"} & message.keys() if self.ranks > 1 and event in _MAY_NAME_A_RANK else set()
+        if message.keys() != keys | named:
             raise _Broken(f"a report {event!r} must have {', '.join(sorted(keys))}: {quoted(line)}")
         try:
             return read(self, **message)
@@ -228,19 +263,51 @@ class ReportReader:
         return ConvolutionsAsked(answers)
 
     def _warmup(self, t_ns: Any) -> Report:
+        if self.ranks > 1 and not self.virtual and "ranks" not in self._said:
+            raise _Broken("the ranks' processes come first")
         return WarmupBegun(self._once("warmup", self._time("t_ns", t_ns)))
 
     def _window(self, t_ns: Any) -> Report:
         return WindowBegun(self._once("window", self._time("t_ns", t_ns, after="warmup")))
 
-    def _step(self, t_ns: Any, values: Any) -> Report | None:
+    def _step(self, t_ns: Any, values: Any, rank: Any = None) -> Report | None:
         t_ns = self._time("t_ns", t_ns, after="warmup")
-        return self._kept(Reading("torch", t_ns, _numbers(values, _STEP_METRICS)))
+        return self._kept(Reading("torch", t_ns, _numbers(values, _STEP_METRICS), self._rank_or_none(rank)))
 
-    def _sample(self, sensor: Any, t_ns: Any, values: Any) -> Report | None:
+    def _sample(self, sensor: Any, t_ns: Any, values: Any, rank: Any = None) -> Report | None:
         if not self.virtual or sensor != "simulated":
             raise _Broken("only a simulated device reports samples of its own")
-        return self._kept(Reading(sensor, self._time("t_ns", t_ns, after="warmup"), _numbers(values, METRICS.keys())))
+        t_ns = self._time("t_ns", t_ns, after="warmup")
+        return self._kept(Reading(sensor, t_ns, _numbers(values, METRICS.keys()), self._rank_or_none(rank)))
+
+    def _ranks(self, pids: Any) -> Report:
+        self._once("ranks")
+        if self.virtual or not isinstance(pids, list) or len(pids) != self.ranks or self.ranks == 1:
+            raise _Broken(f"pids must be a list of {self.ranks} processes, of a trial of several ranks")
+        return RanksStarted(tuple(_integer("pids", pid) for pid in pids))
+
+    def _rank(self, rank: Any, values: Any) -> Report:
+        number = self._number_of_rank(rank)
+        self._once(f"rank {number}")
+        return RankResult(number, _rank_labels(values))
+
+    def _rank_ended(self, rank: Any, code: Any, signal: Any) -> Report:
+        ended = RankEnded(
+            self._number_of_rank(rank),
+            None if code is None else _integer("code", code),
+            None if signal is None else _integer("signal", signal),
+        )
+        self._over = True
+        return ended
+
+    def _rank_or_none(self, rank: Any) -> int | None:
+        return None if rank is None else self._number_of_rank(rank)
+
+    def _number_of_rank(self, rank: Any) -> int:
+        number = _integer("rank", rank)
+        if self.ranks == 1 or number >= self.ranks:
+            raise _Broken(f"rank must be one of the trial's {self.ranks}")
+        return number
 
     def _result(self, window_end_ns: Any, window_ended: Any, values: Any) -> Report:
         end_ns = self._time("window_end_ns", window_end_ns, after="window")
@@ -253,7 +320,14 @@ class ReportReader:
         return TrialResult(end_ns, window_ended, labels, half_widths)
 
     def _failed(
-        self, status: Any, oom_kind: Any, error_type: Any, error: Any, device_fault: Any, values: Any
+        self,
+        status: Any,
+        oom_kind: Any,
+        error_type: Any,
+        error: Any,
+        device_fault: Any,
+        values: Any,
+        rank: Any = None,
     ) -> Report:
         if status not in _FAILURES:
             raise _Broken(f"status must be one of {', '.join(_FAILURES)}")
@@ -268,6 +342,7 @@ class ReportReader:
             error=safe_text(error, ERROR_CHARACTERS + 1000),  # it was cut by the sender, with a note
             device_fault=device_fault,
             values=_labels(values),
+            rank=self._rank_or_none(rank),
         )
         self._over = True
         return failure
@@ -317,6 +392,9 @@ _EVENTS: dict[str, tuple[Callable[..., Report | None], frozenset[str]]] = {
     "window": (ReportReader._window, frozenset({"t_ns"})),
     "step": (ReportReader._step, frozenset({"t_ns", "values"})),
     "sample": (ReportReader._sample, frozenset({"sensor", "t_ns", "values"})),
+    "ranks": (ReportReader._ranks, frozenset({"pids"})),
+    "rank": (ReportReader._rank, frozenset({"rank", "values"})),
+    "rank_ended": (ReportReader._rank_ended, frozenset({"rank", "code", "signal"})),
     "result": (ReportReader._result, frozenset({"window_end_ns", "window_ended", "values"})),
     "kernels": (ReportReader._kernels, frozenset({"rows"})),
     "profiled": (ReportReader._profiled, frozenset({"problem"})),
@@ -328,6 +406,7 @@ _EVENTS: dict[str, tuple[Callable[..., Report | None], frozenset[str]]] = {
 
 
 _AFTER_RESULT = frozenset({"kernels", "profiled"})
+_MAY_NAME_A_RANK = frozenset({"step", "sample", "failed"})
 
 
 def _kernel(row: Any) -> dict[str, Any]:
@@ -376,8 +455,14 @@ def _numbers(values: Any, known: Any) -> dict[str, float]:
     return {key: _number(key, value) for key, value in values.items()}
 
 
-def _labels(values: Any) -> dict[str, float]:
-    labels: dict[str, float] = _numbers(values, _LABELS)
+def _rank_labels(values: Any) -> dict[str, float]:
+    values = dict(_mapping("values", values))
+    values.pop("half_widths", None)  # the first rank's stand in the trial's result
+    return _labels(values, _RANK_LABELS)
+
+
+def _labels(values: Any, known: frozenset[str] = _LABELS) -> dict[str, float]:
+    labels: dict[str, float] = _numbers(values, known)
     if "steps" in labels:
         labels["steps"] = _integer("steps", values["steps"])
     return labels

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.identity import OWNER_FILE, identity
-from workers.reports import BrokenReport, Failure, Report, ReportReader, TrialResult
+from workers.reports import BrokenReport, Failure, RankEnded, Report, ReportReader, TrialResult
 from workers.safe_text import quoted, safe_text
 from workers.trial_server import PACKET_BYTES
 
@@ -163,7 +163,7 @@ class TrialServer:
                 for report in reports:  # the trial's reports come before its exit
                     if isinstance(report, BrokenReport):
                         trial.broken = True
-                    if isinstance(report, TrialResult | Failure):
+                    if isinstance(report, TrialResult | Failure | RankEnded):
                         deadline_ns = min(deadline_ns, time.monotonic_ns() + int(_GOODBYE_S * 1e9))
                     yield report
             elif exited:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.own_packages import search_working_folder
+from workers.child import run_as_child
 from workers.containment import ControlGroup, become_subreaper, die_with_parent, end_below
 from workers.trial_output import TrialOutput
 
@@ -114,8 +115,8 @@ class Server:
             child.output.close_writer()
             self._children[pid] = child
             return pid
-        code = 1
-        try:
+
+        def body() -> None:
             os.setpgid(0, 0)
             die_with_parent(server)
             become_subreaper()  # what it leaves while another trial lives stays with it, and is known as its own
@@ -127,17 +128,8 @@ class Server:
 
             with socket.socket(fileno=descriptor) as channel:
                 run_trial(trial, channel)
-            code = 0
-        except BaseException:
-            import traceback
 
-            traceback.print_exc()
-        finally:
-            try:
-                sys.stdout.flush()
-                sys.stderr.flush()
-            finally:
-                os._exit(code)  # never run the server's own clean-up in a child
+        run_as_child(body)
 
     def _forget(self, child: _Child) -> None:
         """Release the server's resources in a trial's process, and write to the trial's own output."""
@@ -208,6 +200,7 @@ def _import_the_trace() -> None:
     import featurize.meta_results
     import featurize.modules
     import featurize.own_code
+    import featurize.parallel.simulated_rank
     import featurize.recorder
     import featurize.releases
     import featurize.simulate

@@ -17,20 +17,31 @@ from typing import TYPE_CHECKING, Any
 from featurize.trial import TrialConfig, config_hash
 from warehouse.run import Run
 from warehouse.schema import SCHEMA_VERSION
-from workers.devices import DeviceChoice, make_device
+from workers.devices import DeviceChoice, Slot, make_device
 from workers.environment import core_count, host_memory_share_mib
 from workers.host_memory import HostMemoryGuard, kernel_oom_kills
 from workers.labels import Course, label_run
-from workers.outcome import Observed, kernels_missing, outcome_of, startup_s, take
-from workers.reports import KERNEL_COLUMNS, READINGS_KEPT, Failure, Reading, ReportReader, TrialResult, WindowBegun
+from workers.outcome import Observed, kernels_missing, lost_rank_to_kill, outcome_of, startup_s, take
+from workers.rank_labels import label_ranks, rank_rows
+from workers.reports import (
+    KERNEL_COLUMNS,
+    READINGS_KEPT,
+    Failure,
+    RankEnded,
+    RanksStarted,
+    Reading,
+    ReportReader,
+    TrialResult,
+    WindowBegun,
+)
 from workers.safe_text import safe_text
 from workers.server_client import RunningTrial, ServerLost, TrialExit, TrialServer
 from workers.settings import TrialSettings
-from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
+from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.patience import call_within
-from workers.telemetry.sampler import TelemetrySampler, make_sensors, to_table
-from workers.telemetry.steadiness import TargetFollower
+from workers.telemetry.sampler import to_table
+from workers.watching import TrialWatch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,7 +71,7 @@ class TaskSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One row of `runs`, its rows of `telemetry` and of `kernels`.
+    """One row of `runs`, its rows of `telemetry`, of `kernels` and of `ranks`.
 
     `retryable`: the failure was not the trial's own, try again. `repeat`: the trial ended, but its labels
     cannot be trusted."""
@@ -68,6 +79,7 @@ class RunResult:
     run: Run
     telemetry: pa.Table
     kernels: pa.Table | None = None  # columns of `kernels` that are not its run's; None: not asked for, or none came
+    ranks: pa.Table | None = None  # columns of `ranks` that are not its run's; None: one device
     retryable: bool = False
     repeat: bool = False
 
@@ -82,9 +94,10 @@ class Worker:
         name: str,
         environment: dict[str, str] | None = None,
         workers: int = 1,
+        gpus: int = 1,
     ):
-        """`slot_key`: the slot's UUID, its index as text, or None for the only one. `environment` is added to the trial
-        server's.
+        """`slot_key`: the slot's UUID, its index as text, or None for the only one, or all of several `gpus`, on which
+        trials of as many ranks run. `environment` is added to the trial server's.
 
         `workers` share this machine: each trial may take its part of the host's memory.
         """
@@ -94,17 +107,22 @@ class Worker:
         slots = list(self._device.slots())
         if slot_key is not None:
             slots = [slot for slot in slots if slot_key in (slot.device_uuid, str(slot.index))]
-        assert len(slots) == 1, f"slot {slot_key} of {slots}"
-        (self._slot,) = slots
+        assert len(slots) == gpus, f"slot {slot_key} of {slots}"
+        self._slots = slots
         self._workers = workers
         self._nvml = None
         if self._device.sampled and self._slot.device_uuid is not None:
             with contextlib.suppress(SensorUnavailable):
                 # Held for the worker's life: NVML counts, and the sensors of each trial then start at once.
                 self._nvml = open_nvml()
-        self._environment = {**(environment or {}), **self._device.environment(self._slot)}
+        self._environment = {**(environment or {}), **self._device.environment(*self._slots)}
         self._server: TrialServer | None = None
         self._prepared: tuple[TaskSpec, RunningTrial] | None = None  # the next trial, made ready and waiting
+
+    @property
+    def _slot(self) -> Slot:
+        """The slot by which runs name their device: the first, of several GPUs of one model."""
+        return self._slots[0]
 
     def start(self) -> None:
         """Execute the trial server without waiting for it."""
@@ -146,27 +164,32 @@ class Worker:
         except BaseException:
             self._discard_server()  # a trial may still run on it
             raise
-        outcome, retryable = outcome_of(observed, settings, lost, self._device.backend)
+        ranks = task.config.ranks
+        outcome, retryable = outcome_of(observed, settings, lost, self._device.backend, ranks)
         finished_at, wall_s = datetime.datetime.now(datetime.UTC), (time.monotonic_ns() - t0_ns) / 1e9
         origin_ns = t0_ns if self._device.sampled else 0  # virtual time begins at 0
-        labels, samples = label_run(
-            Course(
-                samples=observed.samples,
-                values=observed.values,
-                status=outcome["status"],
-                oom_kind=outcome["oom_kind"],
-                backend=self._device.backend,
-                t0_ns=origin_ns,
-                warmup_ns=observed.warmup_ns,
-                window_ns=observed.window_ns,
-                window_end_ns=observed.window_end_ns,
-                period_s=settings.telemetry.period_s,
-                device_memory_mib=self._slot.device_memory_mib,
-                clock_drift_s=(finished_at - started_at).total_seconds() - wall_s,
-                left_processes=observed.exit.left,
-                stayed_processes=observed.exit.stayed,
-            )
+        course = Course(
+            samples=observed.samples,
+            values=observed.values,
+            status=outcome["status"],
+            oom_kind=outcome["oom_kind"],
+            backend=self._device.backend,
+            t0_ns=origin_ns,
+            warmup_ns=observed.warmup_ns,
+            window_ns=observed.window_ns,
+            window_end_ns=observed.window_end_ns,
+            period_s=settings.telemetry.period_s,
+            device_memory_mib=self._slot.device_memory_mib,
+            clock_drift_s=(finished_at - started_at).total_seconds() - wall_s,
+            left_processes=observed.exit.left,
+            stayed_processes=observed.exit.stayed,
         )
+        rank_table = None
+        if ranks > 1:
+            ranked = label_ranks(course, observed, self._slots, ranks)
+            labels, samples, rank_table = ranked.columns, ranked.samples, rank_rows(ranked.rows)
+        else:
+            labels, samples = label_run(course)
         kernels = self._kernels(task, observed)
         # What the trial reported of its software takes the place of what its server knew.
         run = Run(
@@ -190,14 +213,19 @@ class Worker:
             observed.window_end_ns,
         )
         return RunResult(
-            run=run, telemetry=table, kernels=kernels, retryable=retryable, repeat=run.quality == "untrusted"
+            run=run,
+            telemetry=table,
+            kernels=kernels,
+            ranks=rank_table,
+            retryable=retryable,
+            repeat=run.quality == "untrusted",
         )
 
     def _kernels(self, task: TaskSpec, observed: Observed) -> pa.Table | None:
         """Return the kernels that a finished trial reported; where they were asked for and lack, note the reason."""
         if not (task.settings.kernels.steps and observed.finished):
             return None
-        problem = kernels_missing(observed)
+        problem = kernels_missing(observed) if self._profiles(task) else "trials of several ranks are not profiled"
         if problem is not None:
             observed.missing["kernels"] = problem
             return None
@@ -232,8 +260,15 @@ class Worker:
 
     def _reader(self, task: TaskSpec) -> ReportReader:
         return ReportReader(
-            since_ns=time.monotonic_ns(), virtual=not self._device.sampled, kernels=task.settings.kernels.steps > 0
+            since_ns=time.monotonic_ns(),
+            virtual=not self._device.sampled,
+            kernels=self._profiles(task),
+            ranks=task.config.ranks,
         )
+
+    def _profiles(self, task: TaskSpec) -> bool:
+        """Return whether the trial reports its kernels: real ranks do not, whose steps would wait for each other."""
+        return task.settings.kernels.steps > 0 and not (self._device.sampled and task.config.ranks > 1)
 
     def _prepare(self, task: TaskSpec | None) -> None:
         """Start the next trial's process, which builds what it can on the host and waits."""
@@ -252,20 +287,16 @@ class Worker:
             "settings": task.settings.to_mapping(),
             "seed": task.seed,
             "device": self._choice.to_mapping(),
-            "slot": dataclasses.asdict(self._slot),
+            "slots": [dataclasses.asdict(slot) for slot in self._slots],
         }
 
     def _observe(
         self, task: TaskSpec, upcoming: TaskSpec | None, settings: TrialSettings, t0_ns: int, observed: Observed
     ) -> None:
-        oom_kills = kernel_oom_kills()
-        if self._nvml is not None and "nvml" in settings.telemetry.sources:
-            with contextlib.suppress(SensorUnavailable):
-                before = call_within("nvml", _NVML_S, memory_before, self._nvml, self._slot.device_uuid)
-                observed.samples += [("nvml", sample) for sample in before]
+        oom_kills, ranks = kernel_oom_kills(), task.config.ranks
+        self._read_memory_before(settings, ranks, observed)
         server, trial = self._started(), self._trial_of(task, observed)
-        sampler = self._sampler(settings, trial.pid, observed)
-        follower = TargetFollower(settings.window, sampler.sensor_names, settings.telemetry.period_s)
+        watch = TrialWatch(settings, self._slots, ranks, trial.pid, observed, sampled=self._device.sampled)
         memory_limit_mib = settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
         guard = HostMemoryGuard(trial.pid, memory_limit_mib)
         next_guard: HostMemoryGuard | None = None
@@ -273,10 +304,9 @@ class Worker:
         steady_sent = False
 
         def follow() -> None:
-            """Add new readings, and notify the trial once every sampled figure is steady."""
+            """Notify the trial once every sampled figure is steady."""
             nonlocal steady_sent
-            follower.add(sampler.new_samples())
-            if not steady_sent and follower.steady(time.monotonic_ns()):
+            if not steady_sent and watch.steady(time.monotonic_ns()):
                 steady_sent = True
                 server.tell(trial, "steady")
 
@@ -290,48 +320,42 @@ class Worker:
                     follow()
                 elif isinstance(event, TrialExit):
                     observed.exit = event
-                    if event.signal == signal.SIGKILL and kernel_oom_kills() > oom_kills:
+                    was_killed = event.signal == signal.SIGKILL or lost_rank_to_kill(observed)
+                    if was_killed and kernel_oom_kills() > oom_kills:
                         observed.exit.killed_for = observed.exit.killed_for or "the kernel's out-of-memory killer"
                 else:
                     take(event, observed)
-                    if isinstance(event, WindowBegun):
-                        follower.begin(event.t_ns, observed.warmup_ns)
+                    if isinstance(event, RanksStarted):
+                        watch.ranks_started(event.pids)
+                    elif isinstance(event, WindowBegun):
+                        watch.begin_window(event.t_ns, observed.warmup_ns)
                         follow()
                         self._prepare(upcoming)
                         if self._prepared is not None:
                             next_guard = HostMemoryGuard(self._prepared[1].pid, memory_limit_mib)
                     elif isinstance(event, Reading) and event.sensor == "torch":
-                        follower.mark_step(event.t_ns)
-                    elif isinstance(event, TrialResult | Failure):
-                        follow()
-                        observed.half_widths |= follower.half_widths()
-                        sampler.wind_up(observed.window_end_ns)  # the last sample still sees the trial's memory
+                        if not event.rank:
+                            watch.mark_step(event.t_ns)
+                    elif isinstance(event, TrialResult | Failure | RankEnded):
+                        observed.half_widths |= watch.half_widths()
+                        watch.wind_up(observed.window_end_ns)  # the last sample still sees the trial's memory
                         server.tell(trial, "bye")
         finally:
-            self._stop(sampler, observed)
+            watch.stop(observed.window_end_ns)
             trial.channel.close()
             if trial.reader.readings_left_out:
                 source = "torch" if self._device.sampled else "simulated"
                 observed.missing[source] = f"kept {READINGS_KEPT:,} of {trial.reader.readings:,} readings of the trial"
 
-    def _sampler(self, settings: TrialSettings, pid: int, observed: Observed) -> TelemetrySampler:
-        sensors: tuple[Sensor, ...] = ()
-        observed.missing = {}
-        if self._device.sampled:
-            sensors, observed.missing = make_sensors(settings.telemetry, self._slot.device_uuid)
-        sampler = TelemetrySampler(sensors, settings.telemetry.period_s)
-        sampler.start(WatchTarget(self._slot.device_uuid, pid))
-        return sampler
-
-    def _stop(self, sampler: TelemetrySampler, observed: Observed) -> None:
-        observed.samples += sampler.stop(observed.window_end_ns)
-        observed.missing |= sampler.missing
-        with_memory = any("process_memory_mib" in sample.values for _, sample in observed.samples)
-        if self._slot.device_uuid is not None and self._device.sampled and not with_memory:
-            observed.missing.setdefault(
-                "nvml.process_memory_mib",
-                "NVML never listed the trial's process; in a container the host's pids are needed (--pid=host)",
-            )
+    def _read_memory_before(self, settings: TrialSettings, ranks: int, observed: Observed) -> None:
+        """Read the memory in use on each GPU before the trial is there."""
+        if self._nvml is None or "nvml" not in settings.telemetry.sources:
+            return
+        for rank, slot in enumerate(self._slots):
+            with contextlib.suppress(SensorUnavailable):
+                before = call_within("nvml", _NVML_S, memory_before, self._nvml, slot.device_uuid)
+                number = rank if ranks > 1 else None
+                observed.samples += [("nvml", dataclasses.replace(sample, rank=number)) for sample in before]
 
     def _identity(self, task: TaskSpec) -> dict[str, Any]:
         software = dict(self._server.hello()) if self._server is not None else {}
@@ -359,6 +383,7 @@ class Worker:
             "batch_size": task.config.batch_size,
             "precision": task.config.precision,
             "optimizer": task.config.optimizer,
+            "parallel": task.config.parallel,
         }
 
 

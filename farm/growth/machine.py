@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
+from farm.cluster_settings import ClusterSettings
 from farm.jobs import MIXED_FAMILY, Job, Queue
 from farm.journal import Cycle
 from farm.queue_values import device_key, text_of_config, text_of_settings
-from farm.ray_executor import ClusterSettings
 from farm.submitted_code import record_submitted
 from featurize.device_spec import DEFAULT_DEVICE, device_from_mapping, known_device, load_device, same_device
 from featurize.row_config import code_problem

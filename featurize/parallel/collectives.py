@@ -139,6 +139,12 @@ def fabrics_of(spec: DeviceSpec, parallel: Parallel) -> dict[str, Fabric]:
     return fabrics
 
 
+def communicators_mib(spec: DeviceSpec, parallel: Parallel) -> float:
+    """Return what NCCL keeps on each GPU, in MiB: a communicator for each dimension of the mesh."""
+    fabrics = fabrics_of(spec, parallel)
+    return sum(communicator_mib(fabrics[axis]) for axis in parallel.axes)
+
+
 def _nodes(parallel: Parallel, degree: int, stride: int) -> int:
     size = parallel.gpus_per_node
     if stride >= size:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from featurize.kernel_model.costs import operator_costs
 from featurize.parallel.collectives import Fabric, collective_s, sent_bytes
 from featurize.step_trace import Collective, StepTrace
 from featurize.training_settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from featurize.simulate import SimulatedStep
 
 _BEGINS, _WAITS = 0, 1
 
@@ -57,6 +61,24 @@ def communication_of(
     begins_ms = _begins_ms(trace, spec, settings, step_ms)
     return Communication(
         busy_ms=sum(lasts_ms), exposed_ms=exposed_ms(trace.collectives, lasts_ms, begins_ms), sent_mib=dict(sent_mib)
+    )
+
+
+def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSpec) -> SimulatedStep:
+    """Return a step that also waits for its communication, during which the GPU's units are taken to be idle."""
+    if talk is None or not step.step_time_ms:
+        return step
+    total_ms = step.step_time_ms + talk.exposed_ms
+    share = step.step_time_ms / total_ms
+    return replace(
+        step,
+        step_time_ms=total_ms,
+        step_time_upper_ms=step.step_time_upper_ms + talk.exposed_ms,
+        smact=step.smact * share,
+        smocc=step.smocc * share,
+        drama=step.drama * share,
+        gpu_util=step.gpu_util * share,
+        power_w=device.idle_power_w + (step.power_w - device.idle_power_w) * share,
     )
 
 

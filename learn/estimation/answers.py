@@ -26,7 +26,7 @@ from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
 from learn.estimation.memory_causes import COVERAGES, uncertainty_of
 from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
-from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, lengthened, talk_of, values_of_ranks
+from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, talk_of, values_of_ranks
 from learn.estimation.sources import (
     TARGETS,
     WITHOUT_TRACE,
@@ -309,6 +309,7 @@ def _assembled(
     torch_version: str | None,
 ) -> Estimate:
     """Return what was gathered, and the trace's figures for the rest."""
+    from featurize.parallel.overlap import lengthened
     from learn.targets import get_target
 
     values, by = gathered.values, gathered.by

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from featurize.parallel.collectives import PCIE, communicator_mib, fabric_of, fabrics_of
+from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of, fabrics_of
 from featurize.parallel.layout import Parallel, parse_parallel
 from featurize.training_settings import training_of
 from learn.workload import Workload
@@ -18,7 +18,6 @@ from learn.workload import Workload
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.overlap import Communication
-    from featurize.simulate import SimulatedStep
     from learn.traced import TracedStep
 
 SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
@@ -69,10 +68,7 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
 def buffers_mib(job: Workload, device: DeviceSpec) -> float:
     """Return what communication libraries keep on a GPU, in MiB; 0 of a job on one GPU. `UsageError` where the GPU
     model's description has no interconnect."""
-    if job.parallel is None:
-        return 0.0
-    fabrics = fabrics_of(device, job.parallel)
-    return sum(communicator_mib(fabrics[axis]) for axis in job.parallel.axes)
+    return 0.0 if job.parallel is None else communicators_mib(device, job.parallel)
 
 
 def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communication | None:
@@ -83,24 +79,6 @@ def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communicat
         return None
     fabrics = fabrics_of(device, job.parallel)
     return communication_of(traced.trace, device, job.settings, fabrics, traced.step.step_time_ms)
-
-
-def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSpec) -> SimulatedStep:
-    """Return a step that also waits for its communication, during which the GPU's units are taken to be idle."""
-    if talk is None or not step.step_time_ms:
-        return step
-    total_ms = step.step_time_ms + talk.exposed_ms
-    share = step.step_time_ms / total_ms
-    return replace(
-        step,
-        step_time_ms=total_ms,
-        step_time_upper_ms=step.step_time_upper_ms + talk.exposed_ms,
-        smact=step.smact * share,
-        smocc=step.smocc * share,
-        drama=step.drama * share,
-        gpu_util=step.gpu_util * share,
-        power_w=device.idle_power_w + (step.power_w - device.idle_power_w) * share,
-    )
 
 
 def values_of_ranks(

@@ -116,6 +116,8 @@ def question_of(
         raise UsageError(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
         )
+    if parallel is None and job.config is not None:
+        parallel = job.config.parallel
     job = parallel_job(
         job, parallel, estimator=estimator, others={"batches": batches, "known": None if leaves_out(known) else known}
     )

@@ -17,7 +17,7 @@ from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, load_device
 from featurize.input_pipeline import input_ms
 from featurize.kernel_model.calls import HALF, Calls, kernel_calls
-from featurize.row_config import UnreadableConfig, config_of_row
+from featurize.row_config import UnreadableConfig, config_of_one_gpu
 from featurize.step_trace import Operator
 from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training_settings import Training, uses_tf32
@@ -266,7 +266,7 @@ def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTim
     if source == LLM_FOUNDRY:
         return _of_llm_foundry(row, device, traces)
     try:
-        config = config_of_row(row["config"])
+        config = config_of_one_gpu(row["config"])
     except UnreadableConfig as error:
         raise _LeftOut(f"{source}: no trial config") from error
     fused = release is None or release >= _FIRST_FUSED

@@ -19,8 +19,8 @@ from pathlib import Path
 from conf.arguments import exit_code, keyed_values
 from conf.cli import EXIT_USAGE
 from conf.errors import UsageError, unknown_name
+from farm.cluster_settings import ClusterSettings
 from farm.jobs import Queue
-from farm.ray_executor import ClusterSettings
 from farm.work import work
 from featurize.families import family_names
 from warehouse.folder import DataFolder

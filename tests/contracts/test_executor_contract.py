@@ -7,9 +7,9 @@ import threading
 import psutil
 import pytest
 
+from farm.cluster_settings import ClusterSettings
 from farm.dispatch import make_executor
 from farm.executors import Executor
-from farm.ray_executor import ClusterSettings
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings

@@ -1,17 +1,18 @@
 """The dispatcher with a scripted executor and a clock of its own: what it leases, lands, repeats and gives back."""
 
+import contextlib
 import dataclasses
 import sys
 
 import pytest
 
 from conf.errors import EnvironmentProblem
+from farm.cluster_settings import ClusterSettings
 from farm.dispatch import Dispatcher, lost_run, make_executor, reconcile, task_spec
 from farm.executors import Completion
 from farm.jobs import Job
 from farm.lock import DispatcherBusy, DispatcherLock
 from farm.queue_values import text_of_settings
-from farm.ray_executor import ClusterSettings
 from featurize.families import get_family
 from featurize.trial import canonical_json
 from warehouse import connect
@@ -57,6 +58,12 @@ class ScriptedExecutor:
 
     def idle(self):
         return [] if self._task else ["w"]
+
+    def waiting(self):
+        return ()
+
+    def most_gpus(self):
+        return None
 
     def submit(self, worker, task, upcoming=None):
         self._task = task
@@ -132,9 +139,10 @@ class NoLock:
         pass
 
 
-def submit(queue, n, job_id="mlp-00000001", priority=0, **settings):
+def submit(queue, n, job_id="mlp-00000001", priority=0, parallel=None, **settings):
     """`settings`: of its trials, those that differ from the defaults."""
-    config = canonical_json(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping())
+    values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, "parallel": parallel}
+    config = canonical_json(get_family("mlp").Config(**values).to_mapping())
     job = Job(
         job_id=job_id, family="mlp", space_json="{}", n=n, seed=0, policy="uniform",
         priority=priority, device=DEVICE, settings_json=settings_text(**settings), submitted_at=0.0,
@@ -202,6 +210,40 @@ def test_an_oom_is_a_result_and_is_not_tried_again(folder, queue):
     submit(queue, 1)
     work(folder, queue, {0: ["oom"]})
     assert runs(folder) == [(0, 1, "oom")]
+
+
+@pytest.mark.parametrize(("gpus", "status"), [(None, "ok"), (2, "ok"), (1, "invalid")])
+def test_a_trial_that_needs_more_gpus_than_a_node_has_lands_with_one_line_that_says_so(
+    folder, queue, monkeypatch, gpus, status
+):
+    monkeypatch.setattr(ScriptedExecutor, "most_gpus", lambda self: gpus)
+    submit(queue, 1, parallel="ddp=2")
+    submit(queue, 1, job_id="mlp-00000002")
+    work(folder, queue)
+    with contextlib.closing(connect(folder)) as connection:
+        (row,) = connection.execute("SELECT status, error, parallel FROM runs WHERE job_id = 'mlp-00000001'").fetchall()
+    line = "parallel=ddp=2 needs 2 GPUs of one node, and the largest node has 1"
+    assert row == (status, line if gpus == 1 else None, row[2])
+    assert queue.counts().by_status.get("ok", 0) == (1 if gpus == 1 else 2)
+
+
+def test_a_trial_that_waits_for_gpus_is_not_stuck(folder, queue):
+    class Waits(ScriptedExecutor):
+        rounds = 0
+
+        def waiting(self):
+            return ("w",) if self.rounds < 5 else ()
+
+        def wait(self, timeout_s):
+            self.rounds += 1
+            self.clock.now += 400.0  # longer than any trial may take
+            return super().wait(timeout_s) if self.rounds >= 6 else []
+
+    submit(queue, 1, parallel="ddp=2")
+    clock = Clock()
+    executor = Waits(clock)
+    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(Stop(), NoLock())
+    assert executor.restarted == [] and runs(folder) == [(0, 1, "ok")]
 
 
 def test_jobs_of_higher_priority_come_first(folder, queue):

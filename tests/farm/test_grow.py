@@ -304,11 +304,11 @@ def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
 
 
 def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
+    from farm.cluster_settings import ClusterSettings
     from farm.growth.machine import machine_of, submit_listed
     from farm.lock import DispatcherLock
     from farm.monitoring.service import Service
     from farm.queue_values import device_key
-    from farm.ray_executor import ClusterSettings
     from farm.work import TimedStop, run_job
     from featurize.families import get_family
     from workers.devices import DeviceChoice

@@ -9,11 +9,11 @@ from test_dispatch import Clock, ScriptedExecutor, result_of, submit
 from conf import cli
 from farm import submit as submit_module
 from farm import work as work_module
+from farm.cluster_settings import ClusterSettings
 from farm.jobs import Queue
 from farm.monitoring.events import Events
 from farm.monitoring.service import Service
 from farm.outcomes import JobOutcomes, reason_of
-from farm.ray_executor import ClusterSettings
 from farm.work import work
 from warehouse import connect
 from warehouse.run import Run

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from farm import ray_head
-from farm.ray_executor import ClusterSettings, RayExecutor
+from farm.cluster_settings import ClusterSettings
+from farm.ray_executor import RayExecutor
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, HeadWatch, JoinedHead, OwnHead
 from workers.devices import DeviceChoice
 

@@ -15,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, submit
 
 from conf.errors import UsageError
+from farm.cluster_settings import ClusterSettings
 from farm.dispatch import Dispatcher, StopRequest, lost_run
 from farm.lock import DispatcherLock
 from farm.monitoring.events import Events, LogSettings
 from farm.monitoring.health import Pulse
 from farm.monitoring.metrics import FarmMetrics, MetricsServer, MetricsSettings
 from farm.monitoring.service import Service
-from farm.ray_executor import ClusterSettings
 from farm.ray_nodes import NodeWatch
 from farm.work import TimedStop, work
 from featurize.families import get_family

@@ -18,9 +18,9 @@ import pytest
 from conf import cli
 from farm import submit as submit_module
 from farm import work as work_module
+from farm.cluster_settings import ClusterSettings
 from farm.jobs import Queue
 from farm.large_submissions import queue_bytes
-from farm.ray_executor import ClusterSettings
 from featurize.families import family_names
 from warehouse import connect
 from warehouse.folder import DataFolder
@@ -81,6 +81,46 @@ def test_trials_on_an_amd_gpu_are_simulated_and_land(data, capsys):
     assert "device: 4 x MI300X (simulated)" in capsys.readouterr().out
     landed = rows(data, "SELECT source, device_name, status, peak_memory_mib > 0, step_time_ms > 0 FROM runs")
     assert landed == [("simulated", "MI300X", "ok", True, True)] * 2
+
+
+def test_trials_of_two_ranks_really_train_on_the_cpu_and_land(data, capsys):
+    assert submit(data, "n=2", "device=cpu", "parallel=ddp=2", "window=fixed", "window.seconds=0.1") == 0
+    columns = "status, source, parallel, ranks, worst_rank IN (0, 1), config->>'$.parallel', kernel_rows"
+    assert rows(data, f"SELECT {columns} FROM runs") == [("ok", "measured", "ddp=2", 2, True, "ddp=2", None)] * 2
+    counts = (
+        "SELECT count(*), count(DISTINCT run_id), sum(rank), bool_and(peak_memory_mib > 0 AND steps > 0) FROM ranks"
+    )
+    assert rows(data, counts) == [(4, 2, 2, True)]
+    worst = "SELECT max(abs(r.peak_memory_mib - m.most)) FROM runs r JOIN (SELECT run_id, max(peak_memory_mib) AS most "
+    assert rows(data, f"{worst} FROM ranks GROUP BY run_id) m USING (run_id)") == [(0.0,)]
+    assert rows(data, "SELECT DISTINCT rank FROM telemetry WHERE sensor = 'torch' ORDER BY 1") == [(0,), (1,)]
+    assert submit(data, "n=2", "device=cpu", "parallel={ddp: 2}", "window=fixed", "window.seconds=0.1") == 0
+    assert "0 trials added (2 were queued before)" in capsys.readouterr().out, "the same layout, written otherwise"
+
+
+def test_layouts_can_be_sampled_and_one_gpu_keeps_its_job(data, capsys):
+    assert submit(data, "n=6", "parallel=[null,{ddp: 2}]", "detach=true") == 0
+    with Queue.open(DataFolder(data).queue) as queue:
+        texts = [task.config.parallel for task in queue.lease("w", 6, time.time(), 1.0)]
+    assert set(texts) == {None, "ddp=2"} and texts.count(None) == 3
+    assert submit(data, "n=1", "detach=true") == 0
+    capsys.readouterr()
+    assert submit(data, "n=1", "parallel=ddp=1", "detach=true") == 0
+    assert "0 trials added (1 were queued before)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("ddp=16", "16 ranks fill 2 nodes of 8, and a trial runs on one"),
+        ("fsdp=2", "fsdp: not estimated yet"),
+        ("[]", "the list of layouts is empty"),
+        ("ddp=none", "ddp must be a whole number"),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused_before_anything_is_queued(data, capsys, layout, words):
+    assert submit(data, "n=1", "device=cpu", f"parallel={layout}") == 2
+    assert words in capsys.readouterr().err and not data.exists()
 
 
 def test_a_small_simulated_device_runs_out_of_memory_and_that_is_a_row(data):

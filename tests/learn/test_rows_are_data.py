@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -293,3 +294,13 @@ def test_tasks_and_typed_fields_are_marked_and_unknown_families_are_left_alone()
     assert isinstance(named_by_user("zoo", {"model": "a:b"})["model"], CodeName)
     assert named_by_user("no such family", {"model": "a:b"}) == {"model": "a:b"}
     assert named_by_user("timm", {"model": "resnet18"})["model"].__class__ is str
+
+
+def test_rows_of_several_gpus_are_left_out_and_named(tmp_path):
+    configs = make_configs(40)
+    write_runs(tmp_path, configs)
+    several = [replace(config, parallel="ddp=2") for config in configs[:3]]
+    write_runs(tmp_path, several, job="several", statuses=["ok"] * 3)
+    rows = load_rows(tmp_path, "memory")
+    assert len(rows) == 40 and rows.counts["unreadable"] == 3
+    assert any("job on several GPUs (ddp=2)" in remark for remark in rows.remarks)

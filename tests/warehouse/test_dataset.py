@@ -9,7 +9,7 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import kernels, run_row
+from warehouse_rows import kernels, ranks, run_row
 
 import warehouse
 from conf import cli
@@ -450,10 +450,10 @@ def test_the_project_s_own_card_is_true():
     assert sum(path.stat().st_size for path in root.rglob("*.parquet")) <= 20e6
 
 
-@pytest.mark.parametrize("kind", ["runs", "telemetry", "kernels"])
+@pytest.mark.parametrize("kind", dataset.KINDS)
 @pytest.mark.parametrize("leads", ["a file", "a folder", "a pipe"])
 def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(filled, out, tmp_path, kind, leads):
-    RunWriter(filled).write(gpu_run(7, family="mlp"), readings(3), kernels())
+    RunWriter(filled).write(gpu_run(7, family="mlp"), readings(3), kernels(), ranks())
     exported(filled, out)
     path = next(out.glob(f"mlp/*-{kind}.parquet"))
     elsewhere = tmp_path / "elsewhere"

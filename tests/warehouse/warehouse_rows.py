@@ -37,6 +37,18 @@ def kernels(rows: int = 2, **columns) -> pa.Table:
     )
 
 
+def ranks(rows: int = 2, **columns) -> pa.Table:
+    """`rows` ranks of a run, as a worker reports them."""
+    return pa.table(
+        {
+            "rank": list(range(rows)),
+            "status": ["ok"] * rows,
+            "peak_memory_mib": [100.0 + index for index in range(rows)],
+            **columns,
+        }
+    )
+
+
 def samples(rows: int = 3, **columns) -> pa.Table:
     """`rows` telemetry samples."""
     return pa.table({"t_ms": [100.0 * i for i in range(rows)], "smact": [0.5] * rows, **columns})

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 
+import torch
 from torch import nn
 
 _DONE = []
@@ -287,3 +288,33 @@ def kills_its_server(path: str) -> None:
 def stops_its_server(path: str) -> None:
     os.kill(os.getppid(), signal.SIGSTOP)
     time.sleep(3600)
+
+
+# What one rank of several may do.
+
+
+def second_rank_takes_all_memory(path: str) -> None:
+    if os.environ["RANK"] == "1":
+        held = []
+        while True:
+            held.append(torch.ones(2**22))
+
+
+def second_rank_raises(path: str) -> None:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("the second rank does not like this model")
+
+
+def second_rank_exits(path: str) -> None:
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+
+
+def second_rank_says_junk(path: str) -> None:
+    if os.environ["RANK"] == "1":
+        say(b"\x00\xff not a report\n")
+
+
+def second_rank_hangs(path: str) -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(3600)

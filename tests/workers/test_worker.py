@@ -110,7 +110,7 @@ def test_a_trial_that_trains_becomes_an_ok_run_with_labels_and_telemetry(worker)
 
 def test_the_devices_memory_before_the_trial_is_read_as_what_its_growth_is_measured_against():
     worker = Worker(DeviceChoice(backend="cpu"), "0", "with-a-gpu")
-    worker._slot = dataclasses.replace(worker._slot, device_uuid=A100_UUID)
+    worker._slots = [dataclasses.replace(worker._slots[0], device_uuid=A100_UUID)]
     worker._nvml = RecordedNvml()
     try:
         telemetry = worker.run(task(mlp())).telemetry

@@ -9,9 +9,9 @@ import dataclasses
 import importlib
 
 from conf.errors import EnvironmentProblem
-from workers.devices.base import Device, DeviceChoice, DeviceUnavailable, Slot
+from workers.devices.base import Device, DeviceChoice, DeviceUnavailable, Place, Slot
 
-__all__ = ["Device", "DeviceChoice", "DeviceUnavailable", "Slot", "choose_device", "make_device"]
+__all__ = ["Device", "DeviceChoice", "DeviceUnavailable", "Place", "Slot", "choose_device", "make_device"]
 
 _TABLE = {
     "cuda": "workers.devices.cuda:CudaDevice",

@@ -101,6 +101,15 @@ class Slot:
     mps: bool | None = None  # whether CUDA's multi-process service runs on it
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank's place in a trial of several; `store` is the path of the file through which they meet."""
+
+    rank: int
+    ranks: int
+    store: str
+
+
 @runtime_checkable
 class Device(Protocol):
     """A device backend. The worker calls `slots` and `environment`; `measure` runs in the trial's child process."""
@@ -114,10 +123,18 @@ class Device(Protocol):
         """Return the slots of this machine. Raises `DeviceUnavailable` with the reason if there are none."""
         ...
 
-    def environment(self, slot: Slot) -> dict[str, str]:
-        """Return the environment variables that pin this slot's trial server to its device."""
+    def environment(self, *slots: Slot) -> dict[str, str]:
+        """Return the environment variables that pin a trial server to its devices."""
         ...
 
-    def measure(self, config: TrialConfig, slot: Slot, settings: TrialSettings, seed: int, link: Link) -> None:
-        """Build, warm up and measure one trial; `link.report` each event (see `workers.trial`)."""
+    def measure(
+        self,
+        config: TrialConfig,
+        slot: Slot,
+        settings: TrialSettings,
+        seed: int,
+        link: Link,
+        place: Place | None = None,
+    ) -> None:
+        """Build, warm up and measure one trial, or one rank of it; `link.report` each event (see `workers.trial`)."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING
 
-from workers.devices.base import DeviceChoice, Link, Slot
+from workers.devices.base import DeviceChoice, Link, Place, Slot
 
 if TYPE_CHECKING:
     from featurize.trial import TrialConfig
@@ -35,18 +35,27 @@ class CpuDevice:
             for i in range(self.count)
         )
 
-    def environment(self, slot: Slot) -> dict[str, str]:
+    def environment(self, *slots: Slot) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
-    def measure(self, config: TrialConfig, slot: Slot, settings: TrialSettings, seed: int, link: Link) -> None:
+    def measure(
+        self,
+        config: TrialConfig,
+        slot: Slot,
+        settings: TrialSettings,
+        seed: int,
+        link: Link,
+        place: Place | None = None,
+    ) -> None:
         import torch
 
         from workers.devices.training import measure_training
         from workers.trial import thread_budget
 
-        torch.set_num_threads(thread_budget(self.count))
-        limit_memory(slot.device_memory_mib)
-        measure_training(config, CpuMeter, settings, seed, link)
+        ranks = 1 if place is None else place.ranks  # which share the worker's part of cores and memory
+        torch.set_num_threads(thread_budget(self.count * ranks))
+        limit_memory(None if slot.device_memory_mib is None else slot.device_memory_mib / ranks)
+        measure_training(config, CpuMeter, settings, seed, link, place)
 
     def _limit_mib(self) -> float:
         if self.choice.memory_limit_mib is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.devices.base import DeviceChoice, DeviceUnavailable, Link, Slot
+from conf.errors import UsageError
+from workers.devices.base import DeviceChoice, DeviceUnavailable, Link, Place, Slot
 
 if TYPE_CHECKING:
     import torch
@@ -49,30 +50,45 @@ class CudaDevice:
             for index, gpu in enumerate(usable)
         )
 
-    def environment(self, slot: Slot) -> dict[str, str]:
-        """Return the variables that select the GPU by UUID; NVML (PCI bus order) and CUDA (fastest first) differ."""
-        return {"CUDA_VISIBLE_DEVICES": slot.device_uuid or "", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    def environment(self, *slots: Slot) -> dict[str, str]:
+        """Return the variables that select GPUs by UUID; NVML (PCI bus order) and CUDA (fastest first) differ."""
+        uuids = ",".join(slot.device_uuid or "" for slot in slots)
+        return {"CUDA_VISIBLE_DEVICES": uuids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-    def measure(self, config: TrialConfig, slot: Slot, settings: TrialSettings, seed: int, link: Link) -> None:
+    def measure(
+        self,
+        config: TrialConfig,
+        slot: Slot,
+        settings: TrialSettings,
+        seed: int,
+        link: Link,
+        place: Place | None = None,
+    ) -> None:
         import torch
 
         from workers.devices.training import measure_training
 
+        if place is not None and slot.mig_profile is not None:
+            raise UsageError(f"ranks cannot talk between MIG slices ({slot.mig_profile}); run the trial on whole GPUs")
+        number = 0 if place is None else place.rank  # of the GPUs that the trial's server was pinned to
+
         def open_meter() -> CudaMeter:
             torch.cuda.init()
+            if place is not None:
+                torch.cuda.set_device(number)
             if slot.memory_fraction is not None:
                 # Of the whole card, for the caching allocator alone: context and libraries lie outside it.
-                torch.cuda.set_per_process_memory_fraction(slot.memory_fraction, 0)
+                torch.cuda.set_per_process_memory_fraction(slot.memory_fraction, number)
             cudnn = torch.backends.cudnn.version()
             link.report("environment", cudnn_version=None if cudnn is None else str(cudnn))
             torch.cuda.reset_peak_memory_stats()
             torch.set_num_threads(threads)
-            return CudaMeter(torch.device("cuda", 0))
+            return CudaMeter(torch.device("cuda", number))
 
         threads = torch.get_num_threads()
         if link.ahead:  # one core at most: another trial is being measured
             torch.set_num_threads(1)
-        measure_training(config, open_meter, settings, seed, link)
+        measure_training(config, open_meter, settings, seed, link, place)
 
 
 class CudaMeter:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from workers.devices.base import DeviceChoice, Link, Slot
+from workers.devices.base import DeviceChoice, Link, Place, Slot
 from workers.environment import TRACES_ONLY
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
+    from featurize.parallel.overlap import Communication
     from featurize.step_trace import StepTrace
     from featurize.trial_config import TrialConfig
 
@@ -47,13 +49,16 @@ class SimulatedDevice:
             for index in range(self.count)
         )
 
-    def environment(self, slot: Slot) -> dict[str, str]:
+    def environment(self, *slots: Slot) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": "", TRACES_ONLY: "1"}
 
-    def measure(self, config, slot: Slot, settings, seed: int, link: Link) -> None:
+    def measure(
+        self, config: TrialConfig, slot: Slot, settings, seed: int, link: Link, place: Place | None = None
+    ) -> None:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
 
+        from featurize.parallel.simulated_rank import simulate_rank
         from featurize.releases import complete
         from featurize.simulate import simulate
         from featurize.trace import trace_config
@@ -62,7 +67,13 @@ class SimulatedDevice:
         complete()
         torch.manual_seed(seed)
         trace = trace_config(config, device=self.spec)
-        step = simulate(trace, self.spec, config, memory=_limited(trace, self.spec, config, slot.memory_fraction))
+        memory = _limited(trace, self.spec, config, slot.memory_fraction)
+        layout, talk = config.layout, None
+        if layout is None:
+            step = simulate(trace, self.spec, config, memory=memory)
+        else:
+            one = simulate_rank(trace, self.spec, config, layout, memory=memory)
+            step, talk = one.step, one.talk
         link.wait_for_go()
         link.report("built", parameters=step.parameters)
         if answers := _asked(trace, self.spec, config):
@@ -83,20 +94,18 @@ class SimulatedDevice:
         ended = "fixed" if window.kind == "fixed" else "steady" if window_s >= window.min_seconds else "max_seconds"
         link.report("warmup", t_ns=0)
         link.report("window", t_ns=round(warmup_s * 1e9))
-        self._report_samples(step, warmup_s, window_s, link)
-        link.report(
-            "result",
-            window_end_ns=round((warmup_s + window_s) * 1e9),
-            window_ended=ended,
-            values={
-                "peak_memory_mib": step.peak_memory_mib,
-                "peak_reserved_mib": step.peak_reserved_mib,
-                "peak_allocated_mib": step.peak_allocated_mib,
-                "step_time_ms": step.step_time_ms,
-                "steps": steps,
-                "energy_j": step.power_w * window_s,
-            },
-        )
+        self._report_samples(step, warmup_s, window_s, link, rank={} if talk is None else {"rank": 0})
+        values = {
+            "peak_memory_mib": step.peak_memory_mib,
+            "peak_reserved_mib": step.peak_reserved_mib,
+            "peak_allocated_mib": step.peak_allocated_mib,
+            "step_time_ms": step.step_time_ms,
+            "steps": steps,
+            "energy_j": step.power_w * window_s,
+        }
+        if talk is not None:
+            _report_ranks(config.ranks, values, talk, link)
+        link.report("result", window_end_ns=round((warmup_s + window_s) * 1e9), window_ended=ended, values=values)
 
         if settings.kernels.steps and link.labels_taken():
             self._report_priced(trace, config, link)
@@ -128,7 +137,7 @@ class SimulatedDevice:
         ]
         report_rows(rows, None, link)
 
-    def _report_samples(self, step, warmup_s: float, window_s: float, link: Link) -> None:
+    def _report_samples(self, step, warmup_s: float, window_s: float, link: Link, rank: Mapping[str, int]) -> None:
         """Report a sample every 100 ms of virtual time. The model gives means only, so every sample holds the mean."""
         steady = {
             "memory_used_mib": step.peak_memory_mib,
@@ -144,7 +153,16 @@ class SimulatedDevice:
         }
         for index in range(max(1, math.floor(window_s / _SAMPLE_PERIOD_S))):
             t_s = warmup_s + index * _SAMPLE_PERIOD_S
-            link.report("sample", sensor="simulated", t_ns=round(t_s * 1e9), values=steady)
+            link.report("sample", sensor="simulated", t_ns=round(t_s * 1e9), values=steady, **rank)
+
+
+def _report_ranks(ranks: int, values: Mapping[str, float], talk: Communication, link: Link) -> None:
+    """Report each rank's labels, which are the same: all do what was traced of one."""
+    waiting = {
+        "exposed_ms": talk.exposed_ms, "communication_ms": talk.busy_ms, "sent_mib": sum(talk.sent_mib.values()),
+    }  # fmt: skip
+    for rank in range(ranks):
+        link.report("rank", rank=rank, values={**values, **waiting})
 
 
 def _limited(trace, spec, config, fraction: float | None):

@@ -11,19 +11,22 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from workers.devices.base import Link
+from workers.devices.base import Link, Place
 from workers.devices.profiling import report_kernels
-from workers.devices.window import MemoryWatch, measure_window, warm_up
+from workers.devices.window import MeasuredWindow, MemoryWatch, RunStep, followed_window, measure_window, warm_up
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from featurize.trial import TrialConfig
-    from workers.settings import TrialSettings
+    from workers.devices.lockstep import Lockstep
+    from workers.settings import TrialSettings, WindowSettings
 
 _REPORT_PERIOD_NS = 100_000_000
 # Up to here one thread of the host has a model ready within a second or so; larger ones are made quicker on the device.
 _HOST_PARAMETERS = 50_000_000
+_BATCHES_APART = 1_000_003  # between the seeds of two ranks' batches
 
 
 class Meter(Protocol):
@@ -37,14 +40,19 @@ class Meter(Protocol):
 
 
 def measure_training(
-    config: TrialConfig, open_meter: Callable[[], Meter], settings: TrialSettings, seed: int, link: Link
+    config: TrialConfig,
+    open_meter: Callable[[], Meter],
+    settings: TrialSettings,
+    seed: int,
+    link: Link,
+    place: Place | None = None,
 ) -> None:
     """Train one trial and report `built`, `warmup`, `window`, `step` (thinned) and `result` with the labels.
 
     One step copies the batch to the device, runs forward, loss, backward and optimizer, and waits for the device, as
     a loop that reads its loss does. A trial that is made ready ahead makes its batch, and its model unless that is
     large, on the host and moves them when it is its turn: only then is `open_meter` called, before which nothing may
-    touch the device.
+    touch the device. A rank at `place` trains beside the others, on a batch of its own.
     """
     import torch
 
@@ -55,7 +63,8 @@ def measure_training(
     family = get_family(config.family)
 
     def make_batch() -> tuple[Any, Any]:
-        torch.manual_seed(seed)  # the same batch wherever the model was built
+        # The same batch wherever the model was built; the same model on each rank.
+        torch.manual_seed(seed if place is None else seed + place.rank * _BATCHES_APART)
         inputs, targets = family.batch(config, torch.device("cpu"))
         return inputs, targets
 
@@ -75,7 +84,8 @@ def measure_training(
         model = model.to(meter.device)  # parameter by parameter: no second copy on the device
     inputs, targets = batch or make_batch()
     link.report("built", parameters=sum(parameter.numel() for parameter in model.parameters()))
-    step = TrainingStep(model, config, meter.device, loss=loss_of(config))
+    ranks = None if place is None else _joined(place, meter.device)
+    step = TrainingStep(model, config, meter.device, loss=loss_of(config), wrap=_wrapper(config))
     memory = MemoryWatch(meter.memory)
     reporter = _StepReporter(memory, link)
 
@@ -98,12 +108,17 @@ def measure_training(
     def optimizer_ready() -> bool:
         return config.optimizer == "sgd" or any(True for _ in step.optimizer_tensors())  # plain SGD keeps no state
 
+    def begin_window() -> int:
+        reporter.flush()
+        start_ns = time.monotonic_ns()
+        link.report("window", t_ns=start_ns)
+        return start_ns
+
     link.report("warmup", t_ns=time.monotonic_ns())
-    warm_up(run_step, memory, settings.window, optimizer_ready)
-    reporter.flush()
-    start_ns = time.monotonic_ns()
-    link.report("window", t_ns=start_ns)
-    window = measure_window(run_step, memory, lambda: link.received("steady"), settings.window, start_ns)
+    if ranks is not None and not ranks.leads:
+        window = followed_window(ranks.followed(run_step, begin_window))
+    else:
+        window = _decided_window(run_step, begin_window, memory, settings.window, link, optimizer_ready, ranks)
     reporter.flush()
     step_time_ms = statistics.median(window.step_times_ms)
     half_widths = {} if window.half_width_ms is None else {"step_time_ms": window.half_width_ms}
@@ -119,8 +134,45 @@ def measure_training(
         },
     )
 
-    if settings.kernels.steps and link.labels_taken():
+    if settings.kernels.steps and ranks is None and link.labels_taken():
         report_kernels(train_step, settings.kernels.steps, step_time_ms, meter.device.type, link)
+
+
+def _decided_window(
+    run_step: RunStep,
+    begin_window: Callable[[], int],
+    memory: MemoryWatch,
+    rules: WindowSettings,
+    link: Link,
+    optimizer_ready: Callable[[], bool],
+    ranks: Lockstep | None,
+) -> MeasuredWindow:
+    """Warm up and measure, deciding when either ends; tell it to the other `ranks`, if there are some."""
+    run = run_step if ranks is None else ranks.leading(run_step)
+    warm_up(run, memory, rules, optimizer_ready)
+    if ranks is not None:
+        ranks.begin_window()
+    start_ns = begin_window()
+    window = measure_window(run, memory, lambda: link.received("steady"), rules, start_ns)
+    if ranks is not None:
+        ranks.end()
+    return window
+
+
+def _joined(place: Place, device: torch.device) -> Lockstep:
+    from workers.devices.lockstep import Lockstep
+
+    return Lockstep(place, device)
+
+
+def _wrapper(config: TrialConfig) -> Callable[[nn.Module], nn.Module] | None:
+    """Return what puts a rank's model into its wrapper; None: the trial runs alone."""
+    layout = config.layout
+    if layout is None:
+        return None
+    from featurize.parallel.wrapping import wrapped
+
+    return lambda model: wrapped(model, layout)
 
 
 class _StepReporter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -184,6 +184,12 @@ def measure_window(
                 ended=ended,
                 half_width_ms=half_width_ms if math.isfinite(half_width_ms) else None,
             )
+
+
+def followed_window(steps: Iterable[tuple[int, float]]) -> MeasuredWindow:
+    """Return the window of a rank that runs the steps, at least one, that another rank decides on."""
+    ends_ns, times_ms = zip(*steps, strict=True)
+    return MeasuredWindow(step_times_ms=list(times_ms), end_ns=ends_ns[-1], ended="fixed", half_width_ms=None)
 
 
 class StepPace:

@@ -273,6 +273,7 @@ def to_table(
         "phase": [_phase(sample.t_ns, warmup_ns, window_ns, window_end_ns) for _, sample in ordered],
         "quality": [sample.quality for _, sample in ordered],
         "reasons": [",".join(sample.reasons) or None for _, sample in ordered],
+        "rank": [sample.rank for _, sample in ordered],
     }
     for metric in METRICS:
         columns[metric] = [sample.values.get(metric) for _, sample in ordered]

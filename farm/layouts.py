@@ -1,0 +1,75 @@
+"""How the trials of a search space are spread over GPUs: the dimension `parallel`, and what its values need.
+
+Start reading at `with_layouts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from conf.errors import UsageError
+from farm.cluster_settings import ClusterSettings
+from farm.dimensions import Choice, Constant, Dimension, Scalar
+from farm.space import Space
+from featurize.parallel.layout import Parallel, parse_parallel
+from workers.devices import DeviceChoice, make_device
+
+DIMENSION = "parallel"
+
+
+def with_layouts(space: Space, given: Any) -> Space:
+    """Return the space with `given` in place of its own dimension `parallel`.
+
+    Args:
+        given: A layout as `parse_parallel` takes it, or a list of them, of which None is one GPU.
+
+    Raises:
+        UsageError: Something that is no layout.
+    """
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    layouts = [parse_parallel(one) for one in (given if several else [given])]
+    if not layouts:
+        raise UsageError("parallel: the list of layouts is empty")
+    texts = tuple(None if layout is None else layout.text() for layout in layouts)
+    dimension: Dimension = Choice(DIMENSION, texts) if several else Constant(DIMENSION, texts[0])
+    others = tuple(one for one in space.dimensions if one.name != DIMENSION)
+    # One GPU is what a space without the dimension means, and its jobs keep their ids.
+    return replace(space, dimensions=others if texts == (None,) else (*others, dimension))
+
+
+def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -> None:
+    """Raise `UsageError` for a layout that the device cannot run: on several nodes, or on more GPUs than there are.
+
+    Args:
+        choice: Where the trials run. Simulated GPUs are as many as a layout wants.
+        cluster: Where they run: the GPUs of this machine can be counted, those of a joined cluster not yet.
+    """
+    layouts = [layout for value in _values(space) if (layout := parse_parallel(value)) is not None]
+    if choice.backend == "simulated" or not layouts:
+        return
+    for layout in layouts:
+        if layout.nodes > 1:
+            raise UsageError(
+                f"parallel={layout.text()}: {layout.ranks} ranks fill {layout.nodes} nodes of {layout.gpus_per_node}, "
+                "and a trial runs on one; set gpus_per_node, or simulate it with device=A100-SXM4-40GB"
+            )
+    if choice.backend == "cuda" and cluster.address is None:
+        gpus = 1 if cluster.kind == "inline" else len(make_device(choice).slots())
+        if (problem := gpu_problem(max(layouts, key=lambda layout: layout.ranks), gpus)) is not None:
+            raise UsageError(problem)
+
+
+def gpu_problem(layout: Parallel, gpus: int) -> str | None:
+    """Return why a trial cannot run where the largest node has so many GPUs; None if it can."""
+    if layout.ranks <= gpus:
+        return None
+    return f"parallel={layout.text()} needs {layout.ranks} GPUs of one node, and the largest node has {gpus}"
+
+
+def _values(space: Space) -> tuple[Scalar, ...]:
+    for dimension in space.dimensions:
+        if dimension.name == DIMENSION:
+            return dimension.choices if isinstance(dimension, Choice) else (dimension.value(0.0),)
+    return ()

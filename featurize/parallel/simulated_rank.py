@@ -1,0 +1,49 @@
+"""What one rank of a job would show of a traced step: `featurize.simulate`, with what the ranks add to it.
+
+Start reading at `simulate_rank`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from featurize.device_spec import DeviceSpec
+from featurize.parallel.collectives import communicators_mib, fabrics_of
+from featurize.parallel.layout import Parallel
+from featurize.parallel.overlap import Communication, communication_of, lengthened
+from featurize.replay import MemoryProfile
+from featurize.simulate import SimulatedStep, simulate
+from featurize.step_trace import StepTrace
+from featurize.training_settings import TrainingSettings
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A rank's step with its waiting for others, and its memory with what the communication library keeps."""
+
+    step: SimulatedStep
+    talk: Communication
+
+
+def simulate_rank(
+    trace: StepTrace,
+    spec: DeviceSpec,
+    settings: TrainingSettings,
+    layout: Parallel,
+    *,
+    memory: MemoryProfile | None = None,
+) -> RankStep:
+    """Price the traced step of a rank.
+
+    Args:
+        trace: Of a job on several GPUs.
+        memory: A replay of the trace that is at hand already.
+
+    Raises:
+        UsageError: The GPU model's description says nothing of what joins the GPUs.
+    """
+    step = simulate(trace, spec, settings, memory=memory)
+    talk = communication_of(trace, spec, settings, fabrics_of(spec, layout), step.step_time_ms)
+    peak_mib = step.peak_memory_mib + communicators_mib(spec, layout)
+    fits = step.fits and peak_mib <= spec.memory_mib
+    return RankStep(replace(lengthened(step, talk, spec), peak_memory_mib=peak_mib, fits=fits), talk)

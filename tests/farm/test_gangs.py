@@ -1,0 +1,157 @@
+"""Trials that need several GPUs of a node: who makes room for them, in which order, and what one-GPU trials do."""
+
+import pytest
+
+import farm.ray_executor
+from conf.errors import UsageError
+from farm.cluster_settings import ClusterSettings
+from farm.dispatch import make_executor
+from farm.gangs import Gangs
+from farm.layouts import gpu_problem, require_gpus, with_layouts
+from farm.space import own_space
+from featurize.families import get_family
+from featurize.parallel.layout import Parallel
+from workers.devices import DeviceChoice, Slot
+from workers.settings import TrialSettings, WindowSettings
+from workers.worker import TaskSpec
+
+CPU, CUDA = DeviceChoice(backend="cpu"), DeviceChoice(backend="cuda")
+
+
+def task(index, parallel=None):
+    config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2, parallel=parallel)
+    settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
+    return TaskSpec(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=settings, seed=0)
+
+
+def test_a_gang_takes_its_own_worker_first_then_idle_ones():
+    gangs = Gangs()
+    gangs.add("node", 3, task(0), "a")
+    assert gangs.advance("node", ["b"]).retired == ("a", "b")
+    assert [gang.gathered for gang in gangs.waiting()] == [2]
+    move = gangs.advance("node", ["c", "d"])
+    assert move.retired == ("c",) and move.placed.task == task(0)
+    assert gangs.waiting() == ()
+
+
+def test_two_gangs_that_each_could_hold_a_part_do_not_wait_for_each_other():
+    gangs = Gangs()
+    gangs.add("node", 3, task(0), "a")
+    assert gangs.advance("node", []).retired == ("a",)
+    gangs.add("node", 3, task(1), "b")
+    gangs.add("node", 2, task(2), "c")
+    move = gangs.advance("node", [])
+    assert move.retired == ("b", "c"), "what waits with later gangs goes to the first"
+    assert move.placed.task == task(0)
+    assert [gang.task.task_index for gang in gangs.waiting()] == [1, 2]
+    assert gangs.advance("another node", ["x"]).retired == ()
+
+
+def test_the_next_gang_of_the_same_size_takes_over():
+    gangs = Gangs()
+    gangs.add("node", 2, task(0), "a")
+    first = gangs.advance("node", ["b"]).placed
+    second = gangs.add("node", 2, task(1), "c")
+    assert gangs.successor(first) is second and gangs.waiting() == ()
+    gangs.add("node", 3, task(2), "c")
+    assert gangs.successor(first) is None
+
+
+def test_a_worker_of_another_node_makes_no_room():
+    gangs = Gangs()
+    gang = gangs.add("large", 2, task(0), "small-0", abroad=True)
+    assert gangs.advance("large", ["a"]).retired == ("a",)
+    gangs.forget_worker("small-0")
+    assert gang.abroad is None
+    assert gangs.drop(lambda one: one.size > 1) == [gang] and gangs.waiting() == ()
+
+
+def test_layouts_of_a_space():
+    space = own_space("mlp")
+    two = with_layouts(space, "ddp=2")
+    assert two.values([0.5] * len(two.varied))["parallel"] == "ddp=2"
+    assert with_layouts(space, "ddp=1").identity == space.identity, "one GPU is what a space without it means"
+    sampled = with_layouts(space, [None, {"ddp": 2, "static_graph": True}])
+    assert sampled.to_mapping()["space"][-1] == ["parallel", [None, "ddp=2, static_graph=true"]]
+    for wrong in ([], [[1]], "fsdp=2", "ddp", 7):
+        with pytest.raises(UsageError, match="parallel"):
+            with_layouts(space, wrong)
+
+
+def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monkeypatch):
+    sixteen = with_layouts(own_space("mlp"), "ddp=16")
+    for choice in (CPU, CUDA):
+        with pytest.raises(UsageError, match="16 ranks fill 2 nodes of 8, and a trial runs on one"):
+            require_gpus(sixteen, choice, ClusterSettings())
+    require_gpus(sixteen, DeviceChoice(backend="simulated"), ClusterSettings())
+    monkeypatch.setattr("farm.layouts.make_device", lambda choice: FakeGpus())
+    with pytest.raises(UsageError, match="parallel=ddp=4 needs 4 GPUs of one node, and the largest node has 3"):
+        require_gpus(with_layouts(own_space("mlp"), [None, "ddp=4"]), CUDA, ClusterSettings())
+    require_gpus(with_layouts(own_space("mlp"), "ddp=3"), CUDA, ClusterSettings())
+    with pytest.raises(UsageError, match="needs 2 GPUs of one node, and the largest node has 1"):
+        require_gpus(with_layouts(own_space("mlp"), "ddp=2"), CUDA, ClusterSettings(kind="inline"))
+    assert gpu_problem(Parallel(ddp=2), 1) and gpu_problem(Parallel(ddp=2), 2) is None
+
+
+class FakeGpus:
+    """A machine of three GPUs, as Ray is told."""
+
+    def slots(self):
+        return tuple(
+            Slot(index=index, device_name="GPU", device_uuid=f"GPU-{index}", device_memory_mib=1.0)
+            for index in range(3)
+        )
+
+
+def fake_actor():
+    """An actor that says which GPUs Ray gave it, instead of a run."""
+
+    class FakeWorker:
+        def __init__(self, *arguments):
+            self.gpus = arguments[4] if len(arguments) > 4 else 1
+
+        def ready(self):
+            pass
+
+        def run(self, task, upcoming=None):
+            import ray
+
+            context = ray.get_runtime_context()
+            given = context.get_accelerator_ids()["GPU"]
+            assert len(given) == self.gpus == task.config.ranks
+            return sorted(given), context.get_placement_group_id() is not None
+
+    return FakeWorker
+
+
+@pytest.fixture
+def executor(monkeypatch):
+    monkeypatch.setattr(farm.ray_executor, "make_device", lambda choice: FakeGpus())
+    monkeypatch.setattr(farm.ray_executor, "actor_class", fake_actor)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    executor = make_executor(CUDA, ClusterSettings(kind="ray"))
+    executor.start()
+    yield executor
+    executor.close()
+
+
+def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(executor):
+    layouts = [None, "ddp=2", "ddp=3", None, "ddp=2", "ddp=2", None, None, "ddp=3", None]
+    queue = [task(index, layout) for index, layout in enumerate(layouts)]
+    assert executor.most_gpus() == 3
+    done = {}
+    for _ in range(600):
+        for worker in executor.idle():
+            if queue:
+                executor.submit(worker, queue.pop(0))
+        assert set(executor.waiting()) <= set(executor.running())
+        for completion in executor.wait(0.2):
+            assert completion.lost is None, completion.lost
+            done[completion.task.task_index] = completion.result
+        if len(done) == len(layouts):
+            break
+    assert sorted(done) == list(range(len(layouts)))
+    for index, layout in enumerate(layouts):
+        gpus, grouped = done[index]
+        assert (len(set(gpus)), grouped) == ({None: 1, "ddp=2": 2, "ddp=3": 3}[layout], layout is not None)
+    assert executor.running() == {} and executor.most_gpus() == 3

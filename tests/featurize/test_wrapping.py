@@ -1,0 +1,82 @@
+"""A real model in the wrapper of its layout, and trial configs that say which."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.families import get_family
+from featurize.parallel import layout, wrapping
+from featurize.parallel.layout import Parallel
+from featurize.parallel.wrapping import wrapped
+from featurize.row_config import UnreadableConfig, config_of_one_gpu, config_of_row
+from featurize.training import TrainingStep
+from featurize.trial import canonical_json, config_from_mapping, config_hash
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def config(**changes):
+    return get_family("mlp").Config(**{"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, **changes})
+
+
+def test_ddp_is_torchs_with_the_settings_of_the_layout(alone):
+    settings = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False, "bucket_cap_mb": 3}
+    model = wrapped(nn.Linear(3, 2), Parallel(ddp=2, **settings))
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    assert (model.gradient_as_bucket_view, model.static_graph, model.broadcast_buffers) == (True, True, False)
+    assert model.bucket_bytes_cap == 3 * 2**20
+    plain = wrapped(nn.Linear(3, 2), Parallel(ddp=2))
+    assert plain.bucket_bytes_cap == 25 * 2**20 and plain.broadcast_buffers
+
+
+def test_a_training_step_trains_the_wrapped_model(alone):
+    family, trial = get_family("mlp"), config(parallel="ddp=2")
+    step = TrainingStep(family.build(trial), trial, "cpu", wrap=lambda model: wrapped(model, trial.layout))
+    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    step(*family.batch(trial, torch.device("cpu")))
+    assert isinstance(step.model, nn.parallel.DistributedDataParallel)
+    assert any(not torch.equal(one, other) for one, other in zip(before, step.model.parameters(), strict=True))
+
+
+def test_a_mode_that_ranks_do_not_run_in_is_refused(monkeypatch):
+    class Sharded(Parallel):
+        other = 2
+
+    monkeypatch.setattr(wrapping, "MODES", (*layout.MODES, "other"))
+    with pytest.raises(UsageError, match="parallel: other: not run yet; modes that ranks run in: ddp"):
+        wrapped(nn.Linear(3, 2), Sharded(ddp=1))
+
+
+def test_a_config_on_one_gpu_keeps_the_hash_that_it_had_before_there_were_others():
+    assert config_hash(config()) == config_hash(config(parallel="ddp=1")) == "ca8ae45a53d7e0b3"
+    assert "parallel" not in config().to_mapping()
+    assert config_hash(config(parallel="ddp=2")) != config_hash(config())
+
+
+@pytest.mark.parametrize(
+    "given", ["ddp=2,static_graph=true", {"ddp": 2, "static_graph": True}, Parallel(ddp=2, static_graph=True)]
+)
+def test_a_layout_has_one_form_in_a_config(given):
+    one = config(parallel=given)
+    assert (one.parallel, one.ranks) == ("ddp=2, static_graph=true", 2)
+    assert config_from_mapping(one.to_mapping()) == one
+
+
+def test_a_wrong_layout_is_a_problem_of_the_config():
+    with pytest.raises(UsageError, match=r"parallel cannot be 'fsdp=2': fsdp: not estimated yet, .*; depth must be"):
+        config(parallel="fsdp=2", depth=0)
+
+
+def test_a_row_of_several_gpus_is_no_label_of_its_config_alone():
+    text = canonical_json(config(parallel="ddp=2").to_mapping())
+    assert config_of_row(text).ranks == 2
+    with pytest.raises(UnreadableConfig, match=r"several GPUs \(ddp=2\)"):
+        config_of_one_gpu(text)

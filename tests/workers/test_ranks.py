@@ -1,0 +1,229 @@
+"""Trials of several ranks on the CPU: real processes over gloo, and whatever happens to one of them ends the trial."""
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from hostile_models import FOR_EVER  # noqa: F401  the trials import it from this folder
+from test_hostile_trials import await_gone, hostile
+from test_worker import LONG, InBackground, mlp, task
+
+from featurize.device_spec import load_device
+from workers.devices import DeviceChoice
+from workers.reports import BrokenReport, ReportReader
+from workers.settings import KernelSettings
+from workers.worker import Worker
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    search_path = os.pathsep.join(filter(None, (HERE, os.environ.get("PYTHONPATH"))))
+    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker", {"PYTHONPATH": search_path})
+    yield worker
+    worker.close()
+
+
+def of_two(spec):
+    return dataclasses.replace(spec, config=dataclasses.replace(spec.config, parallel="ddp=2"))
+
+
+def nothing_is_left(worker):
+    return not psutil.Process(worker._server.pid).children(recursive=True)
+
+
+class TwoRanks(InBackground):
+    """A trial of two ranks under way."""
+
+    def __init__(self, worker, **settings):
+        super().__init__(worker, task(mlp(parallel="ddp=2"), window=LONG, **settings))
+        self.ranks = self._await_ranks()
+
+    def _await_ranks(self):
+        for _ in range(3000):
+            ranks = self.trial.children()
+            if len(ranks) == 2 and all(len(rank.threads()) > 1 for rank in ranks):  # gloo's: they have met
+                return sorted(ranks, key=lambda rank: rank.pid)
+            self._pause()
+        raise AssertionError("no ranks were started")
+
+    def _pause(self):
+        psutil.wait_procs([self.trial], timeout=0.01)
+
+
+def test_ranks_train_together_and_each_lands_with_its_memory_and_telemetry(worker):
+    result = worker.run(task(mlp(parallel="ddp=2")))
+    run = result.run
+    assert (run.status, run.error) == ("ok", None)
+    assert (run.parallel, run.ranks) == ("ddp=2", 2) and run.config["parallel"] == "ddp=2"
+    ranks = result.ranks.to_pylist()
+    assert [(row["rank"], row["status"]) for row in ranks] == [(0, "ok"), (1, "ok")]
+    assert len({row["steps"] for row in ranks}) == 1, "they take every step together"
+    worst = max(ranks, key=lambda row: row["peak_memory_mib"])
+    assert run.worst_rank == worst["rank"]
+    assert (run.peak_memory_mib, run.step_time_ms) == (worst["peak_memory_mib"], worst["step_time_ms"])
+    assert run.peak_rss_mib > run.peak_memory_mib, "the host's memory is that of all of them"
+    taken = set(zip(result.telemetry["sensor"].to_pylist(), result.telemetry["rank"].to_pylist(), strict=True))
+    assert {("torch", 0), ("torch", 1), ("process", None)} <= taken
+    assert "processes_left" not in (run.quality_reasons or {})
+    assert nothing_is_left(worker)
+
+
+def test_a_trial_on_one_device_has_no_ranks(worker):
+    result = worker.run(task(mlp(parallel="ddp=1")))
+    assert result.ranks is None and "parallel" not in result.run.config
+    assert (result.run.parallel, result.run.ranks, result.run.worst_rank) == (None, None, None)
+    assert set(result.telemetry["rank"].to_pylist()) == {None}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_trial_which_is_tried_again(worker, rank):
+    running = TwoRanks(worker)
+    running.ranks[rank].kill()
+    result = running.join()
+    assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "SIGKILL", True)
+    assert f"rank {rank} of 2 was killed from outside" in result.run.error
+    assert result.run.worst_rank == rank
+    statuses = {row["rank"]: row["status"] for row in result.ranks.to_pylist()}
+    assert statuses == {rank: "crashed", 1 - rank: "stopped"}
+    assert await_gone([process.pid for process in running.ranks]) and nothing_is_left(worker)
+
+
+def test_a_segmentation_fault_of_a_rank_is_a_crash_that_names_rank_and_signal(worker):
+    running = TwoRanks(worker)
+    running.ranks[1].send_signal(signal.SIGSEGV)
+    run = running.join().run
+    assert (run.status, run.error_type) == ("crashed", "SIGSEGV")
+    assert "rank 1 of 2 died of SIGSEGV" in run.error
+
+
+def test_no_rank_outlives_the_process_of_its_trial(worker):
+    running = TwoRanks(worker)
+    running.trial.kill()
+    result = running.join()
+    assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "SIGKILL", True)
+    assert await_gone([process.pid for process in running.ranks])
+
+
+def test_no_rank_outlives_its_trial_server():
+    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
+    try:
+        running = TwoRanks(doomed)
+        running.server.kill()
+        assert running.join().run.error_type == "ServerLost"
+        assert await_gone([process.pid for process in running.ranks])
+    finally:
+        doomed.close()
+
+
+def test_ranks_past_the_deadline_are_killed(worker):
+    result = worker.run(task(mlp(parallel="ddp=2"), window=LONG, timeout_s=8.0))
+    assert result.run.status == "timeout"
+    assert [row["status"] for row in result.ranks.to_pylist()] == ["timeout", "timeout"]
+    assert nothing_is_left(worker)
+
+
+def test_out_of_memory_of_one_rank_names_it():
+    small = Worker(DeviceChoice(backend="cpu", memory_limit_mib=2000), "0", "small", {"PYTHONPATH": HERE})
+    try:
+        result = small.run(of_two(hostile("second_rank_takes_all_memory")))
+        assert (result.run.status, result.run.oom_kind, result.run.worst_rank) == ("oom", "device", 1)
+        assert result.run.error.startswith("rank 1 of 2: ")
+        assert not result.retryable and nothing_is_left(small)
+    finally:
+        small.close()
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        ("second_rank_raises", "the second rank does not like this model"),
+        ("second_rank_exits", "rank 1 of 2 exited with code 3 and no result"),
+        ("second_rank_says_junk", "the trial reported"),
+    ],
+)
+def test_what_one_rank_does_is_what_the_trial_ends_with(worker, act, words):
+    result = worker.run(of_two(hostile(act)))
+    assert result.run.status == "crashed" and words in result.run.error
+    assert nothing_is_left(worker)
+    assert worker.run(task(mlp())).run.status == "ok"
+
+
+def test_a_rank_that_hangs_is_a_timeout(worker):
+    assert worker.run(of_two(hostile("second_rank_hangs", timeout_s=6.0))).run.status == "timeout"
+    assert nothing_is_left(worker)
+
+
+def test_kernels_of_ranks_are_not_asked_for_and_the_run_says_so(worker):
+    run = worker.run(task(mlp(parallel="ddp=2"), kernels=KernelSettings(steps=1))).run
+    assert run.status == "ok" and "not profiled" in run.telemetry_missing["kernels"]
+
+
+RANKS = b'{"event":"ranks","pids":[1,2]}\n'
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b'{"event":"ranks","pids":[1]}\n',
+        b'{"event":"ranks","pids":1}\n',
+        RANKS + RANKS,
+        RANKS + b'{"event":"rank","rank":2,"values":{}}\n',
+        RANKS + b'{"event":"rank","rank":0,"values":{}}\n' * 2,
+        RANKS + b'{"event":"rank","rank":0,"values":{"smact":1}}\n',
+        RANKS + b'{"event":"rank_ended","rank":-1,"code":0,"signal":null}\n',
+        RANKS + b'{"event":"built","parameters":1,"rank":0}\n',
+        b'{"event":"warmup","t_ns":0}\n',
+    ],
+)
+def test_a_report_of_ranks_that_breaks_the_rules_is_refused(lines):
+    assert isinstance(ReportReader(ranks=2).feed(lines)[-1], BrokenReport)
+
+
+def test_a_trial_of_one_process_reports_no_rank():
+    assert isinstance(ReportReader().feed(b'{"event":"rank","rank":0,"values":{}}\n')[-1], BrokenReport)
+    assert isinstance(ReportReader().feed(RANKS)[-1], BrokenReport)
+
+
+def test_ranks_of_a_simulated_gpu_are_traced_and_say_so():
+    simulated = Worker(DeviceChoice(backend="simulated"), "0", "simulated")
+    try:
+        alone = simulated.run(task(mlp(input_size=4096, batch_size=512))).run
+        result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=8")))
+    finally:
+        simulated.close()
+    run, ranks = result.run, result.ranks.to_pylist()
+    assert (run.status, run.source, run.ranks, run.worst_rank) == ("ok", "simulated", 8, 0)
+    assert run.peak_memory_mib > alone.peak_memory_mib + 500, "buckets, and NCCL's buffers"
+    assert run.parameters == alone.parameters
+    assert [row["rank"] for row in ranks] == list(range(8))
+    for row in ranks:
+        same = ("peak_memory_mib", "step_time_ms", "smact", "power_w")
+        assert [row[name] for name in same] == [getattr(run, name) for name in same]
+        assert 0 < row["exposed_ms"] < row["step_time_ms"] and row["sent_mib"] > 0
+    assert run.step_time_ms >= alone.step_time_ms + ranks[0]["exposed_ms"], "copies into buckets take time as well"
+    assert set(result.telemetry["rank"].to_pylist()) == {0}
+
+
+def test_a_simulated_step_that_does_not_fit_is_out_of_memory_on_all_ranks():
+    small = DeviceChoice(backend="simulated", spec={**load_device("T4").to_mapping(), "memory_mib": 500.0})
+    simulated = Worker(small, "0", "simulated")
+    try:
+        result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=2")))
+    finally:
+        simulated.close()
+    assert (result.run.status, result.run.oom_kind) == ("oom", "device")
+    assert [row["status"] for row in result.ranks.to_pylist()] == ["oom", "oom"]
+
+
+def test_closing_a_worker_ends_its_ranks():
+    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
+    running = TwoRanks(doomed)
+    os.kill(running.server.parent().pid, signal.SIGKILL)  # the keeper; the server sees it and ends everything
+    assert running.join().run.error_type == "ServerLost"
+    assert await_gone([running.trial.pid, *(process.pid for process in running.ranks)])
+    doomed.close()

@@ -1,0 +1,133 @@
+"""The sensors of one trial: on its process, and on each of its ranks once these have started.
+
+Start reading at `TrialWatch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from workers.containment import descendants_of
+from workers.devices.base import Slot
+from workers.outcome import Observed
+from workers.settings import TrialSettings
+from workers.telemetry.base import Sample, Sensor, WatchTarget
+from workers.telemetry.sampler import TelemetrySampler, make_sensors
+from workers.telemetry.steadiness import TargetFollower
+
+_OF_TREE = "process"  # the source that reads a trial of several ranks as a whole
+
+
+class TrialWatch:
+    """Samples a trial while it runs, and tells when what it samples is steady.
+
+    Of several ranks each has sensors of its own, whose samples carry its number, and the whole process tree one more.
+    The first rank's figures decide on the window, as it does itself.
+
+    Args:
+        settings: Of the trial.
+        slots: Of the worker: one, or one for each rank.
+        ranks: Processes that train.
+        pid: Of the trial.
+        observed: Learns why sensors give nothing, and gets the samples in the end.
+        sampled: Whether the device is sampled at all.
+    """
+
+    def __init__(
+        self,
+        settings: TrialSettings,
+        slots: Sequence[Slot],
+        ranks: int,
+        pid: int,
+        observed: Observed,
+        *,
+        sampled: bool,
+    ) -> None:
+        self._settings, self._slots, self._pid, self._observed = settings, slots, pid, observed
+        self._sampled, self._several = sampled, ranks > 1
+        self._of_ranks: list[TelemetrySampler] = []
+        self._follower: TargetFollower | None = None
+        observed.missing = {}
+        sources = settings.telemetry.sources
+        if self._several:
+            sources = tuple(source for source in sources if source == _OF_TREE)
+        self._whole = self._started(sources, slots[0].device_uuid, pid)
+
+    def ranks_started(self, pids: Sequence[int]) -> None:
+        """Watch the ranks' processes, as far as they are the trial's."""
+        own = set(descendants_of(self._pid)) if self._sampled else set()
+        for rank, pid in enumerate(pids):
+            if pid not in own:  # it has ended, or is another's
+                self._observed.missing["ranks"] = f"process {pid} of rank {rank} is not the trial's"
+                pid = self._pid
+            uuid = self._slots[rank % len(self._slots)].device_uuid
+            self._of_ranks.append(self._started(self._settings.telemetry.sources, uuid, pid))
+
+    def begin_window(self, t_ns: int, warmup_ns: int | None) -> None:
+        """Follow the samples of the window that began at `t_ns`."""
+        telemetry = self._settings.telemetry
+        self._follower = TargetFollower(self._settings.window, self._decisive.sensor_names, telemetry.period_s)
+        self._follower.begin(t_ns, warmup_ns)
+
+    def steady(self, now_ns: int) -> bool:
+        """Return whether every sampled figure of the window is steady."""
+        if self._follower is None:
+            return False
+        self._follower.add(self._decisive.new_samples())
+        return self._follower.steady(now_ns)
+
+    def mark_step(self, t_ns: int) -> None:
+        """Note the end of a step."""
+        if self._follower is not None:
+            self._follower.mark_step(t_ns)
+
+    def half_widths(self) -> dict[str, float]:
+        """Return the half-width of each figure's interval, as far as the window has come."""
+        if self._follower is None:
+            return {}
+        self._follower.add(self._decisive.new_samples())
+        return self._follower.half_widths()
+
+    def wind_up(self, until_ns: int | None) -> None:
+        """Take the last samples, while the trial still holds its memory."""
+        for sampler in self._samplers:
+            sampler.wind_up(until_ns)
+
+    def stop(self, until_ns: int | None) -> None:
+        """End all sensors, and give `observed` their samples."""
+        observed = self._observed
+        for sampler in self._samplers:
+            rank = self._of_ranks.index(sampler) if sampler in self._of_ranks else None
+            observed.samples += [(name, _of_rank(sample, rank)) for name, sample in sampler.stop(until_ns)]
+            for name, reason in sampler.missing.items():
+                observed.missing.setdefault(name, reason)
+        with_memory = any("process_memory_mib" in sample.values for _, sample in observed.samples)
+        if self._slots[0].device_uuid is not None and self._sampled and not with_memory:
+            observed.missing.setdefault(
+                "nvml.process_memory_mib",
+                "NVML never listed the trial's process; in a container the host's pids are needed (--pid=host)",
+            )
+
+    @property
+    def _samplers(self) -> list[TelemetrySampler]:
+        return [self._whole, *self._of_ranks]
+
+    @property
+    def _decisive(self) -> TelemetrySampler:
+        return self._of_ranks[0] if self._of_ranks else self._whole
+
+    def _started(self, sources: Sequence[str], uuid: str | None, pid: int) -> TelemetrySampler:
+        telemetry = dataclasses.replace(self._settings.telemetry, sources=tuple(sources))
+        sensors: tuple[Sensor, ...] = ()
+        if self._sampled:
+            sensors, missing = make_sensors(telemetry, uuid)
+            for name, reason in missing.items():
+                self._observed.missing.setdefault(name, reason)
+        sampler = TelemetrySampler(sensors, telemetry.period_s)
+        sampler.start(WatchTarget(uuid, pid))
+        return sampler
+
+
+def _of_rank(sample: Sample, rank: int | None) -> Sample:
+    return sample if rank is None else dataclasses.replace(sample, rank=rank)
