@@ -456,7 +456,13 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        recorder, traits = self._recorder, self._recorder.traits_of(func)
+        recorder = self._recorder
+        if recorder.ranks is not None:
+            if recorder.ranks.wraps(types):
+                return NotImplemented
+            if (sent := recorder.ranks.sent(func, args, kwargs or {})) is not NotImplemented:
+                return sent
+        traits = recorder.traits_of(func)
         try:
             if traits.takes_masks:
                 args = recorder.without_masks(traits, args, self)

@@ -139,6 +139,13 @@ def trace_step(
     try:
         notes: dict[str, None] = {}
         compiled: dict[str, None] = {}
+        sharded = None
+        if parallel is not None and parallel.shards:
+            from featurize.parallel.sharded_rank import sharded_rank  # its imports take half a second
+
+            if parallel.own > 1 and isinstance(model, nn.Module):
+                raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
+            sharded = entered.enter_context(sharded_rank(parallel, rank))
         if isinstance(model, nn.Module):
             model = on_meta(_noted(model, notes, compiled))
         else:
@@ -150,7 +157,7 @@ def trace_step(
             replace_bitsandbytes(model)
         training = training_of(settings)
         if parallel is not None and parallel.cpu_offload:
-            settings = training = replace(training, offload_optimizer=True)
+            settings = training = replace(training, offload_optimizer=True, implementation=None)
         if training.compile:
             compiled[""] = None
         graphs = CudaGraphs() if training.runs_graphs else None
@@ -162,6 +169,8 @@ def trace_step(
         _require_trainable(model)  # quantized weights are frozen
         recorder = regions.recorder = Recorder(model)
         recorder.graphs = graphs
+        if sharded is not None:
+            sharded.attach(recorder)
         notes.update(dict.fromkeys([AUTOTUNED] * training.autotunes))
         # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
         given = [_on_meta(one, target) for one in batches or (inputs,)]
@@ -173,11 +182,6 @@ def trace_step(
             attends=lambda width: heads.append(int(width)),
         )  # fmt: skip
         doing = "the model cannot be traced: it fails"
-        sharded = None
-        if parallel is not None and parallel.shards:
-            from featurize.parallel.sharded_rank import sharded_rank  # its imports take half a second
-
-            sharded = entered.enter_context(sharded_rank(parallel, recorder, rank))
         with recorder.modules(), policy as enter_policy:
             of_shape = []
             for made, wanted in (given[at] for at in met_at):

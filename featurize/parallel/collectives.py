@@ -139,6 +139,15 @@ def fabrics_of(spec: DeviceSpec, parallel: Parallel) -> dict[str, Fabric]:
     return fabrics
 
 
+def fabric_of_name(spec: DeviceSpec, parallel: Parallel, axis: str) -> Fabric:
+    """Return what joins the ranks of a collective's `axis`: of a dimension of the mesh, of all ranks (empty), or of a
+    group that the model made itself, as `8x1`: ranks, and how far they are apart. Raises as `fabric_of_axis`."""
+    if (known := fabrics_of(spec, parallel).get(axis)) is not None:
+        return known
+    degree, stride = map(int, axis.split("x"))
+    return fabric_of_axis(spec, parallel, degree, stride)
+
+
 def communicators_mib(spec: DeviceSpec, parallel: Parallel) -> float:
     """Return what NCCL keeps on each GPU, in MiB: a communicator for each dimension of the mesh."""
     fabrics = fabrics_of(spec, parallel)

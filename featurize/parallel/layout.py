@@ -14,6 +14,7 @@ from typing import Any
 from conf.errors import UsageError, shown
 
 MODES = ("ddp", "fsdp", "tp")  # the outermost first: ranks of the last one are neighbours
+OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
 PLANNED = ("zero", "pp", "cp", "ep")  # that are known by name, and refused
 DTYPES = ("fp32", "bf16", "fp16")
@@ -30,6 +31,8 @@ class Parallel:
             `fsdp` (HSDP).
         fsdp: Ranks over which FSDP2 (`fully_shard`) spreads each replica, each with a batch of its own.
         tp: Ranks that share each module of a plan (tensor parallelism), and a batch.
+        own: Ranks over which the model's own code spreads it: the factory calls `init_device_mesh`, `fully_shard`,
+            `parallelize_module` or `distribute_tensor`, and is taken as it is. Each rank counts with its own batch.
         gpus_per_node: GPUs of a node; more ranks than that take several nodes, all of them full.
         network_gb_s: What each GPU gets of the network between nodes, in GB/s per direction. The default is one adapter
             of 200 Gb/s a GPU.
@@ -54,6 +57,7 @@ class Parallel:
     ddp: int = 1
     fsdp: int = 1
     tp: int = 1
+    own: int = 1
     gpus_per_node: int = 8
     network_gb_s: float = 25.0
     gradient_as_bucket_view: bool = False
@@ -73,7 +77,7 @@ class Parallel:
             raise UsageError(f"parallel: {'; '.join(bad)}")
 
     def _problems(self) -> Iterator[str]:
-        for name in (*MODES, "gpus_per_node"):
+        for name in (*MODES, OWN, "gpus_per_node"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
                 yield f"{name} must be a whole number from 1 to {_MOST}, got {shown(value)}"
@@ -86,6 +90,8 @@ class Parallel:
             if field.type == "bool" and not isinstance(value := getattr(self, field.name), bool):
                 yield f"{field.name} must be true or false, got {shown(value)}"
         yield from self._problems_of_shards()
+        if self.own != 1 and any(getattr(self, name) != 1 for name in MODES):
+            yield f"own goes with no other mode ({', '.join(MODES)}): the model's own code says how it is spread"
         counts = *self.degrees.values(), self.gpus_per_node
         if all(type(one) is int and one > 0 for one in counts) and self.ranks > counts[-1] and self.ranks % counts[-1]:
             yield f"{self.ranks} ranks do not fill nodes of {counts[-1]}; change gpus_per_node"
@@ -112,7 +118,7 @@ class Parallel:
     @property
     def degrees(self) -> dict[str, int]:
         """The degree of each mode, the outermost first."""
-        return {name: getattr(self, name) for name in MODES}
+        return {name: getattr(self, name) for name in (*MODES, OWN)}
 
     @property
     def axes(self) -> dict[str, int]:
@@ -127,12 +133,12 @@ class Parallel:
     @property
     def replicas(self) -> int:
         """How many batches a step takes: one for each rank that has its own."""
-        return self.ddp * self.fsdp
+        return self.ddp * self.fsdp * self.own
 
     @property
     def shards(self) -> bool:
         """Whether PyTorch's own wrappers spread tensors over ranks."""
-        return self.fsdp > 1 or self.tp > 1
+        return self.fsdp > 1 or self.tp > 1 or self.own > 1
 
     @property
     def nodes(self) -> int:
@@ -178,13 +184,13 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
         given["wrap"] = (given["wrap"],) if isinstance(given["wrap"], str) else tuple(given["wrap"])
     if planned := [str(name) for name in given if name in PLANNED]:
         raise UsageError(
-            f"parallel: {', '.join(planned)}: not estimated yet; estimated modes: {', '.join((*MODES, HYBRID))}, "
+            f"parallel: {', '.join(planned)}: not estimated yet; estimated modes: {', '.join((*MODES, OWN, HYBRID))}, "
             f"as in {EXAMPLE}"
         )
     if unknown := [shown(name) for name in given if name not in known]:
         raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-    if not any(name in MODES for name in given):
-        raise UsageError(f"parallel names no mode; give one of {', '.join((*MODES, HYBRID))}, as in {EXAMPLE}")
+    if not any(name in (*MODES, OWN) for name in given):
+        raise UsageError(f"parallel names no mode; give one of {', '.join((*MODES, OWN, HYBRID))}, as in {EXAMPLE}")
     return Parallel(**given)
 
 
@@ -209,7 +215,7 @@ def _written(value: object) -> str:
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
     for part in text.split(","):
         name, equals, value = (one.strip() for one in part.partition("="))
-        if name in (*MODES, HYBRID, *PLANNED) and not equals:
+        if name in (*MODES, OWN, HYBRID, *PLANNED) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
         if not name or not equals:
             raise UsageError(f"parallel: {shown(part)} is no setting; write {EXAMPLE}")

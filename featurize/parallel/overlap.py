@@ -15,7 +15,8 @@ import numpy as np
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.costs import operator_costs
-from featurize.parallel.collectives import Fabric, collective_s, sent_bytes
+from featurize.parallel.collectives import collective_s, fabric_of_name, sent_bytes
+from featurize.parallel.layout import Parallel
 from featurize.step_trace import Collective, StepTrace
 from featurize.training_settings import TrainingSettings
 
@@ -40,7 +41,7 @@ class Communication:
 
 
 def communication_of(
-    trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, fabrics: Mapping[str, Fabric], step_ms: float
+    trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel, step_ms: float
 ) -> Communication:
     """Return what a traced step's communication takes.
 
@@ -51,9 +52,10 @@ def communication_of(
         trace: A job's step on several GPUs.
         spec: The GPU model.
         settings: The trace's own.
-        fabrics: Dimension of the mesh -> what joins its GPUs; "" is of all ranks.
+        parallel: The job's layout.
         step_ms: The step's time without communication.
     """
+    fabrics = {axis: fabric_of_name(spec, parallel, axis) for axis in {one.axis for one in trace.collectives}}
     lasts_ms = [collective_s(one.kind, one.nbytes, fabrics[one.axis]) * 1e3 for one in trace.collectives]
     sent_mib: dict[str, float] = defaultdict(float)
     for one in trace.collectives:

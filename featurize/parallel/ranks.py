@@ -6,20 +6,18 @@ Start reading at `Ranks.sent`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
 from featurize.parallel.streams import Streams
-
-if TYPE_CHECKING:
-    from featurize.recorder import Recorder
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 # torch/csrc/distributed/c10d/Ops.cpp: what process groups run, into tensors that they are given.
@@ -49,13 +47,13 @@ class Ranks:
     """One rank among those of a traced job.
 
     Args:
-        recorder: Of the rank's step.
-        streams: Of its GPU.
+        streams: Of its GPU, with the recorder of its step.
         axes: Name of a process group -> the mesh's dimension that it joins.
     """
 
-    def __init__(self, recorder: Recorder, streams: Streams, axes: Mapping[str, str]) -> None:
-        self._recorder, self._streams, self._axes = recorder, streams, axes
+    def __init__(self, streams: Streams, axes: Mapping[str, str]) -> None:
+        assert streams.recorder is not None
+        self._recorder, self._streams, self._axes = streams.recorder, streams, axes
         # Storage of a result -> its collective, and the inputs that live until it is over.
         self._under_way: dict[int, tuple[int, list[Tensor]]] = {}
         self._kinds: dict[OpOverload, str] = {}
@@ -125,7 +123,15 @@ class Ranks:
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         name = group if isinstance(group, str) else getattr(group, "group_name", "")
-        return self._axes.get(name, "")
+        return self._axes.get(name) or _own_axis(name)
+
+
+def _own_axis(group: Any) -> str:
+    """The name of a group that the model made itself, by which `fabric_of_name` finds it."""
+    members = dist.get_process_group_ranks(_resolve_process_group(group))
+    if len(members) == dist.get_world_size():
+        return ""
+    return f"{len(members)}x{members[1] - members[0] if len(members) > 1 else 1}"
 
 
 def _argument(func: OpOverload, args: tuple, kwargs: dict[str, Any], name: str, default: object) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from featurize.parallel.layout import Parallel
 from featurize.parallel.ranks import Ranks
@@ -24,42 +25,51 @@ from featurize.step_trace import Collective
 
 
 @contextlib.contextmanager
-def sharded_rank(parallel: Parallel, recorder: Recorder, rank: int = 0) -> Iterator[ShardedRank]:
+def sharded_rank(parallel: Parallel, rank: int = 0) -> Iterator[ShardedRank]:
     """Play one rank. Of unevenly sharded parameters the first one has the largest part.
 
     Args:
         parallel: The job.
-        recorder: Of the rank's step.
         rank: Which one, from 0.
     """
-    streams = Streams(recorder)
-    with pretended_mesh(parallel, rank) as mesh, shards_on_meta(recorder, streams), warnings.catch_warnings():
+    streams = Streams()
+    with pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), warnings.catch_warnings():
         # The real job says the same: fully_shard on outputs that are views, DTensor on reductions one after the other.
         warnings.simplefilter("ignore")
         quiet = logging.getLogger("torch.distributed")
         level = quiet.level
         quiet.setLevel(logging.ERROR)
-        ranks = recorder.ranks = Ranks(recorder, streams, axes_of_groups(mesh))
         try:
-            yield ShardedRank(parallel, mesh, ranks, streams)
+            yield ShardedRank(parallel, mesh, streams)
         finally:
-            recorder.ranks = None
             quiet.setLevel(level)
 
 
 class ShardedRank:
     """A model's wrapper in a trace; made by `sharded_rank`."""
 
-    def __init__(self, parallel: Parallel, mesh: DeviceMesh, ranks: Ranks, streams: Streams) -> None:
-        self._parallel, self._mesh, self._ranks, self._streams = parallel, mesh, ranks, streams
+    def __init__(self, parallel: Parallel, mesh: DeviceMesh, streams: Streams) -> None:
+        self._parallel, self._mesh, self._streams = parallel, mesh, streams
+        self._ranks: Ranks | None = None
+
+    def attach(self, recorder: Recorder) -> None:
+        """Tell a recorder, which hears nothing before, of ranks and streams from now on."""
+        self._streams.recorder = recorder
+        recorder.ranks = self._ranks = Ranks(self._streams, axes_of_groups(self._mesh))
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Return the model, whose parameters are this rank's part from now on."""
+        if self._parallel.own > 1:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # a forward pass that looked for the target left the outermost one gathered
+            return model
         return shard(model, self._parallel, self._mesh)
 
     def begin_step(self) -> None:
         """Hear that a step begins."""
-        self._ranks.begin_step()
+        if self._ranks is not None:
+            self._ranks.begin_step()
 
     def require_gradients(self) -> None:
         """Allow parameters without a gradient, as FSDP2 does."""

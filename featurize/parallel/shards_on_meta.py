@@ -21,7 +21,6 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
 from featurize.parallel.streams import Streams
-from featurize.recorder import Recorder
 from featurize.replacing import replaced
 from featurize.step_trace import COMMUNICATION, GATHERED, UNREDUCED
 
@@ -29,12 +28,11 @@ _META = torch.device("meta")
 
 
 @contextlib.contextmanager
-def shards_on_meta(recorder: Recorder, streams: Streams) -> Iterator[None]:
+def shards_on_meta(streams: Streams) -> Iterator[None]:
     """While entered, meshes stand for GPUs on which meta tensors lie.
 
     Args:
-        recorder: Hears of storages that are resized, and of what blocks are for.
-        streams: Of the GPU.
+        streams: Of the GPU. Its recorder hears of storages that are resized, and of what blocks are for.
     """
     with contextlib.ExitStack() as stack:
 
@@ -48,62 +46,63 @@ def shards_on_meta(recorder: Recorder, streams: Streams) -> Iterator[None]:
         replace(group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
         replace(group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None)
         replace(param.FSDPParam, "all_gather_inputs", _copied_from_host())
-        replace(torch.UntypedStorage, "resize_", _resizing(recorder))
-        replace(param.FSDPParam, "init_all_gather_outputs", _naming_gathered(recorder))
-        replace(collectives.DefaultAllGather, "allocate", _naming_buffer(recorder))
-        replace(group, "foreach_reduce", _naming_gradients(recorder))
+        replace(torch.UntypedStorage, "resize_", _resizing(streams))
+        replace(param.FSDPParam, "init_all_gather_outputs", _naming_gathered(streams))
+        replace(collectives.DefaultAllGather, "allocate", _naming_buffer(streams))
+        replace(group, "foreach_reduce", _naming_gradients(streams))
         name = "_propagate_tensor_meta_non_cached"
         replace(ShardingPropagator, name, _unseen(getattr(ShardingPropagator, name)))
         yield
 
 
-def _resizing(recorder: Recorder) -> Callable[..., Any]:
+def _resizing(streams: Streams) -> Callable[..., Any]:
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
         out = resize(storage, nbytes)
-        recorder.resized(storage, nbytes)
+        if streams.recorder is not None:
+            streams.recorder.resized(storage, nbytes)
         return out
 
     return resize_
 
 
-def _naming_gathered(recorder: Recorder) -> Callable[..., None]:
+def _naming_gathered(streams: Streams) -> Callable[..., None]:
     make = param.FSDPParam.init_all_gather_outputs
 
     @functools.wraps(make)
     def init_all_gather_outputs(self: param.FSDPParam, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        recorder.name(self.all_gather_outputs, GATHERED)
+        streams.name(self.all_gather_outputs, GATHERED)
 
     return init_all_gather_outputs
 
 
-def _naming_buffer(recorder: Recorder) -> Callable[..., torch.Tensor]:
+def _naming_buffer(streams: Streams) -> Callable[..., torch.Tensor]:
     make = collectives.DefaultAllGather.allocate
 
     @functools.wraps(make)
     def allocate(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         buffer = make(self, *args, **kwargs)
-        recorder.name([buffer], COMMUNICATION)
+        streams.name([buffer], COMMUNICATION)
         return buffer
 
     return allocate
 
 
-def _naming_gradients(recorder: Recorder) -> Callable[..., Any]:
+def _naming_gradients(streams: Streams) -> Callable[..., Any]:
     reduce = group.foreach_reduce
 
     @functools.wraps(reduce)
     def foreach_reduce(params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        recorder.name(gradients, UNREDUCED)
+        streams.name(gradients, UNREDUCED)
         on_host = [one for one in params if one.offload_to_cpu]
         for one in on_host:
             one.offload_to_cpu = False  # there are no values to copy
         out = reduce(params, gradients, *args, **kwargs)
         for one in on_host:
             one.offload_to_cpu, one.sharded_param.grad = True, None
-        recorder.name([out[0]], COMMUNICATION)  # which is kept until it was sent
+        streams.name([out[0]], COMMUNICATION)  # which is kept until it was sent
         return out
 
     return foreach_reduce

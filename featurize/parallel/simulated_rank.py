@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from featurize.device_spec import DeviceSpec
-from featurize.parallel.collectives import communicators_mib, fabrics_of
+from featurize.parallel.collectives import communicators_mib
 from featurize.parallel.layout import Parallel
 from featurize.parallel.overlap import Communication, communication_of, lengthened
 from featurize.replay import MemoryProfile
@@ -43,7 +43,7 @@ def simulate_rank(
         UsageError: The GPU model's description says nothing of what joins the GPUs.
     """
     step = simulate(trace, spec, settings, memory=memory)
-    talk = communication_of(trace, spec, settings, fabrics_of(spec, layout), step.step_time_ms)
+    talk = communication_of(trace, spec, settings, layout, step.step_time_ms)
     peak_mib = step.peak_memory_mib + communicators_mib(spec, layout)
     fits = step.fits and peak_mib <= spec.memory_mib
     return RankStep(replace(lengthened(step, talk, spec), peak_memory_mib=peak_mib, fits=fits), talk)

@@ -6,9 +6,11 @@ Start reading at `Streams`, which stands for `torch.cuda` where PyTorch's wrappe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from featurize.step_trace import Collective
 
@@ -25,12 +27,11 @@ class Streams:
     A stream's work waits for what the stream was told to wait for, and the host waits for nothing. A moment is the
     number of the step's operators that come before it; operators of all streams count as the kernels'.
 
-    Args:
-        recorder: Hears on which stream memory is taken.
+    recorder   hears on which stream memory is taken; None while the model is built
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
         self._all = [OneStream(self, MAIN)]
         self._current = self._all[MAIN]
         self._sent: list[_Sent] = []
@@ -98,9 +99,14 @@ class Streams:
             for one in self._sent
         )
 
+    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what blocks are."""
+        if self.recorder is not None:
+            self.recorder.name(tensors, kind)
+
     def now(self) -> int:
         """Return the moment of the host."""
-        return len(self._recorder.operators)
+        return 0 if self.recorder is None else len(self.recorder.operators)
 
     def waited(self, stream: OneStream, done: dict[int, int]) -> None:
         """Hear that a stream waits for the collectives of others up to some."""
@@ -112,7 +118,8 @@ class Streams:
 
     def _enter(self, stream: OneStream) -> None:
         self._current = stream
-        self._recorder.stream = stream.number
+        if self.recorder is not None:
+            self.recorder.stream = stream.number
 
 
 class OneStream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -36,20 +37,62 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
     # Its import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    world = distributed_c10d._World()
-    world.group_count = _FIRST_NAME
-    # A group's start replaces the hook by one that names the rank.
-    with replaced(distributed_c10d, "_world", world), replaced(sys, "excepthook", sys.excepthook):
+    with (
+        _rank_again(distributed_c10d.GroupMember.WORLD),
+        replaced(distributed_c10d, "_world", _OwnWorld()),
+        # A group's start replaces the hook by one that names the rank.
+        replaced(sys, "excepthook", sys.excepthook),
+    ):
         distributed_c10d.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=parallel.ranks)
         try:
             # The mesh holds a tensor of ranks that it reads: a real one.
             with torch.device("cpu"), _disable_current_modes():
                 mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
             _forget_plans()
-            yield mesh
+            # A model's own code may call them.
+            with (
+                replaced(torch.distributed, "init_process_group", lambda *_, **__: None),
+                replaced(torch.cuda, "set_device", lambda *_: None),
+            ):
+                yield mesh
         finally:
             _forget_plans()
-            distributed_c10d.destroy_process_group()
+            # No destroy_process_group: that takes the caller's groups from the registry, too.
+            for name in list(distributed_c10d._world.pg_names.values()):
+                distributed_c10d._unregister_process_group(name)
+
+
+class _OwnWorld(distributed_c10d._World):
+    """Process groups beside those of torch's own world, which lie in variables of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._maps: dict[str, dict[Any, Any]] = {}
+        self._count = _FIRST_NAME
+
+    pg_map = property(lambda self: self._maps.setdefault("map", {}))
+    pg_names = property(lambda self: self._maps.setdefault("names", {}))
+    pg_group_ranks = property(lambda self: self._maps.setdefault("ranks", {}))
+    pg_backend_config = property(lambda self: self._maps.setdefault("backends", {}))
+    tags_to_pg = property(lambda self: self._maps.setdefault("tags", {}))
+    pg_to_tag = property(lambda self: self._maps.setdefault("to_tag", {}))
+
+    @property
+    def group_count(self) -> int:
+        return self._count
+
+    @group_count.setter
+    def group_count(self, value: int) -> None:
+        self._count = value
+
+
+@contextlib.contextmanager
+def _rank_again(default: Any) -> Iterator[None]:
+    """In the end this process has the rank of its own group again."""
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(default)
 
 
 def _forget_plans() -> None:

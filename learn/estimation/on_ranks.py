@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of, fabrics_of
+from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of
 from featurize.parallel.layout import Parallel, parse_parallel
 from featurize.training_settings import training_of
 from learn.workload import Workload
@@ -77,8 +77,7 @@ def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communicat
 
     if job.parallel is None:
         return None
-    fabrics = fabrics_of(device, job.parallel)
-    return communication_of(traced.trace, device, job.settings, fabrics, traced.step.step_time_ms)
+    return communication_of(traced.trace, device, job.settings, job.parallel, traced.step.step_time_ms)
 
 
 def values_of_ranks(

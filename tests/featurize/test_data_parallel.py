@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.parallel.buckets import assigned, limits_of
-from featurize.parallel.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of, fabrics_of
+from featurize.parallel.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of
 from featurize.parallel.layout import Parallel, parse_parallel
 from featurize.parallel.overlap import communication_of, exposed_ms
 from featurize.replay import replay
@@ -179,7 +179,7 @@ def test_waiting_is_what_computation_does_not_hide():
 def test_a_step_waits_longer_over_pcie_and_across_nodes():
     trace = traced()
     waits = [
-        communication_of(trace, spec, Training(), fabrics_of(spec, Parallel(ddp=ranks)), 5.0).exposed_ms
+        communication_of(trace, spec, Training(), Parallel(ddp=ranks), 5.0).exposed_ms
         for spec, ranks in ((A100, 8), (RTX, 8), (RTX, 64))
     ]
     assert waits == sorted(waits) and 0 < waits[0] < waits[1] < waits[2]
@@ -207,13 +207,13 @@ def test_text_mapping_and_object_mean_the_same():
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("pp=8", "pp: not estimated yet; estimated modes: ddp, fsdp, tp, hsdp"),
-        ({"ddp": 2, "tp": 4}, "tp: not estimated yet"),
+        ("pp=8", "pp: not estimated yet; estimated modes: ddp, fsdp, tp, own, hsdp"),
+        ({"ddp": 2, "pp": 4}, "pp: not estimated yet"),
         ("ddp", "ddp needs a number of GPUs, as in ddp=8"),
         ("", "no setting"),
         ({}, "names no mode; give one of ddp"),
         ("gpus_per_node=8", "names no mode"),
-        ("ddp=8,color=red", "unknown 'color'; known: ddp, fsdp, tp, gpus_per_node"),
+        ("ddp=8,color=red", "unknown 'color'; known: ddp, fsdp, tp, own, gpus_per_node"),
         ("ddp=0", "ddp must be a whole number from 1"),
         ("ddp=many", "ddp must be a whole number from 1 to 65536, got 'many'"),
         ({"ddp": 8, "static_graph": "no"}, "static_graph must be true or false"),

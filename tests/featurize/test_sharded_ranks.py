@@ -1,22 +1,27 @@
 """One rank of `fully_shard` in a trace, against real ranks that talk over gloo: bytes and collectives are the same."""
 
 import contextlib
+import itertools
 import json
+import logging
+import sys
 import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch._C._distributed_c10d import FakeWork
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
+from conf.errors import UsageError
 from featurize.parallel.layout import Parallel
 from featurize.parallel.sharding import shard
 from featurize.replacing import replaced
-from featurize.trace import trace_step
+from featurize.trace import TraceError, trace_step
 from featurize.training import Training, TrainingStep
 
 WIDTH, HIDDEN, BATCH = 67, 132, 24  # ranks divide what a plan splits; what is sharded is uneven
@@ -201,3 +206,73 @@ def test_bytes_and_collectives_are_those_of_real_ranks(measured, name):
         real = measured[rank][name]
         assert [[one.kind, one.nbytes] for one in trace.collectives] == real["sent"]
         assert trace.peak_live_bytes == real["peak"]
+
+
+def own_shards():
+    """A model whose own code spreads it, as it would on GPUs."""
+    torch.distributed.init_process_group("nccl")
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def test_a_model_that_is_spread_by_its_own_code_is_taken_as_it_is():
+    inputs, target = torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta")
+    own = trace_step(
+        own_shards, inputs, target, loss_of, settings=training(), training_loop=False, parallel=Parallel(own=4)
+    )
+    ours = traced({"ddp": 2, "fsdp": 2})
+    assert own.breakdown == ours.breakdown
+    assert [one[:4] for one in own.collectives] == [one[:4] for one in ours.collectives]
+    assert {one.axis for one in own.collectives} == {"2x1", "2x2"}
+    with pytest.raises(UsageError, match="the model is a factory"):
+        trace_step(Net(), inputs, target, loss_of, parallel=Parallel(own=4))
+
+
+def test_the_callers_process_group_and_hooks_are_left_alone():
+    before = sys.excepthook, torch.UntypedStorage.resize_, logging.getLogger("torch.distributed").level
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        hook = sys.excepthook
+        traced({"fsdp": 2})
+        with pytest.raises(TraceError):
+            trace_step(Net, torch.empty(3, 3, device="meta"), loss=loss_of, parallel=Parallel(fsdp=2))
+        assert torch.distributed.get_world_size() == 1 and sys.excepthook is hook
+        torch.distributed.barrier()
+    finally:
+        torch.distributed.destroy_process_group()
+        sys.excepthook = before[0]
+    assert (torch.UntypedStorage.resize_, logging.getLogger("torch.distributed").level) == before[1:]
+
+
+def test_shards_in_host_memory_take_nothing_of_the_gpu_but_what_is_gathered():
+    there, on_host = (traced({"fsdp": 2, "cpu_offload": off}) for off in (False, True))
+    kept = ("parameter", "gradient", "optimizer_state")
+    assert all(there.breakdown[kind] for kind in ("parameter", "optimizer_state"))
+    assert not any(on_host.breakdown[kind] for kind in kept)
+    assert 0 < on_host.peak_live_bytes < there.peak_live_bytes
+    assert [one[:2] for one in on_host.collectives if one.kind != "all_reduce"] == [
+        one[:2] for one in there.collectives if one.kind != "all_reduce"
+    ]
+
+
+def test_the_next_units_parameters_are_gathered_while_one_computes():
+    gathers = [one for one in traced({"fsdp": 2}).collectives if one.kind == "all_gather"]
+    assert any(one.after < earlier.before < one.before for earlier, one in itertools.pairwise(gathers))
+    assert all(one.after <= one.before for one in gathers)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fsdp": 2, "wrap": ("Nope",)}, "no module of class Nope; it has Block, ModuleList, Net"),
+        ({"tp": 2}, "no plan of its own"),
+        ({"tp": 2, "tp_plan": {"*.nope": "colwise"}}, "'\\*.nope' fits no module"),
+        ({"tp": 2, "tp_plan": {"first": "diagonal"}}, "unknown style diagonal; known: colwise, rowwise"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_with_what_it_has(options, message):
+    with pytest.raises(UsageError, match=message):
+        traced(options)

@@ -5,6 +5,7 @@ import json
 import pytest
 from torch import nn
 
+from conf.errors import UsageError
 from featurize.families import mlp
 from featurize.parallel.layout import Parallel
 from learn import devices_that_fit, estimate
@@ -111,9 +112,9 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
         ({"estimator": "horus"}, "estimator=horus knows one GPU"),
         ({"known": [{"batch_size": 8, "memory_mib": 900}]}, "known: of jobs on one GPU only"),
         ({"optimizer_in_backward": True}, "optimizer_in_backward frees gradients"),
-        ({"compile": True}, "compile with parallel= is not estimated yet"),
+        ({"compile": True}, "compile with parallel=ddp is not estimated yet"),
         ({"device": "A100-SXM4-40GB:3g.20gb"}, "has no interconnect"),
-        ({"parallel": "tp=8"}, "tp: not estimated yet; estimated modes: ddp"),
+        ({"parallel": "pp=8"}, "pp: not estimated yet; estimated modes: ddp, fsdp"),
     ],
 )
 def test_what_several_gpus_do_not_go_with_is_refused(options, problem):
@@ -126,3 +127,38 @@ def test_only_traced_estimates_know_several_gpus():
         estimate(CONFIG, method="fast", parallel="ddp=8")
     with pytest.raises(ValueError, match="batches: of jobs on one GPU only"):
         estimate(net, batches=[INPUTS, [8, 3, 32, 32]], parallel="ddp=8")
+
+
+def test_shards_take_less_of_each_gpu_and_the_parts_are_named():
+    whole, shards = of_net("ddp=4"), of_net("fsdp=4")
+    assert {"gathered parameters", "unreduced gradients", "communication buffers"} <= shards.breakdown.keys()
+    assert shards.breakdown["optimizer state"] == pytest.approx(whole.breakdown["optimizer state"] / 4, rel=0.02)
+    assert sum(shards.breakdown.values()) == pytest.approx(shards.peak_memory_mib)
+    assert set(shards.sent_mib) == {"all_gather", "reduce_scatter"} and 0 < shards.exposed_ms < shards.communication_ms
+    assert any("first rank" in note for note in shards.warnings)
+    assert shards.samples_per_s == pytest.approx(4 * 32 / (shards.step_time_ms / 1e3))
+
+
+def test_replicas_of_shards_talk_over_the_network_only_about_their_gradients():
+    hybrid, alone = of_net("hsdp=16"), of_net("fsdp=16")
+    assert hybrid.sent_mib["all_reduce"] > 0 and "all_reduce" not in alone.sent_mib
+    assert hybrid.breakdown["communication"] == 2 * alone.breakdown["communication"]
+    with pytest.raises(UsageError, match="hsdp must be GPUs of several full nodes of 8, got 12"):
+        of_net("hsdp=12")
+
+
+def test_ranks_that_split_modules_share_a_batch():
+    model = {"model": lambda: nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))}
+    plan = {"tp": 4, "tp_plan": {"0": "colwise", "2": "rowwise"}}
+    options = {"estimator": "trace", "loss": lambda output, _: output.square().sum()}
+    one, four = (estimate(model["model"], [64, 512], parallel=given, **options) for given in (None, plan))
+    assert four.breakdown["parameters"] == pytest.approx(one.breakdown["parameters"] / 4, rel=0.01)
+    assert four.samples_per_s == pytest.approx(64 / (four.step_time_ms / 1e3))
+    assert four.sent_mib["all_reduce"] > 0 and any("a batch for 4 ranks each" in note for note in four.warnings)
+
+
+def test_blocks_of_shards_are_compiled_one_by_one():
+    eager, compiled = (of_net("fsdp=4", compile=on) for on in (False, True))
+    assert compiled.step_time_ms < eager.step_time_ms
+    with pytest.raises(UsageError, match="compile with parallel=ddp"):
+        of_net("ddp=4", compile=True)
