@@ -54,7 +54,7 @@ def descended(
 
     start = torch.cat([value.flatten() for value in begin.values()])
     cost = of_priors * of_each(lambda name: firmness.get(name, 1.0))
-    least, most = (of_each(lambda name, end=end: limits.get(name, _FREE)[end]) for end in (0, 1))
+    least, most = of_each(lambda name: limits.get(name, _FREE)[0]), of_each(lambda name: limits.get(name, _FREE)[1])
     vector = start.clone().requires_grad_(True)
     optimizer = torch.optim.Adam([vector], lr=rate)
     for iteration in range(iterations):
@@ -73,4 +73,3 @@ def robust(off: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Return the Huber loss over the tolerance: what is further off than it counts in proportion, not squared."""
     zero = torch.zeros_like(off)
     return torch.nn.functional.huber_loss(off, zero, delta=tolerance, reduction="none") / tolerance
-
