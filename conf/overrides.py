@@ -279,7 +279,7 @@ def _composed(name: str, overrides: Sequence[Override], declared: Mapping[str, K
 
 @contextmanager
 def _schema_stored(name: str) -> Iterator[None]:
-    """Hold a command's schema where Hydra looks for it, and no longer: Hydra copies all that is there to compose one."""
+    """Hold a command's schema where Hydra looks for it, and no longer: Hydra copies all that is there each time."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
