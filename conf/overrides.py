@@ -10,6 +10,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -256,14 +257,12 @@ def _stands_as_typed(override: Override, kind: Kind | None) -> bool:
 
 def _composed(name: str, overrides: Sequence[Override], declared: Mapping[str, Kind]) -> DictConfig:
     from hydra import compose, initialize_config_module
-    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     if problems := list(_unfit(overrides, declared)):
         raise UsageError("; ".join(problems))
-    ConfigStore.instance().store(name=name, node=schema(settings_class(name)))
-    with initialize_config_module(config_module="conf", version_base="1.3"):
+    with _schema_stored(name), initialize_config_module(config_module="conf", version_base="1.3"):
         try:
             return compose(name, overrides=replacing([override.text() for override in overrides]))
         except (HydraException, OmegaConfBaseException) as error:
@@ -276,6 +275,19 @@ def _composed(name: str, overrides: Sequence[Override], declared: Mapping[str, K
                 except (HydraException, OmegaConfBaseException) as own:
                     problems.append(f"{override.key}: {first_line(own)}")
             raise UsageError("; ".join(problems) or first_line(error)) from error
+
+
+@contextmanager
+def _schema_stored(name: str) -> Iterator[None]:
+    """Hold a command's schema where Hydra looks for it, and no longer: Hydra copies all that is there each time."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name=name, node=schema(settings_class(name)))
+    try:
+        yield
+    finally:
+        del store.repo[f"{name}.yaml"]
 
 
 def _unfit(overrides: Sequence[Override], declared: Mapping[str, Kind]) -> Iterator[str]:

@@ -72,7 +72,7 @@ def train_nets(inputs: np.ndarray, labels: np.ndarray, seed: int) -> Nets:
         weights = [torch.randn(MEMBERS, i, o).div_(i**0.5) for i, o in pairwise(sizes)]
         biases = [torch.zeros(MEMBERS, 1, o) for o in sizes[1:]]
         learned = [tensor.requires_grad_() for pair in zip(weights, biases, strict=True) for tensor in pair]
-        optimizer = torch.optim.AdamW(learned, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        optimizer = torch.optim.AdamW(learned, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)
         for _ in range(STEPS):
             rows = torch.randint(len(x), (MEMBERS, min(BATCH, len(x))))

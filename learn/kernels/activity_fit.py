@@ -26,7 +26,7 @@ from featurize.kernel_model.calls import Calls
 from featurize.kernel_model.step_time import LearnedEfficiencies, launch_ms, overlapped
 from featurize.kernel_model.times import call_seconds, kernels_on
 from learn.kernels.columns import joined, row_of_kernels
-from learn.kernels.descent import Values, descended, distance, robust
+from learn.kernels.descent import Values, descended, robust
 from learn.kernels.fitting import held_out_by
 
 _BEGIN: Mapping[str, float] = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3}
@@ -126,9 +126,11 @@ class ActivityFit:
             smact, smocc = self._ratios(_parameters(values, lambda value: value), values[_TRAINING_SHARE])
             off = robust(smact - self._smact, _SMACT_TOLERANCE)
             off = off + _OF_SMOCC * robust(smocc - self._smocc, _SMOCC_TOLERANCE)
-            return (weights * off).sum() + _OF_PRIORS * distance(values, begin)
+            return (weights * off).sum()
 
-        values = descended(begin, error, iterations=iterations, rate=_RATE, last_rate=_LAST_RATE, limits=_LIMITS)
+        values = descended(
+            begin, error, of_priors=_OF_PRIORS, iterations=iterations, rate=_RATE, last_rate=_LAST_RATE, limits=_LIMITS
+        )
         return _parameters(values, np.asarray), float(values[_TRAINING_SHARE])
 
     def errors(self, learned: ActivityParameters, training_share: float) -> tuple[np.ndarray, np.ndarray]:

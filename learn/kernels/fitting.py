@@ -28,7 +28,7 @@ from featurize.kernel_model.times import (
     kernels_on,
 )
 from learn.kernels.columns import joined, row_of_kernels
-from learn.kernels.descent import Values, descended, distance, robust
+from learn.kernels.descent import Values, descended, robust
 
 KERNELS = "kernels"  # source of rows that are one kernel each
 # Where the fit begins and what it is held to: values that are usual for such kernels. Shares as logarithms.
@@ -94,15 +94,6 @@ class FittedTimes:
         return self.instrument_ms.get(key) or (float(np.median(others)) if others else INSTRUMENT_MS)
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Rows on one GPU model with the same settings, as one sequence of kernels."""
-
-    kernels: Kernels
-    count: torch.Tensor
-    row: torch.Tensor
-
-
 class TimeFit:
     """Rows made ready once, to be fitted with some of them left out.
 
@@ -126,21 +117,21 @@ class TimeFit:
         self.instrument = torch.tensor([place[instrument] for instrument in instruments])
         self.hosts, places = np.unique(self.sources, return_inverse=True)
         self.host = torch.tensor(places)
-        self.batches = list(self._batches())
+        self.kernels, self.count, self.row = self._all_kernels()
 
-    def _batches(self) -> Iterable[_Batch]:
+    def _all_kernels(self) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
+        """Return the kernels of all rows as one sequence, how often each runs, and in which row."""
         alike: dict[tuple, list[int]] = {}
         for at, row in enumerate(self.rows):
             alike.setdefault((row.device, row.channels_last, row.searched), []).append(at)
+        kernels, counts, rows = [], [], []
         for (device, channels_last, searched), members in alike.items():
             parts = [self.rows[at].calls for at in members]
             calls = joined(parts)
-            kernels = kernels_on(calls, device, self.names, channels_last=channels_last, searched=searched)
-            yield _Batch(
-                kernels.converted(torch.as_tensor),
-                torch.as_tensor(calls.count),
-                row_of_kernels(members, parts),
-            )
+            kernels.append(kernels_on(calls, device, self.names, channels_last=channels_last, searched=searched))
+            counts.append(torch.as_tensor(calls.count))
+            rows.append(row_of_kernels(members, parts))
+        return joined(kernels).converted(torch.as_tensor), torch.cat(counts), torch.cat(rows)
 
     def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> FittedTimes:
         """Return the efficiencies that explain the rows of the mask `of`, (rows,), and what timing kernels adds."""
@@ -149,9 +140,12 @@ class TimeFit:
 
         def error(values: Values) -> torch.Tensor:
             off = torch.log(self._milliseconds(values) / self.measured_ms)
-            return (weights * robust(off, TOLERANCE)).sum() + _OF_PRIORS * distance(values, begin, _FIRMNESS)
+            return (weights * robust(off, TOLERANCE)).sum()
 
-        values = descended(begin, error, iterations=iterations, rate=_RATE, last_rate=_LAST_RATE, limits=_LIMITS)
+        values = descended(
+            begin, error, of_priors=_OF_PRIORS, firmness=_FIRMNESS, iterations=iterations, rate=_RATE,
+            last_rate=_LAST_RATE, limits=_LIMITS,
+        )  # fmt: skip
         measured = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
         added_ms = torch.exp(values["instrument"]).tolist()
         return FittedTimes(
@@ -187,9 +181,8 @@ class TimeFit:
     def log_ratios(self, fitted: FittedTimes) -> np.ndarray:
         """Return the logarithm of estimated over measured time of each row; the host's time is the described one."""
         seconds = np.zeros(len(self.rows))
-        for batch in self.batches:
-            kernels = batch.kernels.converted(lambda column: column.numpy())
-            np.add.at(seconds, batch.row.numpy(), batch.count.numpy() * call_seconds(kernels, fitted.parameters))
+        kernels = self.kernels.converted(lambda column: column.numpy())
+        np.add.at(seconds, self.row.numpy(), self.count.numpy() * call_seconds(kernels, fitted.parameters))
         estimated = [
             busy + fitted.instrument(row) if row.source == KERNELS else overlapped(busy, host)
             for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
@@ -212,10 +205,8 @@ class TimeFit:
 
     def _milliseconds(self, values: Values) -> torch.Tensor:
         learned = self._parameters(values, lambda value: value)
-        busy = torch.zeros(len(self.rows), dtype=torch.float64)
-        for batch in self.batches:
-            busy = busy.index_add(0, batch.row, batch.count * call_seconds(batch.kernels, learned, torch))
-        busy = busy * 1e3
+        seconds = self.count * call_seconds(self.kernels, learned, torch)
+        busy = torch.zeros(len(self.rows), dtype=torch.float64).index_add(0, self.row, seconds) * 1e3
         host = self.host_ms * torch.exp(values["host"])[self.host]
         one_kernel = busy + torch.exp(values["instrument"])[self.instrument]
         return torch.where(self.one_kernel, one_kernel, overlapped_ms(busy, host))

@@ -19,7 +19,7 @@ from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, GROUPED, GROUPS, PRODUCT, STREAM, Calls
 from featurize.kernel_model.times import clock_ghz
 from learn.kernels.columns import joined
-from learn.kernels.descent import Values, descended, distance, robust
+from learn.kernels.descent import Values, descended, robust
 from learn.kernels.fitting import INSTRUMENT_MS, KERNELS, TOLERANCE, MeasuredTime, TimeFit, overlapped_ms
 
 _TILE_SIDE = {False: 64.0, True: 128.0}  # of a product's tile, on tensor cores and not
@@ -81,12 +81,11 @@ class RooflineByKind:
         weights = torch.tensor(self.fit.row_weights(of))
 
         def error(values: Values) -> torch.Tensor:
-            off = robust(self._log_ratios(values), TOLERANCE)
-            return (weights * off).sum() + self._OF_PRIORS * distance(values, begin, {"instrument": 0.0})
+            return (weights * robust(self._log_ratios(values), TOLERANCE)).sum()
 
         values = descended(
-            begin, error, iterations=self._ITERATIONS, rate=self._RATE, last_rate=self._RATE,
-            limits={"share": (-math.inf, 0.0)},
+            begin, error, of_priors=self._OF_PRIORS, firmness={"instrument": 0.0}, iterations=self._ITERATIONS,
+            rate=self._RATE, last_rate=self._RATE, limits={"share": (-math.inf, 0.0)},
         )  # fmt: skip
         return self._log_ratios(values).numpy()
 

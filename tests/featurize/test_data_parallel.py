@@ -1,10 +1,10 @@
 """One rank of DistributedDataParallel in a trace, against two real ranks that talk over gloo."""
 
-import json
 from collections import Counter
 
 import pytest
 import torch
+from real_ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,14 +50,9 @@ CASES = (
 )
 
 
-def train_all(rank, init, results):
+def train_all(_rank):
     """One of two real processes, which trains all cases."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
-    sizes = [train(options, unused) for options, unused in CASES]
-    if rank == 0:
-        results.write_text(json.dumps(sizes))
-    torch.distributed.destroy_process_group()
+    return [train(options, unused) for options, unused in CASES]
 
 
 def train(options, unused):
@@ -81,10 +76,7 @@ def train(options, unused):
 
 @pytest.fixture(scope="module")
 def real_bytes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    arguments = f"file://{folder / 'store'}", folder / "sizes.json"
-    torch.multiprocessing.start_processes(train_all, args=arguments, nprocs=2, start_method="spawn")
-    return json.loads(arguments[1].read_text())
+    return run_ranks(train_all, tmp_path_factory.mktemp("ranks"), 2)[0]
 
 
 def traced(unused=False, settings=None, **options):

@@ -2,13 +2,13 @@
 
 import contextlib
 import itertools
-import json
 import logging
 import sys
 import weakref
 
 import pytest
 import torch
+from real_ranks import run_ranks
 from torch import nn
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -154,10 +154,8 @@ def sent_as_copies(func, sides, rest):
     return sides[0], FakeWork().boxed()
 
 
-def train_real(rank, init, folder):
+def train_real(rank):
     """One of four real processes, which trains the cases in which it takes part."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=4)
     measured = {}
     for name, (options, again) in CASES.items():
         parallel = Parallel(**options)
@@ -165,8 +163,7 @@ def train_real(rank, init, folder):
         mesh = DeviceMesh("cpu", places, mesh_dim_names=tuple(parallel.axes))
         if rank < parallel.ranks:
             measured[name] = train(shard(Net(again), parallel, mesh))
-    (folder / f"{rank}.json").write_text(json.dumps(measured))
-    torch.distributed.destroy_process_group()
+    return measured
 
 
 def train(model):
@@ -184,10 +181,7 @@ def train(model):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    arguments = f"file://{folder / 'store'}", folder
-    torch.multiprocessing.start_processes(train_real, args=arguments, nprocs=4, start_method="spawn")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4)
 
 
 def traced(options, again=False, rank=0):

@@ -49,17 +49,21 @@ def teacher(cases) -> dict[str, Taught]:
     return {"memory": Taught.of(said), "smact": Taught(smact)}
 
 
+def distilled_in(steps):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fast_nets, "STEPS", steps)
+        cases = cases_of(distillation_configs(330, seed=1))
+        return cases, FastPath.distil(cases, teacher(cases))
+
+
 @pytest.fixture(scope="module")
 def distilled():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fast_nets, "STEPS", 500)
-        cases = cases_of(distillation_configs(330, seed=1))
-        yield cases, FastPath.distil(cases, teacher(cases))
+    return distilled_in(steps=250)
 
 
 @pytest.mark.slow
-def test_it_says_what_the_teacher_says_of_jobs_it_was_not_taught(distilled):
-    _, fast = distilled
+def test_it_says_what_the_teacher_says_of_jobs_it_was_not_taught():
+    _, fast = distilled_in(steps=500)
     for device in DEVICES:
         new = [Case(config, device) for config in distillation_configs(60, seed=2)]
         wanted, got = teacher(new), fast.answer([case.config for case in new], device)

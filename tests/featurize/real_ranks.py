@@ -1,0 +1,32 @@
+"""Real processes that train together over gloo, of which libraries are imported once. Start reading at `run_ranks`."""
+
+import json
+
+import torch
+
+
+def run_ranks(train, folder, ranks):
+    """Call `train(rank)` in each of so many processes of one process group, and return what each gives, by rank.
+
+    Only the first process is a new one: the ranks are its copies, taken before PyTorch starts a thread.
+
+    Args:
+        train: A function of a module, which gives what JSON can hold.
+        folder: An empty one.
+        ranks: Their number.
+    """
+    torch.multiprocessing.start_processes(_copied, args=(train, folder, ranks), nprocs=1, start_method="spawn")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _copied(_first, train, folder, ranks):
+    import torch._dynamo
+
+    torch.multiprocessing.start_processes(_one_rank, args=(train, folder, ranks), nprocs=ranks, start_method="fork")
+
+
+def _one_rank(rank, train, folder, ranks):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
+    (folder / f"{rank}.json").write_text(json.dumps(train(rank)))
+    torch.distributed.destroy_process_group()
