@@ -33,18 +33,27 @@ def sharded_rank(parallel: Parallel, recorder: Recorder, rank: int = 0) -> Itera
         rank: Which one, from 0.
     """
     streams = Streams(recorder)
-    with pretended_mesh(parallel, rank) as mesh, shards_on_meta(recorder, streams), warnings.catch_warnings():
-        # The real job says the same: fully_shard on outputs that are views, DTensor on reductions one after the other.
-        warnings.simplefilter("ignore")
-        quiet = logging.getLogger("torch.distributed")
-        level = quiet.level
-        quiet.setLevel(logging.ERROR)
+    with pretended_mesh(parallel, rank) as mesh, shards_on_meta(recorder, streams), _quiet():
         ranks = recorder.ranks = Ranks(recorder, streams, axes_of_groups(mesh))
         try:
             yield ShardedRank(parallel, mesh, ranks, streams)
         finally:
             recorder.ranks = None
-            quiet.setLevel(level)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings that the real job gives, too: of fully_shard on outputs that are views, of DTensor on reductions
+    one after the other."""
+    logger = logging.getLogger("torch.distributed")
+    level = logger.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 class ShardedRank:

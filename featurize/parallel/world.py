@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from torch._C._distributed_c10d import _register_process_group, _set_global_rank
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute
@@ -21,6 +22,8 @@ from featurize.replacing import replaced
 
 _FAKE = "fake"  # torch's backend that sends nothing (torch/testing/_internal/distributed/fake_pg.py)
 _FIRST_NAME = 1 << 30  # names of groups are numbers; those of the caller's own groups are smaller
+# What torch.distributed knows of each group, for all of a process (distributed_c10d.py).
+_TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
 
 
 @contextlib.contextmanager
@@ -36,10 +39,8 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
     # Its import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    world = distributed_c10d._World()
-    world.group_count = _FIRST_NAME
     # A group's start replaces the hook by one that names the rank.
-    with replaced(distributed_c10d, "_world", world), replaced(sys, "excepthook", sys.excepthook):
+    with _no_groups(), replaced(sys, "excepthook", sys.excepthook):
         distributed_c10d.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=parallel.ranks)
         try:
             # The mesh holds a tensor of ranks that it reads: a real one.
@@ -50,6 +51,28 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
         finally:
             _forget_plans()
             distributed_c10d.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _no_groups() -> Iterator[None]:
+    """Hide the caller's process groups. What destroys all groups then destroys those of the trace only."""
+    names = dict(distributed_c10d._world.pg_names)
+    rank = -1 if (group := distributed_c10d._world.default_pg) is None else group.rank()
+    with contextlib.ExitStack() as stack:
+        for name in _TABLES:
+            stack.enter_context(replaced(distributed_c10d, name, {}))
+        for name in ("_backend", "_default_pg_init_method", "_group_count"):
+            stack.enter_context(replaced(distributed_c10d, name, getattr(distributed_c10d, name)))
+        world = distributed_c10d._World()
+        stack.enter_context(replaced(distributed_c10d, "_world", world))
+        world.group_count = _FIRST_NAME
+        try:
+            yield
+        finally:
+            # The table of C++ is emptied with the groups of the trace; functional collectives look there.
+            for group, name in names.items():
+                _register_process_group(name, group)
+            _set_global_rank(rank)
 
 
 def _forget_plans() -> None:
