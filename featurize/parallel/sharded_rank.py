@@ -33,16 +33,23 @@ def sharded_rank(parallel: Parallel, rank: int = 0) -> Iterator[ShardedRank]:
         rank: Which one, from 0.
     """
     streams = Streams()
-    with pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), warnings.catch_warnings():
-        # The real job says the same: fully_shard on outputs that are views, DTensor on reductions one after the other.
+    with pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
+        yield ShardedRank(parallel, mesh, streams)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings that the real job gives, too: of fully_shard on outputs that are views, of DTensor on reductions
+    one after the other."""
+    logger = logging.getLogger("torch.distributed")
+    level = logger.level
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        quiet = logging.getLogger("torch.distributed")
-        level = quiet.level
-        quiet.setLevel(logging.ERROR)
+        logger.setLevel(logging.ERROR)
         try:
-            yield ShardedRank(parallel, mesh, streams)
+            yield
         finally:
-            quiet.setLevel(level)
+            logger.setLevel(level)
 
 
 class ShardedRank:

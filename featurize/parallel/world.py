@@ -40,6 +40,8 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
     with (
         _rank_again(distributed_c10d.GroupMember.WORLD),
         replaced(distributed_c10d, "_world", _OwnWorld()),
+        replaced(distributed_c10d, "_backend", distributed_c10d._backend),
+        replaced(distributed_c10d, "_default_pg_init_method", distributed_c10d._default_pg_init_method),
         # A group's start replaces the hook by one that names the rank.
         replaced(sys, "excepthook", sys.excepthook),
     ):

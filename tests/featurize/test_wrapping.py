@@ -71,8 +71,8 @@ def test_a_layout_has_one_form_in_a_config(given):
 
 
 def test_a_wrong_layout_is_a_problem_of_the_config():
-    with pytest.raises(UsageError, match=r"parallel cannot be 'fsdp=2': fsdp: not estimated yet, .*; depth must be"):
-        config(parallel="fsdp=2", depth=0)
+    with pytest.raises(UsageError, match=r"parallel cannot be 'zero=2': zero: not estimated yet, .*; depth must be"):
+        config(parallel="zero=2", depth=0)
 
 
 def test_a_row_of_several_gpus_is_no_label_of_its_config_alone():

@@ -1,0 +1,81 @@
+"""A trace of one rank leaves the process as it was, whose own ranks may talk over groups of their own."""
+
+import logging
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import _fully_shard, fully_shard
+
+from featurize.parallel.layout import Parallel
+from featurize.trace import TraceError, trace_step
+
+SHARDS = Parallel(fsdp=2)
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.inner.register_full_backward_hook(self.stop)
+
+    def stop(self, *_):
+        raise RuntimeError("in the middle")
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.fixture
+def own_groups():
+    """Process groups of this process: the default one and another."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group([0])
+    dist.destroy_process_group()
+
+
+def traced(model=lambda: nn.Linear(4, 4)):
+    return trace_step(model, torch.empty(2, 4, device="meta"), parallel=SHARDS)
+
+
+def fails():
+    with pytest.raises(TraceError, match="in the middle"):
+        traced(Failing)
+
+
+@pytest.mark.parametrize("trace", [traced, fails])
+def test_groups_of_the_caller_work_after_a_trace(own_groups, trace):
+    mesh = init_device_mesh("cpu", (1,))
+    trace()
+    assert dist.get_process_group_ranks(own_groups) == [0] and dist.get_backend(own_groups) == "gloo"
+    for group in (dist.group.WORLD, own_groups, dist.new_group([0])):
+        dist.all_reduce(torch.ones(3), group=group)
+        assert functional.all_reduce(torch.ones(3), "sum", group).tolist() == [1, 1, 1]
+    net = fully_shard(nn.Linear(4, 2), mesh=mesh)
+    net(torch.ones(2, 4)).sum().backward()
+
+
+def test_the_first_group_after_a_trace_is_named_as_without_one():
+    traced()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD.group_name == "0"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("trace", [traced, fails])
+def test_what_a_trace_replaces_is_back_after_it(trace):
+    logger = logging.getLogger("torch.distributed")
+
+    def state():
+        modules = (_fully_shard._fully_shard, _fully_shard._fsdp_init, _fully_shard._fsdp_param_group)
+        return sys.excepthook, logger.level, torch.UntypedStorage.resize_, [dict(vars(one)) for one in modules]
+
+    traced()  # imports
+    before = state()
+    trace()
+    assert state() == before
