@@ -164,6 +164,25 @@ def test_progress_names_each_layout():
     assert heard == [("ddp=2", 0, 2), ("ddp=4", 1, 2)]
 
 
+def deep():
+    return nn.Sequential(*(Block() for _ in range(9)), nn.Linear(WIDTH, 10))
+
+
+def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole():
+    done = planned(gpus=2, model=deep, checkpointing="none", batch=2048)
+    rows = {row.mesh: [one for one in done.rows if one.mesh == row.mesh] for row in done.rows}
+    assert {row.known for row in rows["ddp=2"]} <= {"traced", None} and done.best.known == "traced"
+    chosen = [row for row in rows["fsdp=2"] if row.known == "extrapolated"]
+    assert chosen and any("traced with 4 and 5 of 9 blocks" in note for note in done.notes)
+    for row in chosen:
+        whole = estimate(deep, [row.micro_batch, WIDTH], device=CARD, parallel=row.parallel)
+        assert (row.peak_memory_mib, row.upper_mib) == (whole.peak_memory_mib, whole.upper_mib)
+        if row.fits:
+            assert row.step_time_ms == pytest.approx(whole.step_time_ms, rel=0.01)
+            assert row.exposed_ms == pytest.approx(whole.exposed_ms, rel=0.01)
+    assert {row["known"] for row in done.to_mapping()["rows"]} >= {"traced", "extrapolated"}
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
