@@ -16,7 +16,7 @@ from featurize.parallel.layout import Parallel
 from featurize.training_settings import Training
 from learn import LayoutPlan, PlanRow, estimate, plan
 from learn.commands.plan import entry
-from learn.planning import meshes
+from learn.planning import meshes, plans
 from learn.planning.plan_chart import plan_svg
 from learn.planning.plan_report import plan_page
 from learn.planning.plan_view import lines_of_others
@@ -51,9 +51,22 @@ def planned(gpus=8, model=net, batch=1024, **options):
     return plan(model, [batch, WIDTH], gpus=gpus, **{"device": CARD, **options})
 
 
+def replicas_of(settings):
+    layouts, notes = meshes.meshes_of(settings)
+    return [one for one in layouts if one.ddp == one.ranks], notes
+
+
+@pytest.fixture(autouse=True)
+def replicas_alone(monkeypatch):
+    """Most tests are on what all modes have in common: replicas show it."""
+    monkeypatch.setattr(plans, "meshes_of", replicas_of)
+
+
 @pytest.fixture(scope="module")
 def eight():
-    return planned()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "meshes_of", replicas_of)
+        return planned()
 
 
 # -- rows
@@ -168,7 +181,8 @@ def deep():
     return nn.Sequential(*(Block() for _ in range(9)), nn.Linear(WIDTH, 10))
 
 
-def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole():
+def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole(monkeypatch):
+    monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
     done = planned(gpus=2, model=deep, checkpointing="none", batch=2048)
     rows = {row.mesh: [one for one in done.rows if one.mesh == row.mesh] for row in done.rows}
     assert {row.known for row in rows["ddp=2"]} <= {"traced", None} and done.best.known == "traced"
