@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from conf.errors import UsageError
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # What selective checkpointing saves: the results that take long to compute again.
 _SAVED = (
     "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
@@ -32,7 +32,7 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
     Args:
         model: transformers' and timm's models, also inside another module, have a switch of their own, which is used
             for `full`. Of others, and for what these switches cannot do, the repeated blocks' forward passes are
-            wrapped; key-value caches are then switched off, since blocks would fill them twice.
+            wrapped. Key-value caches are switched off, since blocks would fill them twice.
         how: `full`, or `selective`: products and attention are saved, what is cheap is recomputed.
         every: Every n-th block is checkpointed, beginning with the first.
         reentrant: The variant of `torch.utils.checkpoint`.
@@ -46,6 +46,7 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
             "peft's prefix tuning does not work with checkpointing, on a GPU either: the prefixes stand in the "
             "key-value cache, which checkpointed layers do without; leave checkpointing out"
         )
+    _leave_caches_out(model)
     if how == "full" and _by_own_switches(model, every, reentrant):
         return
     blocks = repeated_blocks(model)
@@ -57,6 +58,12 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
     more: dict[str, Any] = {}
     if how == "selective":
         more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for block in blocks[::every]:
+        vars(block)["forward"] = _checkpointed(block.forward, reentrant, more)  # shadows the class's method
+
+
+def _leave_caches_out(model: nn.Module) -> None:
+    """Set `use_cache` of transformers' models to false, as they do themselves with a warning in each forward pass."""
     uncached: dict[int, Any] = {}  # copies: a factory's config is the user's, and outlives the model
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -65,8 +72,6 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
                 uncached[id(config)] = copy.copy(config)
                 setattr(uncached[id(config)], "use_cache", False)  # noqa: B010 - a config is of any class
             vars(module)["config"] = uncached[id(config)]
-    for block in blocks[::every]:
-        vars(block)["forward"] = _checkpointed(block.forward, reentrant, more)  # shadows the class's method
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -83,7 +88,7 @@ def _tunes_a_prefix(module: nn.Module) -> bool:
 
 def _blocks(module: nn.Module, *, nested: bool) -> list[nn.Module]:
     members = list(module.children())
-    if isinstance(module, _CONTAINERS):
+    if isinstance(module, CONTAINERS):
         counts = Counter(type(member) for member in members if _is_block(member, nested))
         repeated = {kind for kind, count in counts.items() if count >= 2}
         if repeated:

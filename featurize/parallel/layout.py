@@ -92,6 +92,11 @@ class Parallel:
         yield from self._problems_of_shards()
         if self.own != 1 and any(getattr(self, name) != 1 for name in MODES):
             yield f"own goes with no other mode ({', '.join(MODES)}): the model's own code says how it is spread"
+        if self.fsdp == 1 and all(type(one) is int and one > 1 for one in (self.ddp, self.tp)):
+            yield (
+                "ddp with tp needs fsdp: DistributedDataParallel does not reduce tensors that tp splits; use fsdp in "
+                "place of ddp, or replicas of shards, as in ddp=2,fsdp=4,tp=2"
+            )
         counts = *self.degrees.values(), self.gpus_per_node
         if all(type(one) is int and one > 0 for one in counts) and self.ranks > counts[-1] and self.ranks % counts[-1]:
             yield f"{self.ranks} ranks do not fill nodes of {counts[-1]}; change gpus_per_node"

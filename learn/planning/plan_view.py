@@ -9,7 +9,8 @@ from conf.reports.page_text import MISSING, count_of
 from learn.estimation.estimate_view import rate
 from learn.planning.rows import LayoutPlan, PlanRow
 
-HEADS = ("mesh", "micro-batch", "checkpointing", "peak", "bound", "step ms", "waits ms", "samples/s")
+HEADS = ("mesh", "micro-batch", "checkpointing", "peak", "bound", "step ms", "waits ms", "samples/s", "known")
+_WORDS = ("mesh", "checkpointing", "known")
 _NARROW = {
     "micro-batch": "micro-\nbatch", "checkpointing": "check-\npointing", "step ms": "step\nms", "waits ms": "waits\nms",
 }  # fmt: skip
@@ -24,7 +25,7 @@ def print_plan(done: LayoutPlan, most: int) -> None:
     screen.print(title(done), soft_wrap=True, highlight=False, markup=False)
     table = Table()
     for place, name in enumerate(HEADS):
-        table.add_column(_NARROW.get(name, name), justify="left" if place in (0, 2) else "right")
+        table.add_column(_NARROW.get(name, name), justify="left" if HEADS[place] in _WORDS else "right")
     for row in done.fitting[:most]:
         table.add_row(*cells(row))
     screen.print(table)
@@ -54,7 +55,7 @@ def cells(row: PlanRow) -> tuple[str, ...]:
     times = [MISSING if ms is None else f"{ms:,.1f}" for ms in (row.step_time_ms, row.exposed_ms)]
     speed = MISSING if row.samples_per_s is None else rate(row.samples_per_s)
     steps = f" x {row.accumulation:,}" if row.accumulation > 1 else ""
-    return row.mesh, f"{micro}{steps}", row.checkpointing or "none", *memory, *times, speed
+    return row.mesh, f"{micro}{steps}", row.checkpointing or "none", *memory, *times, speed, row.known or MISSING
 
 
 def lines_of_others(done: LayoutPlan) -> list[str]:

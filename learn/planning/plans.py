@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, shown, unknown_name
+from conf.reports.page_text import count_of
 from featurize.training_settings import CHECKPOINTING
 from featurize.trial import TrialConfig
 from learn.batch_sizes import batch_size_of, with_batch_size
@@ -23,10 +24,13 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.questions import checked, question_of, split_options, training_settings
 from learn.estimators import LEVEL
 from learn.planning.meshes import checked_gpus, in_search_order, layout_settings, mesh_text, meshes_of, traced_as
-from learn.planning.rows import LayoutPlan, PlanRow, in_order
+from learn.planning.rows import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order
+from learn.planning.screening import SHALLOW, Screening
 from learn.planning.search import Findings, LayoutSearch, MicroBatches
 
 if TYPE_CHECKING:
+    import torch
+
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.layout import Parallel
     from learn.estimation.questions import Inputs, Model, Tensors
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 NONE = "none"
 WAYS = (NONE, *reversed(CHECKPOINTING))  # in the order of what is recomputed
 _TRIED = (NONE, "full")
+MOST_CONFIRMED = 3  # rows that are traced whole, of those that were extrapolated
+_MARGIN = 1.005  # times the samples a second that were extrapolated: what a whole trace may show
 Progress = Callable[[str, int, int], None]
 
 
@@ -96,6 +102,7 @@ def plan(
         notes += left_out
     searches = _Searches(job, ways)
     searches.run(layouts, progress)
+    searches.confirm()
     ordered = in_order(searches.rows)
     if all(row.fits is None for row in ordered):
         raise UsageError(f"no layout can be: {ordered[0].mesh}: {ordered[0].why}")
@@ -106,7 +113,8 @@ def plan(
     warnings = searches.estimates[best].warnings if best.fits else ()
     done = LayoutPlan(
         name=job.name, device=spec.name, limit_mib=limit_mib, coverage=options.get("coverage", LEVEL),
-        global_batch=global_batch, rows=ordered, notes=tuple(dict.fromkeys([*notes, *refused, *warnings])),
+        global_batch=global_batch, rows=ordered,
+        notes=tuple(dict.fromkeys([*notes, *refused, *searches.notes(), *warnings])),
         seconds=(time.monotonic_ns() - began) / 1e9,
     )  # fmt: skip
     if report is not None:
@@ -125,6 +133,7 @@ class _PlannedJob:
     """
 
     name: str
+    build: Callable[[], torch.nn.Module]
     model: Model
     inputs: Inputs
     target: Tensors | None
@@ -161,8 +170,8 @@ class _PlannedJob:
                 with_batch_size(one, 2 * given, from_size=given)  # refuses what cannot be scaled
         question = question_of(model, inputs, target=target, training=training, **others)
         return _PlannedJob(
-            name=question.job.name, model=model, inputs=inputs, target=target, given=given, spec=spec,
-            global_batch=samples, training=training, others=others,
+            name=question.job.name, build=question.job.build, model=model, inputs=inputs, target=target,
+            given=given, spec=spec, global_batch=samples, training=training, others=others,
         )  # fmt: skip
 
     def batches(self, layout: Parallel) -> MicroBatches | None:
@@ -186,6 +195,14 @@ class _PlannedJob:
         return question_of(self.model, inputs, target=target, training=training, **{**self.others, "parallel": layout})
 
 
+@dataclass
+class _Kept:
+    """Traces of one step, which layouts share; `extrapolated`: from fewer blocks."""
+
+    traces: Traces = field(default_factory=dict)
+    extrapolated: bool = False
+
+
 class _Searches:
     """Goes over the layouts.
 
@@ -195,6 +212,7 @@ class _Searches:
 
     def __init__(self, job: _PlannedJob, ways: Sequence[str | None]) -> None:
         self._job, self._ways, self._findings = job, ways, Findings(job.spec.memory_mib)
+        self._screening = Screening(job.build)
         self.rows: list[PlanRow] = []
         self.estimates: dict[PlanRow, Estimate] = {}
         self.refused: dict[str | None, str] = {}
@@ -203,13 +221,13 @@ class _Searches:
         """Add the rows of all layouts. Those that share their traces follow each other."""
         done = 0
         for _, alike in groupby(sorted(layouts, key=in_search_order), key=traced_as):
-            traces: dict[tuple[int, int, str | None], Traces] = {}
+            traces: dict[tuple[int, int, str | None], _Kept] = {}
             for layout in alike:
                 progress(mesh_text(layout), done, len(layouts))
                 self._add(layout, traces)
                 done += 1
 
-    def _add(self, layout: Parallel, traces: dict[tuple[int, int, str | None], Traces]) -> None:
+    def _add(self, layout: Parallel, traces: dict[tuple[int, int, str | None], _Kept]) -> None:
         job, batches, why = self._job, self._job.batches(layout), self._findings.not_worth(layout)
         if batches is None:
             why = f"{job.global_batch:,} samples do not divide over {layout.replicas:,} replicas"
@@ -219,16 +237,69 @@ class _Searches:
             )
             return
 
+        extrapolated: set[tuple[int, str | None]] = set()
+
         def estimated(size: int, count: int, way: str | None) -> Estimate:
-            kept = traces.setdefault((size, count, way), {})
-            return job.question(layout, size, count, way).answered(job.spec, traces=kept)[0]
+            kept, question = traces.setdefault((size, count, way), _Kept()), job.question(layout, size, count, way)
+            if not kept.traces:
+                kept.traces = self._screening.traces(question, job.spec)
+                kept.extrapolated = bool(kept.traces)
+            if kept.extrapolated:
+                extrapolated.add((size, way))
+            return question.answered(job.spec, traces=kept.traces)[0]
 
         ways = [way for way in self._ways if way not in self.refused]
         search = LayoutSearch(layout, batches, ways, self._findings, estimated)
         rows = list(search.rows())
         self.refused |= _refused_ways(rows)
-        self.rows += [row for row in rows if row.checkpointing not in self.refused]
-        self.estimates |= search.estimates
+        for row in rows:
+            if row.checkpointing in self.refused:
+                continue
+            known = None
+            if row in search.estimates:
+                known = EXTRAPOLATED if (row.micro_batch, row.checkpointing) in extrapolated else TRACED
+            self._keep(replace(row, known=known), search.estimates.get(row))
+
+    def _keep(self, row: PlanRow, done: Estimate | None) -> None:
+        self.rows.append(row)
+        if done is not None:
+            self.estimates[row] = done
+
+    def confirm(self) -> None:
+        """Trace the best rows whole, until the best of them is quicker than what any other was extrapolated to, and a
+        few at most."""
+        for _ in range(MOST_CONFIRMED):
+            fitting = [row for row in in_order(self.rows) if row.fits]
+            quickest = max((row.samples_per_s or 0.0 for row in fitting if row.known == TRACED), default=0.0)
+            rivals = [
+                row for row in fitting if row.known == EXTRAPOLATED and _MARGIN * (row.samples_per_s or 0.0) > quickest
+            ]
+            if not rivals:
+                return
+            self._confirm(rivals[0])
+
+    def _confirm(self, row: PlanRow) -> None:
+        job, layout, size = self._job, row.parallel, row.micro_batch
+        batches = job.batches(layout)
+        assert batches is not None and size is not None, "it fits"
+
+        def traced(size: int, count: int, way: str | None) -> Estimate:
+            return job.question(layout, size, count, way).answered(job.spec)[0]
+
+        search = LayoutSearch(layout, batches, (row.checkpointing,), Findings(job.spec.memory_mib), traced)
+        whole = search.row(size, row.checkpointing)
+        self.rows.remove(row)
+        self._keep(replace(whole, known=TRACED), search.estimates.get(whole))
+
+    def notes(self) -> list[str]:
+        """Return what the rows were extrapolated from; nothing where all were traced."""
+        rows = [row for row in self.rows if row.known == EXTRAPOLATED]
+        if not rows:
+            return []
+        return [
+            f"{count_of(len(rows), 'row')} extrapolated: traced with {SHALLOW} and {SHALLOW + 1} of "
+            f"{self._screening.blocks} blocks, and what a block adds repeated; known=traced: with all blocks"
+        ]
 
 
 def _refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:

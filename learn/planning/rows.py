@@ -13,6 +13,8 @@ from typing import Any
 from featurize.parallel.layout import Parallel
 from learn.planning.meshes import mesh_text
 
+TRACED, EXTRAPOLATED = "traced", "extrapolated"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
@@ -26,6 +28,7 @@ class PlanRow:
     exposed_ms    of the step time, in which a rank waits for others
     samples_per_s of all ranks. This and times are only known of what fits
     why           it does not fit, cannot be, or was not tried
+    known         `TRACED`, or `EXTRAPOLATED` from traces of fewer blocks; None: neither, as `why` says
     """
 
     parallel: Parallel
@@ -39,6 +42,7 @@ class PlanRow:
     exposed_ms: float | None = None
     samples_per_s: float | None = None
     why: str | None = None
+    known: str | None = None
 
     @property
     def mesh(self) -> str:

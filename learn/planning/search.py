@@ -21,7 +21,7 @@ from learn.planning.rows import PlanRow
 _CLEARLY = 1.1  # times the limit: what takes more does not fit with fewer shards either
 _BEYOND_COMPUTED = 1.05  # times the samples a second of batches so far: what larger ones may reach
 # Parts of a peak that are there at any moment, with any batch.
-_OF_ANY_BATCH = ("parameters", "optimizer state", "context", "communication", "other users")
+_OF_ANY_BATCH = ("parameters", "optimizer state", "gradient buckets", "context", "communication", "other users")
 _AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: what is slower gets slower with more
 _ALIKE = 2  # micro-steps from which on a step takes no more memory, and each one as long as the one before
 
@@ -193,7 +193,7 @@ class LayoutSearch:
                 before = largest
 
     def _walk(self, way: str | None, size: int) -> Iterator[PlanRow]:
-        row = self._row(size, way)
+        row = self.row(size, way)
         yield row
         grows = row.fits
         while row.fits == grows and row.fits is not None:
@@ -201,7 +201,7 @@ class LayoutSearch:
             if following is None:
                 return
             reason = self._outgrown_by_half(row) if grows else None
-            size, row = following, self._row(following, way, reason)
+            size, row = following, self.row(following, way, reason)
             yield row
 
     def _outgrown_by_half(self, row: PlanRow) -> str | None:
@@ -229,7 +229,8 @@ class LayoutSearch:
             smaller = self._batches.smaller(smaller)
         return smaller
 
-    def _row(self, size: int, way: str | None, reason: str | None = None) -> PlanRow:
+    def row(self, size: int, way: str | None, reason: str | None = None) -> PlanRow:
+        """Return the row of one micro-batch; `reason`: why it cannot fit, as far as is known."""
         count = self._batches.accumulation(size)
         about: dict[str, Any] = {
             "parallel": self._layout, "micro_batch": size, "accumulation": count, "checkpointing": way,

@@ -200,7 +200,7 @@ def test_text_mapping_and_object_mean_the_same():
     ("given", "problem"),
     [
         ("pp=8", "pp: not estimated yet; estimated modes: ddp, fsdp, tp, own, hsdp"),
-        ({"ddp": 2, "pp": 4}, "pp: not estimated yet"),
+        ({"ddp": 2, "tp": 4}, "ddp with tp needs fsdp: .*ddp=2,fsdp=4,tp=2"),
         ("ddp", "ddp needs a number of GPUs, as in ddp=8"),
         ("", "no setting"),
         ({}, "names no mode; give one of ddp"),

@@ -16,7 +16,7 @@ from featurize.parallel.layout import Parallel
 from featurize.training_settings import Training
 from learn import LayoutPlan, PlanRow, estimate, plan
 from learn.commands.plan import entry
-from learn.planning import meshes
+from learn.planning import meshes, plans
 from learn.planning.plan_chart import plan_svg
 from learn.planning.plan_report import plan_page
 from learn.planning.plan_view import lines_of_others
@@ -51,9 +51,22 @@ def planned(gpus=8, model=net, batch=1024, **options):
     return plan(model, [batch, WIDTH], gpus=gpus, **{"device": CARD, **options})
 
 
+def replicas_of(settings):
+    layouts, notes = meshes.meshes_of(settings)
+    return [one for one in layouts if one.ddp == one.ranks], notes
+
+
+@pytest.fixture(autouse=True)
+def replicas_alone(monkeypatch):
+    """Most tests are on what all modes have in common: replicas show it."""
+    monkeypatch.setattr(plans, "meshes_of", replicas_of)
+
+
 @pytest.fixture(scope="module")
 def eight():
-    return planned()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "meshes_of", replicas_of)
+        return planned()
 
 
 # -- rows
@@ -162,6 +175,26 @@ def test_progress_names_each_layout():
     heard = []
     planned(gpus=[2, 4], model=flat, batch=8, global_batch=64, progress=lambda *call: heard.append(call))
     assert heard == [("ddp=2", 0, 2), ("ddp=4", 1, 2)]
+
+
+def deep():
+    return nn.Sequential(*(Block() for _ in range(9)), nn.Linear(WIDTH, 10))
+
+
+def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole(monkeypatch):
+    monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
+    done = planned(gpus=2, model=deep, checkpointing="none", batch=2048)
+    rows = {row.mesh: [one for one in done.rows if one.mesh == row.mesh] for row in done.rows}
+    assert {row.known for row in rows["ddp=2"]} <= {"traced", None} and done.best.known == "traced"
+    chosen = [row for row in rows["fsdp=2"] if row.known == "extrapolated"]
+    assert chosen and any("traced with 4 and 5 of 9 blocks" in note for note in done.notes)
+    for row in chosen:
+        whole = estimate(deep, [row.micro_batch, WIDTH], device=CARD, parallel=row.parallel)
+        assert (row.peak_memory_mib, row.upper_mib) == (whole.peak_memory_mib, whole.upper_mib)
+        if row.fits:
+            assert row.step_time_ms == pytest.approx(whole.step_time_ms, rel=0.01)
+            assert row.exposed_ms == pytest.approx(whole.exposed_ms, rel=0.01)
+    assert {row["known"] for row in done.to_mapping()["rows"]} >= {"traced", "extrapolated"}
 
 
 @pytest.mark.parametrize(

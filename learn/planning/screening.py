@@ -1,0 +1,92 @@
+"""Traces of a model whose blocks repeat, made of those of two shallow copies.
+
+Start reading at `Screening.traces`; `featurize.deeper` repeats what a block adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from conf.errors import CommandError, UsageError
+from featurize.training_settings import training_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from featurize.device_spec import DeviceSpec
+    from learn.estimation.answers import Question
+    from learn.traced import Traces
+
+FEWEST = 8  # blocks: shallower models are traced whole
+SHALLOW = 4  # blocks of the shallow copy: the first and the last, and two between to compare
+
+
+class Screening:
+    """Shallow copies of one model, and what their traces show of the model itself.
+
+    blocks   of the model that are all alike; 0: it is traced whole
+
+    Args:
+        factory: Makes the model.
+    """
+
+    def __init__(self, factory: Callable[[], nn.Module]) -> None:
+        self._factory = factory
+        self._model: nn.Module | None = None
+        self._short: dict[int, nn.Module] = {}
+        self._whole: set[Hashable] = set()  # kinds of layouts that cannot be extrapolated
+        self._blocks: int | None = None
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks. The model is built when this is first asked."""
+        if self._blocks is None:
+            self._blocks = self._counted()
+        return self._blocks
+
+    def traces(self, question: Question, device: DeviceSpec) -> Traces:
+        """Return the traces of a job, as `Question.answered` takes them; none where the job is to be traced whole.
+
+        Args:
+            question: The job.
+            device: The GPU model.
+        """
+        from featurize.deeper import CannotDeepen, deeper
+
+        parallel, training = question.job.parallel, training_of(question.job.settings)
+        if parallel is None or not parallel.shards:  # buckets of gradients hold parts of several blocks
+            return {}
+        kind = tuple(parallel.axes), training.checkpointing
+        period = training.checkpoint_every if training.checkpointing else 1
+        times, rest = divmod(self.blocks - SHALLOW * period, period)
+        if self.blocks < FEWEST * period or rest or kind in self._whole:
+            return {}
+        try:
+            shallow, longer = (self._traced(question, device, count * period) for count in (SHALLOW, SHALLOW + 1))
+            return {kernels: deeper(trace, longer[kernels], times) for kernels, trace in shallow.items()}
+        except (CommandError, CannotDeepen):  # what is wrong with the job itself, its own trace says
+            self._whole.add(kind)
+            return {}
+
+    def _counted(self) -> int:
+        from featurize.fewer_blocks import alike_blocks, built_to_shorten
+
+        try:
+            self._model = built_to_shorten(self._factory)
+        except Exception:  # a model may raise anything, and its trace says so
+            return 0
+        return 0 if self._model is None else alike_blocks(self._model)
+
+    def _traced(self, question: Question, device: DeviceSpec, count: int) -> Traces:
+        from featurize.fewer_blocks import with_blocks
+
+        assert self._model is not None, "it has blocks"
+        if count not in self._short:
+            self._short[count] = with_blocks(self._model, count)
+        short, traces = self._short[count], {}
+        replace(question, job=replace(question.job, build=lambda: short)).answered(device, traces=traces)
+        if not traces:
+            raise UsageError("the shallow model was not traced")
+        return traces

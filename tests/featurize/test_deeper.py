@@ -1,0 +1,133 @@
+"""`featurize.deeper` and `featurize.fewer_blocks`: a deep model's trace from two shallow ones is its own."""
+
+import pytest
+import torch
+from torch import nn
+
+from featurize.deeper import CannotDeepen, deeper
+from featurize.device_spec import describe_device
+from featurize.fewer_blocks import alike_blocks, built_to_shorten, with_blocks
+from featurize.parallel.layout import Parallel
+from featurize.replay import replay
+from featurize.simulate import simulate
+from featurize.trace import trace_step
+from featurize.training import Training
+
+WIDTH, DEPTH, SHALLOW = 64, 9, 4
+SPEC = describe_device("H100-SXM5-80GB")
+PLAN = {"blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
+LAYOUTS = {
+    "shards": {"fsdp": 4},
+    "replicas of shards": {"ddp": 2, "fsdp": 4},
+    "gathered once": {"fsdp": 4, "reshard_after_forward": False},
+    "halves": {"fsdp": 4, "param_dtype": "bf16", "reduce_dtype": "fp32"},
+    "split": {"tp": 2, "tp_plan": PLAN},
+    "split and sharded": {"fsdp": 4, "tp": 2, "tp_plan": PLAN},
+}
+WAYS = {"plain": {}, "recomputed": {"checkpointing": "full"}, "two micro-steps": {"accumulation": 2}}
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, width),
+        )
+
+    def forward(self, x):
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, depth=DEPTH, block=Block):
+        super().__init__()
+        self.tokens, self.blocks = nn.Embedding(1000, WIDTH), nn.ModuleList(block() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1000, bias=False)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).flatten(0, 1)
+
+
+def llama(depth):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=depth, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def traced(build, layout, inputs, **training):
+    settings = Training(optimizer="adamw", **training)
+    return trace_step(build, inputs, device=SPEC, settings=settings, parallel=Parallel(**layout)), settings
+
+
+def assert_extended(model, layout, inputs, **training):
+    short = [with_blocks(model, count) for count in (SHALLOW, SHALLOW + 1)]
+    shallow, longer = (traced(lambda one=one: one, layout, inputs, **training)[0] for one in short)
+    made = deeper(shallow, longer, alike_blocks(model) - SHALLOW)
+    whole, settings = traced(lambda: model, layout, inputs, **training)
+    assert made.events == whole.events and made.parameter_bytes == whole.parameter_bytes
+    assert replay(made, SPEC).peak_reserved == replay(whole, SPEC).peak_reserved
+    assert made.collectives == whole.collectives
+    assert simulate(made, SPEC, settings).step_time_ms == pytest.approx(
+        simulate(whole, SPEC, settings).step_time_ms, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_deep_trace_is_that_of_the_whole_model(layout, way):
+    assert_extended(built_to_shorten(Net), LAYOUTS[layout], torch.zeros(2, 32, dtype=torch.long), **WAYS[way])
+
+
+@pytest.mark.parametrize("layout", ["shards", "split and sharded"])
+def test_a_deep_trace_of_a_llama_is_its_own(layout):
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    settings = {name: value for name, value in LAYOUTS[layout].items() if name != "tp_plan"}
+    assert_extended(built_to_shorten(lambda: llama(DEPTH)), settings, {"input_ids": tokens, "labels": tokens})
+
+
+def test_what_does_not_repeat_is_refused():
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    shallow, _ = traced(lambda: Net(3), {"fsdp": 4}, tokens)
+    wider, _ = traced(lambda: Net(4, lambda: Block(WIDTH)), {"fsdp": 2}, tokens)
+    with pytest.raises(CannotDeepen):
+        deeper(shallow, wider, 5)
+
+
+class TestFewerBlocks:
+    def test_a_copy_is_shortened_and_the_model_is_not(self):
+        model = Net()
+        short = with_blocks(model, 4)
+        assert len(short.blocks) == 4 and len(model.blocks) == DEPTH and not model.head.weight.is_meta
+
+    def test_what_follows_in_a_sequence_stays(self):
+        model = nn.Sequential(*(Block() for _ in range(10)), nn.Linear(WIDTH, 10))
+        short = with_blocks(model, 3)
+        assert alike_blocks(model) == 10 and len(short) == 4 and isinstance(short[-1], nn.Linear)
+
+    def test_blocks_of_a_mapping_keep_their_names(self):
+        model = nn.Module()
+        model.blocks = nn.ModuleDict({f"h{n}": Block() for n in range(9)})
+        assert alike_blocks(model) == 9 and list(with_blocks(model, 2).blocks) == ["h0", "h1"]
+
+    def test_blocks_that_differ_or_share_are_not_alike(self):
+        model = Net()
+        model.blocks[3].wide.weight.requires_grad_(False)
+        assert alike_blocks(model) == 0
+        model = Net()
+        model.blocks[3].wide = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        assert alike_blocks(model) == 0
+        model = Net()
+        model.blocks[3].wide.weight = model.blocks[2].wide.weight
+        assert alike_blocks(model) == 0
+        model = Net()
+        model.again = model.blocks[5].wide
+        assert alike_blocks(model) == 0
+        assert alike_blocks(nn.Linear(3, 3)) == 0
