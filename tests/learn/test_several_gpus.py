@@ -111,9 +111,9 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
         ({"estimator": "horus"}, "estimator=horus knows one GPU"),
         ({"known": [{"batch_size": 8, "memory_mib": 900}]}, "known: of jobs on one GPU only"),
         ({"optimizer_in_backward": True}, "optimizer_in_backward frees gradients"),
-        ({"compile": True}, "compile with parallel= is not estimated yet"),
+        ({"compile": True}, "compile with parallel=ddp is not estimated yet"),
         ({"device": "A100-SXM4-40GB:3g.20gb"}, "has no interconnect"),
-        ({"parallel": "tp=8"}, "tp: not estimated yet; estimated modes: ddp"),
+        ({"parallel": "zero=8"}, "zero: not estimated yet; estimated modes: ddp, fsdp, tp"),
     ],
 )
 def test_what_several_gpus_do_not_go_with_is_refused(options, problem):
