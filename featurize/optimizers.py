@@ -266,7 +266,7 @@ def _fused_on_meta() -> Iterator[None]:
 def clip_norm(gradients: list[Tensor], largest: float) -> None:
     """Scale the gradients in place so that the norm of all is at most `largest`, as `clip_grad_norm_` does on CUDA:
     one norm a tensor, their norm, and one pass of for-each kernels."""
-    groups = _by_type(gradients)
+    groups = by_kind(gradients)
     if not groups:
         return
     norms: dict[object, list[Tensor]] = {}  # by mesh: those of one are reduced together
@@ -284,16 +284,21 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
 @torch.no_grad()
 def clip_value(gradients: list[Tensor], largest: float) -> None:
     """Clamp the gradients in place to [-largest, largest]."""
-    for group in _by_type(gradients):
+    for group in by_kind(gradients):
         torch._foreach_clamp_min_(group, -largest)
         torch._foreach_clamp_max_(group, largest)
 
 
-def _by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return tensors in groups that for-each kernels take: of one type, and of one mesh of ranks."""
     groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault((tensor.dtype, _mesh_of(tensor)), []).append(tensor)
+        groups.setdefault(_kind_of(tensor), []).append(tensor)
     return list(groups.values())
+
+
+def _kind_of(tensor: Tensor) -> object:
+    return tensor.dtype, _mesh_of(tensor)
 
 
 def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
@@ -328,9 +333,9 @@ class MovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         averaged = [(a, s) for a, s in zip(self.tensors, self._sources, strict=True) if a.is_floating_point()]
-        groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
         for average, source in averaged:
-            ours, theirs = groups.setdefault(average.dtype, ([], []))
+            ours, theirs = groups.setdefault(_kind_of(average), ([], []))
             ours.append(average)
             theirs.append(source.detach())
         for ours, theirs in groups.values():

@@ -23,6 +23,7 @@ from featurize.optimizers import (
     MovingAverage,
     OptimizerInBackward,
     OptimizerOnHost,
+    by_kind,
     clip_norm,
     clip_value,
     is_shared,
@@ -213,7 +214,8 @@ class TrainingStep:
             return
         if self.device.type == "meta" and settings.scales_loss:
             # The scaler reads a value back, which meta can't; its unscaling is one in-place pass over the gradients.
-            torch._foreach_mul_([g._values() if g.is_sparse else g for g in self._gradients()], 1.0)
+            for gradients in by_kind(g._values() if g.is_sparse else g for g in self._gradients()):
+                torch._foreach_mul_(gradients, 1.0)
         if clips:
             self._clip()
         if isinstance(optimizer, torch.optim.Optimizer):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,10 @@ HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nod
 PLANNED = ("zero", "pp", "cp", "ep")  # that are known by name, and refused
 DTYPES = ("fp32", "bf16", "fp16")
 _MOST = 65_536  # ranks
+_BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets
+_QUOTED = " '\""
 EXAMPLE = "parallel=ddp=8"
+EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,7 @@ class Parallel:
     reduce_dtype: str | None = None
     cpu_offload: bool = False
     wrap: tuple[str, ...] | None = None
-    tp_plan: Mapping[str, str] | None = None
+    tp_plan: Mapping[str, str] | None = dataclasses.field(default=None, hash=False)  # a mapping has no hash
 
     def __post_init__(self) -> None:
         if bad := list(self._problems()):
@@ -117,8 +121,11 @@ class Parallel:
         if self.fsdp == 1 and (set_too := [name for name in of_shards if getattr(self, name) not in (None, False)]):
             yield f"{', '.join(set_too)}: of fsdp only"
         of_ddp = ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters")
-        if self.fsdp != 1 and (set_too := [name for name in of_ddp if getattr(self, name) not in (None, False)]):
-            yield f"{', '.join(set_too)}: of ddp without fsdp only"
+        set_too = [name for name in of_ddp if getattr(self, name) not in (None, False)]
+        if set_too and (self.fsdp, self.tp) != (1, 1):
+            yield f"{', '.join(set_too)}: of ddp without fsdp and tp only"
+        if (plan := self.tp_plan) is not None and not _is_plan(plan):
+            yield f"tp_plan must be module path -> style, as in {EXAMPLE_PLAN}, got {shown(plan)}"
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -214,11 +221,19 @@ def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
 def _written(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{path}: {style}" for path, style in value.items()) + "}"
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
+def _is_plan(plan: object) -> bool:
+    return (
+        isinstance(plan, Mapping) and bool(plan) and all(isinstance(one, str) for pair in plan.items() for one in pair)
+    )
+
+
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
-    for part in text.split(","):
+    for part in _BETWEEN_SETTINGS.split(text):
         name, equals, value = (one.strip() for one in part.partition("="))
         if name in (*MODES, OWN, HYBRID, *PLANNED) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
@@ -228,6 +243,11 @@ def _pairs(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _value(text: str) -> Any:
+    if text.startswith("[") and text.endswith("]"):
+        return [one.strip(_QUOTED) for one in text[1:-1].split(",")]
+    if text.startswith("{") and text.endswith("}"):
+        pairs = (one.partition(":") for one in text[1:-1].split(","))
+        return {path.strip(_QUOTED): style.strip(_QUOTED) for path, _, style in pairs}
     words = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in words:
         return words[text.lower()]

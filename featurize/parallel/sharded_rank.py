@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -23,6 +24,8 @@ from featurize.parallel.world import axes_of_groups, pretended_mesh
 from featurize.recorder import Recorder
 from featurize.step_trace import Collective
 
+_lock = threading.RLock()  # groups and replacements are the process's: one trace at a time
+
 
 @contextlib.contextmanager
 def sharded_rank(parallel: Parallel, rank: int = 0) -> Iterator[ShardedRank]:
@@ -33,7 +36,7 @@ def sharded_rank(parallel: Parallel, rank: int = 0) -> Iterator[ShardedRank]:
         rank: Which one, from 0.
     """
     streams = Streams()
-    with pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
+    with _lock, pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
         yield ShardedRank(parallel, mesh, streams)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from conf.errors import UsageError, shown
+from featurize.parallel.layout import EXAMPLE_PLAN
 
 STYLES: Mapping[str, Callable[[], ParallelStyle | None]] = {
     "colwise": ColwiseParallel,
@@ -54,7 +55,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMes
     if not chosen:
         raise UsageError(
             "parallel: tp: the model has no plan of its own (base_model_tp_plan, as in many of transformers); give "
-            "tp_plan, as in tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
+            f"tp_plan, as in {EXAMPLE_PLAN}"
         )
     if unknown := sorted(set(chosen.values()) - STYLES.keys()):
         raise UsageError(f"parallel: tp_plan: unknown style {', '.join(unknown)}; known: {', '.join(STYLES)}")

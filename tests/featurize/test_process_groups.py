@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -79,3 +80,15 @@ def test_what_a_trace_replaces_is_back_after_it(trace):
     before = state()
     trace()
     assert state() == before
+
+
+def test_traces_in_several_threads_are_as_those_in_one():
+    widths = [8, 16, 24, 32] * 2
+
+    def peak(width):
+        return traced(lambda: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))).peak_live_bytes
+
+    alone = [peak(width) for width in widths]
+    with ThreadPoolExecutor(len(widths)) as pool:
+        assert list(pool.map(peak, widths)) == alone
+    assert not dist.is_initialized()

@@ -192,6 +192,16 @@ def traced(options, again=False, rank=0):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["split", "split and sharded"])
+@pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"ema": True}], ids=["scaled", "averaged"])
+def test_modules_that_are_not_split_train_beside_those_that_are(name, settings):
+    options, _ = CASES[name]
+    trace = trace_step(
+        Net, torch.empty(BATCH, WIDTH, device="meta"), settings=Training(**settings), parallel=Parallel(**options)
+    )
+    assert {one.kind for one in trace.collectives} >= {"all_reduce"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_and_collectives_are_those_of_real_ranks(measured, name):
     options, again = CASES[name]

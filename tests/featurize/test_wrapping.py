@@ -8,7 +8,7 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.families import get_family
 from featurize.parallel import layout, wrapping
-from featurize.parallel.layout import Parallel
+from featurize.parallel.layout import Parallel, parse_parallel
 from featurize.parallel.wrapping import wrapped
 from featurize.row_config import UnreadableConfig, config_of_one_gpu, config_of_row
 from featurize.training import TrainingStep
@@ -80,3 +80,39 @@ def test_a_row_of_several_gpus_is_no_label_of_its_config_alone():
     assert config_of_row(text).ranks == 2
     with pytest.raises(UnreadableConfig, match=r"several GPUs \(ddp=2\)"):
         config_of_one_gpu(text)
+
+
+PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"fsdp": 2, "wrap": ["Linear"]},
+        {"fsdp": 2, "wrap": ["Linear", "Block"], "param_dtype": "bf16", "reshard_after_forward": False},
+        {"tp": 2, "tp_plan": PLAN},
+        {"fsdp": 2, "tp": 2, "wrap": ["Block"], "tp_plan": PLAN, "network_gb_s": 12.5},
+        "fsdp=2,wrap=[Linear,Block],cpu_offload=true",
+        "tp=2,tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise},gpus_per_node=4",
+    ],
+)
+def test_the_text_of_a_layout_says_all_of_it(given):
+    whole = parse_parallel(given)
+    assert parse_parallel(whole.text()) == whole and hash(parse_parallel(whole.text())) == hash(whole)
+    assert config(parallel=given).layout == whole
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"ddp": 2, "tp": 2}, "ddp with tp needs fsdp: .*; use fsdp in place of ddp"),
+        ({"tp": 2, "static_graph": True}, "static_graph: of ddp without fsdp and tp only"),
+        ({"tp": 2, "tp_plan": "colwise"}, "tp_plan must be module path -> style, as in .*, got 'colwise'"),
+        ({"tp": 2, "tp_plan": {}}, "tp_plan must be module path -> style"),
+        ({"tp": 2, "tp_plan": {"up": ["colwise"]}}, "tp_plan must be module path -> style"),
+        ({"tp": 2, "tp_plan": {1: "colwise"}}, "tp_plan must be module path -> style"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_with_what_can(given, problem):
+    with pytest.raises(UsageError, match=f"parallel: {problem}"):
+        parse_parallel(given)

@@ -13,7 +13,7 @@ from learn import estimate
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.evaluation.published_ranks import rank_job_of
 from learn.kernels.fitting import TimeFit
-from learn.kernels.mpt import mpt_loss
+from learn.kernels.mpt import fused_mpt_loss
 from warehouse.ingest import IngestSettings, ingest
 
 H100 = load_device("H100-SXM5-80GB")
@@ -25,12 +25,12 @@ def test_a_row_names_its_model_its_micro_steps_and_its_ranks():
     assert (job.config.embedding_size, job.config.depth, job.config.batch_size) == (768, 12, 4)
     assert job.config.sequence_length == 256 and not job.config.activation_checkpointing and job.accumulation == 2
     assert job.parallel == {
-        "fsdp": 8, "reshard_after_forward": True, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16",
+        "fsdp": 8, "reshard_after_forward": True, "param_dtype": "bf16", "reduce_dtype": "bf16",
     }  # fmt: skip
     kept = rank_job_of(
         ROW | {"Sharding Strategy": "SHARD_GRAD_OP", "MP Mode": "DEFAULT", "Activation Checkpointing": "True"}
     )
-    assert kept.parallel["reshard_after_forward"] is False and kept.parallel["reduce_dtype"] == "float32"
+    assert kept.parallel["reshard_after_forward"] is False and kept.parallel["reduce_dtype"] == "fp32"
     assert kept.config.activation_checkpointing
 
 
@@ -42,8 +42,8 @@ def test_a_row_of_an_unknown_job_is_refused_with_all_that_is_unknown():
 def test_the_time_is_that_of_a_micro_step_of_the_ranks():
     job = replace(rank_job_of(ROW), parallel={"ddp": 8})
     whole = estimate(
-        lambda: gpt.build(job.config), [4, 256], target=[4, 256], input_dtype="int64", loss=mpt_loss, parallel="ddp=8",
-        precision="bf16", optimizer="adamw", accumulation=2, device=H100,
+        lambda: gpt.build(job.config), [4, 256], target=[4, 256], input_dtype="int64", loss=fused_mpt_loss, parallel="ddp=8",
+        optimizer="adamw", accumulation=2, device=H100,
     )  # fmt: skip
     assert job.micro_step_ms(H100) == pytest.approx(whole.step_time_ms / 2)
     with pytest.raises(UsageError, match="unknown 'colour'"):
