@@ -42,8 +42,8 @@ def test_a_row_of_an_unknown_job_is_refused_with_all_that_is_unknown():
 def test_the_time_is_that_of_a_micro_step_of_the_ranks():
     job = replace(rank_job_of(ROW), parallel={"ddp": 8})
     whole = estimate(
-        lambda: gpt.build(job.config), [4, 256], target=[4, 256], input_dtype="int64", loss=fused_mpt_loss, parallel="ddp=8",
-        optimizer="adamw", accumulation=2, device=H100,
+        lambda: gpt.build(job.config), [4, 256], target=[4, 256], input_dtype="int64", loss=fused_mpt_loss,
+        parallel="ddp=8", optimizer="adamw", accumulation=2, device=H100,
     )  # fmt: skip
     assert job.micro_step_ms(H100) == pytest.approx(whole.step_time_ms / 2)
     with pytest.raises(UsageError, match="unknown 'colour'"):
