@@ -85,7 +85,8 @@ class Screening:
         assert self._model is not None, "it has blocks"
         if count not in self._short:
             self._short[count] = with_blocks(self._model, count)
-        short, traces = self._short[count], {}
+        short = self._short[count]
+        traces: Traces = {}
         replace(question, job=replace(question.job, build=lambda: short)).answered(device, traces=traces)
         if not traces:
             raise UsageError("the shallow model was not traced")
