@@ -1,6 +1,7 @@
 """`estimate(..., parallel=...)`: what a job on several GPUs takes from each of them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from torch import nn
@@ -112,6 +113,11 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
         ({"known": [{"batch_size": 8, "memory_mib": 900}]}, "known: of jobs on one GPU only"),
         ({"optimizer_in_backward": True}, "optimizer_in_backward frees gradients"),
         ({"compile": True}, "compile with parallel=ddp is not estimated yet"),
+        ({"parallel": "fsdp=8", "optimizer": "adafactor"}, "adafactor does not run on .*; choose one of .*adamw"),
+        (
+            {"parallel": "tp=8", "offload_activations": True},
+            "offload_activations cannot move activations",
+        ),
         ({"device": "A100-SXM4-40GB:3g.20gb"}, "has no interconnect"),
         ({"parallel": "zero=8"}, "zero: not estimated yet; estimated modes: ddp, fsdp, tp"),
     ],
@@ -124,5 +130,7 @@ def test_what_several_gpus_do_not_go_with_is_refused(options, problem):
 def test_only_traced_estimates_know_several_gpus():
     with pytest.raises(ValueError, match="method=fast answers from a trial config alone; leave parallel out"):
         estimate(CONFIG, method="fast", parallel="ddp=8")
+    with pytest.raises(ValueError, match="method=fast knows one GPU, and a config has parallel=ddp=8; use method=full"):
+        estimate(replace(CONFIG, parallel="ddp=8"), method="fast")
     with pytest.raises(ValueError, match="batches: of jobs on one GPU only"):
         estimate(net, batches=[INPUTS, [8, 3, 32, 32]], parallel="ddp=8")
