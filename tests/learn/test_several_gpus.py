@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from conf import cli
 from featurize.families import mlp
 from featurize.parallel.layout import Parallel
 from learn import devices_that_fit, estimate
+from learn.commands.estimate import entry
 from learn.estimation.estimate_view import print_table
 from learn.estimation.memory_causes import COMMUNICATION
 
@@ -134,3 +136,12 @@ def test_only_traced_estimates_know_several_gpus():
         estimate(replace(CONFIG, parallel="ddp=8"), method="fast")
     with pytest.raises(ValueError, match="batches: of jobs on one GPU only"):
         estimate(net, batches=[INPUTS, [8, 3, 32, 32]], parallel="ddp=8")
+
+
+def test_one_gpu_overrides_the_layout_of_a_config(capsys):
+    config = "{family: mlp, batch_size: 64, input_size: 1024, classes: 10, depth: 3, parallel: 'ddp=8'}"
+    ranks = []
+    for given in ([], ["parallel=ddp=1"]):
+        assert cli.run("estimate", entry, [f"config={config}", "estimator=trace", "format=json", *given]) == 0
+        ranks.append(json.loads(capsys.readouterr().out)["ranks"])
+    assert [[one["count"] for one in groups] for groups in ranks] == [[8], []]
