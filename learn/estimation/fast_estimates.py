@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from conf.errors import EnvironmentProblem
+from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.machine import DESCRIBED, MachineProfile, machine
 from featurize.trial import MATH_BITS, OPTIMIZER_STATES, TrialConfig
@@ -33,9 +33,12 @@ STALE = "the fast path was distilled from traces of other code than this: it may
 def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: MachineProfile) -> list[Estimate]:
     """One estimate a config, in order, without tracing: no breakdown, and `seconds` is each one's share of the time.
 
-    Raises `UsageError` for a family that the fast path does not know, `EnvironmentProblem` where there is none.
+    Raises `UsageError` for a family that the fast path does not know and for a config on several GPUs,
+    `EnvironmentProblem` where there is none.
     """
     began = time.perf_counter_ns()
+    if several := next((config.parallel for config in configs if config.parallel is not None), None):
+        raise UsageError(f"method=fast knows one GPU, and a config has parallel={several}; use method=full")
     path = _loaded(DEFAULT_MODELS / "fast")
     outlook = path.answer(configs, device)
     columns = {get_target(name).column: figures.tolist() for name, figures in outlook.figures.items()}

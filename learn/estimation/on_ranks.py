@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import UsageError
 from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of
 from featurize.parallel.layout import Parallel, parse_parallel
-from featurize.training_settings import training_of
+from featurize.training_settings import ALL_OPTIMIZERS, training_of
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
 
 SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
+# Optimizers whose own step stops on a DTensor: of torch 2.13, and of transformers.
+_NOT_SHARED = ("adafactor", "transformers_adafactor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,14 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
         raise UsageError("optimizer_in_backward frees gradients before ranks reduce them: not estimated with parallel")
     if training.compile and not parallel.shards:
         raise UsageError("compile with parallel=ddp is not estimated yet; leave either out")
+    if parallel.shards and training.optimizer in _NOT_SHARED:
+        choices = ", ".join(name for name in ALL_OPTIMIZERS if name not in _NOT_SHARED)
+        raise UsageError(
+            f"optimizer={training.optimizer} does not run on parameters that ranks share (DTensor); choose one of "
+            f"{choices}"
+        )
+    if parallel.tp > 1 and training.offload_activations:
+        raise UsageError("offload_activations cannot move activations that tp splits; leave either out")
     return replace(job, parallel=parallel)
 
 

@@ -1,14 +1,17 @@
 """`estimate(..., parallel=...)`: what a job on several GPUs takes from each of them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from torch import nn
 
+from conf import cli
 from conf.errors import UsageError
 from featurize.families import mlp
 from featurize.parallel.layout import Parallel
 from learn import devices_that_fit, estimate
+from learn.commands.estimate import entry
 from learn.estimation.estimate_view import print_table
 from learn.estimation.memory_causes import COMMUNICATION
 
@@ -113,6 +116,11 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
         ({"known": [{"batch_size": 8, "memory_mib": 900}]}, "known: of jobs on one GPU only"),
         ({"optimizer_in_backward": True}, "optimizer_in_backward frees gradients"),
         ({"compile": True}, "compile with parallel=ddp is not estimated yet"),
+        ({"parallel": "fsdp=8", "optimizer": "adafactor"}, "adafactor does not run on .*; choose one of .*adamw"),
+        (
+            {"parallel": "tp=8", "offload_activations": True},
+            "offload_activations cannot move activations",
+        ),
         ({"device": "A100-SXM4-40GB:3g.20gb"}, "has no interconnect"),
         ({"parallel": "pp=8"}, "pp: not estimated yet; estimated modes: ddp, fsdp"),
     ],
@@ -125,6 +133,8 @@ def test_what_several_gpus_do_not_go_with_is_refused(options, problem):
 def test_only_traced_estimates_know_several_gpus():
     with pytest.raises(ValueError, match="method=fast answers from a trial config alone; leave parallel out"):
         estimate(CONFIG, method="fast", parallel="ddp=8")
+    with pytest.raises(ValueError, match="method=fast knows one GPU, and a config has parallel=ddp=8; use method=full"):
+        estimate(replace(CONFIG, parallel="ddp=8"), method="fast")
     with pytest.raises(ValueError, match="batches: of jobs on one GPU only"):
         estimate(net, batches=[INPUTS, [8, 3, 32, 32]], parallel="ddp=8")
 
@@ -162,3 +172,12 @@ def test_blocks_of_shards_are_compiled_one_by_one():
     assert compiled.step_time_ms < eager.step_time_ms
     with pytest.raises(UsageError, match="compile with parallel=ddp"):
         of_net("ddp=4", compile=True)
+
+
+def test_one_gpu_overrides_the_layout_of_a_config(capsys):
+    config = "{family: mlp, batch_size: 64, input_size: 1024, classes: 10, depth: 3, parallel: 'ddp=8'}"
+    ranks = []
+    for given in ([], ["parallel=ddp=1"]):
+        assert cli.run("estimate", entry, [f"config={config}", "estimator=trace", "format=json", *given]) == 0
+        ranks.append(json.loads(capsys.readouterr().out)["ranks"])
+    assert [[one["count"] for one in groups] for groups in ranks] == [[8], []]
