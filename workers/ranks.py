@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import socket
@@ -53,6 +54,10 @@ class _Rank:
         return self.code is not None or self.signal is not None
 
     @property
+    def silent(self) -> bool:
+        return not self.open and not self.ended
+
+    @property
     def failed(self) -> bool:
         return self.failure is not None or (self.ended and self.result is None)
 
@@ -67,9 +72,12 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
     """
     link.wait_for_go()
     store = _rendezvous()
-    ranks = _started(count, store, link, run_rank)
-    os.close(store)
+    ranks: list[_Rank] = []
     try:
+        try:
+            _start(ranks, count, store, link, run_rank)
+        finally:
+            os.close(store)
         link.report("ranks", pids=[rank.pid for rank in ranks])
         _Chorus(ranks, link).listen()
         link.labels_taken()  # until then they hold their memory, so that a last sample sees it
@@ -83,8 +91,8 @@ def _rendezvous() -> int:
     return os.memfd_create("ranks", 0)
 
 
-def _started(count: int, store: int, link: TrialLink, run_rank: RunRank) -> list[_Rank]:
-    ranks: list[_Rank] = []
+def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank: RunRank) -> None:
+    """Start the ranks one by one; those that run already are in `ranks` where a further one cannot be started."""
     parent = os.getpid()
     for number in range(count):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -104,7 +112,6 @@ def _started(count: int, store: int, link: TrialLink, run_rank: RunRank) -> list
                 run_rank(place, channel)
 
         run_as_child(body)
-    return ranks
 
 
 def _surroundings(place: Place) -> dict[str, str]:
@@ -127,6 +134,8 @@ class _Chorus:
         while not self._over():
             waiting: list[Any] = [rank.channel for rank in self.ranks if rank.open]
             timeout_s = None if self.settled_at is None else max(0.0, self.settled_at - time.monotonic())
+            if any(rank.silent for rank in self.ranks):
+                timeout_s = min(_SETTLE_S, math.inf if timeout_s is None else timeout_s)
             words = [] if self.link.ended else [self.link]
             readable = select.select([*waiting, *words], [], [], timeout_s)[0]
             if self.link in readable and self.link.received("steady") and "steady" not in self.words:
@@ -138,6 +147,9 @@ class _Chorus:
 
     def _over(self) -> bool:
         """Return whether all is reported that will be."""
+        for rank in self.ranks:
+            if rank.silent:  # it said goodbye, and takes its time to end
+                _reap(rank, 0)
         failed = [rank for rank in self.ranks if rank.failed]
         if failed:
             root = _root_of(failed)

@@ -22,6 +22,10 @@ DTYPES = ("fp32", "bf16", "fp16")
 _MOST = 65_536  # ranks
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets
 _QUOTED = " '\""
+# Settings of one mode.
+_OF_SHARDS = ("reshard_after_forward", "param_dtype", "reduce_dtype", "cpu_offload", "wrap")
+_OF_DDP = ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters")
+_OF_PLANS = ("tp_plan",)
 EXAMPLE = "parallel=ddp=8"
 EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
@@ -117,13 +121,10 @@ class Parallel:
             isinstance(self.wrap, tuple) and self.wrap and all(isinstance(one, str) and one for one in self.wrap)
         ):
             yield f"wrap must be names of classes, as in wrap=[LlamaDecoderLayer], got {shown(self.wrap)}"
-        of_shards = ("reshard_after_forward", "param_dtype", "reduce_dtype", "cpu_offload", "wrap")
-        if self.fsdp == 1 and (set_too := [name for name in of_shards if getattr(self, name) not in (None, False)]):
-            yield f"{', '.join(set_too)}: of fsdp only"
-        of_ddp = ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters")
-        set_too = [name for name in of_ddp if getattr(self, name) not in (None, False)]
-        if set_too and (self.fsdp, self.tp) != (1, 1):
-            yield f"{', '.join(set_too)}: of ddp without fsdp and tp only"
+        for names, words in ((_OF_SHARDS, "fsdp"), (_OF_DDP, "ddp without fsdp and tp"), (_OF_PLANS, "tp")):
+            set_too = [name for name in names if getattr(self, name) not in (None, False)]
+            if set_too and not _apply(names, self.fsdp, self.tp):
+                yield f"{', '.join(set_too)}: of {words} only"
         if (plan := self.tp_plan) is not None and not _is_plan(plan):
             yield f"tp_plan must be module path -> style, as in {EXAMPLE_PLAN}, got {shown(plan)}"
 
@@ -177,13 +178,29 @@ def parse_parallel(given: object) -> Parallel | None:
     """
     if given is None:
         return None
-    if isinstance(given, str):
-        given = dict(_pairs(given))
-    if isinstance(given, Mapping):
-        given = _of_mapping(given)
+    if isinstance(given, str | Mapping):
+        given = _of_mapping(named_settings(given))
     if not isinstance(given, Parallel):
         raise UsageError(f"parallel is text, a mapping or a Parallel, as in {EXAMPLE}, got {type(given).__name__}")
     return given if given.ranks > 1 else None
+
+
+def named_settings(given: str | Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return settings by name, as a text or a mapping has them. Raises `UsageError` for text that is none."""
+    return dict(_pairs(given) if isinstance(given, str) else given)
+
+
+def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
+    """Return those of several settings that are not of a mode that these degrees leave out."""
+    fsdp, tp = degrees.get("fsdp", 1), degrees.get("tp", 1)
+    left_out = {name for names in (_OF_SHARDS, _OF_DDP, _OF_PLANS) if not _apply(names, fsdp, tp) for name in names}
+    return {name: value for name, value in given.items() if name not in left_out}
+
+
+def _apply(names: tuple[str, ...], fsdp: int, tp: int) -> bool:
+    if names is _OF_SHARDS:
+        return fsdp != 1
+    return tp != 1 if names is _OF_PLANS else fsdp == tp == 1
 
 
 def _of_mapping(given: Mapping[Any, Any]) -> Parallel:

@@ -99,9 +99,11 @@ def _naming_gradients(streams: Streams) -> Callable[..., Any]:
         on_host = [one for one in params if one.offload_to_cpu]
         for one in on_host:
             one.offload_to_cpu = False  # there are no values to copy
-        out = reduce(params, gradients, *args, **kwargs)
-        for one in on_host:
-            one.offload_to_cpu, one.sharded_param.grad = True, None
+        try:
+            out = reduce(params, gradients, *args, **kwargs)
+        finally:
+            for one in on_host:
+                one.offload_to_cpu, one.sharded_param.grad = True, None
         streams.name([out[0]], COMMUNICATION)  # which is kept until it was sent
         return out
 

@@ -7,6 +7,7 @@ PyTorch's `parallelize_module`.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,9 @@ STYLES: Mapping[str, Callable[[], ParallelStyle | None]] = {
     "sequence_parallel": SequenceParallel,
     "replicate": lambda: None,
 }
+
+
+_ATTENTION = re.compile(r"att(ention|n)[^.]*$", re.IGNORECASE)
 
 
 def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMesh) -> nn.Module:
@@ -99,12 +103,18 @@ def styles_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _require_whole_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
-    for module in model.modules():
+    """Raise `UsageError` where a module with heads has parts that are split, and its heads cannot be."""
+    for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
+        if not any(inner.startswith(f"{path}.") for inner in styles) or not _ATTENTION.search(path):
+            continue
         for name in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(config, name, None)
             if isinstance(heads, int) and heads % ranks:
-                raise UsageError(f"parallel: tp={ranks} does not divide {heads} heads ({name}); choose a divisor")
+                fitting = ", ".join(str(one) for one in range(2, heads + 1) if heads % one == 0)
+                raise UsageError(
+                    f"parallel: tp={ranks} does not divide the {heads} heads of {path} ({name}); of these, {fitting} do"
+                )
 
 
 def _some(paths: list[str]) -> str:

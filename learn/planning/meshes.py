@@ -11,7 +11,16 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import MODES, PLANNED, Parallel, parse_parallel
+from featurize.parallel.layout import (
+    HYBRID,
+    MODES,
+    OWN,
+    PLANNED,
+    Parallel,
+    apt_settings,
+    named_settings,
+    parse_parallel,
+)
 
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
@@ -21,8 +30,8 @@ _REPLICAS = "ddp"
 _OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on samples of their own
 
 
-def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> Parallel:
-    """Return a layout of so many GPUs with the settings that all layouts of a plan share.
+def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Return the settings that all layouts of a plan share; each has those of its own modes.
 
     Args:
         gpus: Of the job.
@@ -35,16 +44,17 @@ def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> Paralle
         raise UsageError(
             f"parallel is text or a mapping of settings, as in gpus_per_node=4, got {type(given).__name__}"
         )
-    names = (
-        [part.partition("=")[0].strip() for part in given.split(",")] if isinstance(given, str) else [*(given or ())]
-    )
-    if degrees := [name for name in names if name in (*MODES, *PLANNED)]:
+    settings = named_settings(given or {})
+    if degrees := [name for name in settings if name in (*MODES, OWN, HYBRID, *PLANNED)]:
         raise UsageError(f"plan chooses the degrees: leave {', '.join(degrees)} out of parallel")
-    first = MODES[0]
-    if isinstance(given, str):
-        layout = parse_parallel(f"{first}={gpus},{given}")
-    else:
-        layout = parse_parallel({first: gpus, **(given or {})})
+    for mode in ("ddp", "fsdp"):  # between them they know all settings but tp's
+        layout_of({mode: gpus}, settings)
+    return settings
+
+
+def layout_of(degrees: Mapping[str, int], settings: Mapping[str, Any]) -> Parallel:
+    """Return a layout of several GPUs. Raises `UsageError` as `featurize.parallel.layout.parse_parallel`."""
+    layout = parse_parallel({**degrees, **apt_settings(settings, degrees)})
     assert layout is not None, "several GPUs"
     return layout
 
@@ -63,26 +73,27 @@ def checked_gpus(given: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(several))
 
 
-def meshes_of(settings: Parallel) -> tuple[list[Parallel], list[str]]:
-    """Return the layouts of as many GPUs, in the order in which they are searched, and notes on what was left out.
+def meshes_of(gpus: int, settings: Mapping[str, Any]) -> tuple[list[Parallel], list[str]]:
+    """Return the layouts of so many GPUs, in the order in which they are searched, and notes on what was left out.
 
     Args:
+        gpus: Of the job.
         settings: As `layout_settings` returns them.
     """
+    of_node = settings.get("gpus_per_node", Parallel.gpus_per_node)
     layouts: list[Parallel] = []
     notes: dict[str, None] = {}
-    for degrees in _products(settings.ranks, len(MODES)):
+    for degrees in _products(gpus, len(MODES)):
         named: dict[str, Any] = dict(zip(MODES, degrees, strict=True))
-        wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > settings.gpus_per_node]
+        wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > of_node]
         if wide:
-            notes[f"{wide[0]} over more than the {settings.gpus_per_node} GPUs of a node is left out"] = None
+            notes[f"{wide[0]} over more than the {of_node} GPUs of a node is left out"] = None
             continue
         try:
-            layouts.append(dataclasses.replace(settings, **named))
+            layouts.append(layout_of(named, settings))
         except UsageError as error:
             notes[str(error)] = None
-    chosen = [one for one in layouts if one.ranks == settings.ranks]
-    return sorted(chosen, key=in_search_order), list(notes)
+    return sorted(layouts, key=in_search_order), list(notes)
 
 
 def in_search_order(layout: Parallel) -> tuple[Any, ...]:

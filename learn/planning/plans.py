@@ -97,7 +97,7 @@ def plan(
     ways = _ways(checkpointing, job.training)
     layouts, notes = [], []
     for count in counts:
-        several, left_out = meshes_of(layout_settings(count, parallel))
+        several, left_out = meshes_of(count, layout_settings(count, parallel))
         layouts += several
         notes += left_out
     searches = _Searches(job, ways)

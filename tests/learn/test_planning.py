@@ -51,8 +51,8 @@ def planned(gpus=8, model=net, batch=1024, **options):
     return plan(model, [batch, WIDTH], gpus=gpus, **{"device": CARD, **options})
 
 
-def replicas_of(settings):
-    layouts, notes = meshes.meshes_of(settings)
+def replicas_of(gpus, settings):
+    layouts, notes = meshes.meshes_of(gpus, settings)
     return [one for one in layouts if one.ddp == one.ranks], notes
 
 
@@ -206,6 +206,8 @@ def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole(monkeypatch)
         ({"gpus": "many"}, "gpus must be a whole number .*got 'many'"),
         ({"gpus": 12}, "12 ranks do not fill nodes of 8"),
         ({"parallel": "ddp=4"}, "plan chooses the degrees: leave ddp out"),
+        ({"parallel": "hsdp=16"}, "plan chooses the degrees: leave hsdp out"),
+        ({"parallel": "param_dtype=f8"}, "param_dtype must be one of fp32, bf16, fp16"),
         ({"parallel": {"tp": 4}}, "plan chooses the degrees: leave tp out"),
         ({"parallel": "color=red"}, "unknown 'color'"),
         ({"parallel": 8}, "parallel is text or a mapping"),
@@ -276,13 +278,15 @@ def three_modes(monkeypatch):
     monkeypatch.setattr(meshes, "MODES", ("ddp", "fsdp", "tp"))
 
 
-def test_all_degrees_that_multiply_to_the_gpus_are_tried(three_modes):
-    layouts, notes = meshes.meshes_of(Mesh(ddp=64))
+def test_all_degrees_that_multiply_to_the_gpus_are_tried():
+    layouts, notes = meshes.meshes_of(64, {})
     assert len({(one.ddp, one.fsdp, one.tp) for one in layouts}) == len(layouts)
     assert {one.ranks for one in layouts} == {64} and max(one.tp for one in layouts) == 8
-    assert len(layouts) == 7 + 6 + 5 + 4 - 1  # tp of 1, 2, 4 and 8; no fsdp of 64
-    assert set(notes) == {"fsdp is over 32 at most", "tp over more than the 8 GPUs of a node is left out"}
-    assert layouts[0] == Mesh(ddp=2, fsdp=32) and layouts[6 - 1] == Mesh(ddp=64) and layouts[-1] == Mesh(ddp=8, tp=8)
+    assert len(layouts) == 7 + 5 + 4 + 3  # tp of 1, 2, 4 and 8, which goes with ddp only where fsdp is there, too
+    too_wide, refused = notes
+    assert "ddp with tp needs fsdp" in refused and too_wide == "tp over more than the 8 GPUs of a node is left out"
+    assert layouts[0] == Parallel(fsdp=64) and layouts[7 - 1] == Parallel(ddp=64)
+    assert layouts[-1] == Parallel(ddp=4, fsdp=2, tp=8)
 
 
 def test_a_trace_does_not_depend_on_the_network_or_the_number_of_replicas(three_modes):
@@ -456,3 +460,13 @@ def test_the_command_refuses_in_one_line(monkeypatch, capsys, arguments, problem
     assert run(monkeypatch, *arguments) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and problem in err and err.count("\n") == 1
+
+
+def test_settings_of_a_mode_go_to_the_layouts_that_have_it():
+    settings = meshes.layout_settings(8, "param_dtype=bf16,wrap=[Block,Head],static_graph=true,network_gb_s=50")
+    layouts, _ = meshes.meshes_of(8, settings)
+    assert {one.network_gb_s for one in layouts} == {50}
+    for one in layouts:
+        assert (one.param_dtype, one.wrap) == (("bf16", ("Block", "Head")) if one.fsdp > 1 else (None, None))
+        assert one.static_graph == (one.fsdp == one.tp == 1)
+    assert {(one.ddp, one.fsdp, one.tp) for one in layouts} >= {(8, 1, 1), (1, 8, 1), (2, 4, 1), (1, 4, 2), (1, 1, 8)}
