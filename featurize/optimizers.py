@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from featurize.autocast import replaced
 from featurize.training_settings import ALL_OPTIMIZERS, IMPLEMENTATIONS_OF
 from featurize.vision import import_library
 
+_T = TypeVar("_T", bound=Tensor)
 LEARNING_RATE = 1e-3
 # bitsandbytes' block-wise state: one byte an element, a float for each block; smaller tensors stay in 32 bits.
 STATE_BLOCK = 256
@@ -267,12 +268,14 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
     """Scale the gradients in place so that the norm of all is at most `largest`, as `clip_grad_norm_` does on CUDA:
     one norm a tensor, their norm, and one pass of for-each kernels."""
     groups = by_kind(gradients)
-    if not groups:
+    norms = [norm for group in groups for norm in torch._foreach_norm(group)]
+    if not norms:
         return
-    norms: dict[object, list[Tensor]] = {}  # by mesh: those of one are reduced together
-    for group in groups:
-        norms.setdefault(_mesh_of(group[0]), []).extend(torch._foreach_norm(group))
-    totals = [torch.linalg.vector_norm(torch.stack([norm.float() for norm in alike])) for alike in norms.values()]
+    # Those of one mesh are reduced together.
+    totals = [
+        torch.linalg.vector_norm(torch.stack([norm.float() for norm in of_mesh]))
+        for of_mesh in _grouped(norms, _mesh_of)
+    ]
     total = totals[0]
     if len(totals) > 1:
         total = torch.linalg.vector_norm(torch.stack([_whole(one) for one in totals]))
@@ -291,9 +294,13 @@ def clip_value(gradients: list[Tensor], largest: float) -> None:
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return tensors in groups that for-each kernels take: of one type, and of one mesh of ranks."""
-    groups: dict[object, list[Tensor]] = {}
+    return _grouped(tensors, _kind_of)
+
+
+def _grouped(tensors: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]:
+    groups: dict[object, list[_T]] = {}
     for tensor in tensors:
-        groups.setdefault(_kind_of(tensor), []).append(tensor)
+        groups.setdefault(key(tensor), []).append(tensor)
     return list(groups.values())
 
 
@@ -304,12 +311,8 @@ def _kind_of(tensor: Tensor) -> object:
 def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
     """Return parameters as an optimizer takes them: in a group for each mesh of ranks, which for-each kernels cannot
     mix."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(_mesh_of(parameter), []).append(parameter)
-    if len(groups) > 1:
-        return [{"params": group} for group in groups.values()]
-    return next(iter(groups.values()), [])
+    groups = _grouped(parameters, _mesh_of)
+    return [{"params": group} for group in groups] if len(groups) > 1 else [one for group in groups for one in group]
 
 
 def _mesh_of(tensor: Tensor) -> object:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
 _PLAIN = (Tensor, nn.Parameter)
+KERNEL = object()  # what `Ranks.ran` gives for an operator that this GPU computes
 
 
 def origin(error: BaseException | None) -> tuple[str, str]:
@@ -247,11 +248,8 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.ranks is not None:
-            if self.ranks.wraps(types):
-                return NotImplemented  # which runs it on the rank's own tensors
-            if (sent := self.ranks.sent(func, args, kwargs)) is not NotImplemented:
-                return sent
+        if self.ranks is not None and (ran := self.ranks.ran(func, types, args, kwargs)) is not KERNEL:
+            return ran
         if self.phase == "backward":
             func = in_place_overload(func, args, kwargs, self._held_alone) or func
             if (kept := taken_over(func, args)) is not None:
@@ -456,17 +454,14 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        recorder = self._recorder
-        if recorder.ranks is not None:
-            if recorder.ranks.wraps(types):
-                return NotImplemented
-            if (sent := recorder.ranks.sent(func, args, kwargs or {})) is not NotImplemented:
-                return sent
+        recorder, kwargs = self._recorder, kwargs or {}
+        if recorder.ranks is not None and (ran := recorder.ranks.ran(func, types, args, kwargs)) is not KERNEL:
+            return ran
         traits = recorder.traits_of(func)
         try:
             if traits.takes_masks:
                 args = recorder.without_masks(traits, args, self)
-            return recorder.run(func, traits, args, kwargs or {})
+            return recorder.run(func, traits, args, kwargs)
         except Exception as error:
             recorder.note_failure(error, traits.name)
             raise

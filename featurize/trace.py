@@ -162,7 +162,7 @@ def trace_step(
             compiled[""] = None
         graphs = CudaGraphs() if training.runs_graphs else None
         # FSDP2's hooks divide a compiled model's graph, as checkpoints do.
-        alone = training.checkpointing is not None or (parallel is not None and parallel.shards)
+        alone = training.checkpointing is not None or sharded is not None
         regions = CompiledRegions(model, compiled, blocks_alone=alone, graphs=graphs)
         step = TrainingStep(model, settings, "meta", loss=regions.loss(loss), holds_output=training_loop)
         model = step.model

@@ -71,12 +71,21 @@ def step_of(
     one call to the next, so that GPU models with the same attention kernels share theirs. Raises `CannotTrace`, and
     `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
     """
-    from featurize.releases import complete
     from featurize.replay import outside_mib, replay
     from featurize.simulate import simulate
-    from featurize.trace import TraceError, trace_step
 
     spec = describe_device(device)
+    trace = trace_of(job, spec, traces)
+    memory = replay(trace, spec, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline)
+    step = simulate(trace, spec, job.settings, memory=memory)
+    return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)))
+
+
+def trace_of(job: Workload, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:
+    """Trace a job's training step, or take it from `traces`, which keeps it. Raises as `step_of`."""
+    from featurize.releases import complete
+    from featurize.trace import TraceError, trace_step
+
     complete()
     trace, kind = job.recorded, (spec.architecture.attention, job.training_loop)
     if trace is None and traces is not None:
@@ -91,9 +100,7 @@ def step_of(
             raise _explained(error) from error
         if traces is not None:
             traces[kind] = trace
-    memory = replay(trace, spec, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline)
-    step = simulate(trace, spec, job.settings, memory=memory)
-    return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)))
+    return trace
 
 
 _OF_RANKS = {

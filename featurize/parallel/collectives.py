@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from conf.errors import UsageError
@@ -130,22 +130,25 @@ def fabric_of_axis(spec: DeviceSpec, parallel: Parallel, degree: int, stride: in
     )
 
 
-def fabrics_of(spec: DeviceSpec, parallel: Parallel) -> dict[str, Fabric]:
-    """Return what joins the ranks of each dimension of the mesh; "" is of all ranks. Raises as `fabric_of_axis`."""
+def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -> dict[str, Fabric]:
+    """Return what joins the ranks of each dimension of the mesh; "" is of all ranks.
+
+    Args:
+        spec: The GPU model.
+        parallel: The job's layout.
+        axes: Of collectives. Groups that the model made itself are named as `8x1`: ranks, and how far they are apart.
+
+    Raises:
+        UsageError: As `fabric_of_axis`.
+    """
     fabrics, stride = {"": fabric_of(spec, parallel)}, 1
     for name, degree in reversed(parallel.axes.items()):
         fabrics[name] = fabric_of_axis(spec, parallel, degree, stride)
         stride *= degree
+    for axis in axes:
+        if axis not in fabrics:
+            fabrics[axis] = fabric_of_axis(spec, parallel, *map(int, axis.split("x")))
     return fabrics
-
-
-def fabric_of_name(spec: DeviceSpec, parallel: Parallel, axis: str) -> Fabric:
-    """Return what joins the ranks of a collective's `axis`: of a dimension of the mesh, of all ranks (empty), or of a
-    group that the model made itself, as `8x1`: ranks, and how far they are apart. Raises as `fabric_of_axis`."""
-    if (known := fabrics_of(spec, parallel).get(axis)) is not None:
-        return known
-    degree, stride = map(int, axis.split("x"))
-    return fabric_of_axis(spec, parallel, degree, stride)
 
 
 def communicators_mib(spec: DeviceSpec, parallel: Parallel) -> float:

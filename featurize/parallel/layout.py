@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from conf.errors import UsageError, shown
 
@@ -22,12 +22,29 @@ DTYPES = ("fp32", "bf16", "fp16")
 _MOST = 65_536  # ranks
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets
 _QUOTED = " '\""
-# Settings of one mode.
-_OF_SHARDS = ("reshard_after_forward", "param_dtype", "reduce_dtype", "cpu_offload", "wrap")
-_OF_DDP = ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters")
-_OF_PLANS = ("tp_plan",)
 EXAMPLE = "parallel=ddp=8"
 EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
+
+
+class _OfMode(NamedTuple):
+    """Settings that a layout has only where `applies(fsdp, tp)`, which `words` say."""
+
+    names: tuple[str, ...]
+    words: str
+    applies: Callable[[Any, Any], bool]
+
+
+_OF_MODES = (
+    _OfMode(
+        ("reshard_after_forward", "param_dtype", "reduce_dtype", "cpu_offload", "wrap"),
+        "fsdp", lambda fsdp, _tp: fsdp != 1,
+    ),
+    _OfMode(
+        ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
+        "ddp without fsdp and tp", lambda fsdp, tp: fsdp == tp == 1,
+    ),
+    _OfMode(("tp_plan",), "tp", lambda _fsdp, tp: tp != 1),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +138,10 @@ class Parallel:
             isinstance(self.wrap, tuple) and self.wrap and all(isinstance(one, str) and one for one in self.wrap)
         ):
             yield f"wrap must be names of classes, as in wrap=[LlamaDecoderLayer], got {shown(self.wrap)}"
-        for names, words in ((_OF_SHARDS, "fsdp"), (_OF_DDP, "ddp without fsdp and tp"), (_OF_PLANS, "tp")):
-            set_too = [name for name in names if getattr(self, name) not in (None, False)]
-            if set_too and not _apply(names, self.fsdp, self.tp):
-                yield f"{', '.join(set_too)}: of {words} only"
+        for one in _OF_MODES:
+            set_too = [name for name in one.names if getattr(self, name) not in (None, False)]
+            if set_too and not one.applies(self.fsdp, self.tp):
+                yield f"{', '.join(set_too)}: of {one.words} only"
         if (plan := self.tp_plan) is not None and not _is_plan(plan):
             yield f"tp_plan must be module path -> style, as in {EXAMPLE_PLAN}, got {shown(plan)}"
 
@@ -193,14 +210,8 @@ def named_settings(given: str | Mapping[Any, Any]) -> dict[Any, Any]:
 def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
     """Return those of several settings that are not of a mode that these degrees leave out."""
     fsdp, tp = degrees.get("fsdp", 1), degrees.get("tp", 1)
-    left_out = {name for names in (_OF_SHARDS, _OF_DDP, _OF_PLANS) if not _apply(names, fsdp, tp) for name in names}
+    left_out = {name for one in _OF_MODES if not one.applies(fsdp, tp) for name in one.names}
     return {name: value for name, value in given.items() if name not in left_out}
-
-
-def _apply(names: tuple[str, ...], fsdp: int, tp: int) -> bool:
-    if names is _OF_SHARDS:
-        return fsdp != 1
-    return tp != 1 if names is _OF_PLANS else fsdp == tp == 1
 
 
 def _of_mapping(given: Mapping[Any, Any]) -> Parallel:

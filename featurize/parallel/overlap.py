@@ -15,7 +15,7 @@ import numpy as np
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.costs import operator_costs
-from featurize.parallel.collectives import collective_s, fabric_of_name, sent_bytes
+from featurize.parallel.collectives import collective_s, fabrics_of, sent_bytes
 from featurize.parallel.layout import Parallel
 from featurize.step_trace import Collective, StepTrace
 from featurize.training_settings import TrainingSettings
@@ -55,7 +55,7 @@ def communication_of(
         parallel: The job's layout.
         step_ms: The step's time without communication.
     """
-    fabrics = {axis: fabric_of_name(spec, parallel, axis) for axis in {one.axis for one in trace.collectives}}
+    fabrics = fabrics_of(spec, parallel, [one.axis for one in trace.collectives])
     lasts_ms = [collective_s(one.kind, one.nbytes, fabrics[one.axis]) * 1e3 for one in trace.collectives]
     sent_mib: dict[str, float] = defaultdict(float)
     for one in trace.collectives:

@@ -1,6 +1,6 @@
 """What a recorder asks about the ranks of a traced job: which tensors are shared among them, what they send.
 
-Start reading at `Ranks.sent`.
+Start reading at `Ranks.ran`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
+from featurize.batches import tensors_of
 from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
 from featurize.parallel.streams import Streams
+from featurize.recorder import KERNEL
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 # torch/csrc/distributed/c10d/Ops.cpp: what process groups run, into tensors that they are given.
@@ -56,23 +58,22 @@ class Ranks:
         self._recorder, self._streams, self._axes = streams.recorder, streams, axes
         # Storage of a result -> its collective, and the inputs that live until it is over.
         self._under_way: dict[int, tuple[int, list[Tensor]]] = {}
-        self._kinds: dict[OpOverload, str] = {}
 
-    def wraps(self, types: Sequence[type]) -> bool:
-        """Return whether an operator's tensors are shared among ranks, so that it runs on this one's part of them."""
-        return any(issubclass(one, _WRAPPERS) for one in types)
-
-    def sent(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator that sends, or waits for what was sent; NotImplemented for all others.
+    def ran(self, func: OpOverload, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator that sends, or waits for what was sent; `KERNEL` for one that computes. NotImplemented where
+        its tensors are shared among ranks: PyTorch then runs it on this one's part of them.
 
         Args:
             func: The operator.
+            types: Of its tensors.
             args: On meta tensors.
             kwargs: Likewise.
         """
+        if any(issubclass(one, _WRAPPERS) for one in types):
+            return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):
-            return NotImplemented
+            return KERNEL
         if name == _WAIT:
             return self._waited(args[0])
         if name == _WRAP:
@@ -86,23 +87,19 @@ class Ranks:
             return self._of_group(kind, func, args, kwargs)
         if (kind := _FUNCTIONAL.get(name)) is not None:
             return self._functional(kind, func, args, kwargs)
-        return NotImplemented
+        return KERNEL
 
     def _of_group(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         asynchronous = bool(_argument(func, args, kwargs, "async_op", True))
-        self._streams.send(kind, _nbytes(kind, args[:2]), self._axis(func, args, kwargs), asynchronous=asynchronous)
+        self._streams.send(kind, _nbytes(args[:2]), self._axis(func, args, kwargs), asynchronous=asynchronous)
         return func(*args, **kwargs)
 
     def _functional(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        recorder = self._recorder
-        given = list(_tensors(args[:1]))
         out = func(*args, **kwargs)
-        made = list(_tensors((out,)))
-        number = self._streams.send(
-            kind, _nbytes(kind, (given, made)), self._axis(func, args, kwargs), asynchronous=True
-        )
+        given, made = list(tensors_of(args[0])), list(tensors_of(out))
+        number = self._streams.send(kind, _nbytes((given, made)), self._axis(func, args, kwargs), asynchronous=True)
         for tensor in made:
-            recorder.made(tensor, func._schema.name)
+            self._recorder.made(tensor, func._schema.name)
             self._under_way[tensor.untyped_storage()._cdata] = number, given
         return out
 
@@ -127,7 +124,7 @@ class Ranks:
 
 
 def _own_axis(group: Any) -> str:
-    """The name of a group that the model made itself, by which `fabric_of_name` finds it."""
+    """The name of a group that the model made itself, as `fabrics_of` reads it."""
     members = dist.get_process_group_ranks(_resolve_process_group(group))
     if len(members) == dist.get_world_size():
         return ""
@@ -141,16 +138,6 @@ def _argument(func: OpOverload, args: tuple, kwargs: dict[str, Any], name: str, 
     return args[names.index(name)] if name in names and names.index(name) < len(args) else default
 
 
-def _tensors(values: Sequence) -> list[Tensor]:
-    flat: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            flat.append(value)
-        elif isinstance(value, list | tuple):
-            flat += _tensors(value)
-    return flat
-
-
-def _nbytes(kind: str, sides: Sequence) -> int:
+def _nbytes(sides: Sequence) -> int:
     """Bytes of the larger side: what is gathered, or scattered, or sent and received alike."""
-    return max((sum(tensor.nbytes for tensor in _tensors((side,))) for side in sides), default=0)
+    return max((sum(tensor.nbytes for tensor in tensors_of(side)) for side in sides), default=0)

@@ -1,6 +1,7 @@
 """Lets PyTorch's `fully_shard` work on meta tensors, and tells a recorder what its memory is for.
 
-Start reading at `shards_on_meta`. Which attributes are replaced is tested with each release of PyTorch.
+Start reading at `shards_on_meta`. What is replaced there is private to PyTorch: real ranks are the test of it
+(tests/featurize/test_sharded_ranks.py), with the installed release.
 """
 
 from __future__ import annotations

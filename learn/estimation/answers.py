@@ -87,6 +87,18 @@ class Question:
     known_traces: dict[int, Traces] = field(default_factory=dict)
     longest_traces: Traces = field(default_factory=dict)
 
+    def _in_loop(self, job: Workload) -> Workload:
+        return job if self.loop is None else replace(job, training_loop=self.loop == PIPELINE)
+
+    @_as_a_training_script()
+    def traced(self, device: DeviceSpec) -> Traces:
+        """Return the job's trace alone, as `answered` takes it. Raises `UsageError` as `learn.traced.step_of`."""
+        from learn.traced import trace_of
+
+        traces: Traces = {}
+        trace_of(self._in_loop(self.job), device, traces)
+        return traces
+
     @naming_the_extra()
     @_as_a_training_script()
     def answered(
@@ -109,7 +121,7 @@ class Question:
         began = time.monotonic_ns()
         on = machine_for(self.machine, device, self.data)
         gathered, steps, estimator = Gathered(), StepStore(self.data), self.estimator
-        job = self.job if self.loop is None else replace(self.job, training_loop=self.loop == PIPELINE)
+        job = self._in_loop(self.job)
         alone = job.alone(job.longest) if job.batches else job
         case = self._case(alone, device)
         buffers_mib(job, device)  # refuses a GPU model before anything is traced
@@ -245,8 +257,7 @@ class Question:
             if batch_size == self.job.batch_size:
                 return traced
             job = self.known_jobs[batch_size] if config is None else of_config(replace(config, batch_size=batch_size))
-            if self.loop is not None:
-                job = replace(job, training_loop=self.loop == PIPELINE)
+            job = self._in_loop(job)
             step = step_of(job, device, allocator=self.allocator, traces=self.known_traces.setdefault(batch_size, {}))
             return self._placed(step, job, device, on, workspaces=self.workspaces)
 

@@ -115,14 +115,9 @@ def within_text(degrees: tuple[int, ...]) -> str:
     return ", ".join(f"{mode}={degree}" for mode, degree in zip(modes, degrees, strict=True) if degree > 1)
 
 
-def degrees_of(layout: Parallel) -> dict[str, int]:
-    """Return mode -> degree of those modes that are over several GPUs."""
-    return {mode: degree for mode in MODES if (degree := getattr(layout, mode)) > 1}
-
-
 def mesh_text(layout: Parallel) -> str:
     """Return a layout's degrees, as `ddp=8, fsdp=8`."""
-    return ", ".join(f"{mode}={degree}" for mode, degree in degrees_of(layout).items())
+    return ", ".join(f"{mode}={degree}" for mode, degree in layout.axes.items())
 
 
 def shards_of(layout: Parallel) -> tuple[int, ...]:

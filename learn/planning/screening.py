@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from conf.errors import CommandError, UsageError
+from conf.errors import CommandError
 from featurize.training_settings import training_of
 
 if TYPE_CHECKING:
@@ -86,8 +86,4 @@ class Screening:
         if count not in self._short:
             self._short[count] = with_blocks(self._model, count)
         short = self._short[count]
-        traces: Traces = {}
-        replace(question, job=replace(question.job, build=lambda: short)).answered(device, traces=traces)
-        if not traces:
-            raise UsageError("the shallow model was not traced")
-        return traces
+        return replace(question, job=replace(question.job, build=lambda: short)).traced(device)

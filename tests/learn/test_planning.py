@@ -269,6 +269,11 @@ class Mesh:
             raise UsageError("fsdp is over 32 at most")
 
     @property
+    def axes(self):
+        degrees = {"ddp": self.ddp, "fsdp": self.fsdp, "tp": self.tp}
+        return {mode: degree for mode, degree in degrees.items() if degree > 1}
+
+    @property
     def ranks(self):
         return self.ddp * self.fsdp * self.tp
 
