@@ -13,7 +13,8 @@ from conf.errors import UsageError
 from farm.cluster_settings import ClusterSettings
 from farm.dimensions import Choice, Constant, Dimension, Scalar
 from farm.space import Space
-from featurize.parallel.layout import Parallel, parse_parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_text import parse_parallel
 from workers.devices import DeviceChoice, make_device
 
 DIMENSION = "parallel"

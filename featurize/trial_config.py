@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import Parallel, parse_parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_text import parse_parallel
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # bf16 and fp16 are autocast over fp32 weights

@@ -1,13 +1,12 @@
 """How a job is spread over several GPUs, as its user says it. Torch-free.
 
-Start reading at `Parallel`; `parse_parallel` reads a text or a mapping.
+Start reading at `Parallel`; `featurize.parallel.layout_text` reads a text or a mapping.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,30 +19,28 @@ HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nod
 PLANNED = ("zero", "pp", "cp", "ep")  # that are known by name, and refused
 DTYPES = ("fp32", "bf16", "fp16")
 _MOST = 65_536  # ranks
-_BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets
-_QUOTED = " '\""
 EXAMPLE = "parallel=ddp=8"
 EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
 
 class _OfMode(NamedTuple):
-    """Settings that a layout has only where `applies(fsdp, tp)`, which `words` say."""
+    """Settings that a layout has only where `applies(degrees)`, which `words` say."""
 
     names: tuple[str, ...]
     words: str
-    applies: Callable[[Any, Any], bool]
+    applies: Callable[[Mapping[str, Any]], bool]
 
 
 _OF_MODES = (
     _OfMode(
         ("reshard_after_forward", "param_dtype", "reduce_dtype", "cpu_offload", "wrap"),
-        "fsdp", lambda fsdp, _tp: fsdp != 1,
+        "fsdp", lambda degrees: _takes_part(degrees, "fsdp"),
     ),
     _OfMode(
         ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
-        "ddp without fsdp and tp", lambda fsdp, tp: fsdp == tp == 1,
+        "ddp without fsdp and tp", lambda degrees: not _takes_part(degrees, "fsdp", "tp"),
     ),
-    _OfMode(("tp_plan",), "tp", lambda _fsdp, tp: tp != 1),
+    _OfMode(("tp_plan",), "tp", lambda degrees: _takes_part(degrees, "tp")),
 )  # fmt: skip
 
 
@@ -140,7 +137,7 @@ class Parallel:
             yield f"wrap must be names of classes, as in wrap=[LlamaDecoderLayer], got {shown(self.wrap)}"
         for one in _OF_MODES:
             set_too = [name for name in one.names if getattr(self, name) not in (None, False)]
-            if set_too and not one.applies(self.fsdp, self.tp):
+            if set_too and not one.applies(self.degrees):
                 yield f"{', '.join(set_too)}: of {one.words} only"
         if (plan := self.tp_plan) is not None and not _is_plan(plan):
             yield f"tp_plan must be module path -> style, as in {EXAMPLE_PLAN}, got {shown(plan)}"
@@ -184,66 +181,14 @@ class Parallel:
         )
 
 
-def parse_parallel(given: object) -> Parallel | None:
-    """Return how a job is spread over GPUs; None for a job on one GPU, which no wrapper changes.
-
-    Args:
-        given: A `Parallel`, a mapping of its fields, or text such as `ddp=8` and `ddp=8,gradient_as_bucket_view=true`.
-
-    Raises:
-        UsageError: An unknown mode or setting, with the known ones; a value out of range.
-    """
-    if given is None:
-        return None
-    if isinstance(given, str | Mapping):
-        given = _of_mapping(named_settings(given))
-    if not isinstance(given, Parallel):
-        raise UsageError(f"parallel is text, a mapping or a Parallel, as in {EXAMPLE}, got {type(given).__name__}")
-    return given if given.ranks > 1 else None
-
-
-def named_settings(given: str | Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return settings by name, as a text or a mapping has them. Raises `UsageError` for text that is none."""
-    return dict(_pairs(given) if isinstance(given, str) else given)
-
-
 def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
     """Return those of several settings that are not of a mode that these degrees leave out."""
-    fsdp, tp = degrees.get("fsdp", 1), degrees.get("tp", 1)
-    left_out = {name for one in _OF_MODES if not one.applies(fsdp, tp) for name in one.names}
+    left_out = {name for one in _OF_MODES if not one.applies(degrees) for name in one.names}
     return {name: value for name, value in given.items() if name not in left_out}
 
 
-def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
-    known = [field.name for field in dataclasses.fields(Parallel)]
-    given = dict(given)
-    if HYBRID in given:
-        given = {**given, **_hybrid(given)}
-        del given[HYBRID]
-    if isinstance(given.get("wrap"), list | str):
-        given["wrap"] = (given["wrap"],) if isinstance(given["wrap"], str) else tuple(given["wrap"])
-    if planned := [str(name) for name in given if name in PLANNED]:
-        raise UsageError(
-            f"parallel: {', '.join(planned)}: not estimated yet; estimated modes: {', '.join((*MODES, OWN, HYBRID))}, "
-            f"as in {EXAMPLE}"
-        )
-    if unknown := [shown(name) for name in given if name not in known]:
-        raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-    if not any(name in (*MODES, OWN) for name in given):
-        raise UsageError(f"parallel names no mode; give one of {', '.join((*MODES, OWN, HYBRID))}, as in {EXAMPLE}")
-    return Parallel(**given)
-
-
-def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
-    """The degrees of shards within nodes and replicas across them."""
-    ranks, of_node = given[HYBRID], given.get("gpus_per_node", Parallel.gpus_per_node)
-    if both := [name for name in ("ddp", "fsdp") if name in given]:
-        raise UsageError(f"parallel: {HYBRID} is ddp and fsdp in one: leave {' and '.join(both)} out, or {HYBRID}")
-    if not all(type(one) is int and one > 0 for one in (ranks, of_node)) or ranks % of_node or ranks == of_node:
-        raise UsageError(
-            f"parallel: {HYBRID} must be GPUs of several full nodes of {shown(of_node)}, got {shown(ranks)}"
-        )
-    return {"fsdp": of_node, "ddp": ranks // of_node}
+def _takes_part(degrees: Mapping[str, Any], *modes: str) -> bool:
+    return any(degrees.get(mode, 1) != 1 for mode in modes)
 
 
 def _written(value: object) -> str:
@@ -258,30 +203,3 @@ def _is_plan(plan: object) -> bool:
     return (
         isinstance(plan, Mapping) and bool(plan) and all(isinstance(one, str) for pair in plan.items() for one in pair)
     )
-
-
-def _pairs(text: str) -> Iterator[tuple[str, Any]]:
-    for part in _BETWEEN_SETTINGS.split(text):
-        name, equals, value = (one.strip() for one in part.partition("="))
-        if name in (*MODES, OWN, HYBRID, *PLANNED) and not equals:
-            raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
-        if not name or not equals:
-            raise UsageError(f"parallel: {shown(part)} is no setting; write {EXAMPLE}")
-        yield name, _value(value)
-
-
-def _value(text: str) -> Any:
-    if text.startswith("[") and text.endswith("]"):
-        return [one.strip(_QUOTED) for one in text[1:-1].split(",")]
-    if text.startswith("{") and text.endswith("}"):
-        pairs = (one.partition(":") for one in text[1:-1].split(","))
-        return {path.strip(_QUOTED): style.strip(_QUOTED) for path, _, style in pairs}
-    words = {"true": True, "false": False, "null": None, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -18,7 +18,8 @@ from conf.settings import data_key, group, key
 from featurize.device_spec import DeviceSpec, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
-from featurize.parallel.layout import Parallel, parse_parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_text import parse_parallel
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
 from learn.commands.estimate_fits import DEVICES, FINDS, print_fits

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of
-from featurize.parallel.layout import Parallel, parse_parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_text import parse_parallel
 from featurize.training_settings import ALL_OPTIMIZERS, training_of
 from learn.workload import Workload
 
@@ -45,7 +46,7 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
 
     Args:
         job: What one rank does, with its own batch.
-        given: As `featurize.parallel.layout.parse_parallel` takes it.
+        given: As `featurize.parallel.layout_text.parse_parallel` takes it.
         estimator: The one that was asked for.
         others: Keywords of `estimate` that are of jobs on one GPU only.
 

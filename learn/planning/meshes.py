@@ -11,16 +11,8 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import (
-    HYBRID,
-    MODES,
-    OWN,
-    PLANNED,
-    Parallel,
-    apt_settings,
-    named_settings,
-    parse_parallel,
-)
+from featurize.parallel.layout import HYBRID, MODES, OWN, PLANNED, Parallel, apt_settings
+from featurize.parallel.layout_text import named_settings, parse_parallel
 
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
@@ -35,7 +27,7 @@ def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[st
 
     Args:
         gpus: Of the job.
-        given: Settings without degrees, as `featurize.parallel.layout.parse_parallel` takes them.
+        given: Settings without degrees, as `featurize.parallel.layout_text.parse_parallel` takes them.
 
     Raises:
         UsageError: A degree, an unknown setting, a number of GPUs that does not fill its nodes.
@@ -53,7 +45,7 @@ def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[st
 
 
 def layout_of(degrees: Mapping[str, int], settings: Mapping[str, Any]) -> Parallel:
-    """Return a layout of several GPUs. Raises `UsageError` as `featurize.parallel.layout.parse_parallel`."""
+    """Return a layout of several GPUs. Raises `UsageError` as `featurize.parallel.layout_text.parse_parallel`."""
     layout = parse_parallel({**degrees, **apt_settings(settings, degrees)})
     assert layout is not None, "several GPUs"
     return layout
