@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +55,21 @@ class CompiledRegions:
         names: The compiled modules; "" is the model itself.
         blocks_alone: Repeated blocks are compiled each by itself, as where checkpoints around them divide the graph.
         graphs: What their graphs run as, where they run as CUDA graphs; its notes are among `notes`.
+        buckets: Bytes of DistributedDataParallel's first bucket and of all later ones, where it wraps the model: each
+            graph is cut there, as Dynamo's DDPOptimizer does.
     """
 
     def __init__(
-        self, model: nn.Module, names: Iterable[str], *, blocks_alone: bool = False, graphs: CudaGraphs | None = None
+        self,
+        model: nn.Module,
+        names: Iterable[str],
+        *,
+        blocks_alone: bool = False,
+        graphs: CudaGraphs | None = None,
+        buckets: Sequence[float] | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
-        self.graphs = graphs
+        self.graphs, self.buckets = graphs, buckets
         self.capturing = False
         self.followed: set[str] = set()  # modules and functions that were captured
         self.failed: dict[str, str] = {}  # those that were not -> why
@@ -245,33 +253,38 @@ class _Capture:
             self._results = [(leaf, list(_tensors_in(leaf, {}))) for leaf in outputs]
             return [tensor for _, tensors in self._results for tensor in tensors]
 
-        def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        def partition(alive: list[int], joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
             if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes):
                 replace_random_passes(joint)  # as Inductor does: a seed is saved instead of random numbers
             mark_cheap(joint, DEQUANTIZATIONS)
-            weights = list(range(len(names)))  # which live anyhow: saving them costs nothing
             return min_cut_rematerialization_partition(
-                joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=weights
+                joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=alive
             )
 
         def replay(gm: GraphModule, example_inputs: Any) -> GraphReplay:
             return GraphReplay(gm, regions)
 
-        self._function = aot_function(
-            forward,
-            replay,
-            replay,
-            partition,
-            dict(select_decomp_table()),
-            num_params_buffers=len(names),
-            keep_inference_input_mutations=True,  # as Inductor's: running statistics are written by the graph's kernels
-            enable_log=False,  # which prints the graphs, also where no one reads them
-        )
+        def compiled(function: Callable[..., Any], weights: int) -> Callable[..., Any]:
+            alive = list(range(weights))  # anyhow: saving them costs nothing
+            return aot_function(
+                function,
+                replay,
+                replay,
+                functools.partial(partition, alive),
+                dict(select_decomp_table()),
+                num_params_buffers=weights,
+                keep_inference_input_mutations=True,  # as Inductor's: the graph's kernels write running statistics
+                enable_log=False,  # which prints the graphs, also where no one reads them
+            )
+
+        self._forward, self._weights, self._compiled, self._buckets = forward, len(names), compiled, regions.buckets
+        self._function: Callable[..., Any] | None = None
 
     def first_call(self, thread: ThreadPoolExecutor, tensors: list[Tensor]) -> None:
         """Capture the graphs and run both once. Raises what the model and the compiler raise."""
 
         def run() -> None:
+            self._function = self._in_pieces(tensors) or self._compiled(self._forward, self._weights)
             outputs = [output for output in self._function(*tensors) if output.requires_grad]
             inputs = [tensor for tensor in tensors if tensor.requires_grad]
             if inputs and not outputs:
@@ -282,7 +295,15 @@ class _Capture:
 
         thread.submit(run).result()
 
+    def _in_pieces(self, tensors: list[Tensor]) -> Callable[..., Any] | None:
+        if self._buckets is None:
+            return None
+        from featurize.compiled_pieces import in_pieces
+
+        return in_pieces(self._forward, tensors, self._weights, self._buckets, self._compiled)
+
     def __call__(self, tensors: list[Tensor]) -> Any:
+        assert self._function is not None, "captured"
         outputs = iter(self._function(*tensors))
         leaves = []
         for result, inside in self._results:

@@ -24,6 +24,7 @@ from featurize.compiled import CompiledRegions
 from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.parallel.buckets import limits_of
 from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.layout import Parallel
 from featurize.quantized import elements, replace_bitsandbytes
@@ -163,7 +164,8 @@ def trace_step(
         graphs = CudaGraphs() if training.runs_graphs else None
         # FSDP2's hooks divide a compiled model's graph, as checkpoints do.
         alone = training.checkpointing is not None or sharded is not None
-        regions = CompiledRegions(model, compiled, blocks_alone=alone, graphs=graphs)
+        buckets = None if parallel is None or sharded is not None else limits_of(parallel.bucket_cap_mb)
+        regions = CompiledRegions(model, compiled, blocks_alone=alone, graphs=graphs, buckets=buckets)
         step = TrainingStep(model, settings, "meta", loss=regions.loss(loss), holds_output=training_loop)
         model = step.model
         _require_trainable(model)  # quantized weights are frozen

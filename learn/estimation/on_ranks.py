@@ -63,8 +63,6 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
     training = training_of(job.settings)
     if training.optimizer_in_backward:
         raise UsageError("optimizer_in_backward frees gradients before ranks reduce them: not estimated with parallel")
-    if training.compile and not parallel.shards:
-        raise UsageError("compile with parallel=ddp is not estimated yet; leave either out")
     if parallel.shards and training.optimizer in _NOT_SHARED:
         choices = ", ".join(name for name in ALL_OPTIMIZERS if name not in _NOT_SHARED)
         raise UsageError(

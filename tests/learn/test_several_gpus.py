@@ -115,7 +115,6 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
         ({"estimator": "horus"}, "estimator=horus knows one GPU"),
         ({"known": [{"batch_size": 8, "memory_mib": 900}]}, "known: of jobs on one GPU only"),
         ({"optimizer_in_backward": True}, "optimizer_in_backward frees gradients"),
-        ({"compile": True}, "compile with parallel=ddp is not estimated yet"),
         ({"parallel": "fsdp=8", "optimizer": "adafactor"}, "adafactor does not run on .*; choose one of .*adamw"),
         (
             {"parallel": "tp=8", "offload_activations": True},
@@ -170,8 +169,12 @@ def test_ranks_that_split_modules_share_a_batch():
 def test_blocks_of_shards_are_compiled_one_by_one():
     eager, compiled = (of_net("fsdp=4", compile=on) for on in (False, True))
     assert compiled.step_time_ms < eager.step_time_ms
-    with pytest.raises(UsageError, match="compile with parallel=ddp"):
-        of_net("ddp=4", compile=True)
+
+
+def test_a_compiled_model_waits_less_where_buckets_cut_its_graph():
+    whole, cut = (of_net(f"ddp=8,bucket_cap_mb={mib}", compile=True) for mib in (1000, 4))
+    assert cut.exposed_ms < whole.exposed_ms
+    assert cut.sent_mib["all_reduce"] == pytest.approx(whole.sent_mib["all_reduce"])
 
 
 def test_one_gpu_overrides_the_layout_of_a_config(capsys):
