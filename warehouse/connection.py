@@ -24,6 +24,7 @@ import duckdb
 from conf.errors import EnvironmentProblem
 from conf.plain_text import first_line
 from warehouse import views
+from warehouse.duckdb_settings import has_setting
 from warehouse.folder import DataFolder
 from warehouse.lock_file import hold_shared
 from warehouse.reader import WarehouseConnection
@@ -133,7 +134,7 @@ def _confine(connection: duckdb.DuckDBPyConnection, spill: Path) -> None:
     # A name is one of the warehouse or a registered one, never a variable of whatever Python code calls; and what a
     # query has read of a file is not kept for the next, which may find another file of that name.
     for name in ("python_enable_replacements", "enable_external_file_cache", "autoload_known_extensions"):
-        if connection.execute("SELECT 1 FROM duckdb_settings() WHERE name = ?", [name]).fetchall():
+        if has_setting(name):
             connection.execute(f"SET {name} = false")
     connection.execute(f"SET allowed_directories = [{sql_text(SCHEME + '://')}]")
     connection.execute("SET enable_external_access = false")

@@ -5,6 +5,7 @@ Start reading at `view_statements`; `_partitioned_view` is where a file is decid
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -178,7 +179,9 @@ def build(folder: FolderLayout, path: Path) -> None:
     """Make the DuckDB file. `path` ends in the file's final name, and is not in the data folder, whose path may
     hold what DuckDB can read from but not write to (a question mark)."""
     with duckdb.connect(str(path)) as connection:
+        connection.execute("BEGIN")  # one write of the log for all views
         create_views(connection, view_statements(folder))
+        connection.execute("COMMIT")
 
 
 def create_views(connection: duckdb.DuckDBPyConnection, statements: Sequence[str]) -> None:
@@ -196,8 +199,16 @@ def _fingerprint(statements: Sequence[str]) -> str:
 
 
 def _fingerprint_in(path: Path) -> str | None:
-    if not path.exists():
+    try:
+        state = path.stat()
+    except OSError:
         return None
+    return _fingerprint_of(path, (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+
+
+@functools.lru_cache(64)
+def _fingerprint_of(path: Path, _state: tuple[int, ...]) -> str | None:
+    """Read it once for each state of the file: opening a database takes longer than a query of a small folder."""
     try:
         with duckdb.connect(str(path), read_only=True) as connection:
             row = connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()
