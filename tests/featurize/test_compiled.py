@@ -307,8 +307,16 @@ def summed_of_exp(output: Tensor, _target: Tensor) -> Tensor:
     return output.exp().sin().sum()
 
 
-@pytest.mark.parametrize("loss", [torch.compile(summed_of_exp), LossOfFunction(), torch.compile(LossOfFunction())])
-def test_compiled_losses_are_captured_and_left_as_they_are(loss):
+@pytest.mark.parametrize(
+    "make",  # the compiler is imported by the first test that compiles, not where tests are collected
+    [
+        pytest.param(lambda: torch.compile(summed_of_exp), id="function"),
+        pytest.param(LossOfFunction, id="module with a compiled function"),
+        pytest.param(lambda: torch.compile(LossOfFunction()), id="module"),
+    ],
+)
+def test_compiled_losses_are_captured_and_left_as_they_are(make):
+    loss = make()
     x, target = torch.empty(ROWS, WIDTH, device="meta"), torch.empty((), device="meta")
     before = dict(vars(loss))
     trace = trace_step(Chain(), x, target, loss, settings=Training())

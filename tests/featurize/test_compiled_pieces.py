@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.func import functional_call
 
 from featurize.compiled_pieces import in_pieces
@@ -74,6 +73,8 @@ def pieces_of(model: nn.Module, limits: list[float]) -> tuple[Any, list[int], li
 
 @pytest.mark.parametrize("limits", [[1_000, 60_000], [20_000, 20_000], [1_000, 1_000], [70_000, 70_000]])
 def test_pieces_hold_the_parameters_that_dynamo_gives_them(limits):
+    from torch._dynamo.backends.distributed import DDPOptimizer  # with all of the compiler
+
     torch.manual_seed(0)
     model = _Net()
     cut = DDPOptimizer(limits[-1], lambda graph, _inputs: graph, first_bucket_cap=limits[0])
