@@ -26,6 +26,8 @@ from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.layout import Parallel
+from featurize.parallel.zero_rank import ZeroRank
+from featurize.parallel.zero_settings import settings_of_ranks
 from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
@@ -146,6 +148,8 @@ def trace_step(
             if parallel.own > 1 and isinstance(model, nn.Module):
                 raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
             sharded = entered.enter_context(sharded_rank(parallel, rank))
+        elif parallel is not None:
+            settings = settings_of_ranks(parallel, settings)
         if isinstance(model, nn.Module):
             model = on_meta(_noted(model, notes, compiled))
         else:
@@ -158,6 +162,7 @@ def trace_step(
         training = training_of(settings)
         if parallel is not None and parallel.cpu_offload:
             settings = training = replace(training, offload_optimizer=True, implementation=None)
+        zero = ZeroRank(parallel, rank, training) if parallel is not None and parallel.zero else None
         if training.compile:
             compiled[""] = None
         graphs = CudaGraphs() if training.runs_graphs else None
@@ -189,12 +194,15 @@ def trace_step(
                 of_shape.append((made, made_target))
             if sharded is not None:
                 step.rewrap(sharded.wrapped)
-            if parallel is not None and parallel.cpu_offload:
+            if zero is not None:
+                zero.attach(recorder)
+                step.rewrap(zero.wrapped, zero.update)
+            if sharded is not None and parallel is not None and parallel.cpu_offload:
                 recorder.hold_on_host(model.parameters())
             recorder.hold(model.parameters(), "parameter")
             recorder.hold(model.buffers(), "buffer")
             recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
-            wrapper: DataParallel | ShardedRank | None = sharded
+            wrapper: DataParallel | ShardedRank | ZeroRank | None = sharded or zero
             if parallel is not None and wrapper is None:
                 wrapper = DataParallel(model, recorder, parallel, training.accumulation)
             recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
@@ -283,18 +291,18 @@ class _Runner:
         step: TrainingStep,
         enter_policy: Callable[[str], None],
         loop: bool,
-        wrapper: DataParallel | ShardedRank | None,
+        wrapper: DataParallel | ShardedRank | ZeroRank | None,
     ) -> None:
         self._recorder, self._step, self._training_loop, self._wrapper = recorder, step, loop, wrapper
         parameters = list(step.model.parameters())
 
         def enter(phase: str) -> None:
+            if wrapper is not None:
+                wrapper.begin_phase(phase)
             recorder.phase = phase
             enter_policy(phase)
             if phase == "optimizer":
                 recorder.name((p.grad for p in parameters if p.grad is not None), "gradient")
-                if wrapper is not None:
-                    wrapper.require_gradients()
 
         step.on_phase = enter
 

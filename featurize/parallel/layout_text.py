@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import EXAMPLE, HYBRID, MODES, OWN, PLANNED, Parallel
+from featurize.parallel.layout import COUNTS, EXAMPLE, HYBRID, MODES, OWN, PLANNED, Parallel
 
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets
 _QUOTED = " '\""
@@ -55,7 +55,10 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
         )
     if unknown := [shown(name) for name in given if name not in known]:
         raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-    if not any(name in (*MODES, OWN) for name in given):
+    for name in COUNTS:
+        if isinstance(number := given.get(name), float) and number.is_integer():
+            given[name] = int(number)  # 5e8, as DeepSpeed's files have it
+    if not any(name in (*MODES, OWN, "zero") for name in given):
         raise UsageError(f"parallel names no mode; give one of {', '.join((*MODES, OWN, HYBRID))}, as in {EXAMPLE}")
     return Parallel(**given)
 
