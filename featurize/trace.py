@@ -26,8 +26,10 @@ from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.layout import Parallel
+from featurize.parallel.zero_hooks import frugal_linear
 from featurize.parallel.zero_rank import ZeroRank
 from featurize.parallel.zero_settings import settings_of_ranks
+from featurize.parallel.zero_sharded_rank import ZeroShardedRank
 from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
@@ -48,6 +50,8 @@ from featurize.wrappers import compiled_modules, remarks, unwrapped
 
 if TYPE_CHECKING:
     from featurize.parallel.sharded_rank import ShardedRank
+
+    Wrapper = DataParallel | ShardedRank | ZeroRank | ZeroShardedRank
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
@@ -162,7 +166,9 @@ def trace_step(
         training = training_of(settings)
         if parallel is not None and parallel.cpu_offload:
             settings = training = replace(training, offload_optimizer=True, implementation=None)
-        zero = ZeroRank(parallel, rank, training) if parallel is not None and parallel.zero else None
+        zero: ZeroRank | ZeroShardedRank | None = None
+        if parallel is not None and parallel.zero:
+            zero = (ZeroShardedRank if parallel.zero == 3 else ZeroRank)(parallel, rank, training)
         if training.compile:
             compiled[""] = None
         graphs = CudaGraphs() if training.runs_graphs else None
@@ -195,6 +201,8 @@ def trace_step(
             if sharded is not None:
                 step.rewrap(sharded.wrapped)
             if zero is not None:
+                if parallel is not None and parallel.zero == 3:
+                    entered.enter_context(frugal_linear())
                 zero.attach(recorder)
                 step.rewrap(zero.wrapped, zero.update)
             if sharded is not None and parallel is not None and parallel.cpu_offload:
@@ -202,7 +210,7 @@ def trace_step(
             recorder.hold(model.parameters(), "parameter")
             recorder.hold(model.buffers(), "buffer")
             recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
-            wrapper: DataParallel | ShardedRank | ZeroRank | None = sharded or zero
+            wrapper: Wrapper | None = sharded or zero
             if parallel is not None and wrapper is None:
                 wrapper = DataParallel(model, recorder, parallel, training.accumulation)
             recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
@@ -228,7 +236,7 @@ def trace_step(
             operators=operators,
             events=events,
             blocks=blocks,
-            parameters=elements(model),
+            parameters=zero.elements if isinstance(zero, ZeroShardedRank) else elements(model),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=spec.compute_capability,
             widest_head=None if compiled else max(heads),  # a compiler need not call Python
@@ -291,7 +299,7 @@ class _Runner:
         step: TrainingStep,
         enter_policy: Callable[[str], None],
         loop: bool,
-        wrapper: DataParallel | ShardedRank | ZeroRank | None,
+        wrapper: Wrapper | None,
     ) -> None:
         self._recorder, self._step, self._training_loop, self._wrapper = recorder, step, loop, wrapper
         parameters = list(step.model.parameters())

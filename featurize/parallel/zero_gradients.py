@@ -13,7 +13,7 @@ from torch import Tensor
 
 from featurize.parallel.collectives import ALL_REDUCE
 from featurize.parallel.layout import Parallel
-from featurize.parallel.streams import MAIN, OneStream, Streams
+from featurize.parallel.streams import OneStream, Streams
 from featurize.parallel.zero_partition import FlatPartition
 from featurize.step_trace import BUCKET, COMMUNICATION, UNREDUCED
 

@@ -24,7 +24,7 @@ from featurize.step_trace import MASTER, Collective
 from featurize.training_settings import Training
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-_SCALAR, _FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
+NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
 
 
 class ZeroRank:
@@ -149,9 +149,9 @@ class ZeroUpdate:
         if self._flat.dtype is not torch.float32:
             for gradient in gradients.averaged:
                 finite(gradient)
-            send(ALL_REDUCE, _FLAG, "")
+            send(ALL_REDUCE, FLAG, "")
         norm = self._norm()
-        send(ALL_REDUCE, _SCALAR, "")
+        send(ALL_REDUCE, NORM, "")
         if self._optimizer is None or self._master is None:
             assert self._streams.recorder is not None
             self._streams.recorder.copied([self._own])  # from host memory
