@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +40,11 @@ from featurize.training_settings import training_of
 if TYPE_CHECKING:
     from featurize.parallel.local_update import LocalOptimizer
     from featurize.parallel.zero_rank import ZeroUpdate
+    from featurize.parallel.zero_sharded_rank import ZeroShardedUpdate
 
-    MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    AnyOptimizer = torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | LocalOptimizer | ZeroUpdate
+    MakeOptimizer = Callable[..., torch.optim.Optimizer]
+    AnyUpdate = ZeroUpdate | ZeroShardedUpdate
+    AnyOptimizer = torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | LocalOptimizer | AnyUpdate
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
@@ -138,13 +140,13 @@ class TrainingStep:
         return loss.detach()
 
     def rewrap(
-        self, wrapper: Callable[[nn.Module], nn.Module], update: Callable[[MakeOptimizer], ZeroUpdate] | None = None
+        self, wrapper: Callable[[nn.Module], nn.Module], update: Callable[[MakeOptimizer], AnyUpdate] | None = None
     ) -> None:
         """Let a wrapper change the model. The optimizer then takes the parameters that it leaves; `update` makes one
         that takes others."""
         self._take(wrapper(self.model), update)
 
-    def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], ZeroUpdate] | None = None) -> None:
+    def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], AnyUpdate] | None = None) -> None:
         self.model = model
         self.average = MovingAverage(model) if self.settings.ema else None
         self.optimizer = self._make_optimizer() if update is None else update(self._making())

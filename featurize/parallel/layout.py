@@ -9,9 +9,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from featurize.parallel.deepspeed_config import DeepSpeedFile
 
 MODES = ("ddp", "fsdp", "tp")  # the outermost first: ranks of the last one are neighbours
 OWN = "own"  # the model's own code spreads it
@@ -98,6 +101,7 @@ class Parallel:
         stage3_max_live_parameters: Gathered elements beyond which it frees parameters and gathers no more ahead.
         stage3_max_reuse_distance: It keeps gathered parameters that are used again within so many elements.
         stage3_param_persistence_threshold: It keeps smaller parameters gathered.
+        deepspeed: What DeepSpeed's own file says, of which `featurize.parallel.layout_text` made this layout.
 
     Raises:
         UsageError: A value out of range; all of them are named.
@@ -131,6 +135,7 @@ class Parallel:
     stage3_max_live_parameters: int = 1_000_000_000
     stage3_max_reuse_distance: int = 1_000_000_000
     stage3_param_persistence_threshold: int = 100_000
+    deepspeed: DeepSpeedFile | None = dataclasses.field(default=None, hash=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if bad := list(self._problems()):
@@ -232,7 +237,7 @@ class Parallel:
         return ", ".join(
             f"{field.name}={_written(value)}"
             for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
+            if (value := getattr(self, field.name)) != field.default and field.name != "deepspeed"
         )
 
 

@@ -145,16 +145,16 @@ class PartitionedGradients:
     def _reduce_pieces(self, whole: Tensor) -> None:
         """Each rank's pieces of a bucket are copied together, and the sum of its own is copied back."""
         whole.div_(self._partition.ranks)
-        pieces, at, group, elements = [], 0, [], 0
+        groups: list[list[tuple[int, Tensor]]] = [[]]
+        at = elements = 0
         for rank, count in self._partition.slices([self._places[id(p)] for p in self._waiting]):
-            group.append((rank, whole.narrow(0, at, count)))
-            at, elements = at + count, elements + count
             if elements > self._parallel.reduce_bucket_size:
-                pieces.append(group)
-                group, elements = [], 0
-        for group in (*pieces, group):
-            if group:
-                self._all_reduce([piece for _, piece in group], [rank == self._rank for rank, _ in group])
+                groups.append([])
+                elements = 0
+            groups[-1].append((rank, whole.narrow(0, at, count)))
+            at, elements = at + count, elements + count
+        for group in groups:
+            self._all_reduce([piece for _, piece in group], [rank == self._rank for rank, _ in group])
 
     def _reduce_several(self, gradients: list[Tensor]) -> None:
         self._all_reduce(gradients, [True] * len(gradients), divides=True)
@@ -205,7 +205,7 @@ class PartitionedGradients:
             self._on_host.add(place)
         if last:
             part = next(part for part in self.own if part.place == place)
-            piece = gradient.view(-1).narrow(0, part.first, part.count)
+            piece = gradient.view(-1).narrow(0, part.first, part.elements)
             self.norms.append(torch.linalg.vector_norm(piece.to(torch.float64)))
             if self._checks(gradient):
                 finite(gradient)
@@ -231,8 +231,8 @@ class PartitionedGradients:
         if not last:
             return
         parts = zip(self._summed, self.own, strict=True)
-        self.averaged = [_piece(total, part.first, part.count) for total, part in parts]
-        if rest := self._partition.size - sum(part.count for part in self.own):
+        self.averaged = [_piece(total, part.first, part.elements) for total, part in parts]
+        if rest := self._partition.size - sum(part.elements for part in self.own):
             first = self.parameters[0]
             self.averaged.append(torch.zeros(rest, dtype=first.dtype, device=first.device))
         self._summed = None

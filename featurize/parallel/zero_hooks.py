@@ -118,8 +118,8 @@ class LentParameters(dict):
 
 @contextlib.contextmanager
 def frugal_linear() -> Iterator[None]:
-    """While entered, `nn.functional.linear` keeps the weight itself for the backward pass, not a view of it, which would
-    keep the gathered weight alive."""
+    """While entered, `nn.functional.linear` keeps the weight itself for the backward pass: a view of it would keep the
+    gathered weight alive."""
     with replaced(nn.functional, "linear", _linear):
         yield
 

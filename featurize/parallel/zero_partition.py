@@ -13,11 +13,11 @@ _ALIGNMENT = 2  # elements, of each rank's part: nccl_start_alignment_factor
 
 
 class Part(NamedTuple):
-    """Elements of one parameter, which is the `place`-th of the buffer: `count` from `first` on."""
+    """Elements of one parameter, which is the `place`-th of the buffer: `elements` from `first` on."""
 
     place: int
     first: int
-    count: int
+    elements: int
 
 
 class FlatPartition:

@@ -23,7 +23,7 @@ from featurize.recorder import Recorder
 from featurize.step_trace import MASTER, Collective
 from featurize.training_settings import Training
 
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Make = Callable[..., torch.optim.Optimizer]
 NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
 
 

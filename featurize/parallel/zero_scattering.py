@@ -37,15 +37,14 @@ class ScatteredGradients:
         self._streams, self._parallel, self._stream, self._rank = streams, parallel, stream, rank
         self._offloads, self._waiting, self._elements = offloads, list[Shared](), 0
         first = trained[0].parameter
-        kind = {"dtype": first.dtype, "device": first.device}
         self._buffer: Tensor | None = None
         if parallel.contiguous_gradients:
-            self._buffer = torch.empty(parallel.reduce_bucket_size, **kind)
+            self._buffer = torch.empty(parallel.reduce_bucket_size, dtype=first.dtype, device=first.device)
             streams.name([self._buffer], BUCKET)
         self._parts: dict[Shared, Tensor] = {}
         self._whole = torch.empty(0)
         if not offloads:
-            self._whole = torch.zeros(sum(one.count for one in trained), **kind)
+            self._whole = torch.zeros(sum(one.count for one in trained), dtype=first.dtype, device=first.device)
             streams.name([self._whole], "gradient")
             at = 0
             for one in trained:
