@@ -26,10 +26,8 @@ from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.layout import Parallel
-from featurize.parallel.zero_hooks import frugal_linear
-from featurize.parallel.zero_rank import ZeroRank
 from featurize.parallel.zero_settings import settings_of_ranks
-from featurize.parallel.zero_sharded_rank import ZeroShardedRank
+from featurize.parallel.zero_sharded_rank import zero_rank
 from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
@@ -50,6 +48,8 @@ from featurize.wrappers import compiled_modules, remarks, unwrapped
 
 if TYPE_CHECKING:
     from featurize.parallel.sharded_rank import ShardedRank
+    from featurize.parallel.zero_rank import ZeroRank
+    from featurize.parallel.zero_sharded_rank import ZeroShardedRank
 
     Wrapper = DataParallel | ShardedRank | ZeroRank | ZeroShardedRank
 
@@ -166,9 +166,9 @@ def trace_step(
         training = training_of(settings)
         if parallel is not None and parallel.cpu_offload:
             settings = training = replace(training, offload_optimizer=True, implementation=None)
-        zero: ZeroRank | ZeroShardedRank | None = None
+        zero = None
         if parallel is not None and parallel.zero:
-            zero = (ZeroShardedRank if parallel.zero == 3 else ZeroRank)(parallel, rank, training)
+            zero = entered.enter_context(zero_rank(parallel, rank, training))
         if training.compile:
             compiled[""] = None
         graphs = CudaGraphs() if training.runs_graphs else None
@@ -201,8 +201,6 @@ def trace_step(
             if sharded is not None:
                 step.rewrap(sharded.wrapped)
             if zero is not None:
-                if parallel is not None and parallel.zero == 3:
-                    entered.enter_context(frugal_linear())
                 zero.attach(recorder)
                 step.rewrap(zero.wrapped, zero.update)
             if sharded is not None and parallel is not None and parallel.cpu_offload:
@@ -236,7 +234,7 @@ def trace_step(
             operators=operators,
             events=events,
             blocks=blocks,
-            parameters=zero.elements if isinstance(zero, ZeroShardedRank) else elements(model),
+            parameters=elements(model) if zero is None else zero.elements,
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=spec.compute_capability,
             widest_head=None if compiled else max(heads),  # a compiler need not call Python

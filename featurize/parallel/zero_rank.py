@@ -19,6 +19,7 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.streams import Streams
 from featurize.parallel.zero_gradients import PartitionedGradients, finite, flattened
 from featurize.parallel.zero_partition import FlatPartition
+from featurize.quantized import elements
 from featurize.recorder import Recorder
 from featurize.step_trace import MASTER, Collective
 from featurize.training_settings import Training
@@ -39,6 +40,7 @@ class ZeroRank:
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
         self._parallel, self._rank, self._settings = parallel, rank, settings
         self._streams = Streams()
+        self._elements = 0
         self._passes = 0  # forward passes of the step so far
         self._in_backward = False
         self._gradients: PartitionedGradients | None = None
@@ -58,7 +60,7 @@ class ZeroRank:
         """
         recorder = self._streams.recorder
         assert recorder is not None
-        trained = one_type(model)
+        trained, self._elements = one_type(model), elements(model)
         self._partition = FlatPartition([p.numel() for p in trained], self._parallel.ddp)
         recorder.hold(trained, "temporary")
         with recorder:
@@ -98,6 +100,11 @@ class ZeroRank:
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent in the last step."""
         return self._streams.collectives()
+
+    @property
+    def elements(self) -> int:
+        """Elements of the model's parameters."""
+        return self._elements
 
     def _arrived(self, parameter: Tensor) -> None:
         assert self._gradients is not None

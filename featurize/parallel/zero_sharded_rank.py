@@ -1,12 +1,13 @@
 """One rank of stage 3 of DeepSpeed's ZeRO in a trace: modules gather their parameters, and free them again.
 
-Start reading at `ZeroShardedRank` (DeepSpeed 0.19, deepspeed/runtime/zero/stage3.py). Real ranks are the test of it
+Start reading at `zero_rank` (DeepSpeed 0.19, deepspeed/runtime/zero/stage3.py). Real ranks are the test of it
 (tests/featurize/test_zero.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,29 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.streams import Streams
 from featurize.parallel.zero_fetching import Fetching
 from featurize.parallel.zero_gradients import flattened
-from featurize.parallel.zero_hooks import LentParameters, hook_modules
-from featurize.parallel.zero_rank import FLAG, NORM, Make, one_type
+from featurize.parallel.zero_hooks import LentParameters, frugal_linear, hook_modules
+from featurize.parallel.zero_rank import FLAG, NORM, Make, ZeroRank, one_type
 from featurize.parallel.zero_scattering import ScatteredGradients
 from featurize.parallel.zero_shards import AWAY, Shared, SharedParameters
 from featurize.recorder import Recorder
 from featurize.step_trace import MASTER, Collective
 from featurize.training_settings import Training
+
+
+@contextlib.contextmanager
+def zero_rank(parallel: Parallel, rank: int, settings: Training) -> Iterator[ZeroRank | ZeroShardedRank]:
+    """Play one rank of the layout's stage, around whatever else changes what modules call.
+
+    Args:
+        parallel: Stage and settings.
+        rank: Which one, from 0.
+        settings: Of the training.
+    """
+    if parallel.zero != 3:
+        yield ZeroRank(parallel, rank, settings)
+        return
+    with frugal_linear():
+        yield ZeroShardedRank(parallel, rank, settings)
 
 
 class ZeroShardedRank:

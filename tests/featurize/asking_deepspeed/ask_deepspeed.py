@@ -2,7 +2,8 @@
 
 Not a test: it wants DeepSpeed, which runs on the CPU, too, over gloo.
 
-    DS_ACCELERATOR=cpu python tests/featurize/asking_deepspeed/ask.py tests/featurize/deepspeed_runs.json [CASE...]
+    cd tests/featurize/asking_deepspeed
+    DS_ACCELERATOR=cpu python ask_deepspeed.py deepspeed_runs.json [CASE...]
 """
 
 import gc
@@ -19,7 +20,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 sys.path.insert(0, str(Path(__file__).parent))
-from nets import BATCH, CASES, Net, loss_of
+from deepspeed_nets import BATCH, CASES, NETS, batch_of, loss_of
 
 KINDS = {
     "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
@@ -35,17 +36,16 @@ class Watch(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live, self.bytes, self.peak, self.sent, self.at_peak = {}, 0, 0, [], []
+        self.live, self.bytes, self.peak, self.sent = {}, 0, 0, []
 
-    def hold(self, tensor, name):
+    def hold(self, tensor):
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self.live:
             reference = weakref.ref(storage, lambda _: self.end(key))
-            self.live[key] = storage.nbytes(), reference, name
+            self.live[key] = storage.nbytes(), reference
             self.bytes += storage.nbytes()
             if self.bytes > self.peak:
                 self.peak = self.bytes
-                self.at_peak = [[of, nbytes] for nbytes, _, of in self.live.values() if nbytes > SMALL]
 
     def end(self, key):
         self.bytes -= self.live.pop(key)[0]
@@ -61,7 +61,7 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for one in tensors_of(out):
             if not one.is_meta:
-                self.hold(one, name)
+                self.hold(one)
         return out
 
 
@@ -95,14 +95,14 @@ def train(case):
     torch.manual_seed(0)
     config, again = case["config"], case.get("again", False)
     dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
-    model = Net(again).to(dtype)
+    model = NETS[case["net"]](again).to(dtype)
     watch = Watch()
     for tensor in model.parameters():
-        watch.hold(tensor.detach(), "parameter")
+        watch.hold(tensor.detach())
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-3, momentum=0.9, foreach=True)
-    x = torch.randn(BATCH, 67, dtype=dtype)
-    watch.hold(x, "batch")
+    x = batch_of(case, "cpu")
+    watch.hold(x)
     config = {
         "train_micro_batch_size_per_gpu": BATCH, "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False, **config,
@@ -111,7 +111,6 @@ def train(case):
     with watch:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         del optimizer
-        begun = watch.peak
         for _ in range(4):
             watch.sent, watch.peak = [], watch.bytes
             for _ in range(config.get("gradient_accumulation_steps", 1)):
@@ -119,9 +118,9 @@ def train(case):
                 engine.backward(loss)
                 del loss
                 engine.step()
-            steps.append({"peak": watch.peak, "end": watch.bytes, "sent": watch.sent, "at_peak": watch.at_peak})
+            steps.append({"peak": watch.peak, "end": watch.bytes, "sent": watch.sent})
     engine.destroy()
-    return {"begun": begun, **steps[-1], "first_peak": steps[0]["peak"]}
+    return steps[-1]
 
 
 def one_rank(rank, ranks, names, folder):
@@ -155,7 +154,9 @@ def main():
         for name in of_size:
             content["runs"][name] = [one[name] for one in figures]
     content |= {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
-    file.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(runs)}" for name, runs in content.pop("runs").items())
+    about = json.dumps(content, sort_keys=True).removesuffix("}")
+    file.write_text(f'{about}, "runs": {{\n{lines}\n}}}}\n')
 
 
 if __name__ == "__main__":
