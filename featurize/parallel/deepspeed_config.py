@@ -8,6 +8,7 @@ deepspeed/runtime/zero/config.py); "auto" is what Hugging Face's Trainer fills i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,13 +95,15 @@ def _settings(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if not isinstance(given, str | Path):
         raise UsageError(f"deepspeed is a JSON file or a mapping of settings, got {type(given).__name__}")
     try:
-        content = json.loads(Path(given).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"deepspeed: {given} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise UsageError(f"deepspeed: {given} is no JSON: {error}") from error
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # no text, or no path
+        raise UsageError(f"deepspeed: {shown(str(given))} cannot be read: {error}") from error
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"deepspeed: {shown(str(given))} is no JSON: {error}") from error
     if not isinstance(content, Mapping):
-        raise UsageError(f"deepspeed: {given} holds no settings by name")
+        raise UsageError(f"deepspeed: {shown(str(given))} holds no settings by name")
     return content
 
 
@@ -128,7 +131,13 @@ class _Reader:
 
     def _read_types(self) -> None:
         blocks = {"bf16": self._block("bf16") or self._block("bfloat16"), "fp16": self._block("fp16")}
-        enabled = [name for name, block in blocks.items() if self._value(block, "enabled", name) is True]
+        asked = {name: self._value(block, "enabled", name) for name, block in blocks.items()}
+        self.problems += [
+            f"{name}.enabled must be true, false or auto, got {shown(value)}"
+            for name, value in asked.items()
+            if value not in (None, True, False)
+        ]
+        enabled = [name for name, value in asked.items() if value is True]
         if len(enabled) > 1:
             self.problems.append("bf16 and fp16 exclude each other: enable either")
         if enabled:
@@ -239,9 +248,9 @@ class _Reader:
             "gradient_clipping", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size",
         }  # fmt: skip
         others = {name: value for name, value in self._given.items() if name not in read and name not in _NO_MATTER}
-        if asked := [name for name, value in others.items() if not _is_off(value)]:
+        if wanted := [name for name, value in others.items() if not _is_off(value)]:
             self.problems.append(
-                f"not estimated: {', '.join(map(str, asked))}; read: {', '.join(sorted(read))}; ignored, as no memory "
+                f"not estimated: {', '.join(map(str, wanted))}; read: {', '.join(sorted(read))}; ignored, as no memory "
                 f"depends on it: {', '.join(sorted(_NO_MATTER))}"
             )
 
@@ -260,7 +269,7 @@ class _Reader:
 
     def _number(self, name: str) -> float | None:
         value = self._value(self._given, name, "")
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
             return value
         self.problems.append(f"{name} must be a number or auto, got {shown(value)}")
         return None

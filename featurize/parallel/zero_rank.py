@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UsageError
-from featurize.optimizers import run_step
+from featurize.optimizers import run_step, state_tensors
 from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE
+from featurize.parallel.gradient_buckets import dense_parameters
 from featurize.parallel.layout import Parallel
 from featurize.parallel.streams import Streams
 from featurize.parallel.zero_gradients import PartitionedGradients, finite, flattened
@@ -140,6 +141,7 @@ class ZeroUpdate:
         self._master = nn.Parameter(copy.to(torch.float32))
         streams.name([self._master], MASTER)
         self._optimizer = make([self._master])
+        streams.name(state_tensors(self), "optimizer_state")  # Adagrad makes its own at once
 
     @property
     def state(self) -> Any:
@@ -194,8 +196,13 @@ class ZeroUpdate:
 
 
 def one_type(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that train. Raises `UsageError` where they are of several types."""
+    """Return the parameters that train. Raises `UsageError` where they are of several types, or have gradients of a few
+    rows."""
     trained = [p for p in model.parameters() if p.requires_grad]
+    if len(dense_parameters(model)) < len(list(model.parameters())):
+        raise UsageError(
+            "parallel: zero has no sparse gradients; make embeddings without sparse=True, or use ddp alone"
+        )
     if len(kinds := sorted({str(p.dtype).removeprefix("torch.") for p in trained})) > 1:
         raise UsageError(
             f"parallel: zero keeps all parameters in one type, and the model has {', '.join(kinds)}; give param_dtype"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from featurize.optimizers import run_step
+from featurize.optimizers import run_step, state_tensors
 from featurize.parallel.collectives import ALL_REDUCE
 from featurize.parallel.layout import Parallel
 from featurize.parallel.streams import Streams
@@ -224,6 +224,7 @@ class ZeroShardedUpdate:
             streams.name([master], MASTER)
             self._masters.append(master)
             self._optimizers.append(make([master]))
+        streams.name(state_tensors(self), "optimizer_state")  # Adagrad makes its own at once
 
     @property
     def state(self) -> Any:

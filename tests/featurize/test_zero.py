@@ -1,6 +1,7 @@
 """What the stages of DeepSpeed's ZeRO take of a rank, and what they send."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -233,6 +234,27 @@ def test_parameters_of_several_types_are_refused():
         traced(2, model=mixed, param_dtype=None)
 
 
+def test_sparse_gradients_are_refused():
+    words = torch.zeros(4, 3, dtype=torch.long)
+    for stage in (1, 3):
+        with pytest.raises(UsageError, match="zero has no sparse gradients"):
+            trace_step(lambda: nn.Embedding(9, 2, sparse=True), words, parallel=Parallel(ddp=2, zero=stage))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_rank_of_an_uneven_model_is_traced_with_the_state_of_any_optimizer(stage):
+    def uneven():
+        return nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 7), nn.Linear(7, 1))
+
+    for rank in range(3):
+        settings, parallel = Training(optimizer="adagrad", precision="fp16"), Parallel(ddp=3, zero=stage)
+        parallel = replace(parallel, param_dtype="fp16", reduce_bucket_size=1000, gpus_per_node=3)
+        inputs = torch.empty(4, WIDTH, device="meta")
+        end = held(trace_step(uneven, inputs, settings=settings, parallel=parallel, rank=rank))
+        elements = sum(p.numel() for p in uneven().parameters())
+        assert end["optimizer_state"] == pytest.approx(4 * elements / 3, abs=PADDING)
+
+
 def test_real_ranks_do_not_run_it():
     with pytest.raises(UsageError, match=r"zero=2: real ranks do not run DeepSpeed; .* simulate it"):
         wrapped(net(), Parallel(ddp=2, zero=2))
@@ -306,6 +328,10 @@ def test_a_batch_size_of_all_gives_what_is_left_open():
         (with_zero(offload_param={"device": "nvme"}), "offload_param.device='nvme' is not estimated"),
         ({**FILE, "data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype=fp32 is not estimated"),
         (3, "deepspeed is a JSON file or a mapping"),
+        ("a\0b", "cannot be read"),
+        ({**FILE, "gradient_accumulation_steps": float("inf")}, "gradient_accumulation_steps must be a number or auto"),
+        ({**FILE, "train_batch_size": 2.5}, r"train_batch_size must be a whole number >= 1, got 2\.5"),
+        ({**FILE, "fp16": {"enabled": "yes"}}, "fp16.enabled must be true, false or auto, got 'yes'"),
     ],
 )
 def test_what_a_file_asks_for_beyond_the_estimate_is_refused(given, problem):
