@@ -51,6 +51,10 @@ def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -
     if choice.backend == "simulated" or not layouts:
         return
     for layout in layouts:
+        if layout.zero:
+            raise UsageError(
+                f"parallel={layout.text()}: real ranks do not run DeepSpeed; simulate it with device=A100-SXM4-40GB"
+            )
         if layout.nodes > 1:
             raise UsageError(
                 f"parallel={layout.text()}: {layout.ranks} ranks fill {layout.nodes} nodes of {layout.gpus_per_node}, "

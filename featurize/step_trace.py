@@ -25,6 +25,7 @@ BUCKET = "bucket"  # gradients are reduced there
 GATHERED = "gathered_parameter"  # of all ranks' shards
 UNREDUCED = "unreduced_gradient"  # of a rank's own batch, for whole parameters
 COMMUNICATION = "communication_buffer"  # what is sent from, or received in
+MASTER = "master_weight"  # a rank's part of the parameters in fp32, which ZeRO's optimizer updates
 
 _LOOKUP = "aten::embedding"
 BATCH = -2  # the source of an input that is the step's batch

@@ -27,6 +27,8 @@ from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.parallel.buckets import limits_of
 from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.layout import Parallel
+from featurize.parallel.zero_settings import settings_of_ranks
+from featurize.parallel.zero_sharded_rank import zero_rank
 from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
@@ -47,6 +49,10 @@ from featurize.wrappers import compiled_modules, remarks, unwrapped
 
 if TYPE_CHECKING:
     from featurize.parallel.sharded_rank import ShardedRank
+    from featurize.parallel.zero_rank import ZeroRank
+    from featurize.parallel.zero_sharded_rank import ZeroShardedRank
+
+    Wrapper = DataParallel | ShardedRank | ZeroRank | ZeroShardedRank
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
@@ -147,6 +153,8 @@ def trace_step(
             if parallel.own > 1 and isinstance(model, nn.Module):
                 raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
             sharded = entered.enter_context(sharded_rank(parallel, rank))
+        elif parallel is not None:
+            settings = settings_of_ranks(parallel, settings)
         if isinstance(model, nn.Module):
             model = on_meta(_noted(model, notes, compiled))
         else:
@@ -159,6 +167,9 @@ def trace_step(
         training = training_of(settings)
         if parallel is not None and parallel.cpu_offload:
             settings = training = replace(training, offload_optimizer=True, implementation=None)
+        zero = None
+        if parallel is not None and parallel.zero:
+            zero = entered.enter_context(zero_rank(parallel, rank, training))
         if training.compile:
             compiled[""] = None
         graphs = CudaGraphs() if training.runs_graphs else None
@@ -191,12 +202,15 @@ def trace_step(
                 of_shape.append((made, made_target))
             if sharded is not None:
                 step.rewrap(sharded.wrapped)
-            if parallel is not None and parallel.cpu_offload:
+            if zero is not None:
+                zero.attach(recorder)
+                step.rewrap(zero.wrapped, zero.update)
+            if sharded is not None and parallel is not None and parallel.cpu_offload:
                 recorder.hold_on_host(model.parameters())
             recorder.hold(model.parameters(), "parameter")
             recorder.hold(model.buffers(), "buffer")
             recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
-            wrapper: DataParallel | ShardedRank | None = sharded
+            wrapper: Wrapper | None = sharded or zero
             if parallel is not None and wrapper is None:
                 wrapper = DataParallel(model, recorder, parallel, training.accumulation)
             recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
@@ -222,7 +236,7 @@ def trace_step(
             operators=operators,
             events=events,
             blocks=blocks,
-            parameters=elements(model),
+            parameters=elements(model) if zero is None else zero.elements,
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=spec.compute_capability,
             widest_head=None if compiled else max(heads),  # a compiler need not call Python
@@ -285,18 +299,18 @@ class _Runner:
         step: TrainingStep,
         enter_policy: Callable[[str], None],
         loop: bool,
-        wrapper: DataParallel | ShardedRank | None,
+        wrapper: Wrapper | None,
     ) -> None:
         self._recorder, self._step, self._training_loop, self._wrapper = recorder, step, loop, wrapper
         parameters = list(step.model.parameters())
 
         def enter(phase: str) -> None:
+            if wrapper is not None:
+                wrapper.begin_phase(phase)
             recorder.phase = phase
             enter_policy(phase)
             if phase == "optimizer":
                 recorder.name((p.grad for p in parameters if p.grad is not None), "gradient")
-                if wrapper is not None:
-                    wrapper.require_gradients()
 
         step.on_phase = enter
 

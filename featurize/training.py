@@ -39,6 +39,12 @@ from featurize.training_settings import training_of
 
 if TYPE_CHECKING:
     from featurize.parallel.local_update import LocalOptimizer
+    from featurize.parallel.zero_rank import ZeroUpdate
+    from featurize.parallel.zero_sharded_rank import ZeroShardedUpdate
+
+    MakeOptimizer = Callable[..., torch.optim.Optimizer]
+    AnyUpdate = ZeroUpdate | ZeroShardedUpdate
+    AnyOptimizer = torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | LocalOptimizer | AnyUpdate
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
@@ -133,14 +139,17 @@ class TrainingStep:
             self.average.update()
         return loss.detach()
 
-    def rewrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-        """Let a wrapper change the model. The optimizer then takes the parameters that it leaves."""
-        self._take(wrapper(self.model))
+    def rewrap(
+        self, wrapper: Callable[[nn.Module], nn.Module], update: Callable[[MakeOptimizer], AnyUpdate] | None = None
+    ) -> None:
+        """Let a wrapper change the model. The optimizer then takes the parameters that it leaves; `update` makes one
+        that takes others."""
+        self._take(wrapper(self.model), update)
 
-    def _take(self, model: nn.Module) -> None:
+    def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], AnyUpdate] | None = None) -> None:
         self.model = model
         self.average = MovingAverage(model) if self.settings.ema else None
-        self.optimizer = self._make_optimizer()
+        self.optimizer = self._make_optimizer() if update is None else update(self._making())
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """The tensors of the optimizer's state that lie on the device."""
@@ -150,12 +159,14 @@ class TrainingStep:
             return iter(())
         return state_tensors(self.optimizer)
 
-    def _make_optimizer(self) -> torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | LocalOptimizer:
-        settings = self.settings
-        foreach = True if self.device.type == "meta" else None
-        make = functools.partial(
+    def _making(self) -> MakeOptimizer:
+        settings, foreach = self.settings, True if self.device.type == "meta" else None
+        return functools.partial(
             make_optimizer, settings.optimizer, foreach=foreach, implementation=settings.implementation
         )
+
+    def _make_optimizer(self) -> AnyOptimizer:
+        settings, make = self.settings, self._making()
         if settings.optimizer_in_backward:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
         if settings.offload_optimizer:

@@ -15,7 +15,7 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec, describe_device
-from featurize.step_trace import BUCKET, COMMUNICATION, GATHERED, UNREDUCED
+from featurize.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def trace_of(job: Workload, spec: DeviceSpec, traces: Traces | None = None) -> S
 
 _OF_RANKS = {
     "gathered parameters": GATHERED, "unreduced gradients": UNREDUCED, "communication buffers": COMMUNICATION,
-    "gradient buckets": BUCKET,
+    "gradient buckets": BUCKET, "master weights": MASTER,
 }  # fmt: skip
 
 

@@ -94,9 +94,10 @@ class DataParallel:
     def _take_flat(self, members: Sequence[Tensor]) -> Tensor:
         return torch.empty(sum(t.numel() for t in members), dtype=members[0].dtype, device=members[0].device)
 
-    def require_gradients(self) -> None:
-        """Raise `UsageError` where torch stops in its second step: a parameter took no part in the loss."""
-        if self._parallel.find_unused_parameters or self._parallel.static_graph:
+    def begin_phase(self, phase: str) -> None:
+        """Hear that a phase begins. Raise `UsageError` before the update where torch stops in its second step: a
+        parameter took no part in the loss."""
+        if phase != "optimizer" or self._parallel.find_unused_parameters or self._parallel.static_graph:
             return
         missing = {id(p) for p in self.buckets.without_gradient()}
         if missing:

@@ -9,22 +9,26 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from featurize.parallel.deepspeed_config import DeepSpeedFile
 
 MODES = ("ddp", "fsdp", "tp")  # the outermost first: ranks of the last one are neighbours
 OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
-PLANNED = ("zero", "pp", "cp", "ep")  # that are known by name, and refused
+PLANNED = ("pp", "cp", "ep")  # that are known by name, and refused
 DTYPES = ("fp32", "bf16", "fp16")
+ZERO_STAGES = (1, 2, 3)
 _MOST = 65_536  # ranks
 EXAMPLE = "parallel=ddp=8"
 EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
 
 class _OfMode(NamedTuple):
-    """Settings that a layout has only where `applies(degrees)`, which `words` say."""
+    """Settings that a layout has only where `applies(degrees and stage)`, which `words` say."""
 
     names: tuple[str, ...]
     words: str
@@ -33,14 +37,27 @@ class _OfMode(NamedTuple):
 
 _OF_MODES = (
     _OfMode(
-        ("reshard_after_forward", "param_dtype", "reduce_dtype", "cpu_offload", "wrap"),
-        "fsdp", lambda degrees: _takes_part(degrees, "fsdp"),
+        ("reshard_after_forward", "reduce_dtype", "wrap"), "fsdp", lambda degrees: _takes_part(degrees, "fsdp"),
     ),
     _OfMode(
         ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
-        "ddp without fsdp and tp", lambda degrees: not _takes_part(degrees, "fsdp", "tp"),
+        "ddp without fsdp, tp and zero", lambda degrees: not (_takes_part(degrees, "fsdp", "tp") or _stage(degrees)),
     ),
     _OfMode(("tp_plan",), "tp", lambda degrees: _takes_part(degrees, "tp")),
+    _OfMode(("zero",), "ddp without fsdp, tp and own", lambda degrees: not _takes_part(degrees, "fsdp", "tp", OWN)),
+    _OfMode(
+        ("param_dtype", "cpu_offload"), "fsdp or zero", lambda degrees: _takes_part(degrees, "fsdp") or _stage(degrees),
+    ),
+    _OfMode(("reduce_bucket_size", "overlap_comm", "contiguous_gradients"), "zero", lambda degrees: _stage(degrees)),
+    _OfMode(
+        ("offload_param", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+         "stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
+        "zero=3", lambda degrees: _stage(degrees) and degrees["zero"] == 3,
+    ),
+)  # fmt: skip
+COUNTS = (
+    "reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance", "stage3_param_persistence_threshold",
 )  # fmt: skip
 
 
@@ -71,6 +88,20 @@ class Parallel:
         wrap: Classes of the modules whose parameters are gathered together. None: the repeated blocks.
         tp_plan: Path of a module, with `*` for any part of it -> how it is split, as in plans of transformers' models:
             `colwise`, `rowwise` and others. None: the model's own plan.
+        zero: Stage of DeepSpeed's ZeRO, in place of DistributedDataParallel: 1 spreads the optimizer over the ranks of
+            `ddp`, 2 gradients, too, 3 parameters, too. None: no ZeRO. `param_dtype` is then the type of the model
+            itself, whose master weights are in fp32; `cpu_offload` is DeepSpeed's `offload_optimizer`.
+        reduce_bucket_size: Elements of the buffer in which ZeRO reduces gradients.
+        overlap_comm: It reduces them on a stream of their own, in two buffers by turns. None is DeepSpeed's choice:
+            only in stage 3.
+        contiguous_gradients: Gradients are copied into that buffer as they come.
+        offload_param: Stage 3 keeps the partitions of parameters in host memory.
+        sub_group_size: Elements of a partition that stage 3 updates at a time.
+        stage3_prefetch_bucket_size: Elements that stage 3 gathers ahead of use.
+        stage3_max_live_parameters: Gathered elements beyond which it frees parameters and gathers no more ahead.
+        stage3_max_reuse_distance: It keeps gathered parameters that are used again within so many elements.
+        stage3_param_persistence_threshold: It keeps smaller parameters gathered.
+        deepspeed: What DeepSpeed's own file says, of which `featurize.parallel.layout_text` made this layout.
 
     Raises:
         UsageError: A value out of range; all of them are named.
@@ -93,6 +124,18 @@ class Parallel:
     cpu_offload: bool = False
     wrap: tuple[str, ...] | None = None
     tp_plan: Mapping[str, str] | None = dataclasses.field(default=None, hash=False)  # a mapping has no hash
+    # Defaults as of DeepSpeed 0.19 (deepspeed/runtime/zero/config.py)
+    zero: int | None = None
+    reduce_bucket_size: int = 500_000_000
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool = True
+    offload_param: bool = False
+    sub_group_size: int = 1_000_000_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    deepspeed: DeepSpeedFile | None = dataclasses.field(default=None, hash=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if bad := list(self._problems()):
@@ -112,6 +155,8 @@ class Parallel:
             if field.type == "bool" and not isinstance(value := getattr(self, field.name), bool):
                 yield f"{field.name} must be true or false, got {shown(value)}"
         yield from self._problems_of_shards()
+        yield from self._problems_of_zero()
+        yield from self._problems_of_modes()
         if self.own != 1 and any(getattr(self, name) != 1 for name in MODES):
             yield f"own goes with no other mode ({', '.join(MODES)}): the model's own code says how it is spread"
         if self.fsdp == 1 and all(type(one) is int and one > 1 for one in (self.ddp, self.tp)):
@@ -135,12 +180,27 @@ class Parallel:
             isinstance(self.wrap, tuple) and self.wrap and all(isinstance(one, str) and one for one in self.wrap)
         ):
             yield f"wrap must be names of classes, as in wrap=[LlamaDecoderLayer], got {shown(self.wrap)}"
-        for one in _OF_MODES:
-            set_too = [name for name in one.names if getattr(self, name) not in (None, False)]
-            if set_too and not one.applies(self.degrees):
-                yield f"{', '.join(set_too)}: of {one.words} only"
         if (plan := self.tp_plan) is not None and not _is_plan(plan):
             yield f"tp_plan must be module path -> style, as in {EXAMPLE_PLAN}, got {shown(plan)}"
+
+    def _problems_of_zero(self) -> Iterator[str]:
+        if self.zero is not None and (type(self.zero) is not int or self.zero not in ZERO_STAGES):
+            yield f"zero is a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2, got {shown(self.zero)}"
+        elif self.zero is not None and self.ranks == 1:
+            yield f"zero={self.zero} is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero={self.zero}"
+        if self.overlap_comm is not None and not isinstance(self.overlap_comm, bool):
+            yield f"overlap_comm must be true or false, got {shown(self.overlap_comm)}"
+        for name in COUNTS:
+            least = 0 if name.startswith("stage3_") else 1
+            if type(value := getattr(self, name)) is not int or value < least:
+                yield f"{name} must be a whole number of elements, at least {least}, got {shown(value)}"
+
+    def _problems_of_modes(self) -> Iterator[str]:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for one in _OF_MODES:
+            set_too = [name for name in one.names if getattr(self, name) != defaults[name]]
+            if set_too and not one.applies({**self.degrees, "zero": self.zero}):
+                yield f"{', '.join(set_too)}: of {one.words} only"
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -177,18 +237,27 @@ class Parallel:
         return ", ".join(
             f"{field.name}={_written(value)}"
             for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
+            if (value := getattr(self, field.name)) != field.default and field.name != "deepspeed"
         )
 
 
 def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
     """Return those of several settings that are not of a mode that these degrees leave out."""
-    left_out = {name for one in _OF_MODES if not one.applies(degrees) for name in one.names}
-    return {name: value for name, value in given.items() if name not in left_out}
+    kept = dict(given)
+    for _ in range(2):  # settings of a stage go with it
+        left_out = {
+            name for one in _OF_MODES if not one.applies({**degrees, "zero": kept.get("zero")}) for name in one.names
+        }
+        kept = {name: value for name, value in kept.items() if name not in left_out}
+    return kept
 
 
 def _takes_part(degrees: Mapping[str, Any], *modes: str) -> bool:
     return any(degrees.get(mode, 1) != 1 for mode in modes)
+
+
+def _stage(degrees: Mapping[str, Any]) -> bool:
+    return degrees.get("zero") is not None
 
 
 def _written(value: object) -> str:

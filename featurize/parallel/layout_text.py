@@ -11,25 +11,29 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import EXAMPLE, HYBRID, MODES, OWN, PLANNED, Parallel
+from featurize.parallel.deepspeed_config import read_deepspeed
+from featurize.parallel.layout import COUNTS, EXAMPLE, HYBRID, MODES, OWN, PLANNED, Parallel
 
+DEEPSPEED = "deepspeed"
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets
 _QUOTED = " '\""
 
 
-def parse_parallel(given: object) -> Parallel | None:
+def parse_parallel(given: object, *, files: bool = False) -> Parallel | None:
     """Return how a job is spread over GPUs; None for a job on one GPU, which no wrapper changes.
 
     Args:
         given: A `Parallel`, a mapping of its fields, or text such as `ddp=8` and `ddp=8,gradient_as_bucket_view=true`.
+        files: `deepspeed=FILE` may name DeepSpeed's own settings: where they are, as a job's config holds no files.
 
     Raises:
-        UsageError: An unknown mode or setting, with the known ones; a value out of range.
+        UsageError: An unknown mode or setting, with the known ones; a value out of range; a file that cannot be read.
     """
     if given is None:
         return None
     if isinstance(given, str | Mapping):
-        given = _of_mapping(named_settings(given))
+        settings = named_settings(given)
+        given = _of_mapping(_with_file(settings, files=files) if DEEPSPEED in settings else settings)
     if not isinstance(given, Parallel):
         raise UsageError(f"parallel is text, a mapping or a Parallel, as in {EXAMPLE}, got {type(given).__name__}")
     return given if given.ranks > 1 else None
@@ -38,6 +42,26 @@ def parse_parallel(given: object) -> Parallel | None:
 def named_settings(given: str | Mapping[Any, Any]) -> dict[Any, Any]:
     """Return settings by name, as a text or a mapping has them. Raises `UsageError` for text that is none."""
     return dict(_pairs(given) if isinstance(given, str) else given)
+
+
+def _with_file(given: dict[Any, Any], *, files: bool) -> dict[Any, Any]:
+    """Settings with what DeepSpeed's file says; those that are given beside it say the same, or what it does not."""
+    if not files:
+        raise UsageError(
+            "parallel: deepspeed: a file is read where one job is estimated; give its settings, as in ddp=8,zero=2"
+        )
+    ranks = given.get("ddp")
+    if type(ranks) is not int or ranks < 1:
+        raise UsageError(
+            "parallel: deepspeed needs the number of GPUs as ddp, as in parallel='deepspeed=ds_config.json,ddp=8'"
+        )
+    file = read_deepspeed(given[DEEPSPEED], ranks=ranks)
+    if others := [name for name, value in file.zero.items() if given.get(name, value) != value]:
+        raise UsageError(
+            f"parallel: {', '.join(f'{name}={shown(given[name])}' for name in others)} contradicts the DeepSpeed file, "
+            f"which has {', '.join(f'{name}={file.zero[name]}' for name in others)}; change it there"
+        )
+    return {**given, **file.zero, DEEPSPEED: file}
 
 
 def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
@@ -55,7 +79,10 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
         )
     if unknown := [shown(name) for name in given if name not in known]:
         raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-    if not any(name in (*MODES, OWN) for name in given):
+    for name in COUNTS:
+        if isinstance(number := given.get(name), float) and number.is_integer():
+            given[name] = int(number)  # 5e8, as DeepSpeed's files have it
+    if not any(name in (*MODES, OWN, "zero") for name in given):
         raise UsageError(f"parallel names no mode; give one of {', '.join((*MODES, OWN, HYBRID))}, as in {EXAMPLE}")
     return Parallel(**given)
 

@@ -81,8 +81,8 @@ class ShardedRank:
         if self._ranks is not None:
             self._ranks.begin_step()
 
-    def require_gradients(self) -> None:
-        """Allow parameters without a gradient, as FSDP2 does."""
+    def begin_phase(self, phase: str) -> None:
+        """Hear that a phase begins."""
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent in the last step."""

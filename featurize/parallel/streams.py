@@ -28,12 +28,13 @@ class Streams:
     number of the step's operators that come before it; operators of all streams count as the kernels'.
 
     recorder   hears on which stream memory is taken; None while the model is built
+    main       the stream of the kernels
     """
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self._all = [OneStream(self, MAIN)]
-        self._current = self._all[MAIN]
+        self._current = self.main = self._all[MAIN]
         self._sent: list[_Sent] = []
 
     # -- what torch.cuda has

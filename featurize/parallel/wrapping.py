@@ -28,6 +28,11 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
     unknown = [name for name in MODES if name not in WRAPPED and getattr(parallel, name, 1) > 1]
     if unknown:
         raise UsageError(f"parallel: {', '.join(unknown)}: not run yet; modes that ranks run in: {', '.join(WRAPPED)}")
+    if parallel.zero:
+        raise UsageError(
+            f"parallel: zero={parallel.zero}: real ranks do not run DeepSpeed; estimate it, or simulate it with "
+            "device=A100-SXM4-40GB"
+        )
     if parallel.shards:
         from torch.distributed.device_mesh import init_device_mesh
 

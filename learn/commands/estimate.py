@@ -188,7 +188,7 @@ class EstimateSettings(TrainingKeys):
     def __post_init__(self) -> None:
         object.__setattr__(self, "trust", parse_trust(self.trust))
         # One GPU stays as given: it overrides the layout of a config.
-        object.__setattr__(self, "parallel", parse_parallel(self.parallel) or self.parallel)
+        object.__setattr__(self, "parallel", parse_parallel(self.parallel, files=True) or self.parallel)
         names = (self.devices,) if isinstance(self.devices, str) else tuple(self.devices or ())
         object.__setattr__(self, "devices", names)
         if names and self.find is None:

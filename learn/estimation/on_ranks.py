@@ -19,6 +19,7 @@ from learn.workload import Workload
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.overlap import Communication
+    from featurize.trial_config import TrialConfig
     from learn.traced import TracedStep
 
 SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
@@ -53,7 +54,7 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
     Raises:
         UsageError: What several ranks do not go with.
     """
-    parallel = parse_parallel(given)
+    parallel = parse_parallel(given, files=True)
     if parallel is None:
         return job
     if estimator not in (None, "trace"):
@@ -69,9 +70,38 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
             f"optimizer={training.optimizer} does not run on parameters that ranks share (DTensor); choose one of "
             f"{choices}"
         )
+    if (file := parallel.deepspeed) is not None and file.micro_batch not in (None, job.batch_size):
+        raise UsageError(
+            f"the DeepSpeed file has train_micro_batch_size_per_gpu={file.micro_batch}, and the inputs hold "
+            f"{job.batch_size} samples"
+        )
     if parallel.tp > 1 and training.offload_activations:
         raise UsageError("offload_activations cannot move activations that tp splits; leave either out")
     return replace(job, parallel=parallel)
+
+
+def training_of_file(parallel: object, training: Mapping[str, Any], config: TrialConfig | None) -> dict[str, Any]:
+    """Return training settings with those of the DeepSpeed file that a layout names.
+
+    Args:
+        parallel: As `parallel_job` takes it.
+        training: Settings that were given, by name.
+        config: A trial config, which has its own.
+
+    Raises:
+        UsageError: Both say something else of the same setting.
+    """
+    layout = parse_parallel(parallel, files=True) if isinstance(parallel, str | Mapping | Parallel) else None
+    if layout is None or layout.deepspeed is None:
+        return dict(training)
+    own = dict(training) if config is None else {**vars(training_of(config)), **training}
+    file = layout.deepspeed.training
+    if others := [name for name, value in file.items() if own.get(name, value) != value]:
+        raise UsageError(
+            f"the DeepSpeed file has {', '.join(f'{name}={file[name]}' for name in others)}, and the job "
+            f"{', '.join(f'{name}={own[name]}' for name in others)}; change either, or leave the job's out"
+        )
+    return {**training, **file} if config is None else dict(training)
 
 
 def buffers_mib(job: Workload, device: DeviceSpec) -> float:
@@ -117,7 +147,7 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_ste
     network = "" if parallel.nodes == 1 else f" and {fabric.network_gb_s:g} GB/s a GPU between nodes"
     batch = "a batch each" if parallel.replicas == parallel.ranks else f"a batch for {parallel.tp} ranks each"
     alike = "all ranks need the same, and the figures are those of each one"
-    if parallel.shards:
+    if parallel.shards or parallel.zero:
         alike = "the figures are those of the first rank; others hold as much, or less where tensors do not divide"
     notes = [
         f"{where}, {batch} ({parallel.text()}): {alike}; throughput is of all ranks",
@@ -126,8 +156,19 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_ste
     ]
     if parallel.fsdp > 1:
         notes.append("assumed: shards are made without the whole model on a GPU (from the meta device, or the host)")
-    if micro_steps > 1 and parallel.fsdp > 1:
+    if parallel.zero:
+        notes += _notes_on_zero(parallel)
+    elif micro_steps > 1 and parallel.fsdp > 1:
         notes.append("assumed: each micro-step reduces its gradients")
     elif micro_steps > 1 and parallel.ddp > 1:
         notes.append("assumed: micro-steps before the last run under no_sync")
+    return notes
+
+
+def _notes_on_zero(parallel: Parallel) -> list[str]:
+    notes = [f"assumed: DeepSpeed 0.19 runs stage {parallel.zero}, with all parameters in one group of its optimizer"]
+    if parallel.zero == 3:
+        notes.append("assumed: the model is made in parts (deepspeed.zero.Init), and gathered as its modules run")
+    if (file := parallel.deepspeed) is not None and file.left_open:
+        notes.append(f"auto in the DeepSpeed file, taken as its defaults or as given: {', '.join(file.left_open)}")
     return notes

@@ -23,7 +23,7 @@ from learn.estimation.known_runs import RUNS, KnownRun, known_runs, leaves_out, 
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import require_workspaces
-from learn.estimation.on_ranks import parallel_job
+from learn.estimation.on_ranks import parallel_job, training_of_file
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def question_of(
         raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
     runs = known_runs(known)
     _require_job_of_known(known, model, estimator, batches)
+    training = training_of_file(parallel, training, model if isinstance(model, TrialConfig) else None)
     jobs: dict[int, Workload] = {}
     if isinstance(model, TrialConfig):
         require_same(model, training)

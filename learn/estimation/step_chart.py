@@ -14,13 +14,13 @@ from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS
-from featurize.step_trace import BUCKET
+from featurize.step_trace import BUCKET, MASTER
 from learn.traced import TracedStep
 
 # Part -> (block kinds of the trace, CSS class), bottom to top.
 BANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "parameters": (("parameter",), "k1"),
-    "optimizer state": (("optimizer_state",), "k2"),
+    "optimizer state": (("optimizer_state", MASTER), "k2"),
     "buffers and batch": (("buffer", "batch"), "k3"),
     "gradients": (("gradient", BUCKET), "k4"),
     "activations": (("activation",), "k5"),

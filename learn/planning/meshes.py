@@ -12,7 +12,7 @@ from typing import Any
 
 from conf.errors import UsageError, shown
 from featurize.parallel.layout import HYBRID, MODES, OWN, PLANNED, Parallel, apt_settings
-from featurize.parallel.layout_text import named_settings, parse_parallel
+from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_parallel
 
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
@@ -39,6 +39,8 @@ def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[st
     settings = named_settings(given or {})
     if degrees := [name for name in settings if name in (*MODES, OWN, HYBRID, *PLANNED)]:
         raise UsageError(f"plan chooses the degrees: leave {', '.join(degrees)} out of parallel")
+    if DEEPSPEED in settings:
+        raise UsageError("plan chooses micro-batch and accumulation itself: give zero and its settings, not deepspeed")
     for mode in ("ddp", "fsdp"):  # between them they know all settings but tp's
         layout_of({mode: gpus}, settings)
     return settings

@@ -72,8 +72,8 @@ def test_a_layout_has_one_form_in_a_config(given):
 
 
 def test_a_wrong_layout_is_a_problem_of_the_config():
-    with pytest.raises(UsageError, match=r"parallel cannot be 'zero=2': zero: not estimated yet, .*; depth must be"):
-        config(parallel="zero=2", depth=0)
+    with pytest.raises(UsageError, match=r"parallel cannot be 'pp=2': pp: not estimated yet, .*; depth must be"):
+        config(parallel="pp=2", depth=0)
 
 
 def test_a_row_of_several_gpus_is_no_label_of_its_config_alone():
@@ -107,7 +107,7 @@ def test_the_text_of_a_layout_says_all_of_it(given):
     ("given", "problem"),
     [
         ({"ddp": 2, "tp": 2}, "ddp with tp needs fsdp: .*; use fsdp in place of ddp"),
-        ({"tp": 2, "static_graph": True}, "static_graph: of ddp without fsdp and tp only"),
+        ({"tp": 2, "static_graph": True}, "static_graph: of ddp without fsdp, tp and zero only"),
         ({"tp": 2, "tp_plan": "colwise"}, "tp_plan must be module path -> style, as in .*, got 'colwise'"),
         ({"tp": 2, "tp_plan": {}}, "tp_plan must be module path -> style"),
         ({"tp": 2, "tp_plan": {"up": ["colwise"]}}, "tp_plan must be module path -> style"),

@@ -1,0 +1,163 @@
+"""Train a small net on real ranks of DeepSpeed, and write down what each holds and sends: deepspeed_runs.json.
+
+Not a test: it wants DeepSpeed, which runs on the CPU, too, over gloo.
+
+    cd tests/featurize/asking_deepspeed
+    DS_ACCELERATOR=cpu python ask_deepspeed.py deepspeed_runs.json [CASE...]
+"""
+
+import gc
+import json
+import logging
+import os
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import FakeWork
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+sys.path.insert(0, str(Path(__file__).parent))
+from deepspeed_nets import BATCH, CASES, NETS, batch_of, loss_of
+
+KINDS = {
+    "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather", "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::reduce_scatter_": "reduce_scatter", "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce", "c10d::broadcast_": "broadcast", "c10d::reduce_": "reduce",
+}  # fmt: skip
+SMALL = 64  # bytes of norms and flags, which are left out
+
+
+class Watch(TorchDispatchMode):
+    """Counts the bytes of storages that are alive, and notes what is sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.bytes, self.peak, self.sent = {}, 0, 0, []
+
+    def hold(self, tensor):
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self.live:
+            reference = weakref.ref(storage, lambda _: self.end(key))
+            self.live[key] = storage.nbytes(), reference
+            self.bytes += storage.nbytes()
+            if self.bytes > self.peak:
+                self.peak = self.bytes
+
+    def end(self, key):
+        self.bytes -= self.live.pop(key)[0]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            sides = [sum(t.nbytes for t in tensors_of(one)) for one in args[:2]]
+            if name in KINDS and max(sides) > SMALL:
+                self.sent.append([KINDS[name], max(sides)])
+            with _disable_current_modes():  # what gloo takes is gloo's own
+                return sent_as_copies(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        for one in tensors_of(out):
+            if not one.is_meta:
+                self.hold(one)
+        return out
+
+
+def tensors_of(given):
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [t for one in given for t in tensors_of(one)] if isinstance(given, list | tuple) else []
+
+
+def sent_as_copies(func, args, kwargs):
+    """Gloo's threads keep what they sent for some moments more, which would move the peak."""
+    copies = [copied(one) for one in args]
+    out = func(*copies, **kwargs)
+    torch.distributed.Work.unbox(out[-1] if isinstance(out, tuple) else out).wait()
+    for copy, original in zip(tensors_of(copies), tensors_of(args), strict=True):
+        original.copy_(copy)
+    # Gloo copies what was scattered while it is waited for, on the device; NCCL does not.
+    done = FakeWork().boxed()
+    return (*out[:-1], done) if isinstance(out, tuple) else done
+
+
+def copied(one):
+    if isinstance(one, torch.Tensor):
+        return one.clone()
+    return [copied(t) for t in one] if isinstance(one, list) else one
+
+
+def train(case):
+    import deepspeed
+
+    torch.manual_seed(0)
+    config, again = case["config"], case.get("again", False)
+    dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
+    model = NETS[case["net"]](again).to(dtype)
+    watch = Watch()
+    for tensor in model.parameters():
+        watch.hold(tensor.detach())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-3, momentum=0.9, foreach=True)
+    x = batch_of(case, "cpu")
+    watch.hold(x)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False, **config,
+    }  # fmt: skip
+    steps = []
+    with watch:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        del optimizer
+        for _ in range(4):
+            watch.sent, watch.peak = [], watch.bytes
+            for _ in range(config.get("gradient_accumulation_steps", 1)):
+                loss = loss_of(engine(x), None)
+                engine.backward(loss)
+                del loss
+                engine.step()
+            steps.append({"peak": watch.peak, "end": watch.bytes, "sent": watch.sent})
+    engine.destroy()
+    return steps[-1]
+
+
+def one_rank(rank, ranks, names, folder):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29544"}
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    figures = {}
+    for name in names:
+        gc.collect()
+        figures[name] = train(CASES[name])
+        Path(folder, str(rank)).write_text(json.dumps(figures))
+    torch.distributed.destroy_process_group()
+
+
+def main():
+    import deepspeed
+
+    target, *names = sys.argv[1:]
+    file = Path(target)
+    content = json.loads(file.read_text()) if file.exists() else {"runs": {}}
+    chosen = names or list(CASES)
+    for ranks in sorted({CASES[name]["ranks"] for name in chosen}):
+        of_size = [name for name in chosen if CASES[name]["ranks"] == ranks]
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(one_rank, (ranks, of_size, folder), nprocs=ranks)
+            figures = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
+        for name in of_size:
+            content["runs"][name] = [one[name] for one in figures]
+    content |= {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(runs)}" for name, runs in content.pop("runs").items())
+    about = json.dumps(content, sort_keys=True).removesuffix("}")
+    file.write_text(f'{about}, "runs": {{\n{lines}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    main()

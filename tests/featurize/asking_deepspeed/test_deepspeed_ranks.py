@@ -1,0 +1,44 @@
+"""One rank of DeepSpeed's ZeRO in a trace, against real ranks over gloo: bytes and collectives are the same.
+
+What the real ranks did is recorded (`ask_deepspeed.py` asks again), as DeepSpeed is no dependency of the tests.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed_nets import CASES, NETS, batch_of, loss_of
+
+from featurize.parallel.layout_text import parse_parallel
+from featurize.trace import trace_step
+from featurize.training import Training
+
+RECORDED = json.loads((Path(__file__).parent / "deepspeed_runs.json").read_text())
+SCALARS = 64  # bytes of norms, flags and scales, which are not all in the trace
+
+
+def traced(case, rank):
+    parallel = parse_parallel({"ddp": case["ranks"], "deepspeed": case["config"]}, files=True)
+    settings = Training(optimizer="momentum", implementation="foreach", **parallel.deepspeed.training)
+    return trace_step(
+        lambda: NETS[case["net"]](case["again"]), batch_of(case, "meta"), torch.empty(0, device="meta"), loss=loss_of,
+        settings=settings, training_loop=False, parallel=parallel, rank=rank,
+    )  # fmt: skip
+
+
+def test_every_case_is_recorded():
+    assert set(RECORDED["runs"]) == set(CASES) and RECORDED["deepspeed"] == "0.19.8"
+    assert all(len(RECORDED["runs"][name]) == case["ranks"] for name, case in CASES.items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_and_collectives_are_those_of_real_ranks(name):
+    for rank, real in enumerate(RECORDED["runs"][name]):
+        trace = traced(CASES[name], rank)
+        live = peak = 0
+        for event in trace.events:
+            live += event.nbytes
+            peak = max(peak, live) if event.step == 2 else 0
+        assert (peak, live) == (pytest.approx(real["peak"], abs=SCALARS), pytest.approx(real["end"], abs=SCALARS))
+        assert [[one.kind, one.nbytes] for one in trace.collectives if one.nbytes > SCALARS] == real["sent"]

@@ -1,0 +1,367 @@
+"""What the stages of DeepSpeed's ZeRO take of a rank, and what they send."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.device_spec import load_device
+from featurize.parallel.deepspeed_config import read_deepspeed
+from featurize.parallel.layout import Parallel, apt_settings
+from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.overlap import communication_of
+from featurize.parallel.wrapping import wrapped
+from featurize.trace import trace_step
+from featurize.training import Training
+
+A100 = load_device("A100-SXM4-40GB")
+WIDTH, LAYERS, RANKS = 512, 8, 8
+PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
+PADDING = 8 * 16  # a few elements of a rank, in bytes
+SMALL = {"param_dtype": "bf16", "reduce_bucket_size": 300_000}
+# DeepSpeed's defaults keep all of so small a model gathered.
+SMALL_3 = {
+    "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 1000,
+}  # fmt: skip
+STATES = ("parameter", "gradient", "master_weight", "optimizer_state", "gathered_parameter", "unreduced_gradient")
+
+
+def net():
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def traced(stage, settings=None, model=net, **options):
+    parallel = Parallel(**{"ddp": RANKS, "zero": stage, **SMALL, **(SMALL_3 if stage == 3 else {}), **options})
+    settings = settings or Training(optimizer="adamw", implementation="fused")
+    return trace_step(model, torch.empty(16, WIDTH, device="meta"), settings=settings, parallel=parallel)
+
+
+def held(trace, phase=None):
+    """Bytes by kind: the most together within a phase of the second step; without one, at its end."""
+    live, best = {}, {}
+    for event in trace.events:
+        kind = trace.blocks[event.block].kind
+        live[kind] = live.get(kind, 0) + event.nbytes
+        if event.step == 2 and event.phase == phase and states(live) >= states(best):
+            best = dict(live)
+    return best if phase else live
+
+
+def states(live):
+    return sum(live.get(kind, 0) for kind in STATES)
+
+
+@pytest.fixture(scope="module")
+def stages():
+    return {stage: traced(stage) for stage in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(("stage", "whole", "shared"), [(1, 2, 12), (2, 2, 12), (3, 0, 16)])
+def test_states_between_steps_are_those_of_the_paper(stages, stage, whole, shared):
+    """Rajbhandari et al. (arXiv 1910.02054): 2 bytes of parameters, 12 of the optimizer with its master weights. Stage
+    3 also keeps its part of the gradients, and parameters that are small."""
+    end = held(stages[stage])
+    biases = 2 * LAYERS * WIDTH if stage == 3 else 0
+    assert states(end) == pytest.approx(whole * PARAMETERS + shared * PARAMETERS / RANKS + biases, abs=PADDING)
+    assert end["master_weight"] == pytest.approx(4 * PARAMETERS / RANKS, abs=PADDING)
+
+
+@pytest.mark.parametrize(("stage", "whole", "more"), [(2, 2, 2), (3, 0, 4)])
+def test_the_update_takes_what_deepspeed_publishes(stages, stage, whole, more):
+    """`estimate_zero2_model_states_mem_needs` and `estimate_zero3_...`: 18 bytes of a rank's part. The update holds a
+    flat copy of its gradients besides; and the formula of stage 3 leaves the parameters themselves out."""
+    need = whole * PARAMETERS + 18 * PARAMETERS / RANKS
+    biases = 2 * LAYERS * WIDTH if stage == 3 else 0
+    taken = states(held(stages[stage], "optimizer"))
+    assert need < taken == pytest.approx(need + more * PARAMETERS / RANKS, abs=biases + 2 * PADDING)
+
+
+def test_each_stage_takes_less_of_a_rank(stages):
+    ddp = trace_step(
+        lambda: net().bfloat16(), torch.empty(16, WIDTH, device="meta"), parallel=Parallel(ddp=RANKS),
+        settings=Training(optimizer="adamw", precision="bf16-true"),
+    )  # fmt: skip
+    peaks = [stages[stage].peak_live_bytes for stage in (1, 2, 3)]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3 and ddp.parameters == PARAMETERS
+    assert all(trace.parameters == PARAMETERS for trace in stages.values())
+
+
+def test_gradients_are_whole_in_stage_1_and_a_part_in_stage_2_while_they_accumulate():
+    settings = Training(optimizer="adamw", implementation="fused", accumulation=2)
+    of_forward = [held(traced(stage, settings), "forward") for stage in (1, 2, 3)]
+    first, second, third = (one.get("gradient", 0) + one.get("unreduced_gradient", 0) for one in of_forward)
+    assert first == 2 * PARAMETERS and second == third == 2 * PARAMETERS / RANKS
+
+
+def test_accumulated_gradients_are_reduced_once_in_stage_1_and_each_time_later():
+    settings = Training(optimizer="adamw", accumulation=3)
+    sent = {stage: {} for stage in (1, 2, 3)}
+    for stage, kinds in sent.items():
+        for one in traced(stage, settings).collectives:
+            kinds[one.kind] = kinds.get(one.kind, 0) + (one.nbytes if one.nbytes > 64 else 0)
+    assert sent[1]["all_reduce"] == 2 * PARAMETERS and sent[2]["all_reduce"] == 3 * 2 * PARAMETERS
+    assert sent[1]["all_gather"] == sent[2]["all_gather"] == 2 * PARAMETERS
+    assert sent[3]["reduce_scatter"] == 3 * 2 * PARAMETERS and sent[3]["all_gather"] > 3 * 2 * PARAMETERS
+
+
+def test_buckets_have_the_size_that_was_asked_for_and_two_of_them_overlap():
+    alone, two = (traced(2, overlap_comm=overlaps) for overlaps in (False, True))
+    buckets = [[block.nbytes for block in trace.blocks if block.kind == "bucket"][-2:] for trace in (alone, two)]
+    assert set(buckets[0]) == set(buckets[1]) == {2 * SMALL["reduce_bucket_size"]}
+    assert held_most(two, "bucket") == 2 * held_most(alone, "bucket")
+    settings, parallel = Training(optimizer="adamw"), Parallel(ddp=RANKS, zero=2, network_gb_s=25)
+    waits = [communication_of(one, A100, settings, parallel, 10.0) for one in (alone, two)]
+    assert waits[1].exposed_ms < waits[0].exposed_ms == pytest.approx(waits[0].busy_ms)
+    assert waits[0].sent_mib == waits[1].sent_mib
+    none = traced(2, contiguous_gradients=False)
+    assert not any(block.kind == "bucket" for block in none.blocks)
+
+
+def test_stage_3_holds_more_parameters_when_it_fetches_further_ahead_or_keeps_them():
+    def gathered(**options):
+        return held_most(traced(3, **options), "gathered_parameter")
+
+    weight = 2 * WIDTH**2
+    tight = gathered(stage3_prefetch_bucket_size=0)
+    ahead = gathered(stage3_prefetch_bucket_size=2 * WIDTH**2)
+    kept = gathered(stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=10**9)
+    persistent = gathered(stage3_param_persistence_threshold=10**6)
+    assert weight <= tight < 2 * weight < ahead < kept <= persistent == 2 * PARAMETERS
+
+
+def held_most(trace, kind):
+    live = most = 0
+    for event in trace.events:
+        if trace.blocks[event.block].kind == kind:
+            live += event.nbytes
+            most = max(most, live) if event.step == 2 else 0
+    return most
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_offloaded_optimizer_leaves_nothing_of_it_on_the_gpu(stage, stages):
+    settings = Training(optimizer="adamw")
+    trace = traced(stage, settings, cpu_offload=True)
+    end = held(trace)
+    assert not (end.get("master_weight") or end.get("optimizer_state") or end.get("gradient"))
+    assert trace.peak_live_bytes < stages[stage].peak_live_bytes
+    given = traced(stage, Training(optimizer="adamw", offload_optimizer=True))
+    assert given.peak_live_bytes == trace.peak_live_bytes
+
+
+def test_offloaded_parameters_leave_what_is_gathered():
+    trace = traced(3, Training(optimizer="adamw"), cpu_offload=True, offload_param=True)
+    end = held(trace)
+    assert not end.get("parameter") and end["gathered_parameter"] == pytest.approx(2 * LAYERS * WIDTH, abs=PADDING)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_model_of_fp32_keeps_its_own_precision(stage):
+    end = held(traced(stage, Training(optimizer="adamw", precision="bf16"), param_dtype=None))
+    share = 1 if stage < 3 else RANKS
+    assert end["parameter"] == pytest.approx(4 * PARAMETERS / share, abs=PADDING)
+    assert end["master_weight"] == pytest.approx(4 * PARAMETERS / RANKS, abs=PADDING)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_run_their_blocks_again(stage, reentrant):
+    def blocks():
+        several = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*several))
+
+    settings = Training(optimizer="adamw", checkpointing="full", checkpoint_reentrant=reentrant)
+    trace, whole = traced(stage, settings, blocks), traced(stage, Training(optimizer="adamw"), blocks)
+    assert sum(one.recomputed for one in trace.operators) > 0 and trace.parameters == whole.parameters
+    reduced = [sum(c.nbytes for c in t.collectives if c.kind != "all_gather") for t in (trace, whole)]
+    assert reduced[0] == reduced[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"zero": 2}, "zero=2 is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero=2"),
+        ({"ddp": 8, "zero": 4}, "zero is a stage of DeepSpeed's ZeRO, 1, 2 or 3, .* got 4"),
+        ({"ddp": 8, "zero": True}, "zero is a stage"),
+        ({"fsdp": 8, "zero": 2}, "zero: of ddp without fsdp, tp and own only"),
+        ({"tp": 8, "zero": 2}, "zero: of ddp without fsdp, tp and own only"),
+        ({"ddp": 8, "zero": 2, "bucket_cap_mb": 3}, "bucket_cap_mb: of ddp without fsdp, tp and zero only"),
+        ({"ddp": 8, "zero": 2, "offload_param": True}, "offload_param: of zero=3 only"),
+        ({"ddp": 8, "overlap_comm": True}, "overlap_comm: of zero only"),
+        ({"ddp": 8, "zero": 2, "overlap_comm": 3}, "overlap_comm must be true or false"),
+        ({"ddp": 8, "zero": 2, "reduce_bucket_size": 0}, "reduce_bucket_size must be a whole number of elements"),
+        ({"ddp": 8, "param_dtype": "bf16"}, "param_dtype: of fsdp or zero only"),
+    ],
+)
+def test_a_layout_of_zero_that_cannot_be_is_refused(given, problem):
+    with pytest.raises(UsageError, match=problem):
+        parse_parallel(given)
+
+
+def test_the_text_of_a_stage_says_all_of_it():
+    whole = parse_parallel("ddp=8,zero=3,param_dtype=bf16,reduce_bucket_size=2e8,offload_param=true,overlap_comm=false")
+    assert whole.reduce_bucket_size == 200_000_000 and parse_parallel(whole.text()) == whole
+
+
+def test_a_stage_and_its_settings_go_to_the_layouts_that_have_them():
+    given = {"zero": 3, "param_dtype": "bf16", "offload_param": True, "bucket_cap_mb": 3, "wrap": ["Block"]}
+    assert apt_settings(given, {"ddp": 8}) == {"zero": 3, "param_dtype": "bf16", "offload_param": True}
+    assert apt_settings(given, {"ddp": 2, "fsdp": 4}) == {"param_dtype": "bf16", "wrap": ["Block"]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "problem"),
+    [
+        (2, {"precision": "fp16"}, "param_dtype=bf16 of zero contradicts precision=fp16; .*bf16-true"),
+        (1, {"ema": True}, "zero=1 does not go with ema"),
+        (2, {"clip_value": 1.0, "grad_scaler": True}, "zero=2 does not go with clip_value, grad_scaler"),
+        (3, {"offload_activations": True}, "zero=3 does not go with offload_activations"),
+    ],
+)
+def test_training_that_deepspeed_does_not_have_is_refused(stage, settings, problem):
+    with pytest.raises(UsageError, match=problem):
+        traced(stage, Training(**settings))
+
+
+def test_parameters_of_several_types_are_refused():
+    def mixed():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, WIDTH))
+
+    with pytest.raises(UsageError, match="the model has bfloat16, float32; give param_dtype"):
+        traced(2, model=mixed, param_dtype=None)
+
+
+def test_sparse_gradients_are_refused():
+    words = torch.zeros(4, 3, dtype=torch.long)
+    for stage in (1, 3):
+        with pytest.raises(UsageError, match="zero has no sparse gradients"):
+            trace_step(lambda: nn.Embedding(9, 2, sparse=True), words, parallel=Parallel(ddp=2, zero=stage))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_rank_of_an_uneven_model_is_traced_with_the_state_of_any_optimizer(stage):
+    def uneven():
+        return nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 7), nn.Linear(7, 1))
+
+    for rank in range(3):
+        settings, parallel = Training(optimizer="adagrad", precision="fp16"), Parallel(ddp=3, zero=stage)
+        parallel = replace(parallel, param_dtype="fp16", reduce_bucket_size=1000, gpus_per_node=3)
+        inputs = torch.empty(4, WIDTH, device="meta")
+        end = held(trace_step(uneven, inputs, settings=settings, parallel=parallel, rank=rank))
+        elements = sum(p.numel() for p in uneven().parameters())
+        assert end["optimizer_state"] == pytest.approx(4 * elements / 3, abs=PADDING)
+
+
+def test_real_ranks_do_not_run_it():
+    with pytest.raises(UsageError, match=r"zero=2: real ranks do not run DeepSpeed; .* simulate it"):
+        wrapped(net(), Parallel(ddp=2, zero=2))
+
+
+FILE = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "scheduler": {"type": "WarmupLR"},
+    "steps_per_print": 100,
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": 2e8,
+        "allgather_bucket_size": 5e8,
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "offload_optimizer": {"device": "none"},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+def with_zero(**options):
+    return {**FILE, "zero_optimization": {**FILE["zero_optimization"], **options}}
+
+
+def test_a_file_says_what_zero_and_the_training_are(tmp_path):
+    path = tmp_path / "a'; echo.json"
+    path.write_text(json.dumps(FILE))
+    for given in (FILE, path, str(path)):
+        file = read_deepspeed(given, ranks=16)
+        assert file.zero == {
+            "zero": 3, "param_dtype": "bf16", "reduce_bucket_size": 200_000_000, "overlap_comm": True,
+            "offload_param": True,
+        }  # fmt: skip
+        assert file.training == {
+            "accumulation": 8, "clip_norm": 1.0, "optimizer": "adamw", "implementation": "fused",
+        }  # fmt: skip
+        assert file.micro_batch == 4 and len(file.left_open) == 3
+    sized = read_deepspeed(FILE, ranks=16, hidden_size=1000)
+    assert sized.zero["stage3_prefetch_bucket_size"] == 900_000
+    assert sized.zero["stage3_param_persistence_threshold"] == 10_000 and sized.left_open == ("train_batch_size",)
+
+
+def test_a_batch_size_of_all_gives_what_is_left_open():
+    assert read_deepspeed({**FILE, "train_batch_size": 64, "gradient_accumulation_steps": "auto"}, ranks=8).training[
+        "accumulation"
+    ] == 2  # fmt: skip
+    file = {**FILE, "train_batch_size": 128, "train_micro_batch_size_per_gpu": "auto"}
+    assert read_deepspeed(file, ranks=8).micro_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({}, r"zero_optimization.stage must be 1, 2 or 3"),
+        ({**FILE, "train_batch_size": 100}, "train_batch_size=100 is not micro batch 4 x accumulation 8 x 2 ranks"),
+        ({**FILE, "fp16": {"enabled": True}}, "bf16 and fp16 exclude each other"),
+        ({**FILE, "fsdp": {"enabled": True}}, "not estimated: fsdp; read: .*zero_optimization; ignored"),
+        ({**FILE, "optimizer": {"type": "OneBitAdam"}}, "optimizer.type='OneBitAdam' is not estimated; known: Adam"),
+        ({**FILE, "gradient_clipping": "much"}, "gradient_clipping must be a number or auto"),
+        ({**FILE, "bf16": True}, "bf16 is a block of settings"),
+        (with_zero(zero_quantized_weights=True), "zero_quantized_weights=True is not estimated"),
+        (with_zero(zenflow={"topk_ratio": 0.1}), "zero_optimization: not estimated: zenflow; known: .*stage"),
+        (with_zero(offload_param={"device": "nvme"}), "offload_param.device='nvme' is not estimated"),
+        ({**FILE, "data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype=fp32 is not estimated"),
+        (3, "deepspeed is a JSON file or a mapping"),
+        ("a\0b", "cannot be read"),
+        ({**FILE, "gradient_accumulation_steps": float("inf")}, "gradient_accumulation_steps must be a number or auto"),
+        ({**FILE, "train_batch_size": 2.5}, r"train_batch_size must be a whole number >= 1, got 2\.5"),
+        ({**FILE, "fp16": {"enabled": "yes"}}, "fp16.enabled must be true, false or auto, got 'yes'"),
+    ],
+)
+def test_what_a_file_asks_for_beyond_the_estimate_is_refused(given, problem):
+    with pytest.raises(UsageError, match=problem):
+        read_deepspeed(given, ranks=2)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "broken.json").write_text("{")
+    for name, problem in (("none", "cannot be read"), ("broken", "is no JSON"), ("list", "holds no settings")):
+        with pytest.raises(UsageError, match=problem):
+            read_deepspeed(tmp_path / f"{name}.json", ranks=2)
+
+
+def test_a_layout_takes_a_file_where_one_job_is_estimated(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(FILE))
+    text = f"deepspeed={tmp_path}/ds.json,ddp=16,gpus_per_node=4"
+    layout = parse_parallel(text, files=True)
+    assert (layout.zero, layout.ddp, layout.nodes, layout.offload_param) == (3, 16, 4, True)
+    assert "ds.json" not in layout.text() and parse_parallel(layout.text()) == layout
+    with pytest.raises(UsageError, match="zero=2 contradicts the DeepSpeed file, which has zero=3"):
+        parse_parallel(f"{text},zero=2", files=True)
+    with pytest.raises(UsageError, match="deepspeed needs the number of GPUs as ddp"):
+        parse_parallel({"deepspeed": FILE}, files=True)
+    with pytest.raises(UsageError, match="a file is read where one job is estimated"):
+        parse_parallel(text)
+
+
+def test_a_trace_leaves_pytorch_as_it_was():
+    before = nn.functional.linear
+    traced(3, Training(precision="bf16"), param_dtype=None)
+    assert nn.functional.linear is before

@@ -1,0 +1,82 @@
+"""`estimate(..., parallel="ddp=8,zero=2")`: what a job under DeepSpeed takes from each of its GPUs."""
+
+import json
+
+import pytest
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.families import mlp
+from learn import estimate, plan
+
+INPUTS = [4, 2048]
+FILE = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+}
+
+
+def net():
+    return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))
+
+
+def of_net(parallel, **options):
+    return estimate(net, INPUTS, parallel=parallel, **{"optimizer": "adamw", **options})
+
+
+def test_parts_of_each_stage_are_named():
+    of_third = ",stage3_max_reuse_distance=0,stage3_prefetch_bucket_size=0"
+    stages = [
+        of_net(f"ddp=8,zero={stage},param_dtype=bf16,reduce_bucket_size=1e7{of_third if stage == 3 else ''}")
+        for stage in (1, 2, 3)
+    ]
+    parts = [set(one.breakdown) for one in stages]
+    assert all({"gradient buckets", "master weights"} <= one for one in parts)
+    assert "gathered parameters" in parts[2] and "gathered parameters" not in parts[0]
+    for one in stages:
+        assert sum(one.breakdown.values()) == pytest.approx(one.peak_memory_mib) and one.peak_memory_mib < one.upper_mib
+        assert 0 < one.exposed_ms <= one.communication_ms and one.ranks[0].count == 8
+        assert any("DeepSpeed 0.19 runs stage" in note for note in one.warnings)
+    assert set(stages[1].sent_mib) == {"all_reduce", "all_gather"} and "reduce_scatter" in stages[2].sent_mib
+    assert stages[0].allocated_mib > stages[1].allocated_mib > stages[2].allocated_mib
+    assert stages[2].parameters == sum(p.numel() for p in net().parameters())
+
+
+def test_a_file_is_the_settings_that_it_has(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(FILE))
+    read = estimate(net, INPUTS, parallel=f"deepspeed={tmp_path}/ds.json,ddp=8")
+    given = of_net("ddp=8,zero=2,param_dtype=bf16", accumulation=2, implementation="fused")
+    assert read.breakdown == given.breakdown and read.step_time_ms == given.step_time_ms
+    assert any("auto in the DeepSpeed file" in note and "reduce_bucket_size" in note for note in read.warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"accumulation": 4}, "the DeepSpeed file has accumulation=2, and the job accumulation=4; change either"),
+        ({"optimizer": "sgd"}, "the DeepSpeed file has optimizer=adamw, and the job optimizer=sgd"),
+        ({"inputs": [8, 2048]}, "train_micro_batch_size_per_gpu=4, and the inputs hold 8 samples"),
+    ],
+)
+def test_a_job_that_contradicts_its_file_is_refused(options, problem):
+    inputs = options.pop("inputs", INPUTS)
+    with pytest.raises(UsageError, match=problem):
+        estimate(net, inputs, parallel={"deepspeed": FILE, "ddp": 8}, **options)
+
+
+def test_a_trial_config_keeps_its_own_training():
+    config = mlp.Config(batch_size=4, input_size=1024, classes=10, depth=3, optimizer="adam")
+    with pytest.raises(UsageError, match=r"the DeepSpeed file has optimizer=adamw, .*, and the job optimizer=adam, "):
+        estimate(config, parallel={"deepspeed": FILE, "ddp": 8})
+    assert estimate(config, parallel="ddp=4,zero=2,reduce_bucket_size=1e6").ranks[0].count == 4
+
+
+def test_a_plan_gives_its_stage_to_replicas():
+    done = plan(net, INPUTS, gpus=4, optimizer="adamw", parallel="zero=2,reduce_bucket_size=1e7,param_dtype=bf16")
+    stages = {(row.parallel.ddp, row.parallel.fsdp): row.parallel.zero for row in done.rows}
+    assert stages[4, 1] == 2 and stages[1, 4] is None
+    with pytest.raises(UsageError, match="give zero and its settings, not deepspeed"):
+        plan(net, INPUTS, gpus=4, parallel={"deepspeed": FILE})
