@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import HYBRID, MODES, OWN, PLANNED, Parallel, apt_settings
+from featurize.parallel.layout import EXPERTS, HYBRID, MODES, OWN, PLANNED, Parallel, apt_settings
 from featurize.parallel.layout_text import named_settings, parse_parallel
 
 MOST_GPUS = 65_536
@@ -37,7 +37,7 @@ def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[st
             f"parallel is text or a mapping of settings, as in gpus_per_node=4, got {type(given).__name__}"
         )
     settings = named_settings(given or {})
-    if degrees := [name for name in settings if name in (*MODES, OWN, HYBRID, *PLANNED)]:
+    if degrees := [name for name in settings if name in (*MODES, EXPERTS, OWN, HYBRID, *PLANNED)]:
         raise UsageError(f"plan chooses the degrees: leave {', '.join(degrees)} out of parallel")
     for mode in ("ddp", "fsdp"):  # between them they know all settings but tp's
         layout_of({mode: gpus}, settings)
@@ -109,7 +109,7 @@ def within_text(degrees: tuple[int, ...]) -> str:
 
 def mesh_text(layout: Parallel) -> str:
     """Return a layout's degrees, as `ddp=8, fsdp=8`."""
-    return ", ".join(f"{mode}={degree}" for mode, degree in layout.axes.items())
+    return ", ".join(f"{mode}={degree}" for mode, degree in layout.degrees.items() if degree > 1)
 
 
 def shards_of(layout: Parallel) -> tuple[int, ...]:
