@@ -141,8 +141,10 @@ class _Ranks:
 
     def experts_of(self, received: Tensor, rows: int) -> Tensor:
         """Return which of this rank's experts each row is for that it receives, counted as `counts_of` returns it."""
+        if received.is_meta:
+            return torch.arange(rows, device=received.device).remainder_(self.own)
         numbers = torch.arange(self.own, device=received.device).repeat(self.mesh.size())
-        return numbers.new_empty(rows) if received.is_meta else numbers.repeat_interleave(received.view(-1).long())
+        return numbers.repeat_interleave(received.view(-1).long())
 
     def exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         return _exchanged(rows, sent, received, self.mesh.get_group())

@@ -5,13 +5,14 @@ Start reading at `shard`. The same for a trace and for real ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from conf.errors import UsageError
 from featurize.checkpointing import repeated_blocks
@@ -60,12 +61,22 @@ def _shard_experts(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, optio
         options = {**options, "reshard_after_forward": True}
     own = mesh["ddp", EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
     for modules in divide_experts(model, mesh[EXPERTS]):
-        unit = fully_shard(modules, mesh=own, **options)
+        unit = fully_shard(modules, mesh=own, shard_placement_fn=_placement(mesh[EXPERT_SHARDS].size()), **options)
         for one in unit:
             if isinstance(one, FSDPModule):
                 # Of an expert's gradients, all ranks' batches are the mean: a sum, divided by itself.
                 one.set_gradient_divide_factor(float(parallel.ddp * parallel.sharded))
                 one.set_force_sum_reduction_for_comms(mesh[EXPERT_SHARDS].size() > 1)
+
+
+def _placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Fewer experts than ranks are spread along their next dimension, as in torchtitan: FSDP2 would gather padding."""
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        few = parameter.dim() > 1 and len(parameter) < ranks and parameter.shape[1] % ranks == 0
+        return Shard(1) if few else None
+
+    return place
 
 
 def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:

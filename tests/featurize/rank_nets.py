@@ -37,11 +37,11 @@ class Attending(nn.Module):
 class Chosen(nn.Module):
     """Experts side by side, as transformers has them; a bias is left out."""
 
-    def __init__(self):
+    def __init__(self, experts=EXPERTS):
         super().__init__()
-        self.num_experts = EXPERTS
-        self.rise = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH))
-        self.fall = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH))
+        self.num_experts = experts
+        self.rise = nn.Parameter(torch.randn(experts, WIDTH, 2 * WIDTH))
+        self.fall = nn.Parameter(torch.randn(experts, 2 * WIDTH, WIDTH))
 
     def forward(self, tokens, top_k_index, top_k_weights):
         choices = top_k_index.reshape(-1)
@@ -69,20 +69,20 @@ class Grouped(Chosen):
 class Mixture(nn.Module):
     """A router and its experts, which it likes all alike where it is balanced."""
 
-    def __init__(self, kind=Chosen, balanced=True):
+    def __init__(self, kind=Chosen, balanced=True, experts=EXPERTS):
         super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), kind()
-        self.grouped, self.balanced = kind is Grouped, balanced
+        self.router, self.experts = nn.Linear(WIDTH, experts), kind(experts)
+        self.count, self.grouped, self.balanced = experts, kind is Grouped, balanced
 
     def forward(self, x):
         tokens = x.reshape(-1, WIDTH)
         weights, index = self.router(tokens).softmax(-1).topk(CHOICES)
         if self.balanced:
-            index = torch.arange(len(tokens) * CHOICES, device=x.device).view(-1, CHOICES) % EXPERTS
+            index = torch.arange(len(tokens) * CHOICES, device=x.device).view(-1, CHOICES) % self.count
         if not self.grouped:
             return self.experts(tokens, index, weights).view_as(x)
         order = torch.argsort(index.view(-1))
-        counts = torch.zeros(EXPERTS, dtype=torch.int64).to(x.device)
+        counts = torch.zeros(self.count, dtype=torch.int64).to(x.device)
         counts.scatter_add_(0, index.view(-1), torch.ones_like(index.view(-1)))
         out = self.experts(tokens[order // CHOICES], counts)
         restored = torch.empty_like(out)

@@ -63,6 +63,7 @@ PARTS_CASES = {
     "not causal": ({"cp": 4, "cp_load_balance": False}, lambda: Attending(causal=False)),
     "experts": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=Mixture)),
     "whole experts": ({"fsdp": 4, "ep": 4}, lambda: Attending(forward_part=Mixture)),
+    "fewer experts than shards": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=lambda: Mixture(experts=2))),
     "grouped experts": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=lambda: Mixture(Grouped))),
     "experts with places": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=routed)),
     "replicas of experts": ({"ddp": 2, "fsdp": 2, "ep": 2}, lambda: Attending(forward_part=Mixture)),
