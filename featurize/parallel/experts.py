@@ -8,9 +8,8 @@ Shape suffixes: T tokens of a rank, K experts of a token, R rows that a rank rec
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,15 +65,19 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[list[nn.Module]]:
 def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     """Experts side by side in each parameter of one module."""
     sizes = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() > 1}
-    takes = [one for one in inspect.signature(module.forward).parameters.values() if one.default is one.empty]
-    if len(sizes) != 1 or len(takes) not in (2, 3):
+    signature = inspect.signature(module.forward)
+    exchange = _EXCHANGES.get(len(signature.parameters))
+    if len(sizes) != 1 or exchange is None:
         raise UsageError(f"parallel: ep: {path} ({type(module).__name__}) is not divided; what is: {_KNOWN}")
     experts = sizes.pop()
     _keep_own(path, module, experts, mesh)
     if hasattr(module, "num_experts"):
         vars(module)["num_experts"] = experts // mesh.size()
-    exchange = _of_choices if len(takes) == 3 else _of_groups
-    forward = functools.partial(exchange, module.forward, _Ranks(mesh, experts))
+    own, ranks = module.forward, _Ranks(mesh, experts)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return exchange(own, ranks, *signature.bind(*args, **kwargs).arguments.values())
+
     # A module's own `forward` is found before its class's, whatever wrapper makes of the class.
     vars(module)["forward"] = forward
     return [module]
@@ -179,6 +182,10 @@ def _of_groups(forward: Callable[..., Tensor], ranks: _Ranks, tokens_RE: Tensor,
     restored = torch.empty_like(out_RE)
     restored[order] = out_RE
     return ranks.exchanged(restored, inwards, outwards)
+
+
+# Arguments of a mixture's forward pass -> how its tokens are exchanged.
+_EXCHANGES: Mapping[int, Callable[..., Tensor]] = {2: _of_groups, 3: _of_choices}
 
 
 class _Exchange(torch.autograd.Function):

@@ -54,6 +54,10 @@ CASES = {
 }
 # The same of models whose ranks share a sequence, or the experts of a mixture; and the model.
 PARTS = {"blocks.*.part": "colwise_gather_output"}
+OF_EXPERTS = {
+    "blocks.*.part.experts": "moe_tp_experts", "blocks.*.part.experts.rise": "packed_rowwise",
+    "blocks.*.part.experts.fall": "colwise",
+}  # fmt: skip
 PARTS_CASES = {
     "sequence": ({"cp": 4}, Attending),
     "rotated": ({"cp": 4, "cp_rotate": "alltoall"}, Attending),
@@ -67,6 +71,8 @@ PARTS_CASES = {
     "grouped experts": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=lambda: Mixture(Grouped))),
     "experts with places": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=routed)),
     "replicas of experts": ({"ddp": 2, "fsdp": 2, "ep": 2}, lambda: Attending(forward_part=Mixture)),
+    "split experts": ({"tp": 4, "tp_plan": OF_EXPERTS}, lambda: Attending(forward_part=Mixture)),
+    "split experts and shards": ({"fsdp": 2, "tp": 2, "tp_plan": OF_EXPERTS}, lambda: Attending(forward_part=Mixture)),
     "sequence and experts": ({"fsdp": 2, "cp": 2, "ep": 4}, lambda: Attending(forward_part=Mixture)),
 }
 # Routed as it comes: some experts get more than others.
