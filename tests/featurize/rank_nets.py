@@ -1,6 +1,6 @@
 """Small models that ranks train together: attention over a divided sequence, and mixtures of divided experts.
 
-Start reading at `Attending` and `Mixing`.
+Start reading at `Attending` and `Mixture`.
 """
 
 import contextlib
@@ -32,6 +32,17 @@ class Attending(nn.Module):
             changed = block["part"](x)
             x = x + (changed[0] if isinstance(changed, tuple) else changed)
         return x
+
+
+class Embedding(nn.Module):
+    """A vocabulary of which each rank has some rows; tokens are made of the sign of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(64, WIDTH)
+
+    def forward(self, x):
+        return self.rows((x[..., 0] > 0).long())
 
 
 class Chosen(nn.Module):

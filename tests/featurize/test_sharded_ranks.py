@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from rank_nets import LENGTH, Attending, Grouped, Mixture, efficient_attention_on_cpu, routed
+from rank_nets import LENGTH, Attending, Embedding, Grouped, Mixture, efficient_attention_on_cpu, routed
 from rank_nets import WIDTH as ATTENTION_WIDTH
 from real_ranks import run_ranks
 from torch import nn
@@ -305,6 +305,18 @@ def test_bytes_and_collectives_of_shared_sequences_and_experts_are_those_of_real
         )  # fmt: skip
         assert [[one.kind, one.nbytes] for one in trace.collectives] == measured[rank][name]["sent"]
         assert trace.peak_live_bytes == measured[rank][name]["peak"]
+
+
+def test_an_embedding_whose_rows_are_split_has_its_whole_gradient_on_each_rank():
+    plan = {"blocks.*.part.rows": "embedding_rowwise"}
+    trace = trace_step(
+        lambda: Attending(forward_part=Embedding), torch.empty(2, LENGTH, ATTENTION_WIDTH, device="meta"),
+        torch.empty((), device="meta"), loss_of, settings=training(), parallel=Parallel(tp=4, tp_plan=plan),
+    )  # fmt: skip
+    rows = Embedding().rows.weight.nbytes
+    sizes = [block.nbytes for block in trace.blocks if block.kind == "gradient" and "rows" in block.module]
+    assert sizes == [rows] * len(sizes) and sizes
+    assert {block.nbytes for block in trace.blocks if block.kind == "parameter"} >= {rows // 4}
 
 
 def test_divided_experts_compute_what_whole_ones_do(measured):
