@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import _VF, Tensor
 
+from conf.errors import UsageError
 from featurize import cudnn_rnn, detection, flash_attention, liger, xformers_attention
 from featurize.architecture import AttentionKernels
 from featurize.autocast import Autocast, casting
 from featurize.library_calls import channels_last
+from featurize.optimizers import is_shared
 from featurize.replacing import replaced
 
 
@@ -186,6 +188,12 @@ def _attention(
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         keep = query.requires_grad or key.requires_grad or value.requires_grad
         return kernel(query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale)[0]
+    if is_shared(query):
+        raise UsageError(
+            "parallel: cp: PyTorch runs fused attention over several ranks, and this call has no fused kernel (heads "
+            f"of {width} elements in {str(query.dtype).removeprefix('torch.')}, {query.shape[1]} of queries and "
+            f"{key.shape[1]} of keys); bf16 has more of them"
+        )
     more = {"enable_gqa": True} if enable_gqa else {}
     return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
 

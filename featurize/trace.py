@@ -186,7 +186,7 @@ def trace_step(
             sharded.attach(recorder)
         notes.update(dict.fromkeys([AUTOTUNED] * training.autotunes))
         # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
-        given = [_on_meta(one, target) for one in batches or (inputs,)]
+        given = [_on_meta(one, target, sharded) for one in batches or (inputs,)]
         shapes: dict[Hashable, int] = {}
         order = [shapes.setdefault(shape_of(one), len(shapes)) for one in given]
         met_at = [order.index(shape) for shape in range(len(shapes))]
@@ -195,7 +195,8 @@ def trace_step(
             attends=lambda width: heads.append(int(width)),
         )  # fmt: skip
         doing = "the model cannot be traced: it fails"
-        with recorder.modules(), policy as enter_policy:
+        ranks = sharded.running() if sharded is not None else contextlib.nullcontext()
+        with recorder.modules(), policy as enter_policy, ranks:
             of_shape = []
             for made, wanted in (given[at] for at in met_at):
                 made_target = _target_for(recorder, step, made, loss) if wanted is None else wanted
@@ -279,11 +280,15 @@ def _require_trainable(model: nn.Module) -> None:
         raise UsageError("no parameter of the model requires a gradient: there is nothing to train")
 
 
-def _on_meta(inputs: Tensor | Inputs | Callable | None, target: Tensor | None) -> tuple[Inputs, Tensor | None]:
+def _on_meta(
+    inputs: Tensor | Inputs | Callable | None, target: Tensor | None, sharded: ShardedRank | None
+) -> tuple[Inputs, Tensor | None]:
     made: object = inputs
     if callable(inputs):
         with torch.device("meta"):
             made, target = inputs("meta")
+    if sharded is not None:
+        made, target = sharded.part_of(arguments(made), target)
     given, wanted = arguments(mapped(made, as_meta)), None if target is None else as_meta(target)
     for name, tensor in (*named_tensors(given), *named_tensors(wanted, "the target")):
         name_tensor(tensor, name)

@@ -193,7 +193,9 @@ class _OfTokens(nn.Module):
             self.head.weight = self.embedding.weight
 
     def embed(self, tokens_NL: Tensor) -> Tensor:
-        return self.dropout(self.embedding(tokens_NL) + self.positions_LE)
+        length = tokens_NL.shape[1]
+        positions_LE = self.positions_LE if length == len(self.positions_LE) else self.positions_LE[:length]
+        return self.dropout(self.embedding(tokens_NL) + positions_LE)
 
     def read(self, x_NLE: Tensor) -> Tensor:
         x_NLE = self.norm(x_NLE)

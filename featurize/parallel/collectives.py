@@ -131,7 +131,7 @@ def fabric_of_axis(spec: DeviceSpec, parallel: Parallel, degree: int, stride: in
 
 
 def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -> dict[str, Fabric]:
-    """Return what joins the ranks of each dimension of the mesh; "" is of all ranks.
+    """Return what joins the ranks of each group of `Parallel.groups`; "" is of all ranks.
 
     Args:
         spec: The GPU model.
@@ -141,10 +141,9 @@ def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -
     Raises:
         UsageError: As `fabric_of_axis`.
     """
-    fabrics, stride = {"": fabric_of(spec, parallel)}, 1
-    for name, degree in reversed(parallel.axes.items()):
+    fabrics = {"": fabric_of(spec, parallel)}
+    for name, (degree, stride) in parallel.groups.items():
         fabrics[name] = fabric_of_axis(spec, parallel, degree, stride)
-        stride *= degree
     for axis in axes:
         if axis not in fabrics:
             fabrics[axis] = fabric_of_axis(spec, parallel, *map(int, axis.split("x")))
@@ -152,9 +151,9 @@ def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -
 
 
 def communicators_mib(spec: DeviceSpec, parallel: Parallel) -> float:
-    """Return what NCCL keeps on each GPU, in MiB: a communicator for each dimension of the mesh."""
+    """Return what NCCL keeps on each GPU, in MiB: a communicator for each of its groups."""
     fabrics = fabrics_of(spec, parallel)
-    return sum(communicator_mib(fabrics[axis]) for axis in parallel.axes)
+    return sum(communicator_mib(fabrics[axis]) for axis in parallel.groups)
 
 
 def _nodes(parallel: Parallel, degree: int, stride: int) -> int:

@@ -16,10 +16,13 @@ from conf.errors import UsageError, shown
 if TYPE_CHECKING:
     from featurize.parallel.deepspeed_config import DeepSpeedFile
 
-MODES = ("ddp", "fsdp", "tp")  # the outermost first: ranks of the last one are neighbours
+MODES = ("ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
+EXPERTS = "ep"  # which divides the ranks of fsdp and cp, and does not multiply them
+EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
 OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
-PLANNED = ("pp", "cp", "ep")  # that are known by name, and refused
+PLANNED = ("pp",)  # that are known by name, and refused
+ROTATIONS = ("allgather", "alltoall")  # torch.distributed.tensor.experimental.set_rotate_method; its default first
 DTYPES = ("fp32", "bf16", "fp16")
 ZERO_STAGES = (1, 2, 3)
 _MOST = 65_536  # ranks
@@ -37,16 +40,21 @@ class _OfMode(NamedTuple):
 
 _OF_MODES = (
     _OfMode(
-        ("reshard_after_forward", "reduce_dtype", "wrap"), "fsdp", lambda degrees: _takes_part(degrees, "fsdp"),
+        ("reshard_after_forward", "reduce_dtype", "wrap"), "fsdp or cp",
+        lambda degrees: _takes_part(degrees, "fsdp", "cp"),
     ),
     _OfMode(
         ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
-        "ddp without fsdp, tp and zero", lambda degrees: not (_takes_part(degrees, "fsdp", "tp") or _stage(degrees)),
+        "ddp without fsdp, cp, tp and zero",
+        lambda degrees: not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees)),
     ),
+    _OfMode(("cp_rotate", "cp_load_balance"), "cp", lambda degrees: _takes_part(degrees, "cp")),
     _OfMode(("tp_plan",), "tp", lambda degrees: _takes_part(degrees, "tp")),
-    _OfMode(("zero",), "ddp without fsdp, tp and own", lambda degrees: not _takes_part(degrees, "fsdp", "tp", OWN)),
+    _OfMode(("zero",), "ddp without fsdp, cp, tp and own",
+            lambda degrees: not _takes_part(degrees, "fsdp", "cp", "tp", OWN)),
     _OfMode(
-        ("param_dtype", "cpu_offload"), "fsdp or zero", lambda degrees: _takes_part(degrees, "fsdp") or _stage(degrees),
+        ("param_dtype", "cpu_offload"), "fsdp, cp or zero",
+        lambda degrees: _takes_part(degrees, "fsdp", "cp") or _stage(degrees),
     ),
     _OfMode(("reduce_bucket_size", "overlap_comm", "contiguous_gradients"), "zero", lambda degrees: _stage(degrees)),
     _OfMode(
@@ -69,7 +77,11 @@ class Parallel:
         ddp: Replicas of the model, each with a batch of its own: under DistributedDataParallel, or of all shards of
             `fsdp` (HSDP).
         fsdp: Ranks over which FSDP2 (`fully_shard`) spreads each replica, each with a batch of its own.
+        cp: Ranks that share a batch, each with its part of the sequence (context parallelism): attention gathers or
+            rotates keys and values among them. FSDP2 spreads over `fsdp` and `cp` together.
         tp: Ranks that share each module of a plan (tensor parallelism), and a batch.
+        ep: Neighbours among the ranks of `fsdp` and `cp` that divide the experts of each mixture among them and
+            exchange tokens (expert parallelism). It adds no ranks: FSDP2 spreads each expert over the other ranks.
         own: Ranks over which the model's own code spreads it: the factory calls `init_device_mesh`, `fully_shard`,
             `parallelize_module` or `distribute_tensor`, and is taken as it is. Each rank counts with its own batch.
         gpus_per_node: GPUs of a node; more ranks than that take several nodes, all of them full.
@@ -86,6 +98,9 @@ class Parallel:
         reduce_dtype: Type in which it reduces gradients. None: `param_dtype`.
         cpu_offload: Shards, their gradients and the optimizer are in host memory.
         wrap: Classes of the modules whose parameters are gathered together. None: the repeated blocks.
+        cp_rotate: How keys and values go around, of `ROTATIONS`. None is PyTorch's choice, allgather.
+        cp_load_balance: Each rank has a part of the sequence's head and one of its tail, so that all have as much of a
+            causal mask. None is PyTorch's choice, true; false is for attention without a causal mask.
         tp_plan: Path of a module, with `*` for any part of it -> how it is split, as in plans of transformers' models:
             `colwise`, `rowwise` and others. None: the model's own plan.
         zero: Stage of DeepSpeed's ZeRO, in place of DistributedDataParallel: 1 spreads the optimizer over the ranks of
@@ -109,7 +124,9 @@ class Parallel:
 
     ddp: int = 1
     fsdp: int = 1
+    cp: int = 1
     tp: int = 1
+    ep: int = 1
     own: int = 1
     gpus_per_node: int = 8
     network_gb_s: float = 25.0
@@ -123,6 +140,8 @@ class Parallel:
     reduce_dtype: str | None = None
     cpu_offload: bool = False
     wrap: tuple[str, ...] | None = None
+    cp_rotate: str | None = None
+    cp_load_balance: bool | None = None
     tp_plan: Mapping[str, str] | None = dataclasses.field(default=None, hash=False)  # a mapping has no hash
     # Defaults as of DeepSpeed 0.19 (deepspeed/runtime/zero/config.py)
     zero: int | None = None
@@ -142,7 +161,7 @@ class Parallel:
             raise UsageError(f"parallel: {'; '.join(bad)}")
 
     def _problems(self) -> Iterator[str]:
-        for name in (*MODES, OWN, "gpus_per_node"):
+        for name in (*MODES, EXPERTS, OWN, "gpus_per_node"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
                 yield f"{name} must be a whole number from 1 to {_MOST}, got {shown(value)}"
@@ -156,10 +175,12 @@ class Parallel:
                 yield f"{field.name} must be true or false, got {shown(value)}"
         yield from self._problems_of_shards()
         yield from self._problems_of_zero()
+        yield from self._problems_of_parts()
         yield from self._problems_of_modes()
-        if self.own != 1 and any(getattr(self, name) != 1 for name in MODES):
-            yield f"own goes with no other mode ({', '.join(MODES)}): the model's own code says how it is spread"
-        if self.fsdp == 1 and all(type(one) is int and one > 1 for one in (self.ddp, self.tp)):
+        if self.own != 1 and any(getattr(self, name) != 1 for name in (*MODES, EXPERTS)):
+            others = ", ".join((*MODES, EXPERTS))
+            yield f"own goes with no other mode ({others}): the model's own code says how it is spread"
+        if self.fsdp == self.cp == 1 and all(type(one) is int and one > 1 for one in (self.ddp, self.tp)):
             yield (
                 "ddp with tp needs fsdp: DistributedDataParallel does not reduce tensors that tp splits; use fsdp in "
                 "place of ddp, or replicas of shards, as in ddp=2,fsdp=4,tp=2"
@@ -173,9 +194,11 @@ class Parallel:
             if (value := getattr(self, name)) is not None and value not in DTYPES:
                 yield f"{name} must be one of {', '.join(DTYPES)}, got {shown(value)}"
         kept = self.reshard_after_forward
-        whole = isinstance(kept, int) and isinstance(self.fsdp, int)
-        if not (kept is None or isinstance(kept, bool) or (whole and 1 < kept < self.fsdp and not self.fsdp % kept)):
-            yield f"reshard_after_forward must be true, false or a divisor of fsdp, got {shown(kept)}"
+        whole = isinstance(kept, int) and isinstance(self.fsdp, int) and isinstance(self.cp, int)
+        if not (
+            kept is None or isinstance(kept, bool) or (whole and 1 < kept < self.sharded and not self.sharded % kept)
+        ):
+            yield f"reshard_after_forward must be true, false or a divisor of fsdp times cp, got {shown(kept)}"
         if self.wrap is not None and not (
             isinstance(self.wrap, tuple) and self.wrap and all(isinstance(one, str) and one for one in self.wrap)
         ):
@@ -202,15 +225,52 @@ class Parallel:
             if set_too and not one.applies({**self.degrees, "zero": self.zero}):
                 yield f"{', '.join(set_too)}: of {one.words} only"
 
+    def _problems_of_parts(self) -> Iterator[str]:
+        if self.cp_rotate not in (None, *ROTATIONS):
+            yield f"cp_rotate must be one of {', '.join(ROTATIONS)}, got {shown(self.cp_rotate)}"
+        if not isinstance(self.cp_load_balance, bool | None):
+            yield f"cp_load_balance must be true or false, got {shown(self.cp_load_balance)}"
+        if not all(type(one) is int and one > 0 for one in (self.fsdp, self.cp, self.tp, self.ep)) or self.ep == 1:
+            return
+        if self.tp > 1:
+            yield "ep with tp is not estimated yet; leave either out"
+        if self.sharded % self.ep:
+            yield (
+                f"ep divides the ranks of fsdp and cp, of which there are {self.sharded}: {self.ep} does not; as in "
+                "fsdp=8,ep=4"
+            )
+
     @property
     def degrees(self) -> dict[str, int]:
-        """The degree of each mode, the outermost first."""
+        """The degree of each mode whose degrees multiply, the outermost first."""
         return {name: getattr(self, name) for name in (*MODES, OWN)}
 
     @property
+    def sharded(self) -> int:
+        """Ranks over which FSDP2 spreads each replica."""
+        return self.fsdp * self.cp
+
+    @property
     def axes(self) -> dict[str, int]:
-        """The dimensions of the mesh of ranks: the modes that take part, the outermost first."""
-        return {name: degree for name, degree in self.degrees.items() if degree > 1}
+        """The dimensions of the mesh of wrappers, the outermost first: `fsdp` is all that FSDP2 spreads over."""
+        sizes = {"ddp": self.ddp, "fsdp": self.sharded, "tp": self.tp, OWN: self.own}
+        return {name: degree for name, degree in sizes.items() if degree > 1}
+
+    @property
+    def groups(self) -> dict[str, tuple[int, int]]:
+        """Ranks that talk to each other, by the axis of what they send: how many, and how far they are apart."""
+        groups, stride = {}, self.ranks
+        for name, degree in self.axes.items():
+            stride //= degree
+            groups[name] = degree, stride
+        if self.cp > 1:
+            groups["cp"] = self.cp, self.tp
+        if self.ep > 1:
+            groups[EXPERTS] = self.ep, 1
+            groups[EXPERT_SHARDS] = self.sharded // self.ep, self.ep
+        # A dimension that is the whole mesh talks within the default group (torch/distributed/device_mesh.py).
+        whole = [name for name, (degree, _) in groups.items() if degree == self.ranks]
+        return {name: one for name, one in groups.items() if one[0] > 1 and name not in whole[1:]}
 
     @property
     def ranks(self) -> int:
@@ -225,7 +285,7 @@ class Parallel:
     @property
     def shards(self) -> bool:
         """Whether PyTorch's own wrappers spread tensors over ranks."""
-        return self.fsdp > 1 or self.tp > 1 or self.own > 1
+        return self.fsdp > 1 or self.cp > 1 or self.tp > 1 or self.own > 1
 
     @property
     def nodes(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from conf.errors import UsageError, shown
 from featurize.parallel.deepspeed_config import read_deepspeed
-from featurize.parallel.layout import COUNTS, EXAMPLE, HYBRID, MODES, OWN, PLANNED, Parallel
+from featurize.parallel.layout import COUNTS, EXAMPLE, EXPERTS, HYBRID, MODES, OWN, PLANNED, Parallel
 
 DEEPSPEED = "deepspeed"
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets
@@ -73,16 +73,16 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
     if isinstance(given.get("wrap"), list | str):
         given["wrap"] = (given["wrap"],) if isinstance(given["wrap"], str) else tuple(given["wrap"])
     if planned := [str(name) for name in given if name in PLANNED]:
+        estimated = ", ".join((*MODES, EXPERTS, OWN, HYBRID))
         raise UsageError(
-            f"parallel: {', '.join(planned)}: not estimated yet; estimated modes: {', '.join((*MODES, OWN, HYBRID))}, "
-            f"as in {EXAMPLE}"
+            f"parallel: {', '.join(planned)}: not estimated yet; estimated modes: {estimated}, as in {EXAMPLE}"
         )
     if unknown := [shown(name) for name in given if name not in known]:
         raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     for name in COUNTS:
         if isinstance(number := given.get(name), float) and number.is_integer():
             given[name] = int(number)  # 5e8, as DeepSpeed's files have it
-    if not any(name in (*MODES, OWN, "zero") for name in given):
+    if not any(name in (*MODES, EXPERTS, OWN, "zero") for name in given):
         raise UsageError(f"parallel names no mode; give one of {', '.join((*MODES, OWN, HYBRID))}, as in {EXAMPLE}")
     return Parallel(**given)
 
@@ -102,7 +102,7 @@ def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
     for part in _BETWEEN_SETTINGS.split(text):
         name, equals, value = (one.strip() for one in part.partition("="))
-        if name in (*MODES, OWN, HYBRID, *PLANNED) and not equals:
+        if name in (*MODES, EXPERTS, OWN, HYBRID, *PLANNED) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
         if not name or not equals:
             raise UsageError(f"parallel: {shown(part)} is no setting; write {EXAMPLE}")

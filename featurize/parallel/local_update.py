@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from featurize.optimizers import run_step
 from featurize.recorder import local_tensor
@@ -47,7 +48,14 @@ class LocalOptimizer:
 
     def step(self) -> None:
         for parameter, own in self._pairs:
-            own.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+            own.grad = None if parameter.grad is None else _part_of(parameter.grad, parameter)
         run_step(self._optimizer)
         for _, own in self._pairs:
             own.grad = None
+
+
+def _part_of(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_tensor(gradient)

@@ -5,6 +5,7 @@ Start reading at `Ranks.ran`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from featurize.batches import tensors_of
-from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
+from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, SEND
 from featurize.parallel.streams import Streams
 from featurize.recorder import KERNEL
 
@@ -73,7 +74,7 @@ class Ranks:
             return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):
-            return KERNEL
+            return self._in_parts(func, args, kwargs) if _is_composite(func) else KERNEL
         if name == _WAIT:
             return self._waited(args[0])
         if name == _WRAP:
@@ -89,6 +90,11 @@ class Ranks:
             return self._functional(kind, func, args, kwargs)
         return KERNEL
 
+    def _in_parts(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What runs below DTensor was not taken apart above it."""
+        with self._recorder:
+            return func.decompose(*args, **kwargs)
+
     def _of_group(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         asynchronous = bool(_argument(func, args, kwargs, "async_op", True))
         self._streams.send(kind, _nbytes(args[:2]), self._axis(func, args, kwargs), asynchronous=asynchronous)
@@ -97,6 +103,8 @@ class Ranks:
     def _functional(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         given, made = list(tensors_of(args[0])), list(tensors_of(out))
+        if kind == ALL_TO_ALL and _is_message(_argument(func, args, kwargs, "input_split_sizes", ())):
+            kind = SEND
         number = self._streams.send(kind, _nbytes((given, made)), self._axis(func, args, kwargs), asynchronous=True)
         for tensor in made:
             self._recorder.made(tensor, func._schema.name)
@@ -121,6 +129,16 @@ class Ranks:
             group = dist.ProcessGroup.unbox(group)
         name = group if isinstance(group, str) else getattr(group, "group_name", "")
         return self._axes.get(name) or _own_axis(name)
+
+
+@functools.cache
+def _is_composite(func: OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _is_message(split_sizes: Sequence[int]) -> bool:
+    """Whether all goes to one rank."""
+    return sum(size > 0 for size in split_sizes) == 1 < len(split_sizes)
 
 
 def _own_axis(group: Any) -> str:

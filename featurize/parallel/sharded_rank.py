@@ -11,12 +11,14 @@ import threading
 import warnings
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from featurize.parallel.experts import expert_mesh
 from featurize.parallel.layout import Parallel
 from featurize.parallel.ranks import Ranks
+from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_mesh
 from featurize.parallel.sharding import shard
 from featurize.parallel.shards_on_meta import shards_on_meta
 from featurize.parallel.streams import Streams
@@ -61,11 +63,35 @@ class ShardedRank:
     def __init__(self, parallel: Parallel, mesh: DeviceMesh, streams: Streams) -> None:
         self._parallel, self._mesh, self._streams = parallel, mesh, streams
         self._ranks: Ranks | None = None
+        self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
+        self._experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
+
+    def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
+        """Return what this rank has of the batch of those that share one. Raises `UsageError` where that is not a part
+        for each."""
+        if self._sequence is None:
+            return inputs, target
+        return part_of_sequence(inputs, target, self._sequence, self._parallel)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While entered, the model's steps run as those of one among several ranks. Raises `UsageError` for models that
+        do not."""
+        if self._sequence is None:
+            yield
+            return
+        with ring_attention(self._sequence, self._parallel):
+            yield
 
     def attach(self, recorder: Recorder) -> None:
         """Tell a recorder, which hears nothing before, of ranks and streams from now on."""
         self._streams.recorder = recorder
-        recorder.ranks = self._ranks = Ranks(self._streams, axes_of_groups(self._mesh))
+        recorder.ranks = self._ranks = Ranks(self._streams, self._axes())
+
+    def _axes(self) -> dict[str, str]:
+        others = (self._sequence, self._experts)
+        # A group of all ranks has the name of the first mesh that it is part of.
+        return axes_of_groups(*(mesh for mesh in others if mesh is not None), self._mesh)
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Return the model, whose parameters are this rank's part from now on."""
@@ -74,7 +100,7 @@ class ShardedRank:
                 if isinstance(module, FSDPModule):
                     module.reshard()  # a forward pass that looked for the target left the outermost one gathered
             return model
-        return shard(model, self._parallel, self._mesh)
+        return shard(model, self._parallel, self._mesh, self._experts)
 
     def begin_step(self) -> None:
         """Hear that a step begins."""

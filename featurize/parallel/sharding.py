@@ -5,45 +5,78 @@ Start reading at `shard`. The same for a trace and for real ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from conf.errors import UsageError
 from featurize.checkpointing import repeated_blocks
-from featurize.parallel.layout import Parallel
+from featurize.parallel.experts import divide_experts
+from featurize.parallel.layout import EXPERT_SHARDS, EXPERTS, Parallel
 from featurize.parallel.tensor_plan import apply_plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> nn.Module:
-    """Split modules by plan, then shard parameters, gradients and optimizer state with FSDP2. Changes the model.
+def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> nn.Module:
+    """Split modules by plan, divide experts, then shard parameters, gradients and optimizer state with FSDP2. Changes
+    the model.
 
     Args:
         model: Its optimizer is made afterwards.
         parallel: The degrees and FSDP2's own settings.
         mesh: Of all ranks, with dimensions as `Parallel.axes` names them.
+        experts: As `featurize.parallel.experts.expert_mesh` returns it, where there is `ep`.
 
     Raises:
-        UsageError: There is no module of a class that `wrap` names; the plan does not fit the model.
+        UsageError: There is no module of a class that `wrap` names; the plan or `ep` does not fit the model.
     """
     if parallel.tp > 1:
         apply_plan(model, parallel.tp_plan, mesh["tp"])
-    if parallel.fsdp == 1:
+    if parallel.sharded == 1:
         return model
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=_dtype(parallel.param_dtype), reduce_dtype=_dtype(parallel.reduce_dtype)
+        ),
+        "offload_policy": CPUOffloadPolicy() if parallel.cpu_offload else OffloadPolicy(),
+        "reshard_after_forward": parallel.reshard_after_forward,
+    }
+    if experts is not None:
+        _shard_experts(model, parallel, experts, options)
     own = mesh["ddp", "fsdp"] if parallel.ddp > 1 else mesh["fsdp"]
-    policy = MixedPrecisionPolicy(param_dtype=_dtype(parallel.param_dtype), reduce_dtype=_dtype(parallel.reduce_dtype))
-    offload = CPUOffloadPolicy() if parallel.cpu_offload else OffloadPolicy()
     for unit in (*units(model, parallel.wrap), model):
-        fully_shard(
-            unit, mesh=own, mp_policy=policy, offload_policy=offload,
-            reshard_after_forward=parallel.reshard_after_forward,
-        )  # fmt: skip
+        fully_shard(unit, mesh=own, **options)
     return model
+
+
+def _shard_experts(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    """Spread each rank's experts over those that have the same ones, in units of their own."""
+    if isinstance(options["reshard_after_forward"], int) and not isinstance(options["reshard_after_forward"], bool):
+        options = {**options, "reshard_after_forward": True}
+    own = mesh["ddp", EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
+    for modules in divide_experts(model, mesh[EXPERTS]):
+        unit = fully_shard(modules, mesh=own, shard_placement_fn=_placement(mesh[EXPERT_SHARDS].size()), **options)
+        for one in unit:
+            if isinstance(one, FSDPModule):
+                # Of an expert's gradients, all ranks' batches are the mean: a sum, divided by itself.
+                one.set_gradient_divide_factor(float(parallel.ddp * parallel.sharded))
+                one.set_force_sum_reduction_for_comms(mesh[EXPERT_SHARDS].size() > 1)
+
+
+def _placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Fewer experts than ranks are spread along their next dimension, as in torchtitan: FSDP2 would gather padding."""
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        few = parameter.dim() > 1 and len(parameter) < ranks and parameter.shape[1] % ranks == 0
+        return Shard(1) if few else None
+
+    return place
 
 
 def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:

@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import (
 
 from conf.errors import UsageError, shown
 from featurize.parallel.layout import EXAMPLE_PLAN
+from featurize.parallel.split_experts import STYLE as MIXTURE
+from featurize.parallel.split_experts import rules_of_experts, split_experts
 
 STYLES: Mapping[str, Callable[[], ParallelStyle | None]] = {
     "colwise": ColwiseParallel,
@@ -61,9 +63,12 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMes
             "parallel: tp: the model has no plan of its own (base_model_tp_plan, as in many of transformers); give "
             f"tp_plan, as in {EXAMPLE_PLAN}"
         )
+    of_experts, chosen = rules_of_experts(chosen)
     if unknown := sorted(set(chosen.values()) - STYLES.keys()):
-        raise UsageError(f"parallel: tp_plan: unknown style {', '.join(unknown)}; known: {', '.join(STYLES)}")
+        known = ", ".join((*STYLES, MIXTURE))
+        raise UsageError(f"parallel: tp_plan: unknown style {', '.join(unknown)}; known: {known}")
     styles = styles_of(model, chosen)
+    split_experts(model, of_experts, mesh)
     _require_whole_heads(model, styles, mesh.size())
     done: dict[str, ParallelStyle] = {}
     for path, style in styles.items():

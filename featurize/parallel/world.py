@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,8 +47,7 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
     ):
         distributed_c10d.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=parallel.ranks)
         try:
-            # The mesh holds a tensor of ranks that it reads: a real one.
-            with torch.device("cpu"), _disable_current_modes():
+            with _real_tensors():
                 mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
             _forget_plans()
             # A model's own code may call them.
@@ -62,6 +61,24 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
             # No destroy_process_group: that takes the caller's groups from the registry, too.
             for name in list(distributed_c10d._world.pg_names.values()):
                 distributed_c10d._unregister_process_group(name)
+
+
+def mesh_of_sizes(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return the ranks of a mesh in other dimensions, with groups of their own. Every rank has to call it.
+
+    Args:
+        mesh: Of all ranks of a job.
+        sizes: Name of a dimension -> its size, the outermost first.
+    """
+    with _real_tensors():
+        return DeviceMesh(mesh.device_type, mesh.mesh.reshape(*sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+@contextlib.contextmanager
+def _real_tensors() -> Iterator[None]:
+    """A mesh holds a tensor of ranks that it reads: a real one."""
+    with torch.device("cpu"), _disable_current_modes():
+        yield
 
 
 class _OwnWorld(distributed_c10d._World):
@@ -104,6 +121,6 @@ def _forget_plans() -> None:
     _redistribute._planner_cache.clear()
 
 
-def axes_of_groups(mesh: DeviceMesh) -> dict[str, str]:
-    """Return which dimension of the mesh each of its process groups joins, by the group's name."""
-    return {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names or ()}
+def axes_of_groups(*meshes: DeviceMesh) -> dict[str, str]:
+    """Return which dimension of a mesh each of its process groups joins, by the group's name."""
+    return {mesh.get_group(name).group_name: name for mesh in meshes for name in mesh.mesh_dim_names or ()}

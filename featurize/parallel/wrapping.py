@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.parallel.layout import MODES, Parallel
+from featurize.parallel.layout import EXPERTS, MODES, Parallel
 
 WRAPPED = ("ddp", "fsdp", "tp")  # modes that real ranks run in
 
@@ -25,7 +25,7 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
     Raises:
         UsageError: A mode that real ranks do not run in yet; a plan or a class that the model does not have.
     """
-    unknown = [name for name in MODES if name not in WRAPPED and getattr(parallel, name, 1) > 1]
+    unknown = [name for name in (*MODES, EXPERTS) if name not in WRAPPED and getattr(parallel, name, 1) > 1]
     if unknown:
         raise UsageError(f"parallel: {', '.join(unknown)}: not run yet; modes that ranks run in: {', '.join(WRAPPED)}")
     if parallel.zero:

@@ -75,8 +75,9 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
             f"the DeepSpeed file has train_micro_batch_size_per_gpu={file.micro_batch}, and the inputs hold "
             f"{job.batch_size} samples"
         )
-    if parallel.tp > 1 and training.offload_activations:
-        raise UsageError("offload_activations cannot move activations that tp splits; leave either out")
+    if (parallel.tp > 1 or parallel.cp > 1) and training.offload_activations:
+        mode = "tp" if parallel.tp > 1 else "cp"
+        raise UsageError(f"offload_activations cannot move activations that {mode} splits; leave either out")
     return replace(job, parallel=parallel)
 
 
@@ -145,7 +146,8 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_ste
     of_node = "PCIe" if fabric.kind == PCIE else "links"
     where = f"{parallel.ranks} GPUs of one node" if parallel.nodes == 1 else f"{parallel.nodes} nodes"
     network = "" if parallel.nodes == 1 else f" and {fabric.network_gb_s:g} GB/s a GPU between nodes"
-    batch = "a batch each" if parallel.replicas == parallel.ranks else f"a batch for {parallel.tp} ranks each"
+    sharing = parallel.ranks // parallel.replicas
+    batch = "a batch each" if sharing == 1 else f"a batch for {sharing} ranks each"
     alike = "all ranks need the same, and the figures are those of each one"
     if parallel.shards or parallel.zero:
         alike = "the figures are those of the first rank; others hold as much, or less where tensors do not divide"
@@ -154,11 +156,21 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_ste
         f"assumed: {fabric.node_gb_s:g} GB/s a GPU within a node ({of_node}){network}; communication slows no kernel; "
         f"NCCL keeps {nccl_mib:,.0f} MiB",
     ]
-    if parallel.fsdp > 1:
+    if parallel.sharded > 1:
         notes.append("assumed: shards are made without the whole model on a GPU (from the meta device, or the host)")
+    if parallel.cp > 1:
+        notes.append(
+            "assumed: inputs are divided along their second dimension before they are copied to the GPUs; positions "
+            "that the model makes itself are as many as a rank's part has"
+        )
+    if parallel.ep > 1:
+        notes.append(
+            "assumed: routers use all experts alike, so that each rank receives as many tokens as it sends; the bound "
+            "holds nothing of experts that get more"
+        )
     if parallel.zero:
         notes += _notes_on_zero(parallel)
-    elif micro_steps > 1 and parallel.fsdp > 1:
+    elif micro_steps > 1 and parallel.sharded > 1:
         notes.append("assumed: each micro-step reduces its gradients")
     elif micro_steps > 1 and parallel.ddp > 1:
         notes.append("assumed: micro-steps before the last run under no_sync")

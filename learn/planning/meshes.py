@@ -11,11 +11,16 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import HYBRID, MODES, OWN, PLANNED, Parallel, apt_settings
+from featurize.parallel.layout import EXPERTS, HYBRID, MODES, OWN, PLANNED, Parallel, apt_settings
 from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_parallel
 
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
+_NOT_TRIED = ("cp",)  # they would make a plan several times as long
+_LEFT_OUT = (
+    "cp and ep are left out of plans; learn.estimate answers for a layout of theirs, as in parallel=fsdp=8,cp=2 and "
+    "parallel=fsdp=8,ep=4"
+)
 # Fields that decide nothing of what a rank's step runs and takes.
 _OF_THE_NETWORK = ("gpus_per_node", "network_gb_s")
 _REPLICAS = "ddp"
@@ -37,11 +42,11 @@ def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[st
             f"parallel is text or a mapping of settings, as in gpus_per_node=4, got {type(given).__name__}"
         )
     settings = named_settings(given or {})
-    if degrees := [name for name in settings if name in (*MODES, OWN, HYBRID, *PLANNED)]:
+    if degrees := [name for name in settings if name in (*MODES, EXPERTS, OWN, HYBRID, *PLANNED)]:
         raise UsageError(f"plan chooses the degrees: leave {', '.join(degrees)} out of parallel")
     if DEEPSPEED in settings:
         raise UsageError("plan chooses micro-batch and accumulation itself: give zero and its settings, not deepspeed")
-    for mode in ("ddp", "fsdp"):  # between them they know all settings but tp's
+    for mode in ("ddp", "fsdp"):  # between them they know all settings but tp's and cp's
         layout_of({mode: gpus}, settings)
     return settings
 
@@ -76,9 +81,10 @@ def meshes_of(gpus: int, settings: Mapping[str, Any]) -> tuple[list[Parallel], l
     """
     of_node = settings.get("gpus_per_node", Parallel.gpus_per_node)
     layouts: list[Parallel] = []
-    notes: dict[str, None] = {}
-    for degrees in _products(gpus, len(MODES)):
-        named: dict[str, Any] = dict(zip(MODES, degrees, strict=True))
+    notes: dict[str, None] = {_LEFT_OUT: None}
+    tried = [mode for mode in MODES if mode not in _NOT_TRIED]
+    for degrees in _products(gpus, len(tried)):
+        named: dict[str, Any] = dict(zip(tried, degrees, strict=True))
         wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > of_node]
         if wide:
             notes[f"{wide[0]} over more than the {of_node} GPUs of a node is left out"] = None
@@ -111,7 +117,7 @@ def within_text(degrees: tuple[int, ...]) -> str:
 
 def mesh_text(layout: Parallel) -> str:
     """Return a layout's degrees, as `ddp=8, fsdp=8`."""
-    return ", ".join(f"{mode}={degree}" for mode, degree in layout.axes.items())
+    return ", ".join(f"{mode}={degree}" for mode, degree in layout.degrees.items() if degree > 1)
 
 
 def shards_of(layout: Parallel) -> tuple[int, ...]:

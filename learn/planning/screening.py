@@ -58,7 +58,7 @@ class Screening:
         parallel, training = question.job.parallel, training_of(question.job.settings)
         if parallel is None or not parallel.shards:  # buckets of gradients hold parts of several blocks
             return {}
-        kind = tuple(parallel.axes), training.checkpointing
+        kind = tuple(parallel.groups), training.checkpointing
         period = training.checkpoint_every if training.checkpointing else 1
         times, rest = divmod(self.blocks - SHALLOW * period, period)
         if self.blocks < FEWEST * period or rest or kind in self._whole:

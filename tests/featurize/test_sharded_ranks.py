@@ -8,9 +8,12 @@ import weakref
 
 import pytest
 import torch
+from rank_nets import LENGTH, Attending, Embedding, Grouped, Mixture, efficient_attention_on_cpu, routed
+from rank_nets import WIDTH as ATTENTION_WIDTH
 from real_ranks import run_ranks
 from torch import nn
 from torch._C._distributed_c10d import FakeWork
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import UsageError
+from featurize.parallel.experts import divide_experts, expert_mesh
 from featurize.parallel.layout import Parallel
+from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_mesh
 from featurize.parallel.sharding import shard
 from featurize.replacing import replaced
 from featurize.trace import TraceError, trace_step
@@ -29,7 +34,7 @@ SENT = {
     "c10d::_allgather_base_": "all_gather", "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce", "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter", "_c10d_functional::all_to_all_single": "all_to_all",
 }  # fmt: skip
 PLAN = {"first": "colwise_gather_output", "blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
 # Of `Parallel`, and whether blocks are computed again.
@@ -47,6 +52,31 @@ CASES = {
     "split in three": ({"tp": 3, "tp_plan": PLAN}, True),
     "split and sharded": ({"fsdp": 2, "tp": 2, "tp_plan": PLAN, "param_dtype": "bf16"}, True),
 }
+# The same of models whose ranks share a sequence, or the experts of a mixture; and the model.
+PARTS = {"blocks.*.part": "colwise_gather_output"}
+OF_EXPERTS = {
+    "blocks.*.part.experts": "moe_tp_experts", "blocks.*.part.experts.rise": "packed_rowwise",
+    "blocks.*.part.experts.fall": "colwise",
+}  # fmt: skip
+PARTS_CASES = {
+    "sequence": ({"cp": 4}, Attending),
+    "rotated": ({"cp": 4, "cp_rotate": "alltoall"}, Attending),
+    "sequence and shards": ({"fsdp": 2, "cp": 2}, Attending),
+    "sequence and replicas": ({"ddp": 2, "cp": 2}, Attending),
+    "sequence and split": ({"cp": 2, "tp": 2, "tp_plan": PARTS}, Attending),
+    "not causal": ({"cp": 4, "cp_load_balance": False}, lambda: Attending(causal=False)),
+    "experts": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=Mixture)),
+    "whole experts": ({"fsdp": 4, "ep": 4}, lambda: Attending(forward_part=Mixture)),
+    "fewer experts than shards": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=lambda: Mixture(experts=2))),
+    "grouped experts": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=lambda: Mixture(Grouped))),
+    "experts with places": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=routed)),
+    "replicas of experts": ({"ddp": 2, "fsdp": 2, "ep": 2}, lambda: Attending(forward_part=Mixture)),
+    "split experts": ({"tp": 4, "tp_plan": OF_EXPERTS}, lambda: Attending(forward_part=Mixture)),
+    "split experts and shards": ({"fsdp": 2, "tp": 2, "tp_plan": OF_EXPERTS}, lambda: Attending(forward_part=Mixture)),
+    "sequence and experts": ({"fsdp": 2, "cp": 2, "ep": 4}, lambda: Attending(forward_part=Mixture)),
+}
+# Routed as it comes: some experts get more than others.
+MIXTURES = [lambda: Mixture(balanced=False), lambda: Mixture(Grouped, balanced=False), routed]
 
 
 class Block(nn.Module):
@@ -91,6 +121,7 @@ class Watch(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.live, self.bytes, self.peak, self.sent = {}, 0, 0, []
+        self.under_way = {}  # storage of what is received -> what is sent, which NCCL keeps until it was waited for
 
     def hold(self, tensor):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -116,18 +147,36 @@ class Watch(TorchDispatchMode):
 
         return resize_
 
-    def note(self, name, sides):
-        self.sent.append([SENT[name], max(sum(t.nbytes for t in as_list(side)) for side in sides)])
+    def send(self, func, args):
+        """Run a functional collective on a copy, which gloo's threads may keep."""
+        with _disable_current_modes():
+            out = func(args[0].clone(), *args[1:])
+        self.hold(out)
+        self.under_way[out.untyped_storage()._cdata] = args[0]
+        splits = args[2] if "all_to_all" in func.name() else ()
+        self.note(func._schema.name, [args[0], out], to_one=len(splits) > 1 == sum(size > 0 for size in splits))
+        return out
+
+    def note(self, name, sides, to_one=False):
+        kind = "send" if to_one else SENT[name]
+        self.sent.append([kind, max(sum(t.nbytes for t in as_list(side)) for side in sides)])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(one, DTensor) for one in types):
+        if any(issubclass(one, DTensor | AsyncCollectiveTensor) for one in types):
             return NotImplemented
         name = func._schema.name
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # below DTensor they come whole
+                return func.decompose(*args, **(kwargs or {}))
         if name.startswith("c10d::"):
             sides = [side for side in args[:2] if isinstance(side, list | torch.Tensor)]
             self.note(name, sides)
             with _disable_current_modes():  # what gloo takes is gloo's own
                 return sent_as_copies(func, sides, args[len(sides) :])
+        if name in SENT and not name.endswith("_"):
+            return self.send(func, args)
+        if name == "_c10d_functional::wait_tensor":
+            self.under_way.pop(args[0].untyped_storage()._cdata, None)
         # On a GPU, copies in and out of buffers are one kernel.
         with _disable_current_modes() if name.startswith("fsdp::") else contextlib.nullcontext():
             out = func(*args, **(kwargs or {}))
@@ -162,13 +211,46 @@ def train_real(rank):
         places = torch.arange(parallel.ranks).view(*parallel.axes.values())
         mesh = DeviceMesh("cpu", places, mesh_dim_names=tuple(parallel.axes))
         if rank < parallel.ranks:
-            measured[name] = train(shard(Net(again), parallel, mesh))
+            measured[name] = train(shard(Net(again), parallel, mesh), torch.randn(BATCH, WIDTH))
+    with efficient_attention_on_cpu():
+        for name, (options, make) in PARTS_CASES.items():
+            measured[name] = train_part(make, Parallel(**options))
+    measured["divided"] = [outputs_of_divided(rank, make) for make in MIXTURES]
     return measured
 
 
-def train(model):
+def outputs_of_divided(rank, make):
+    """How far the outputs and the gradients of divided experts are from those of whole ones."""
+    torch.manual_seed(0)
+    whole, divided = make(), make()
+    divided.load_state_dict(whole.state_dict())
+    divide_experts(nn.ModuleDict({"part": divided}), init_device_mesh("cpu", (4,)))
+    batch = torch.randn(4, 2, LENGTH, ATTENTION_WIDTH)[rank]
+    results = []
+    for model in (whole, divided):
+        x = batch.clone().requires_grad_()
+        out = model(x)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+        results.append((out[0] if isinstance(out, tuple) else out, x.grad))
+    return [((one - other).abs().max() / one.abs().max()).item() for one, other in zip(*results, strict=True)]
+
+
+def train_part(make, parallel):
+    mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
+    experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
+    batch = torch.randn(2, LENGTH, ATTENTION_WIDTH)
+    model = shard(make(), parallel, mesh, experts)
+    if parallel.cp == 1:
+        return train(model, batch)
+    sequence = sequence_mesh(mesh, parallel)
+    (batch,), _ = part_of_sequence((batch,), None, sequence, parallel)
+    with ring_attention(sequence, parallel):
+        return train(model, batch)
+
+
+def train(model, batch):
     step = TrainingStep(model, training(), "cpu", loss=loss_of)
-    batch, target = torch.randn(BATCH, WIDTH), torch.zeros(())
+    target = torch.zeros(())
     watch = Watch()
     for tensor in (*model.parameters(), *model.buffers(), batch, target):
         watch.hold(tensor)
@@ -210,6 +292,37 @@ def test_bytes_and_collectives_are_those_of_real_ranks(measured, name):
         real = measured[rank][name]
         assert [[one.kind, one.nbytes] for one in trace.collectives] == real["sent"]
         assert trace.peak_live_bytes == real["peak"]
+
+
+@pytest.mark.parametrize("name", PARTS_CASES)
+def test_bytes_and_collectives_of_shared_sequences_and_experts_are_those_of_real_ranks(measured, name):
+    options, make = PARTS_CASES[name]
+    for rank in (0, 3):
+        inputs = torch.empty(2, LENGTH, ATTENTION_WIDTH, device="meta")
+        trace = trace_step(
+            make, inputs, torch.empty((), device="meta"), loss_of, settings=training(), training_loop=False, rank=rank,
+            parallel=Parallel(**options),
+        )  # fmt: skip
+        assert [[one.kind, one.nbytes] for one in trace.collectives] == measured[rank][name]["sent"]
+        assert trace.peak_live_bytes == measured[rank][name]["peak"]
+
+
+def test_an_embedding_whose_rows_are_split_has_its_whole_gradient_on_each_rank():
+    plan = {"blocks.*.part.rows": "embedding_rowwise"}
+    trace = trace_step(
+        lambda: Attending(forward_part=Embedding), torch.empty(2, LENGTH, ATTENTION_WIDTH, device="meta"),
+        torch.empty((), device="meta"), loss_of, settings=training(), parallel=Parallel(tp=4, tp_plan=plan),
+    )  # fmt: skip
+    rows = Embedding().rows.weight.nbytes
+    sizes = [block.nbytes for block in trace.blocks if block.kind == "gradient" and "rows" in block.module]
+    assert sizes == [rows] * len(sizes) and sizes
+    assert {block.nbytes for block in trace.blocks if block.kind == "parameter"} >= {rows // 4}
+
+
+def test_divided_experts_compute_what_whole_ones_do(measured):
+    for rank in range(4):
+        for differences in measured[rank]["divided"]:
+            assert max(differences) < 1e-5
 
 
 def own_shards():

@@ -56,6 +56,12 @@ def test_a_mode_that_ranks_do_not_run_in_is_refused(monkeypatch):
         wrapped(nn.Linear(3, 2), Sharded(ddp=1))
 
 
+@pytest.mark.parametrize("given", [{"cp": 2}, {"fsdp": 2, "ep": 2}])
+def test_real_ranks_divide_no_sequences_and_no_experts_yet(given):
+    with pytest.raises(UsageError, match=f"parallel: {[*given][-1]}: not run yet; modes that ranks run in: ddp"):
+        wrapped(nn.Linear(3, 2), Parallel(**given))
+
+
 def test_a_config_on_one_gpu_keeps_the_hash_that_it_had_before_there_were_others():
     assert config_hash(config()) == config_hash(config(parallel="ddp=1")) == "ca8ae45a53d7e0b3"
     assert "parallel" not in config().to_mapping()
@@ -94,6 +100,7 @@ PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
         {"tp": 2, "tp_plan": PLAN},
         {"fsdp": 2, "tp": 2, "wrap": ["Block"], "tp_plan": PLAN, "network_gb_s": 12.5},
         "fsdp=2,wrap=[Linear,Block],cpu_offload=true",
+        "fsdp=2,cp=4,ep=8,cp_rotate=alltoall,cp_load_balance=false",
         "tp=2,tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise},gpus_per_node=4",
     ],
 )
@@ -107,7 +114,13 @@ def test_the_text_of_a_layout_says_all_of_it(given):
     ("given", "problem"),
     [
         ({"ddp": 2, "tp": 2}, "ddp with tp needs fsdp: .*; use fsdp in place of ddp"),
-        ({"tp": 2, "static_graph": True}, "static_graph: of ddp without fsdp, tp and zero only"),
+        ({"tp": 2, "static_graph": True}, "static_graph: of ddp without fsdp, cp, tp and zero only"),
+        ({"cp": 2, "cp_rotate": "ring"}, "cp_rotate must be one of allgather, alltoall, got 'ring'"),
+        ({"fsdp": 2, "cp_rotate": "alltoall"}, "cp_rotate: of cp only"),
+        ({"fsdp": 8, "ep": 3}, "ep divides the ranks of fsdp and cp, of which there are 8: 3 does not"),
+        ({"ddp": 8, "ep": 8}, "ep divides the ranks of fsdp and cp, of which there are 1: 8 does not"),
+        ({"ep": 4}, "ep divides the ranks of fsdp and cp, of which there are 1: 4 does not"),
+        ({"fsdp": 4, "tp": 2, "ep": 2}, "ep with tp is not estimated yet"),
         ({"tp": 2, "tp_plan": "colwise"}, "tp_plan must be module path -> style, as in .*, got 'colwise'"),
         ({"tp": 2, "tp_plan": {}}, "tp_plan must be module path -> style"),
         ({"tp": 2, "tp_plan": {"up": ["colwise"]}}, "tp_plan must be module path -> style"),

@@ -269,9 +269,8 @@ class Mesh:
             raise UsageError("fsdp is over 32 at most")
 
     @property
-    def axes(self):
-        degrees = {"ddp": self.ddp, "fsdp": self.fsdp, "tp": self.tp}
-        return {mode: degree for mode, degree in degrees.items() if degree > 1}
+    def degrees(self):
+        return {"ddp": self.ddp, "fsdp": self.fsdp, "tp": self.tp}
 
     @property
     def ranks(self):
@@ -288,7 +287,8 @@ def test_all_degrees_that_multiply_to_the_gpus_are_tried():
     assert len({(one.ddp, one.fsdp, one.tp) for one in layouts}) == len(layouts)
     assert {one.ranks for one in layouts} == {64} and max(one.tp for one in layouts) == 8
     assert len(layouts) == 7 + 5 + 4 + 3  # tp of 1, 2, 4 and 8, which goes with ddp only where fsdp is there, too
-    too_wide, refused = notes
+    left_out, too_wide, refused = notes
+    assert left_out.startswith("cp and ep are left out of plans; learn.estimate answers")
     assert "ddp with tp needs fsdp" in refused and too_wide == "tp over more than the 8 GPUs of a node is left out"
     assert layouts[0] == Parallel(fsdp=64) and layouts[7 - 1] == Parallel(ddp=64)
     assert layouts[-1] == Parallel(ddp=4, fsdp=2, tp=8)

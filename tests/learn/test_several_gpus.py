@@ -8,7 +8,7 @@ from torch import nn
 
 from conf import cli
 from conf.errors import UsageError
-from featurize.families import mlp
+from featurize.families import gpt, mlp, moe
 from featurize.parallel.layout import Parallel
 from learn import devices_that_fit, estimate
 from learn.commands.estimate import entry
@@ -120,6 +120,7 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
             {"parallel": "tp=8", "offload_activations": True},
             "offload_activations cannot move activations",
         ),
+        ({"parallel": "cp=8", "offload_activations": True}, "offload_activations cannot move activations that cp"),
         ({"device": "A100-SXM4-40GB:3g.20gb"}, "has no interconnect"),
         ({"parallel": "pp=8"}, "pp: not estimated yet; estimated modes: ddp, fsdp"),
     ],
@@ -164,6 +165,36 @@ def test_ranks_that_split_modules_share_a_batch():
     assert four.breakdown["parameters"] == pytest.approx(one.breakdown["parameters"] / 4, rel=0.01)
     assert four.samples_per_s == pytest.approx(64 / (four.step_time_ms / 1e3))
     assert four.sent_mib["all_reduce"] > 0 and any("a batch for 4 ranks each" in note for note in four.warnings)
+
+
+def test_ranks_that_share_a_sequence_hold_a_part_of_its_activations():
+    config = gpt.Config(
+        batch_size=2, vocabulary_size=1000, sequence_length=512, embedding_size=128, heads=2, depth=2, feed_forward=512,
+        precision="bf16",
+    )  # fmt: skip
+    shards, parts = (estimate(config, parallel=one, estimator="trace") for one in ("fsdp=4", "cp=4"))
+    assert parts.breakdown["optimizer state"] == shards.breakdown["optimizer state"]
+    assert parts.breakdown["activations"] < shards.breakdown["activations"] / 3
+    assert parts.samples_per_s == pytest.approx(2 / (parts.step_time_ms / 1e3))
+    assert parts.sent_mib["send"] > 0 and "send" not in shards.sent_mib and parts.exposed_ms > 0
+    assert any("a batch for 4 ranks each (cp=4)" in note for note in parts.warnings)
+    assert any("divided along their second dimension" in note for note in parts.warnings)
+    both = estimate(config, parallel="fsdp=2,cp=2", estimator="trace")
+    assert both.breakdown["communication"] == 2 * parts.breakdown["communication"]
+
+
+def test_divided_experts_are_gathered_by_fewer_ranks_and_exchange_tokens():
+    config = moe.Config(
+        batch_size=4, vocabulary_size=1000, sequence_length=128, embedding_size=128, heads=2, depth=2, feed_forward=512,
+        experts=8,
+    )  # fmt: skip
+    shards, divided = (estimate(config, parallel=one, estimator="trace") for one in ("fsdp=8", "fsdp=8,ep=4"))
+    assert divided.breakdown["parameters"] == pytest.approx(shards.breakdown["parameters"], rel=0.01)
+    assert divided.breakdown["gathered parameters"] < shards.breakdown["gathered parameters"]
+    assert divided.sent_mib["all_to_all"] > 0 and divided.sent_mib["all_gather"] < shards.sent_mib["all_gather"]
+    assert divided.samples_per_s == pytest.approx(8 * 4 / (divided.step_time_ms / 1e3))
+    assert divided.breakdown["communication"] == 3 * shards.breakdown["communication"]
+    assert any("routers use all experts alike" in note for note in divided.warnings)
 
 
 def test_blocks_of_shards_are_compiled_one_by_one():

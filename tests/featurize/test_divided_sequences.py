@@ -1,0 +1,94 @@
+"""Sequences and experts that ranks divide: what does not go with that is refused with what does."""
+
+import pytest
+import torch
+from rank_nets import LENGTH, WIDTH, Attending, Mixture
+from torch import nn
+from torch.nn import functional
+
+from conf.errors import UsageError
+from featurize.parallel.layout import Parallel
+from featurize.trace import trace_step
+from featurize.training import Training
+
+
+class Masked(Attending):
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+        heads = x.unflatten(2, (4, -1)).transpose(1, 2)
+        return super().forward(functional.scaled_dot_product_attention(heads, heads, heads, mask).flatten(2))
+
+
+class Wide(Attending):
+    """Heads that no fused kernel takes in fp32: their width is odd."""
+
+    def forward(self, x):
+        query, key, value = (x.unsqueeze(1)[..., :63] for _ in range(3))
+        return super().forward(x + functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum())
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
+
+
+def traced(make, length=LENGTH, **options):
+    return trace_step(
+        make, torch.empty(2, length, WIDTH, device="meta"), settings=Training(), parallel=Parallel(**options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Attending, {"length": 250}, "a sequence of 250 does not divide into 8 parts .*; .* are 248 and 256"),
+        (Attending, {"length": 250, "cp_load_balance": False}, "does not divide into 4 parts .*; .* are 248 and 252"),
+        (Masked, {}, "attention with a mask does not run over several ranks"),
+        (lambda: Attending(causal=False), {}, "are of causal attention only; give cp_load_balance=false"),
+        (Wide, {}, "this call has no fused kernel .heads of 63 elements in float32"),
+        (lambda: nn.Linear(WIDTH, 3), {}, "does not call torch.nn.functional.scaled_dot_product_attention"),
+    ],
+)
+def test_what_does_not_run_over_parts_of_a_sequence_is_refused(make, options, message):
+    with pytest.raises(UsageError, match=f"parallel: cp.*{message}"):
+        traced(make, cp=4, **options)
+
+
+def test_an_input_without_a_sequence_is_refused():
+    with pytest.raises(UsageError, match="cp: no input has a sequence in its second dimension"):
+        trace_step(lambda: nn.Linear(WIDTH, 3), torch.empty(WIDTH, device="meta"), parallel=Parallel(cp=2))
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "message"),
+    [
+        (lambda: Attending(forward_part=Mixture), 3, "=3 does not divide the 8 experts of .*; of these, 2, 4, 8 do"),
+        (Listed, 4, "experts .ModuleList. is not divided; what is: a module named `experts` whose parameters"),
+        (Attending, 4, "the model has no experts of a known kind"),
+    ],
+)
+def test_experts_that_are_not_divided_are_refused(make, ranks, message):
+    with pytest.raises(UsageError, match=f"parallel: ep.*{message}"):
+        traced(make, fsdp=ranks, ep=ranks)
+
+
+def test_what_runs_attention_is_back_after_a_trace():
+    before = functional.scaled_dot_product_attention
+    traced(Attending, cp=2)
+    with pytest.raises(UsageError):
+        traced(lambda: nn.Linear(WIDTH, 3), cp=2)
+    assert functional.scaled_dot_product_attention is before
+
+
+def test_each_rank_of_a_sequence_computes_as_much_of_a_causal_mask():
+    def products(rank):
+        trace = trace_step(Attending, torch.empty(2, LENGTH, WIDTH, device="meta"), parallel=Parallel(cp=4), rank=rank)
+        return sum(one.flops for one in trace.operators if "attention" in one.name)
+
+    one = trace_step(Attending, torch.empty(2, LENGTH, WIDTH, device="meta"))
+    whole = sum(each.flops for each in one.operators if "attention" in each.name)
+    assert {products(rank) for rank in range(4)} == {whole // 4}
