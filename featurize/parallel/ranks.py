@@ -69,7 +69,7 @@ class Ranks:
             args: On meta tensors.
             kwargs: Likewise.
         """
-        if any(issubclass(one, _WRAPPERS) for one in types):
+        if self.are_shared(types):
             return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):
@@ -88,6 +88,11 @@ class Ranks:
         if (kind := _FUNCTIONAL.get(name)) is not None:
             return self._functional(kind, func, args, kwargs)
         return KERNEL
+
+    @staticmethod
+    def are_shared(types: Sequence[type]) -> bool:
+        """Return whether some of these types of tensors are shared among ranks."""
+        return any(issubclass(one, _WRAPPERS) for one in types)
 
     def _of_group(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         asynchronous = bool(_argument(func, args, kwargs, "async_op", True))
@@ -120,11 +125,11 @@ class Ranks:
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         name = group if isinstance(group, str) else getattr(group, "group_name", "")
-        return self._axes.get(name) or _own_axis(name)
+        return self._axes.get(name) or own_axis(name)
 
 
-def _own_axis(group: Any) -> str:
-    """The name of a group that the model made itself, as `fabrics_of` reads it."""
+def own_axis(group: str) -> str:
+    """Return what `fabrics_of` calls a process group that the model made itself, by the group's name."""
     members = dist.get_process_group_ranks(_resolve_process_group(group))
     if len(members) == dist.get_world_size():
         return ""
