@@ -128,7 +128,7 @@ class Ranks:
         return self._axes.get(name) or own_axis(name)
 
 
-def own_axis(group: str) -> str:
+def own_axis(group: Any) -> str:
     """Return what `fabrics_of` calls a process group that the model made itself, by the group's name."""
     members = dist.get_process_group_ranks(_resolve_process_group(group))
     if len(members) == dist.get_world_size():

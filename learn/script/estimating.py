@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from conf.errors import UsageError
+from conf.errors import UsageError, shown
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
 from featurize.cudnn.releases import require_release
 from featurize.device_spec import describe_device
 from featurize.machine import MachineProfile
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_text import named_settings, names_network_only
 from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Question
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
+_OF_NETWORK = "a script's launcher says how it is spread; of parallel= it takes network_gb_s, as in network_gb_s=50"
 _MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by default
 _LAST_LINES = 3
 _LARGEST_OUTPUT = 2**20
@@ -71,6 +74,7 @@ def estimate_script(
     torch_version: str | None = None,
     coverage: float = LEVEL,
     known: Sequence[KnownRun | Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
+    parallel: Parallel | Mapping[str, Any] | str | None = None,
     report: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
@@ -86,14 +90,16 @@ def estimate_script(
     The script runs as this user, with this user's rights: estimate only scripts that you would run.
 
     Args:
-        command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`. It runs in the working
-            folder, with this process's Python.
+        command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`, or a launcher's, such as
+            `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
+            working folder, with this process's Python.
         device: A GPU model of `conf/device`, by name or as its description.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
         machine, workspaces, torch_version, coverage: As in `learn.estimate`. `workspaces="cudnn"` asks with the
             script's own settings.
         known: Measured runs of this script, as in `learn.estimate`; each at the batch size that the script has here.
+        parallel: Of a launched script, `{"network_gb_s": 50}`: what each GPU gets of the network between nodes.
         loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
         name: The job's name in the report.
@@ -121,6 +127,7 @@ def estimate_script(
     runs = _known_runs(known, estimator)
     on = machine_for(machine, spec, data)
     workspaces, torch_version = require_workspaces(workspaces), require_release(torch_version)
+    network = _network_of(parallel)
     if parsed.launch is not None:
         require_interconnect(spec, parsed.launch)
     page = None
@@ -130,8 +137,9 @@ def estimate_script(
         page = checked_path(Path(report))
     record = _recorded(parsed, spec, time_limit_s, memory_limit_gib, show_output)
     job = parallel_job(
-        _workload(record, name or parsed.name), record.parallel, estimator=estimator, others={"known": runs or None}
-    )
+        _workload(record, name or parsed.name), _in_network(record.parallel, network), estimator=estimator,
+        others={"known": runs or None},
+    )  # fmt: skip
     _require_batch_of_script(runs, job.batch_size)
     question = Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on, workspaces=workspaces,
@@ -143,6 +151,24 @@ def estimate_script(
     if page is not None:
         write_step_report(page, job, spec, done, traced, allocator)
     return done
+
+
+def _network_of(parallel: object) -> dict[str, Any]:
+    """Return the settings of a launched job that its script does not know. Raises `UsageError` for others."""
+    if parallel is None:
+        return {}
+    if not names_network_only(parallel):
+        raise UsageError(f"{_OF_NETWORK}, got {parallel.text() if isinstance(parallel, Parallel) else shown(parallel)}")
+    assert isinstance(parallel, str | Mapping)
+    given = named_settings(parallel)
+    Parallel(**given)
+    return given
+
+
+def _in_network(layout: Parallel | None, network: Mapping[str, Any]) -> Parallel | None:
+    if layout is None and network:
+        raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
+    return layout and replace(layout, **network)
 
 
 def _known_runs(known: object, estimator: str | None) -> tuple[KnownRun, ...]:

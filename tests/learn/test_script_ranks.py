@@ -12,6 +12,7 @@ from torch import nn
 
 from conf import cli
 from conf.errors import UsageError
+from featurize.parallel.layout import Parallel
 from learn import estimate, estimate_script
 from learn.commands.estimate_script import entry_of_script
 from learn.script.rank_zero import RankZero
@@ -31,9 +32,9 @@ def names_of(script):
     return runpy.run_path(str(SCRIPTS / f"{script}.py"))
 
 
-def launched(script, options="", *, ranks=8, launcher=("torchrun", "--nproc_per_node"), before=""):
+def launched(script, options="", *, ranks=8, launcher=("torchrun", "--nproc_per_node"), before="", **given):
     words = [*launcher, str(ranks), *before.split(), str(SCRIPTS / f"{script}.py"), *options.split()]
-    return estimate_script(words, estimator="trace")
+    return estimate_script(words, estimator="trace", **given)
 
 
 def check_same(script, module, *, held_mib=0.0, times=TIME):
@@ -94,9 +95,9 @@ def test_what_a_script_reduces_for_its_log_counts_as_well():
 
 @pytest.mark.slow
 def test_ranks_of_several_nodes_talk_over_the_network():
-    script = launched("torchrun_ddp", before="--nnodes 2 --node-rank 1")
-    check_same(script, of_ddp("ddp=16"))
-    assert any("2 nodes" in note for note in script.warnings)
+    script = launched("torchrun_ddp", before="--nnodes 2 --node-rank 1", parallel="network_gb_s=50")
+    check_same(script, of_ddp("ddp=16,network_gb_s=50"))
+    assert any("2 nodes" in note and "50" in note for note in script.warnings[2:])
 
 
 def test_a_script_that_shards_its_model_takes_what_fsdp_takes():
@@ -257,6 +258,20 @@ def test_a_gpu_without_a_known_interconnect_is_refused_before_the_script_runs(tm
     with pytest.raises(UsageError, match="has no interconnect"):
         estimate_script(["torchrun", "--nproc-per-node=4", "train.py"], device="A100-SXM4-40GB:3g.20gb")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ("ddp=8", "of parallel= it takes network_gb_s, as in network_gb_s=50, got 'ddp=8'"),
+        (Parallel(fsdp=8), "as in network_gb_s=50, got fsdp=8"),
+        ({"network_gb_s": -1}, "network_gb_s must be a number > 0, got -1"),
+        (8, "as in network_gb_s=50, got 8"),
+    ],
+)
+def test_how_a_script_is_spread_is_left_to_its_launcher(parallel, message):
+    with pytest.raises(UsageError, match=message):
+        launched("torchrun_ddp", parallel=parallel)
 
 
 def test_bad_options_of_a_launcher_end_the_command_with_exit_code_2(capsys):
