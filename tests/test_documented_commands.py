@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import runpy
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +95,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("documented") / "a'; echo foo"
     (place / "mypackage").mkdir(parents=True)
     (place / "mypackage" / "nets.py").write_text(NETS)
+    shutil.copy(Path(__file__).parent / "learn" / "training_scripts" / "torchrun_ddp.py", place / "train.py")
     (place / "jobs.jsonl").write_text(f"{JSON}\n{JSON}\n")
     (place / "numbers.csv").write_text("kind,mib,reserved_mib,cudnn\nidle,300,,\nprocess,900,64,true\n")
     (place / "mine.csv").write_text("net,bs,mem,end\nresnet18,8,1000,ok\nresnet50,8,2000,ok\n")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec
-from featurize.parallel.layout import Parallel
+from featurize.parallel.layout import OWN, Parallel
 
 # Kinds, by the names that traces have.
 ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"
@@ -150,10 +150,20 @@ def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -
     return fabrics
 
 
-def communicators_mib(spec: DeviceSpec, parallel: Parallel) -> float:
-    """Return what NCCL keeps on each GPU, in MiB: a communicator for each of its groups."""
-    fabrics = fabrics_of(spec, parallel)
-    return sum(communicator_mib(fabrics[axis]) for axis in parallel.groups)
+def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -> float:
+    """Return what NCCL keeps on each GPU, in MiB: a communicator for each of its groups.
+
+    Args:
+        spec: The GPU model.
+        parallel: The job's layout.
+        axes: Of collectives. Groups that the model made itself have communicators of their own; where its own code
+            spreads it, all ranks together have one only if they talk as such.
+    """
+    all_ranks = OWN if parallel.own > 1 else next(iter(parallel.groups), "")
+    of_mesh = () if parallel.own > 1 else parallel.groups
+    names = {*of_mesh, *(axis or all_ranks for axis in axes)} or {all_ranks}
+    fabrics = fabrics_of(spec, parallel, names)
+    return sum(communicator_mib(fabrics[name]) for name in sorted(names))
 
 
 def _nodes(parallel: Parallel, degree: int, stride: int) -> int:

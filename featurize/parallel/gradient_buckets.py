@@ -69,6 +69,11 @@ class GradientBuckets:
         order = [*self._complete.values(), *self.without_gradient()]
         self._fill(assigned(map(_size, order), self._limits), order)
 
+    @property
+    def has_reduced(self) -> bool:
+        """Whether gradients were reduced so far."""
+        return bool(self._complete)
+
     def without_gradient(self) -> list[Tensor]:
         """Return the parameters that no gradient came for so far."""
         return [p for p in self.parameters if id(p) not in self._complete]

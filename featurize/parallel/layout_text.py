@@ -16,6 +16,7 @@ from featurize.parallel.layout import COUNTS, EXAMPLE, EXPERTS, HYBRID, MODES, O
 
 DEEPSPEED = "deepspeed"
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets
+NETWORK = "network_gb_s"
 _QUOTED = " '\""
 
 
@@ -37,6 +38,11 @@ def parse_parallel(given: object, *, files: bool = False) -> Parallel | None:
     if not isinstance(given, Parallel):
         raise UsageError(f"parallel is text, a mapping or a Parallel, as in {EXAMPLE}, got {type(given).__name__}")
     return given if given.ranks > 1 else None
+
+
+def names_network_only(given: object) -> bool:
+    """Return whether a text or a mapping says no more than what joins the nodes, as `network_gb_s=50` does."""
+    return isinstance(given, str | Mapping) and set(named_settings(given)) == {NETWORK}
 
 
 def named_settings(given: str | Mapping[Any, Any]) -> dict[Any, Any]:

@@ -70,7 +70,7 @@ class Ranks:
             args: On meta tensors.
             kwargs: Likewise.
         """
-        if any(issubclass(one, _WRAPPERS) for one in types):
+        if self.are_shared(types):
             return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):
@@ -94,6 +94,11 @@ class Ranks:
         """What runs below DTensor was not taken apart above it."""
         with self._recorder:
             return func.decompose(*args, **kwargs)
+
+    @staticmethod
+    def are_shared(types: Sequence[type]) -> bool:
+        """Return whether some of these types of tensors are shared among ranks."""
+        return any(issubclass(one, _WRAPPERS) for one in types)
 
     def _of_group(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         asynchronous = bool(_argument(func, args, kwargs, "async_op", True))
@@ -128,7 +133,7 @@ class Ranks:
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         name = group if isinstance(group, str) else getattr(group, "group_name", "")
-        return self._axes.get(name) or _own_axis(name)
+        return self._axes.get(name) or own_axis(name)
 
 
 @functools.cache
@@ -141,8 +146,8 @@ def _is_message(split_sizes: Sequence[int]) -> bool:
     return sum(size > 0 for size in split_sizes) == 1 < len(split_sizes)
 
 
-def _own_axis(group: Any) -> str:
-    """The name of a group that the model made itself, as `fabrics_of` reads it."""
+def own_axis(group: Any) -> str:
+    """Return what `fabrics_of` calls a process group that the model made itself, by the group's name."""
     members = dist.get_process_group_ranks(_resolve_process_group(group))
     if len(members) == dist.get_world_size():
         return ""

@@ -18,6 +18,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init as init
 from torch.distributed.fsdp._fully_shard import _fsdp_param as param
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 from torch.distributed.fsdp._fully_shard import _fsdp_state as state
+from torch.distributed.tensor import _dispatch as dispatch
+from torch.distributed.tensor import _op_schema as op_schema
+from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -29,11 +32,12 @@ _META = torch.device("meta")
 
 
 @contextlib.contextmanager
-def shards_on_meta(streams: Streams) -> Iterator[None]:
+def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[None]:
     """While entered, meshes stand for GPUs on which meta tensors lie.
 
     Args:
         streams: Of the GPU. Its recorder hears of storages that are resized, and of what blocks are for.
+        device: What meta tensors say that they lie on.
     """
     with contextlib.ExitStack() as stack:
 
@@ -43,7 +47,7 @@ def shards_on_meta(streams: Streams) -> Iterator[None]:
         for module in (init, group, state, collectives):
             replace(module, "_get_device_handle", lambda *_: streams)
         for module in (init, package._fully_shard):
-            replace(module, "_get_device_from_mesh", lambda _: _META)
+            replace(module, "_get_device_from_mesh", lambda _: device)
         replace(group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
         replace(group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None)
         replace(param.FSDPParam, "all_gather_inputs", _copied_from_host())
@@ -53,6 +57,9 @@ def shards_on_meta(streams: Streams) -> Iterator[None]:
         replace(group, "foreach_reduce", _naming_gradients(streams))
         name = "_propagate_tensor_meta_non_cached"
         replace(ShardingPropagator, name, _unseen(getattr(ShardingPropagator, name)))
+        replace(op_schema, "_rebuild_tensor_from_dtensor_meta", _of_shape)
+        for module in (dispatch, random):  # there are no random numbers to agree on
+            replace(module, "is_rng_supported_mesh", lambda _: False)
         yield
 
 
@@ -125,6 +132,12 @@ def _copied_from_host() -> property:
             self._sharded_param_data = kept
 
     return property(all_gather_inputs)
+
+
+def _of_shape(value: Any) -> Any:
+    """What DTensor asks for shapes by: on meta, also where the mesh is of GPUs, which this PyTorch may not know."""
+    tensor = value.tensor_meta
+    return torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype, device=_META)
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:

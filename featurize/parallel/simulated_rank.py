@@ -44,6 +44,6 @@ def simulate_rank(
     """
     step = simulate(trace, spec, settings, memory=memory)
     talk = communication_of(trace, spec, settings, layout, step.step_time_ms)
-    peak_mib = step.peak_memory_mib + communicators_mib(spec, layout)
+    peak_mib = step.peak_memory_mib + communicators_mib(spec, layout, (one.axis for one in trace.collectives))
     fits = step.fits and peak_mib <= spec.memory_mib
     return RankStep(replace(lengthened(step, talk, spec), peak_memory_mib=peak_mib, fits=fits), talk)

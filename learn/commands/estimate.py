@@ -19,7 +19,7 @@ from featurize.device_spec import DeviceSpec, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
 from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.layout_text import names_network_only, parse_parallel
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
 from learn.commands.estimate_fits import DEVICES, FINDS, print_fits
@@ -60,6 +60,7 @@ class EstimateSettings(TrainingKeys):
       python -m learn.estimate run=RUN_ID format=json
       python -m learn.estimate configs=jobs.jsonl method=fast format=json  # a trial config a line, thousands a second
       python -m learn.estimate device=H100-SXM5-80GB -- python train.py --batch 64  # a training script, unchanged
+      python -m learn.estimate -- torchrun --nproc-per-node 8 train.py  # one on several GPUs: rank 0
 
     The model never takes real memory: it is built and traced on the meta device (only estimator=xmem runs it, on the
     CPU). Figures come from the models that you fitted (python -m learn.fit), else from those that come with the project
@@ -160,7 +161,8 @@ class EstimateSettings(TrainingKeys):
     parallel: Parallel | Mapping[str, Any] | str | None = key(
         None,
         "several GPUs, of which the batch is one's: ddp=8, or '{ddp: 16, gpus_per_node: 8, network_gb_s: 25, "
-        "gradient_as_bucket_view: true}'; docs/parallel.md has the settings; default one GPU",
+        "gradient_as_bucket_view: true}'; docs/parallel.md has the settings; for a script only network_gb_s=25; "
+        "default one GPU",
         "mapping | text | null",
     )
     find: str | None = key(
@@ -187,8 +189,9 @@ class EstimateSettings(TrainingKeys):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trust", parse_trust(self.trust))
-        # One GPU stays as given: it overrides the layout of a config.
-        object.__setattr__(self, "parallel", parse_parallel(self.parallel, files=True) or self.parallel)
+        # One GPU stays as given: it overrides the layout of a config. So does the network, which a script takes.
+        if not names_network_only(self.parallel):
+            object.__setattr__(self, "parallel", parse_parallel(self.parallel, files=True) or self.parallel)
         names = (self.devices,) if isinstance(self.devices, str) else tuple(self.devices or ())
         object.__setattr__(self, "devices", names)
         if names and self.find is None:

@@ -14,7 +14,7 @@ from learn.script.estimating import estimate_script
 
 # Keys that name another job, or that the script chooses itself.
 _OF_OTHER_JOBS = (
-    "model", "input", "batches", "batch", "find", "by", "arguments", "config", "configs", "run", "parallel",
+    "model", "input", "batches", "batch", "find", "by", "arguments", "config", "configs", "run",
     *SETTINGS,
 )  # fmt: skip
 
@@ -48,6 +48,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
         torch_version=settings.torch_version,
         coverage=settings.coverage,
         known=settings.known,
+        parallel=settings.parallel,
         report=settings.report,
         name=title,
         time_limit_s=settings.time_limit_s,

@@ -214,7 +214,7 @@ class Question:
         return placed(
             traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
             timeline=timeline, workspaces=workspaces, search=job.search, torch_version=self.torch_version,
-            communication_mib=buffers_mib(job, device),
+            communication_mib=buffers_mib(job, device, traced.trace),
         )  # fmt: skip
 
     def _moved(self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile) -> Estimate:

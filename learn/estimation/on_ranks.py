@@ -19,6 +19,7 @@ from learn.workload import Workload
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.overlap import Communication
+    from featurize.step_trace import StepTrace
     from featurize.trial_config import TrialConfig
     from learn.traced import TracedStep
 
@@ -105,10 +106,13 @@ def training_of_file(parallel: object, training: Mapping[str, Any], config: Tria
     return {**training, **file} if config is None else dict(training)
 
 
-def buffers_mib(job: Workload, device: DeviceSpec) -> float:
+def buffers_mib(job: Workload, device: DeviceSpec, trace: StepTrace | None = None) -> float:
     """Return what communication libraries keep on a GPU, in MiB; 0 of a job on one GPU. `UsageError` where the GPU
-    model's description has no interconnect."""
-    return 0.0 if job.parallel is None else communicators_mib(device, job.parallel)
+    model's description has no interconnect. A trace tells which groups of ranks the model made itself."""
+    if job.parallel is None:
+        return 0.0
+    axes = () if trace is None else (one.axis for one in trace.collectives)
+    return communicators_mib(device, job.parallel, axes)
 
 
 def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communication | None:
@@ -136,9 +140,9 @@ def values_of_ranks(
         "exposed_ms": talk.exposed_ms,
         "sent_mib": talk.sent_mib,
     }
-    return values, _notes(
-        parallel, device, traced.communication_mib, micro_steps=training_of(job.settings).accumulation
-    )
+    # A script's own wrappers say themselves what a micro-step sends.
+    micro_steps = 1 if job.recorded is not None else training_of(job.settings).accumulation
+    return values, _notes(parallel, device, traced.communication_mib, micro_steps=micro_steps)
 
 
 def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_steps: int) -> list[str]:

@@ -33,7 +33,7 @@ _LOW_PRECISIONS = {"torch.bfloat16": "bf16-true", "torch.float16": "fp16-true"}
 
 
 def main(request_path: str) -> None:
-    """Run the script of a request (JSON: `record`, `saved`, `device`, `script`, `module`, `arguments`)."""
+    """Run the script of a request, as `learn.script.estimating` writes it."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -41,6 +41,7 @@ def main(request_path: str) -> None:
     from learn.script.containment import leave_out_distributed
 
     leave_out_distributed()
+    os.environ.update(request["environment"])
     _Run(request).run()
 
 
@@ -51,6 +52,7 @@ class _Run:
         from featurize.device_spec import device_from_mapping
         from learn.script.containment import Notes
         from learn.script.making_way import OwnPackages
+        from learn.script.rank_zero import RankZero
         from learn.script.script_recorder import ScriptRecorder
 
         self.path, self.saved = Path(request["record"]), Path(request["saved"])
@@ -58,6 +60,9 @@ class _Run:
         self.script, self.module, self.arguments = request["script"], request["module"], request["arguments"]
         self.notes: Notes = Notes()
         self.recorder: ScriptRecorder = ScriptRecorder()
+        launch = request["launch"]
+        self.rank = RankZero(self.recorder, **(launch or {}))
+        self.gpus = min(launch["launched"], launch["gpus_per_node"]) if launch else 1
         self.watch: StepWatch | None = None
         self.compiler: ScriptCompiler | None = None
         self.precisions: list[str] = []
@@ -76,7 +81,7 @@ class _Run:
         from learn.script.device_mode import PretendCuda, enter_everywhere
         from learn.script.explaining import explained
         from learn.script.fake_cuda import install
-        from learn.script.one_process import install_one_process
+        from learn.script.process_group import install_process_group
         from learn.script.step_watch import StepWatch
 
         complete()
@@ -91,9 +96,10 @@ class _Run:
             assert isinstance(autocast, Autocast)
             self._note_precisions(autocast)
             self.watch = StepWatch(self.recorder, enter_policy, self.finish)
-            install(self.spec, self.recorder, autocast)
+            install(self.spec, self.recorder, autocast, gpus=self.gpus)
             self.watch.install()
-            install_one_process(self.recorder, self.notes.add)
+            self.watch.on_end, self.watch.on_begin = self.rank.end_step, self.rank.begin_step
+            install_process_group(self.rank, self.notes.add)
             self.compiler = ScriptCompiler(self.recorder, self.notes.add)
             self.compiler.install()
             self._follow_threads()
@@ -166,6 +172,8 @@ class _Run:
             settings = self._settings(watch)
         if trace is None and problem is None:
             problem = self._without_steps()
+        for note in self.rank.remarks(compiled=self.compiler is not None and self.compiler.has_compiled):
+            self.notes.add(note)
         record = ScriptRecord(
             trace=trace,
             problem=problem if trace is None else None,
@@ -174,6 +182,7 @@ class _Run:
             backwards=watch.most_backwards,
             steps=watch.steps,
             notes=(*self.notes.all(), *(self.compiler.notes() if self.compiler is not None else ())),
+            parallel=self.rank.layout(),
         )
         write_record(self.path, record)
         sys.stdout.flush()
@@ -206,6 +215,7 @@ class _Run:
             compute_capability=self.spec.compute_capability,
             assumed=tuple(recorder.values.assumed),
             graph_input_bytes=recorder.graphs.input_bytes if recorder.graphs is not None else None,
+            collectives=self.rank.collectives(),
         )
 
     def _settings(self, watch: StepWatch) -> dict[str, Setting]:

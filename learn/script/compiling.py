@@ -20,6 +20,10 @@ from featurize.training_settings import GRAPH_MODES
 from learn.script.device_mode import PretendCuda
 from learn.script.script_recorder import ScriptRecorder
 
+OF_REPLICAS = (
+    "assumed: the graph of a compiled module is one; DistributedDataParallel has it divided at its buckets, which are "
+    "then sent earlier"
+)
 FUNCTION = "torch.compile of a function was left out: it runs as it is written"
 
 _OWN = ("forward", "_orig_mod")  # attributes that make a module compiled
@@ -59,6 +63,11 @@ class ScriptCompiler:
         replace_attribute(nn.Module, "compile", lambda module, *args, **kwargs: self._module(module, kwargs) and None)
 
     @property
+    def has_compiled(self) -> bool:
+        """Whether the script has compiled a module."""
+        return bool(self._compiled)
+
+    @property
     def capturing(self) -> bool:
         """Whether a graph is captured now, in a thread of its own, which is to have no modes."""
         return any(regions.capturing for regions in self._regions)
@@ -69,6 +78,10 @@ class ScriptCompiler:
 
     def _module(self, module: nn.Module, given: Mapping[str, Any]) -> nn.Module:
         if id(module) in self._compiled:
+            return module
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            vars(module)["_orig_mod"] = module
+            self._module(module.module, given)  # the wrapper's own code is left to Python
             return module
         self._compiled.add(id(module))
         forward = module.forward

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -16,12 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from conf.errors import UsageError
+from conf.errors import UsageError, shown
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
 from featurize.cudnn.releases import require_release
 from featurize.device_spec import describe_device
 from featurize.machine import MachineProfile
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_text import named_settings, names_network_only
 from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Question
@@ -30,7 +31,10 @@ from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_mova
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import machine_for, require_workspaces
+from learn.estimation.on_ranks import parallel_job
 from learn.estimators import LEVEL
+from learn.script.command_line import ScriptCommand, parse_command
+from learn.script.launchers import require_interconnect
 from learn.script.limits import TOO_LARGE, TOO_LONG, run_limited
 
 if TYPE_CHECKING:
@@ -42,10 +46,10 @@ if TYPE_CHECKING:
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
+_OF_NETWORK = "a script's launcher says how it is spread; of parallel= it takes network_gb_s, as in network_gb_s=50"
 _MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by default
 _LAST_LINES = 3
 _LARGEST_OUTPUT = 2**20
-_PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
 _ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "zero_grad", "checkpointing", "checkpoint_reentrant")
 
 
@@ -55,19 +59,6 @@ class ScriptSettings(Training):
     optimizer that the project does not know, nor two settings together."""
 
     def __post_init__(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Command:
-    """`python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS`."""
-
-    script: str
-    module: bool
-    arguments: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.script if self.module else Path(self.script).name
 
 
 def estimate_script(
@@ -83,6 +74,7 @@ def estimate_script(
     torch_version: str | None = None,
     coverage: float = LEVEL,
     known: Sequence[KnownRun | Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
+    parallel: Parallel | Mapping[str, Any] | str | None = None,
     report: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
@@ -98,14 +90,16 @@ def estimate_script(
     The script runs as this user, with this user's rights: estimate only scripts that you would run.
 
     Args:
-        command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`. It runs in the working
-            folder, with this process's Python.
+        command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`, or a launcher's, such as
+            `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
+            working folder, with this process's Python.
         device: A GPU model of `conf/device`, by name or as its description.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
         machine, workspaces, torch_version, coverage: As in `learn.estimate`. `workspaces="cudnn"` asks with the
             script's own settings.
         known: Measured runs of this script, as in `learn.estimate`; each at the batch size that the script has here.
+        parallel: Of a launched script, `{"network_gb_s": 50}`: what each GPU gets of the network between nodes.
         loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
         name: The job's name in the report.
@@ -123,7 +117,7 @@ def estimate_script(
         >>> estimate_script(["python", "train.py", "--batch", "64"], device="A100-SXM4-40GB").peak_memory_mib
     """
     began = time.monotonic_ns()
-    parsed = _parsed(command)
+    parsed = parse_command(command)
     loop, coverage = require_loop(loop), require_coverage(coverage)
     spec = describe_device(device)
     if estimator is not None and estimator not in ESTIMATORS:
@@ -133,13 +127,19 @@ def estimate_script(
     runs = _known_runs(known, estimator)
     on = machine_for(machine, spec, data)
     workspaces, torch_version = require_workspaces(workspaces), require_release(torch_version)
+    network = _network_of(parallel)
+    if parsed.launch is not None:
+        require_interconnect(spec, parsed.launch)
     page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
 
         page = checked_path(Path(report))
     record = _recorded(parsed, spec, time_limit_s, memory_limit_gib, show_output)
-    job = _workload(record, name or parsed.name)
+    job = parallel_job(
+        _workload(record, name or parsed.name), _in_network(record.parallel, network), estimator=estimator,
+        others={"known": runs or None},
+    )  # fmt: skip
     _require_batch_of_script(runs, job.batch_size)
     question = Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on, workspaces=workspaces,
@@ -151,6 +151,24 @@ def estimate_script(
     if page is not None:
         write_step_report(page, job, spec, done, traced, allocator)
     return done
+
+
+def _network_of(parallel: object) -> dict[str, Any]:
+    """Return the settings of a launched job that its script does not know. Raises `UsageError` for others."""
+    if parallel is None:
+        return {}
+    if not names_network_only(parallel):
+        raise UsageError(f"{_OF_NETWORK}, got {parallel.text() if isinstance(parallel, Parallel) else shown(parallel)}")
+    assert isinstance(parallel, str | Mapping)
+    given = named_settings(parallel)
+    Parallel(**given)
+    return given
+
+
+def _in_network(layout: Parallel | None, network: Mapping[str, Any]) -> Parallel | None:
+    if layout is None and network:
+        raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
+    return layout and replace(layout, **network)
 
 
 def _known_runs(known: object, estimator: str | None) -> tuple[KnownRun, ...]:
@@ -170,35 +188,13 @@ def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
             )
 
 
-def _parsed(command: Sequence[str]) -> _Command:
-    form = "python SCRIPT.py ARGUMENTS or python -m MODULE ARGUMENTS"
-    if isinstance(command, str) or not all(isinstance(word, str) for word in command):
-        raise UsageError(f"a script's command is a list of words: {form}")
-    words = list(command)
-    if not words:
-        raise UsageError(f"a script's command is missing: {form}")
-    runner = Path(words[0]).name
-    if _PYTHON.fullmatch(runner):
-        words = words[1:]
-    elif not words[0].endswith(".py"):
-        raise UsageError(f"{words[0]} does not start a script here; give {form}")
-    while words[:1] in (["-u"], ["-O"]):
-        words = words[1:]
-    if words[:1] == ["-m"] and len(words) > 1:
-        return _Command(words[1], True, tuple(words[2:]))
-    if not words or words[0].startswith("-"):
-        raise UsageError(f"a script's command is {form}, got {' '.join(command)}")
-    if not Path(words[0]).is_file():
-        raise UsageError(f"{words[0]}: there is no such file")
-    return _Command(words[0], False, tuple(words[1:]))
-
-
 def _recorded(
-    command: _Command, spec: DeviceSpec, time_limit_s: float, memory_limit_gib: float | None, show_output: bool
+    command: ScriptCommand, spec: DeviceSpec, time_limit_s: float, memory_limit_gib: float | None, show_output: bool
 ) -> ScriptRecord:
     """Run the script and read what it left. Raises `UsageError` where it did not reach two steps."""
     from learn.script.record_file import BadRecord, read_record
 
+    launch = command.launch
     memory_bytes = int(
         memory_limit_gib * 2**30
         if memory_limit_gib is not None
@@ -213,6 +209,8 @@ def _recorded(
             "script": command.script,
             "module": command.module,
             "arguments": command.arguments,
+            "launch": None if launch is None else {"launched": launch.ranks, "gpus_per_node": launch.gpus_per_node},
+            "environment": {} if launch is None else dict(launch.environment),
         }
         request_path.write_text(json.dumps(request), encoding="utf-8")
         with open(Path(folder) / "output", "w+b") as output:
@@ -242,7 +240,7 @@ def _last_lines(output: BinaryIO) -> str:
 
 
 def _explain_end(
-    command: _Command, end: int | str, time_limit_s: float, memory_limit_bytes: int, last_lines: str
+    command: ScriptCommand, end: int | str, time_limit_s: float, memory_limit_bytes: int, last_lines: str
 ) -> NoReturn:
     shown = f"; its output ends: {last_lines}" if last_lines else ""
     if end == TOO_LONG:

@@ -17,8 +17,7 @@ from learn.script.containment import DISTRIBUTED
 _ROOT = Path(__file__).resolve().parents[2]
 _INSTALLED = ("site-packages", "dist-packages")
 _LAUNCHED = (
-    "; the script expects a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 before the command "
-    "to estimate one process"
+    "; the script expects a launcher: estimate the command that starts it, such as torchrun --nproc-per-node 8 train.py"
 )
 
 

@@ -52,7 +52,6 @@ def _build_of(spec: DeviceSpec) -> _Build:
 _OF_CUDA_BUILDS: dict[str, int | bool | None] = {
     "_cuda_getCurrentRawStream": 0,
     "_cuda_getDevice": 0,
-    "_cuda_getDeviceCount": 1,
     "_cuda_isInBadFork": False,
     "_cuda_synchronize": None,
     "_cuda_clearCublasWorkspaces": None,
@@ -117,13 +116,14 @@ class _DeviceContext:
     def __exit__(self, *error: object) -> None: ...
 
 
-def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
+def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, gpus: int = 1) -> None:
     """Make this process's torch look like one with a GPU.
 
     Args:
         spec: The GPU model.
         recorder: Knows the bytes that are alive.
         autocast: `featurize.autocast.Autocast` of the process: knows which type is cast to.
+        gpus: How many there are; the first one is used.
     """
     build, capability = _build_of(spec), spec.architecture.torch_capability
     properties = types.SimpleNamespace(
@@ -150,8 +150,8 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
         "is_initialized": True,
         "_is_in_bad_fork": False,
         "_is_compiled": True,
-        "device_count": 1,
-        "_device_count_nvml": 1,
+        "device_count": gpus,
+        "_device_count_nvml": gpus,
         "current_device": 0,
         "get_device_name": spec.name,
         "get_device_capability": capability,
@@ -199,7 +199,8 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     replace_attribute(cuda, "stream", lambda stream: contextlib.nullcontext(stream))
     replace_attribute(cuda, "StreamContext", lambda stream: contextlib.nullcontext(stream))
     _install_memory(spec, recorder)
-    _install_accelerator(cuda)
+    _install_accelerator(cuda, gpus)
+    _install_default_device(recorder)
     _install_dtypes(autocast)
     replace_attribute(torch.nn.DataParallel, "scatter", _to_one_device)
     # Its C++ takes torch's own streams only, and reads them before a mode is asked.
@@ -210,7 +211,8 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     replace_attribute(torch.backends.cudnn, "is_acceptable", _giving(False))  # weights are not flattened
     replace_attribute(torch.backends.cuda, "is_built", _giving(True))
     replace_attribute(torch.cuda.nccl, "version", _giving(build.nccl))
-    for name, value in _OF_CUDA_BUILDS.items():  # a CPU build of torch has none of them
+    of_cuda_builds = {**_OF_CUDA_BUILDS, "_cuda_getDeviceCount": gpus}
+    for name, value in of_cuda_builds.items():  # a CPU build of torch has none of them
         setattr(torch._C, name, _giving(value))
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         replace_attribute(torch.cuda.nvtx, name, _giving(0))
@@ -257,14 +259,15 @@ def _install_memory(spec: DeviceSpec, recorder: ScriptRecorder) -> None:
     replace_attribute(cuda.memory, "_snapshot", _giving({"segments": [], "device_traces": []}))
 
 
-def _install_accelerator(cuda: Any) -> None:
+def _install_accelerator(cuda: Any, gpus: int) -> None:
     accelerator = torch.accelerator
     for name, value in {
-        "is_available": True, "device_count": 1, "current_accelerator": torch.device("cuda"),
+        "is_available": True, "device_count": gpus, "current_accelerator": torch.device("cuda"),
         "current_device_index": 0, "current_device_idx": 0, "current_stream": cuda.current_stream(),
         "synchronize": None, "set_device_index": None, "set_device_idx": None, "set_stream": None, "empty_cache": None,
     }.items():  # fmt: skip
         replace_attribute(accelerator, name, _giving(value))
+    replace_attribute(torch._C, "_get_accelerator", _giving(torch.device("cuda")))  # of meshes by default
     original = torch.Generator
 
     class Generator(metaclass=_InstancesOf):
@@ -274,18 +277,33 @@ def _install_accelerator(cuda: Any) -> None:
             return original("cpu" if names_cuda(device) else device)
 
     replace_attribute(torch, "Generator", Generator)
-    entering = default_device.DeviceContext.__init__
-
-    def with_default(self: Any, device: Any) -> None:
-        entering(self, torch.device("meta") if names_cuda(device) else device)
-
-    replace_attribute(default_device.DeviceContext, "__init__", with_default)
     kernels = _foreach_utils._get_foreach_kernels_supported_devices
 
     def foreach_devices() -> list[str]:
         return [*kernels(), "cuda", "meta"]
 
     _foreach_utils._get_foreach_kernels_supported_devices = foreach_devices
+
+
+def _install_default_device(recorder: ScriptRecorder) -> None:
+    """What is made while the default device is a GPU lies there; what is made on meta takes nothing, until it is moved
+    or emptied onto a GPU."""
+    context = default_device.DeviceContext
+    making, calling = context.__init__, context.__torch_function__
+
+    def with_default(self: Any, device: Any) -> None:
+        making(self, torch.device("meta") if names_cuda(device) else device)
+        self.takes_nothing = not names_cuda(device) and self.device.type == "meta"
+
+    def call(self: Any, *function: Any) -> Any:  # `with torch.device` is C++, and calls no `__enter__`
+        recorder.nowhere += self.takes_nothing
+        try:
+            return calling(self, *function)
+        finally:
+            recorder.nowhere -= self.takes_nothing
+
+    replace_attribute(context, "__init__", with_default)
+    replace_attribute(context, "__torch_function__", call)
 
 
 class _InstancesOf(type):

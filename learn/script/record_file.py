@@ -5,8 +5,10 @@ Start reading at `ScriptRecord`. The script could have written anything there, s
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +17,29 @@ from typing import Any
 from conf.plain_text import one_line
 from featurize.cudnn.signature import ConvolutionSignature, require_signature
 from featurize.library_calls import LibraryCall
-from featurize.step_trace import BLOCK_KINDS, PHASES, Block, Event, Operator, StepTrace
+from featurize.parallel.collectives import KINDS
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_text import parse_parallel
+from featurize.step_trace import (
+    BLOCK_KINDS,
+    BUCKET,
+    COMMUNICATION,
+    GATHERED,
+    PHASES,
+    UNREDUCED,
+    Block,
+    Collective,
+    Event,
+    Operator,
+    StepTrace,
+)
 
 LARGEST_FILE_BYTES = 2**30
 _LARGEST_INT = 2**62
 _LONGEST_TEXT = 2000
 _STEPS = 3
+_KINDS_OF_BLOCKS = (*BLOCK_KINDS, BUCKET, GATHERED, UNREDUCED, COMMUNICATION)
+_AXIS = re.compile(r"([1-9]\d{0,5}x[1-9]\d{0,5})?")  # ranks, and how far they are apart; empty: all
 # What a script is seen to choose, as `learn.script.estimating.ScriptSettings` has it.
 SETTINGS: Mapping[str, type] = {
     "optimizer": str, "precision": str, "cudnn_benchmark": bool, "cudnn_allow_tf32": bool,
@@ -45,6 +64,7 @@ class ScriptRecord:
     backwards  backward passes in a step: more than one accumulate gradients
     steps      optimizer steps that were done
     notes      what was kept from happening or done differently
+    parallel   how its processes share the job; None: it is one
     """
 
     trace: StepTrace | None
@@ -54,6 +74,7 @@ class ScriptRecord:
     backwards: int
     steps: int
     notes: tuple[str, ...]
+    parallel: Parallel | None = None
 
 
 def write_record(path: Path, record: ScriptRecord) -> None:
@@ -66,6 +87,7 @@ def write_record(path: Path, record: ScriptRecord) -> None:
         "backwards": record.backwards,
         "steps": record.steps,
         "notes": list(record.notes),
+        "parallel": None if record.parallel is None else dataclasses.asdict(record.parallel),
     }
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content), encoding="utf-8")
@@ -79,6 +101,7 @@ def read_record(path: Path) -> ScriptRecord:
             raise BadRecord("not a plain file of a reasonable size")
         content = json.loads(path.read_text(encoding="utf-8"))
         trace = _fields(content, dict)["trace"]
+        parallel = parse_parallel(content["parallel"])
         problem = content["problem"]
         settings = {_text(key): _setting(key, value) for key, value in _fields(content["settings"], dict).items()}
         return ScriptRecord(
@@ -89,6 +112,7 @@ def read_record(path: Path) -> ScriptRecord:
             backwards=_count(content["backwards"]),
             steps=_count(content["steps"]),
             notes=tuple(_text(note) for note in _fields(content["notes"], list)[:100]),
+            parallel=parallel,
         )
     except BadRecord:
         raise
@@ -107,6 +131,7 @@ def _trace_to_json(trace: StepTrace) -> dict[str, Any]:
         "assumed": trace.assumed,
         "notes": trace.notes,
         "graph_input_bytes": trace.graph_input_bytes,
+        "collectives": trace.collectives,
     }
 
 
@@ -128,6 +153,7 @@ def _trace_of_json(content: Mapping[str, Any]) -> StepTrace:
         assumed=tuple(map(_text, _fields(content["assumed"], list))),
         notes=tuple(map(_text, _fields(content["notes"], list))),
         graph_input_bytes=None if graph_input_bytes is None else _count(graph_input_bytes),
+        collectives=tuple(_collective(row, len(operators)) for row in _fields(content["collectives"], list)),
     )
 
 
@@ -164,7 +190,7 @@ def _events(rows: list, blocks: tuple[Block, ...]) -> tuple[Event, ...]:
 def _block(row: Any) -> Block:
     nbytes, kind, operator, module, call, pooled, stream = row
     return Block(
-        _count(nbytes), _one_of(kind, BLOCK_KINDS), _text(operator), _text(module), _call(call), bool(pooled),
+        _count(nbytes), _one_of(kind, _KINDS_OF_BLOCKS), _text(operator), _text(module), _call(call), bool(pooled),
         _count(stream),
     )  # fmt: skip
 
@@ -197,6 +223,14 @@ def _operator(row: Any) -> Operator:
         _integer(read), _integer(written), _count(launches), _text(module), tuple(map(_integer, sources)),
         bool(recomputed), bool(graphed),
     )  # fmt: skip
+
+
+def _collective(row: Any, operators: int) -> Collective:
+    kind, nbytes, after, before, axis = row
+    collective = Collective(_one_of(kind, tuple(KINDS)), _count(nbytes), _count(after), _count(before), _text(axis))
+    if not collective.after <= collective.before <= operators or not _AXIS.fullmatch(collective.axis):
+        raise BadRecord("a collective of no step or of no ranks")
+    return collective
 
 
 def _shapes(rows: Any) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from featurize.recorder import Recorder, Traits
+from featurize.recorder import Recorder, Traits, local_tensor
 from featurize.replacing import replace_attribute
 from featurize.step_trace import BATCH
 from featurize.values import ALL_KEPT, NONZERO, READ, UnknownValue
@@ -47,6 +47,7 @@ class ScriptRecorder(Recorder):
         self.trained: set[int] = set()  # storages of the parameters that have gradients
         self.updated_by_hand = False  # one of these was written to after the backward pass, by no optimizer of torch
         self.live_bytes = self.peak_live_bytes = 0
+        self.nowhere = 0  # the script itself makes tensors without memory
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
         self._loss = _LOSS
@@ -96,12 +97,14 @@ class ScriptRecorder(Recorder):
             parameters = list({id(p): p for p in (*parameters, *self._parameters())}.values())
             self._name_of_model(parameters, "parameter")
             self.trained = {
-                p.untyped_storage()._cdata for p in parameters if p.grad is not None and p.is_meta and p.requires_grad
+                local_tensor(p).untyped_storage()._cdata
+                for p in parameters
+                if p.grad is not None and p.is_meta and p.requires_grad
             }
             self.name((p.grad for p in parameters if p.grad is not None), "gradient")
 
     def _name_of_model(self, tensors: Iterable[Tensor], kind: str) -> None:
-        tensors = [t for t in tensors if t.is_meta]
+        tensors = [local_tensor(t) for t in tensors if t.is_meta]
         self.name(tensors, kind)
         for tensor in tensors:
             block = self._live[tensor.untyped_storage()._cdata][0]
@@ -148,6 +151,8 @@ class ScriptRecorder(Recorder):
         self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
+            if self.ranks is not None and self.ranks.are_shared(types):
+                return NotImplemented  # PyTorch then runs it on this rank's part
             if not _concerns_meta(args, kwargs):
                 if _only_initialises(func, args):
                     return args[0]
@@ -255,6 +260,7 @@ class ScriptRecorder(Recorder):
     # -- the memory
 
     def _take(self, nbytes: int, kind: str | None, maker: tuple) -> int:
+        nbytes = 0 if self.nowhere else nbytes
         self.live_bytes += nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
         return super()._take(nbytes, kind, maker)

@@ -40,6 +40,8 @@ class StepWatch:
         self.batch_size = 0
         self.optimizer_name = ""
         self.choices = Choices()
+        self.on_begin: Callable[[], None] = lambda: None  # of a step
+        self.on_end: Callable[[], None] = lambda: None
         self._recorder, self._enter_policy, self._on_done = recorder, enter_policy, on_done
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -159,9 +161,11 @@ class StepWatch:
         recorder.updated_by_hand = False
         self.most_backwards = max(self.most_backwards, self.backwards)
         self.steps, self.backwards = self.steps + 1, 0
+        self.on_end()
         if self.steps < STEPS:
             recorder.step, recorder.keep_operators = self.steps + 1, self.steps + 1 == STEPS
             self._begin("forward")
+            self.on_begin()
         else:
             recorder.keep_operators = False
 

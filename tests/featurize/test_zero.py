@@ -186,14 +186,14 @@ def test_checkpoints_run_their_blocks_again(stage, reentrant):
         ({"zero": 2}, "zero=2 is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero=2"),
         ({"ddp": 8, "zero": 4}, "zero is a stage of DeepSpeed's ZeRO, 1, 2 or 3, .* got 4"),
         ({"ddp": 8, "zero": True}, "zero is a stage"),
-        ({"fsdp": 8, "zero": 2}, "zero: of ddp without fsdp, tp and own only"),
-        ({"tp": 8, "zero": 2}, "zero: of ddp without fsdp, tp and own only"),
+        ({"fsdp": 8, "zero": 2}, "zero: of ddp without fsdp, cp, tp and own only"),
+        ({"tp": 8, "zero": 2}, "zero: of ddp without fsdp, cp, tp and own only"),
         ({"ddp": 8, "zero": 2, "bucket_cap_mb": 3}, "bucket_cap_mb: of ddp without fsdp, tp and zero only"),
         ({"ddp": 8, "zero": 2, "offload_param": True}, "offload_param: of zero=3 only"),
         ({"ddp": 8, "overlap_comm": True}, "overlap_comm: of zero only"),
         ({"ddp": 8, "zero": 2, "overlap_comm": 3}, "overlap_comm must be true or false"),
         ({"ddp": 8, "zero": 2, "reduce_bucket_size": 0}, "reduce_bucket_size must be a whole number of elements"),
-        ({"ddp": 8, "param_dtype": "bf16"}, "param_dtype: of fsdp or zero only"),
+        ({"ddp": 8, "param_dtype": "bf16"}, "param_dtype: of fsdp, cp or zero only"),
     ],
 )
 def test_a_layout_of_zero_that_cannot_be_is_refused(given, problem):

@@ -56,7 +56,7 @@ def test_an_error_of_the_script_names_its_file_and_line(tmp_path):
         (
             "import torch.distributed as dist\nfrom torch.distributed.fsdp import fully_shard\n"
             "import torch\ndist.init_process_group('nccl')\nfully_shard(torch.nn.Linear(8, 4).cuda())\n",
-            "train.py:5: RuntimeError: fully_shard cannot be followed",
+            "train.py:5: RuntimeError: fully_shard cannot be followed in one process: start the script with torchrun",
         ),
         (
             "import torch\ntorch.save(lambda: None, 'a.pt')\ntorch.load('a.pt')\n",
@@ -67,8 +67,9 @@ def test_an_error_of_the_script_names_its_file_and_line(tmp_path):
             "train.py:2: RuntimeError: a sparse tensor cannot be followed onto the GPU",
         ),
         (
-            "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=4)\n",
-            "train.py:2: RuntimeError: the script asks for 4 processes; one process is estimated at a time",
+            "import torch.distributed as dist\ndist.init_process_group('nccl', rank=0, world_size=4)\n",
+            "train.py:2: RuntimeError: the script asks for 4 processes and its command starts 1; start it with "
+            "torchrun --nproc-per-node 4",
         ),
     ],
 )
@@ -84,7 +85,7 @@ def test_a_script_without_two_steps_is_told_so(tmp_path, text, reason):
     [
         ([], "missing"),
         ("python train.py", "a list of words"),
-        (["torchrun", "train.py"], "torchrun does not start a script here"),
+        (["bash", "train.sh"], "bash does not start a script here"),
         (["python"], "python SCRIPT.py"),
         (["python", "-c", "print(1)"], "python SCRIPT.py"),
         (["python", "absent.py"], "absent.py: there is no such file"),

@@ -159,7 +159,7 @@ def test_a_missing_variable_of_a_launcher_is_explained(tmp_path):
     with pytest.raises(KeyError) as raised:
         _ = {}["LOCAL_RANK"]
     message = explained(raised.value, str(tmp_path / "train.py"))
-    assert "put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 before the command" in message
+    assert "estimate the command that starts it, such as torchrun --nproc-per-node 8" in message
 
 
 def test_a_logger_that_is_not_installed_is_absent_where_the_script_is_ready_for_that(tmp_path, monkeypatch):

@@ -1,0 +1,83 @@
+"""Reads the options of `accelerate launch` with accelerate's own parser, as on a machine that has the GPUs.
+
+Start reading at `main`. Started as a file, `python learn/script/accelerate_options.py OPTIONS`, it prints JSON in one
+line, or ends with the reason in the last line of standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any, NoReturn
+
+_REFUSED = {
+    "use_deepspeed": "DeepSpeed is not followed; use --multi_gpu, or --use_fsdp --fsdp_version 2",
+    "use_megatron_lm": "Megatron-LM is not followed",
+    "tpu": "TPUs are not estimated",
+    "cpu": "a job on the CPU takes nothing of a GPU",
+    "no_python": "--no_python is not followed; give a Python script, or a module with --module",
+}
+
+
+def main(words: list[str]) -> None:
+    """Print what is started: script, module, arguments, nodes, per_node, environment."""
+    sys.path[0] = os.getcwd()
+    try:
+        from accelerate.commands.launch import launch_command_parser
+    except ImportError:
+        _end("accelerate is not installed where the script would run")
+    args = launch_command_parser().parse_args(words)
+    before = dict(os.environ)
+    _pretend_gpus(args)
+    try:
+        options, environment = _launched(args)
+    except Exception as error:  # whatever accelerate raises for what does not go together
+        _end(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+    changed = {name: value for name, value in environment.items() if before.get(name) != value}
+    print(json.dumps({**options, "environment": changed}))
+
+
+def _launched(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    from accelerate.commands import launch
+    from accelerate.utils import launch as preparing
+
+    args.machine_rank = 0  # the one that is estimated; nothing is sent from here
+    vars(preparing)["is_port_in_use"] = lambda *_: False
+    args, _defaults, _ = launch._validate_launch_command(args)
+    for name, reason in _REFUSED.items():
+        if getattr(args, name, False):
+            _end(reason)
+    options = {"script": args.training_script, "module": bool(args.module), "arguments": args.training_script_args}
+    if not (args.use_fsdp or args.multi_gpu):
+        if (args.num_processes or 1) > 1:
+            _end(f"--num_processes {args.num_processes} wants --multi_gpu, or a file of options that says so")
+        return {**options, "nodes": 1, "per_node": 1}, preparing.prepare_simple_launcher_cmd_env(args)[1]
+    environment = preparing.prepare_multi_gpu_env(args)
+    nodes = args.num_machines or 1
+    return {**options, "nodes": nodes, "per_node": args.num_processes // nodes}, environment
+
+
+def _pretend_gpus(args: argparse.Namespace) -> None:
+    """As many GPUs of a node as processes were asked for."""
+    import torch
+
+    def device_count() -> int:
+        if args.num_processes is None:
+            _end("--num_processes is missing: without it accelerate counts the GPUs of this machine")
+        return max(1, args.num_processes // (args.num_machines or 1))
+
+    for name, value in (
+        ("is_available", lambda: True), ("device_count", device_count), ("is_bf16_supported", lambda *_, **__: True),
+    ):  # fmt: skip
+        setattr(torch.cuda, name, value)
+
+
+def _end(reason: str) -> NoReturn:
+    print(reason, file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

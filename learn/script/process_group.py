@@ -1,0 +1,191 @@
+"""torch.distributed for the one process that runs: the rank 0 of its group, whose other ranks say what it says.
+
+Start reading at `install_process_group`; `learn.script.rank_zero` has what the rank takes and sends.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from featurize.replacing import replace_attribute
+from learn.script.rank_zero import RankZero
+from learn.script.replicas import install_replicas
+
+ALONE = "torch.distributed runs with one process: buffers of NCCL are not counted"
+_GROUPLESS = "another process is asked for, or answered, by itself (pipelines do so): that is not followed in scripts"
+_SHARDED_ALONE = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
+_FLAT = (
+    "FullyShardedDataParallel (FSDP1) is not followed: its flat parameters take other memory than fully_shard (FSDP2), "
+    "which is"
+)
+
+
+class _Done:
+    """The handle of a collective that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
+    """Make torch.distributed work in this process, where the release has it.
+
+    Args:
+        rank: The process's part.
+        note: Hears that the script uses torch.distributed.
+    """
+    replace_attribute(torch.multiprocessing, "spawn", _calling_directly(rank))
+    replace_attribute(torch.multiprocessing, "start_processes", _calling_directly(rank))
+    if not dist.is_available():
+        return
+    _install_group(rank, note)
+    _install_collectives(rank)
+    install_replicas(rank, note)
+
+
+def _calling_directly(rank: RankZero) -> Callable[..., None]:
+    def spawn(fn: Callable[..., None], args: tuple = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+        if rank.launched != 1 != nprocs:
+            raise RuntimeError(f"each of {rank.launched} processes starts {nprocs} more: that is not followed")
+        rank.launched = max(rank.launched, nprocs)
+        fn(0, *args)
+
+    return spawn
+
+
+def _modules() -> list[Any]:
+    from torch.distributed import device_mesh, distributed_c10d
+
+    return [dist, distributed_c10d, device_mesh]
+
+
+def _replace(name: str, function: Any) -> None:
+    for module in _modules():
+        replace_attribute(module, name, function)
+
+
+def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
+    begin, group_of = dist.init_process_group, dist.new_group
+    backends = ["nccl"]
+
+    @functools.wraps(begin)
+    def init_process_group(
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        ranks = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks != rank.launched:
+            raise RuntimeError(
+                f"the script asks for {ranks} processes and its command starts {rank.launched}; start it with "
+                f"torchrun --nproc-per-node {ranks}, or as it is queued"
+            )
+        backends[0] = str(backend or "nccl")
+        begin("fake", store=FakeStore(), rank=0, world_size=ranks)
+        if ranks == 1:
+            note(ALONE)
+            _refuse_fully_shard()
+        else:
+            rank.begin()
+        _refuse_flat_parameters()
+
+    @functools.wraps(group_of)
+    def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
+        return group_of(ranks, use_local_synchronization=use_local_synchronization)
+
+    _replace("init_process_group", init_process_group)
+    _replace("new_group", new_group)
+    _replace("get_backend", lambda group=None: backends[0])
+    _replace("is_nccl_available", lambda: True)
+
+
+def _refuse_fully_shard() -> None:
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    except ImportError:  # a release without it
+        return
+    replace_attribute(FSDPState, "init", _refusing(_SHARDED_ALONE))
+
+
+def _refuse_flat_parameters() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    replace_attribute(FullyShardedDataParallel, "__init__", _refusing(_FLAT))
+
+
+def _refusing(reason: str) -> Callable[..., None]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(reason)
+
+    return refuse
+
+
+def _install_collectives(rank: RankZero) -> None:
+    """Collectives of GPU tensors run as they are: their group sends nothing, and the recorder hears of them. Of what is
+    on the host, and of objects, each rank is taken to have what this one has."""
+    all_reduce = dist.all_reduce
+
+    @functools.wraps(all_reduce)
+    def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        with torch._C.DisableTorchFunction():  # a mode would call this function again
+            work = all_reduce(tensor, op, group, async_op)
+        rank.reduced(tensor, op, dist.get_world_size(group))
+        return work
+
+    def to_one(tensor: Tensor, dst: Any = None, op: Any = dist.ReduceOp.SUM, group: Any = None, *_: Any, **__: Any):
+        return reduce(tensor, op, group, bool(__.get("async_op")))
+
+    def gather(tensor: Tensor, gather_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
+        with torch.no_grad():
+            for output in gather_list or ():
+                output.copy_(tensor)
+        return _Done() if async_op else None
+
+    def scatter(tensor: Tensor, scatter_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
+        if scatter_list:
+            with torch.no_grad():
+                tensor.copy_(scatter_list[0])
+        return _Done() if async_op else None
+
+    for name, function in {
+        "all_reduce": reduce,
+        "reduce": to_one,
+        "gather": gather,
+        "scatter": scatter,
+        "barrier": _nothing,
+        "monitored_barrier": _nothing,
+        "broadcast_object_list": _nothing,
+        "all_gather_object": _fill,
+        "gather_object": lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
+        "scatter_object_list": lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
+        **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), _refusing(_GROUPLESS)),
+        **dict.fromkeys(("send_object_list", "recv_object_list"), _refusing(_GROUPLESS)),
+    }.items():
+        _replace(name, function)
+
+
+def _nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:
+    return _Done() if async_op else None
+
+
+def _fill(outputs: list, given: Any, *_: Any, **__: Any) -> None:
+    outputs[:] = [given] * len(outputs)

@@ -1,0 +1,123 @@
+"""Rank 0 of the job that a script is a process of: its streams, its wrappers, and what it sends.
+
+Start reading at `RankZero.begin`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from featurize.parallel.data_parallel import Replica
+from featurize.parallel.layout import Parallel
+from featurize.step_trace import Collective
+from featurize.values import remember
+from learn.script.compiling import OF_REPLICAS
+from learn.script.device_mode import CUDA
+from learn.script.script_recorder import ScriptRecorder
+
+if TYPE_CHECKING:
+    from featurize.parallel.ranks import Ranks
+    from featurize.parallel.streams import Streams
+
+
+class RankZero:
+    """The one process that runs, among those that a launcher starts.
+
+    Args:
+        recorder: Of the script.
+        launched: How many there are. A script that starts them by itself changes it.
+        gpus_per_node: GPUs of a node, as its launcher has them; None: one node holds all.
+    """
+
+    def __init__(self, recorder: ScriptRecorder, launched: int = 1, gpus_per_node: int | None = None) -> None:
+        self.launched, self.recorder = launched, recorder
+        self._of_node = gpus_per_node
+        self._replicas: list[Replica] = []
+        self._wrapper: Parallel | None = None  # of the first replica
+        self._streams: Streams | None = None
+        self._ranks: Ranks | None = None
+        self._collectives: tuple[Collective, ...] = ()
+        self._entered = contextlib.ExitStack()  # until the process ends
+
+    def begin(self) -> None:
+        """The script's process group is there, with several ranks: from now on PyTorch's own wrappers run on meta
+        tensors, and what they send is heard."""
+        if self._streams is not None:
+            return
+        from featurize.parallel.ranks import Ranks  # their imports are heavy
+        from featurize.parallel.shards_on_meta import shards_on_meta
+        from featurize.parallel.streams import Streams
+
+        streams = self._streams = Streams()
+        streams.recorder = self.recorder
+        self.recorder.ranks = self._ranks = Ranks(streams, {})
+        self._entered.enter_context(shards_on_meta(streams, CUDA))
+
+    def settings(self, **given: Any) -> Parallel:
+        """Return the layout of a replica with these settings of DistributedDataParallel."""
+        return Parallel(ddp=self.launched, gpus_per_node=self._gpus_per_node, **given)
+
+    @property
+    def _gpus_per_node(self) -> int:
+        return self._of_node or max(Parallel.gpus_per_node, self.launched)
+
+    def add(self, replica: Replica, settings: Parallel) -> None:
+        """Hear of a wrapped model."""
+        self._replicas.append(replica)
+        self._wrapper = self._wrapper or settings
+
+    def axis_of(self, group: Any) -> str:
+        """Return the name of a process group, as collectives have it."""
+        from featurize.parallel.ranks import own_axis
+
+        return "" if group is None or self._streams is None else own_axis(group.group_name)
+
+    def begin_step(self) -> None:
+        """Hear that a step begins."""
+        for replica in self._replicas:
+            replica.begin_step()
+        if self._ranks is not None:
+            self._ranks.begin_step()
+
+    def end_step(self) -> None:
+        """Hear that a step ends: the last one's collectives count."""
+        sent = () if self._streams is None else self._streams.collectives()
+        self._collectives = (*sent, *(one for replica in self._replicas for one in replica.collectives()))
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return what was sent in the last step; nothing of one process alone."""
+        return self._collectives if self.layout() is not None else ()
+
+    def layout(self) -> Parallel | None:
+        """Return how the job is spread; None for one process, or for several that never meet."""
+        if self.launched == 1 or self._streams is None:
+            return None
+        return self._wrapper or Parallel(own=self.launched, gpus_per_node=self._gpus_per_node)
+
+    def remarks(self, *, compiled: bool) -> Iterator[str]:
+        """Yield what is taken for granted of the ranks. `compiled`: the script has compiled a module."""
+        if self.launched > 1 and self._streams is None:
+            yield f"the script starts no process group: each of its {self.launched} processes trains by itself"
+        elif self.launched > 1:
+            yield f"the script ran as rank 0 of {self.launched}; where other ranks run other code, they may need more"
+            if compiled and self._replicas:
+                yield OF_REPLICAS
+
+    def reduced(self, tensor: Tensor, op: Any, ranks: int) -> None:
+        """Give a reduced tensor the value that it has where each rank had the same, as far as it is known."""
+        if ranks == 1 or op not in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
+            return
+        values = self.recorder.values.of(tensor)
+        if values is None:
+            return
+        total = values * ranks if op == dist.ReduceOp.SUM else values**ranks
+        if not tensor.is_meta:
+            tensor.detach().copy_(total)
+            return
+        remember(tensor, total)
+        self.recorder.values.learn([tensor])

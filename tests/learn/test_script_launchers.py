@@ -1,0 +1,138 @@
+"""Command lines of launchers are read as the launchers read them; what they do not start is refused in one line."""
+
+import os
+
+import pytest
+
+from conf.errors import UsageError
+from learn.script.command_line import parse_command
+
+FSDP2 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 2
+num_processes: 8
+machine_rank: 1
+main_process_ip: 10.0.0.1
+main_process_port: 29512
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Block
+"""
+
+
+@pytest.fixture(autouse=True)
+def _with_a_script(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("print('never run here')\n")
+    (tmp_path / "fsdp.yaml").write_text(FSDP2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # where accelerate looks for its own file of options
+
+
+def parsed(text):
+    return parse_command(text.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks", "per_node", "script", "arguments"),
+    [
+        ("torchrun --nproc_per_node=8 train.py --lr 1e-3", 8, 8, "train.py", ("--lr", "1e-3")),
+        ("torchrun --nnodes=2 --nproc-per-node 4 --rdzv-backend c10d train.py", 8, 4, "train.py", ()),
+        ("torchrun --standalone --nnodes 2:2 --nproc-per-node=3 -m mine.train -m x", 6, 3, "mine.train", ("-m", "x")),
+        ("torchrun train.py", 1, 1, "train.py", ()),
+        ("/opt/env/bin/torchrun --nproc-per-node=2 train.py", 2, 2, "train.py", ()),
+        ("python -m torch.distributed.run --nproc_per_node 2 train.py", 2, 2, "train.py", ()),
+        ("python3 -m torch.distributed.launch --nproc_per_node 2 train.py", 2, 2, "train.py", ("--local-rank=0",)),
+        ("python -m torch.distributed.launch --use_env --nproc_per_node 2 train.py", 2, 2, "train.py", ()),
+    ],
+)
+def test_torchrun_starts_as_many_ranks_as_its_options_say(command, ranks, per_node, script, arguments):
+    read = parsed(command)
+    assert (read.script, read.arguments, read.module) == (script, arguments, script == "mine.train")
+    assert (read.launch.ranks, read.launch.per_node) == (ranks, per_node)
+
+
+def test_the_first_rank_gets_the_variables_of_torchrun():
+    environment = parsed("torchrun --nnodes 2 --nproc-per-node 4 --rdzv-id job7 --max-restarts 3 train.py").launch
+    wanted = {
+        "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
+        "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_MAX_RESTARTS": "3",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    assert wanted.items() <= environment.environment.items()
+    assert {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"} <= environment.environment.keys()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("torchrun --nproc-per-node=0 train.py", "torchrun --nproc-per-node must be a whole number >= 1, got 0"),
+        ("torchrun --nproc-per-node=many train.py", "must be a whole number >= 1, got many"),
+        ("torchrun --nproc-per-node=gpu train.py", "counts the GPUs of a node.*give their number"),
+        ("torchrun --nnodes 1:4 --nproc-per-node=8 train.py", "--nnodes 1:4 leaves the number of nodes open"),
+        ("torchrun --nnodes 9000 --nproc-per-node=8 train.py", "own must be a whole number from 1 to 65536, got 72000"),
+        ("torchrun --nproc-per-node=8", "torchrun: the following arguments are required: training_script"),
+        ("torchrun --help", "torchrun: give the command line that starts a script"),
+        ("torchrun --colour train.py", "torchrun: .*--colour"),
+        ("torchrun --nproc-per-node=8 absent.py", "absent.py: there is no such file"),
+        ("torchrun --no-python --nproc-per-node=8 train.sh", "torchrun --no-python is not followed"),
+        ("accelerate config", "of accelerate, `accelerate launch OPTIONS train.py ARGUMENTS` is estimated"),
+        ("deepspeed --num_gpus 8 train.py --deepspeed ds.json", "deepspeed is not followed; give the same job to"),
+        ("python -m deepspeed.launcher.runner train.py", "deepspeed is not followed"),
+        ("srun -n 8 python train.py", "srun is not followed"),
+    ],
+)
+def test_what_a_launcher_does_not_start_is_refused(command, message):
+    with pytest.raises(UsageError, match=message) as raised:
+        parsed(command)
+    assert "\n" not in str(raised.value)
+
+
+def test_accelerate_reads_its_own_options_and_file():
+    before = dict(os.environ)
+    read = parsed("accelerate launch --config_file fsdp.yaml train.py --epochs 3")
+    assert (read.script, read.arguments) == ("train.py", ("--epochs", "3"))
+    assert (read.launch.ranks, read.launch.per_node) == (8, 4)
+    wanted = {
+        "WORLD_SIZE": "8", "RANK": "0", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+        "ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+    }  # fmt: skip
+    assert wanted.items() <= read.launch.environment.items()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("accelerate launch --num_processes 8 --mixed_precision bf16 train.py", 8),
+        ("accelerate-launch --multi_gpu --num_processes 4 --num_machines 2 train.py", 4),
+        ("python -m accelerate.commands.launch --num_processes 1 train.py", 1),
+    ],
+)
+def test_accelerate_starts_as_many_ranks_as_its_options_say(command, ranks):
+    launch = parsed(command).launch
+    assert launch.ranks == ranks
+    assert ("WORLD_SIZE" in launch.environment) == (ranks > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("train.py", "--num_processes is missing"),
+        ("--num_processes 8 --use_deepspeed train.py", "accelerate launch: DeepSpeed is not followed"),
+        ("--num_processes 8 --use_megatron_lm train.py", "accelerate launch: Megatron-LM is not followed"),
+        ("--num_processes 8 --mixed_precision bf17 train.py", "accelerate launch: .*invalid choice: 'bf17'"),
+        ("--num_processes 8 --colour train.py", "accelerate launch: .*--colour"),
+        ("--num_processes 8 --config_file absent.yaml train.py", "accelerate launch: .*absent.yaml"),
+        ("--multi_gpu --num_processes 1 train.py", "accelerate launch: You need to use at least 2 processes"),
+    ],
+)
+def test_what_accelerate_refuses_is_refused_in_its_words(options, message):
+    with pytest.raises(UsageError, match=message) as raised:
+        parsed(f"accelerate launch {options}")
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,296 @@
+"""Scripts that a launcher starts: rank 0 is estimated as the same job with `parallel=` is."""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from conf import cli
+from conf.errors import UsageError
+from featurize.parallel.layout import Parallel
+from learn import estimate, estimate_script
+from learn.commands.estimate_script import entry_of_script
+from learn.script.rank_zero import RankZero
+from learn.script.script_recorder import ScriptRecorder
+
+SCRIPTS = Path(__file__).parent / "training_scripts"
+MEMORY = ("peak_memory_mib", "reserved_mib", "allocated_mib", "upper_mib")
+TIME = ("step_time_ms", "exposed_ms", "communication_ms")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def names_of(script):
+    return runpy.run_path(str(SCRIPTS / f"{script}.py"))
+
+
+def launched(script, options="", *, ranks=8, launcher=("torchrun", "--nproc_per_node"), before="", **given):
+    words = [*launcher, str(ranks), *before.split(), str(SCRIPTS / f"{script}.py"), *options.split()]
+    return estimate_script(words, estimator="trace", **given)
+
+
+def check_same(script, module, *, held_mib=0.0, times=TIME):
+    """The figures are the same, but for `held_mib` of small tensors (a norm, a loss in another type) that either of the
+    loops holds and the other does not."""
+    for name in (*MEMORY, *times):
+        if not (held_mib and name == "allocated_mib"):
+            assert getattr(script, name) == getattr(module, name), name
+    assert script.allocated_mib == pytest.approx(module.allocated_mib, rel=1e-12, abs=held_mib)
+    assert script.breakdown == pytest.approx(module.breakdown, rel=1e-12, abs=held_mib)
+    assert script.sent_mib == pytest.approx(module.sent_mib, rel=1e-12)
+    assert script.parameters == module.parameters
+
+
+def of_ddp(parallel, **settings):
+    make = names_of("torchrun_ddp")["make_model"]
+    return estimate(make, [16, 3, 32, 32], parallel=parallel, estimator="trace", **settings)
+
+
+def of_fsdp2(parallel, **settings):
+    names = names_of("torchrun_fsdp2")
+    inputs = [32, names["WIDTH"]]
+    return estimate(names["Net"], inputs, parallel=parallel, estimator="trace", optimizer="adamw", **settings)
+
+
+def test_a_script_under_torchrun_takes_what_its_model_takes_under_ddp():
+    before = dict(os.environ), torch.distributed.is_initialized()
+    script, module = launched("torchrun_ddp"), of_ddp("ddp=8")
+    check_same(script, module)
+    assert script.samples_per_s == module.samples_per_s
+    assert [(group.first, group.count) for group in script.ranks] == [(0, 8)]
+    assert script.warnings[0] == "the script trains with adam, fp32, 16 samples in a forward pass"
+    assert any(note.startswith("8 GPUs of one node, a batch each (ddp=8)") for note in script.warnings)
+    assert any("the script ran as rank 0 of 8" in note for note in script.warnings)
+    assert (dict(os.environ), torch.distributed.is_initialized()) == before
+
+
+@pytest.mark.slow
+def test_gradients_stay_in_their_buckets_where_the_script_says_so():
+    check_same(launched("torchrun_ddp", "--view"), of_ddp("ddp=8,gradient_as_bucket_view=true"))
+
+
+@pytest.mark.slow
+def test_micro_steps_are_reduced_once():
+    script, module = launched("torchrun_ddp", "--accumulate 4"), of_ddp("ddp=8", accumulation=4)
+    check_same(script, module)
+    assert script.sent_mib["all_reduce"] == launched("torchrun_ddp").sent_mib["all_reduce"]
+    assert not any("no_sync" in note for note in script.warnings)  # which the script itself says
+
+
+@pytest.mark.slow
+def test_what_a_script_reduces_for_its_log_counts_as_well():
+    quiet, reports = (launched("torchrun_ddp", option) for option in ("", "--report"))
+    more = reports.sent_mib["all_reduce"] - quiet.sent_mib["all_reduce"]
+    assert more == pytest.approx(2 * 7 / 8 * 4 / 2**20)
+    assert reports.exposed_ms > quiet.exposed_ms
+
+
+@pytest.mark.slow
+def test_ranks_of_several_nodes_talk_over_the_network():
+    script = launched("torchrun_ddp", before="--nnodes 2 --node-rank 1", parallel="network_gb_s=50")
+    check_same(script, of_ddp("ddp=16,network_gb_s=50"))
+    assert any("2 nodes" in note and "50" in note for note in script.warnings[2:])
+
+
+def test_a_script_that_shards_its_model_takes_what_fsdp_takes():
+    check_same(launched("torchrun_fsdp2", ranks=4), of_fsdp2("fsdp=4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "parallel"),
+    [
+        ("--bf16", "fsdp=4,param_dtype=bf16,reduce_dtype=fp32"),
+        ("--replicas 2", "ddp=2,fsdp=2"),
+        ("--from-meta", "fsdp=4"),
+    ],
+)
+def test_shards_of_a_script_are_those_of_the_layout_that_it_chooses(options, parallel):
+    check_same(launched("torchrun_fsdp2", options, ranks=4), of_fsdp2(parallel))
+
+
+@pytest.mark.slow
+def test_clipped_shards_send_their_norm():
+    script, module = launched("torchrun_fsdp2", "--clip 1.0", ranks=4), of_fsdp2("fsdp=4", clip_norm=1.0)
+    check_same(script, module, held_mib=0.003)
+    assert script.sent_mib["all_reduce"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "parallel"), [("", {"tp": 4}), ("--shards 2", {"fsdp": 2, "tp": 2})])
+def test_a_script_that_splits_its_modules_takes_what_a_plan_takes(options, parallel):
+    names = names_of("torchrun_tensor_parallel")
+    script = launched("torchrun_tensor_parallel", options, ranks=4)
+    module = estimate(
+        names["make_model"], [names["BATCH"], names["WIDTH"]], optimizer="adamw", estimator="trace",
+        parallel={**parallel, "tp_plan": {"*.up": "colwise", "*.down": "rowwise"}},
+        loss=lambda output, _: nn.functional.mse_loss(output, torch.zeros_like(output)),
+    )  # fmt: skip
+    check_same(script, module, held_mib=0.001)
+
+
+ACCELERATE = ("accelerate", "launch", "--num_processes")
+SHARDS = (
+    "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP "
+    "--fsdp_transformer_layer_cls_to_wrap Block"
+)
+
+
+def of_accelerate(parallel, **settings):
+    names = names_of("accelerate_launched")
+    return estimate(
+        names["Net"], [16, names["WIDTH"]], parallel=parallel, estimator="trace", optimizer="adamw", clip_norm=1.0,
+        **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_accelerate_ends_in_ddp_with_its_own_accumulation(precision):
+    before = "--mixed_precision bf16" if precision == "bf16" else ""
+    script = launched("accelerate_launched", ranks=4, launcher=ACCELERATE, before=before)
+    module = of_accelerate("ddp=4", accumulation=2, precision=precision)
+    check_same(script, module, held_mib=0.003)
+    assert script.warnings[0].endswith("2 backward passes in a step")
+
+
+@pytest.mark.slow
+def test_accelerate_ends_in_shards_where_its_options_say_so():
+    script = launched("accelerate_launched", "--accumulate 1", ranks=4, launcher=ACCELERATE, before=SHARDS)
+    module = of_accelerate("fsdp=4,wrap=[Block]")
+    check_same(script, module, held_mib=0.003, times=("communication_ms",))
+    assert script.step_time_ms == pytest.approx(module.step_time_ms, rel=0.02)  # its clipping runs more kernels
+
+
+@pytest.mark.slow
+def test_micro_steps_of_shards_keep_whole_gradients_under_accelerate():
+    one, two = (
+        launched("accelerate_launched", f"--accumulate {micro}", ranks=4, launcher=ACCELERATE, before=SHARDS)
+        for micro in (1, 2)
+    )
+    assert one.sent_mib["reduce_scatter"] == two.sent_mib["reduce_scatter"]
+    assert two.breakdown["unreduced gradients"] == pytest.approx(two.parameters * 4 / 2**20)
+
+
+DDP = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+def train(rank, world):
+    dist.init_process_group("nccl", init_method="tcp://localhost:12355", rank=rank, world_size=world)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    net = ADAPT(net.cuda())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(8, 64).cuda()).sum().backward()
+        optimizer.step()
+"""
+BY_ENVIRONMENT = "train(int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))\n"
+OWN_PROCESSES = "if __name__ == '__main__':\n    torch.multiprocessing.spawn(train, args=(4,), nprocs=4, join=True)\n"
+
+
+def run(folder, adapt, end=BY_ENVIRONMENT, command=("torchrun", "--nproc-per-node=4")):
+    (folder / "train.py").write_text(DDP.replace("ADAPT", adapt) + end)
+    return estimate_script([*command, "train.py"], estimator="trace")
+
+
+@pytest.mark.slow
+def test_processes_that_a_script_starts_itself_are_ranks(tmp_path):
+    script = run(tmp_path, "DDP", OWN_PROCESSES, ("python",))
+    assert script.ranks[0].count == 4 and script.sent_mib["all_reduce"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapt", ["lambda net: DDP(torch.compile(net))", "lambda net: torch.compile(DDP(net))"])
+def test_a_compiled_replica_is_estimated_with_what_is_assumed_of_it(tmp_path, adapt):
+    script = run(tmp_path, f"({adapt})")
+    assert script.breakdown["gradient buckets"] == pytest.approx(2 * (64 * 64 + 64) * 4 / 2**20)
+    assert any(note.startswith("assumed: the graph of a compiled module is one") for note in script.warnings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapt", "reason"),
+    [
+        (
+            "(lambda net: __import__('torch.distributed.fsdp').distributed.fsdp.FullyShardedDataParallel(net))",
+            "train.py:7: RuntimeError: FullyShardedDataParallel .FSDP1. is not followed.*fully_shard",
+        ),
+        ("(lambda net: dist.send(net[0].weight, dst=1))", "train.py:7: .*another process is asked for"),
+        (
+            "(lambda net: DDP(torch.nn.ModuleList([net, torch.nn.Linear(9, 9).cuda()])) and DDP(Partly(net)))",
+            "2 parameters get no gradient .the first: unused.weight.*pass find_unused_parameters=True",
+        ),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_told_with_the_scripts_line(tmp_path, adapt, reason):
+    more = (
+        "class Partly(torch.nn.Module):\n    def __init__(self, net):\n        super().__init__()\n"
+        "        self.net, self.unused = net, torch.nn.Linear(9, 9).cuda()\n"
+        "    def forward(self, x):\n        return self.net(x)\n"
+    )
+    with pytest.raises(UsageError, match=reason) as raised:
+        run(tmp_path, adapt, more + BY_ENVIRONMENT)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_processes_that_never_meet_are_estimated_alone(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(8, 4).cuda()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(3):\n    model(torch.randn(2, 8).cuda()).sum().backward()\n    optimizer.step()\n"
+    )
+    script = estimate_script(["torchrun", "--nproc-per-node=4", "train.py"], estimator="trace")
+    assert script.ranks == () and "communication" not in script.breakdown
+    assert "the script starts no process group: each of its 4 processes trains by itself" in script.warnings
+
+
+def test_a_gpu_without_a_known_interconnect_is_refused_before_the_script_runs(tmp_path):
+    (tmp_path / "train.py").write_text("open('ran', 'w')\n")
+    with pytest.raises(UsageError, match="has no interconnect"):
+        estimate_script(["torchrun", "--nproc-per-node=4", "train.py"], device="A100-SXM4-40GB:3g.20gb")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ("ddp=8", "of parallel= it takes network_gb_s, as in network_gb_s=50, got 'ddp=8'"),
+        (Parallel(fsdp=8), "as in network_gb_s=50, got fsdp=8"),
+        ({"network_gb_s": -1}, "network_gb_s must be a number > 0, got -1"),
+        (8, "as in network_gb_s=50, got 8"),
+    ],
+)
+def test_how_a_script_is_spread_is_left_to_its_launcher(parallel, message):
+    with pytest.raises(UsageError, match=message):
+        launched("torchrun_ddp", parallel=parallel)
+
+
+def test_bad_options_of_a_launcher_end_the_command_with_exit_code_2(capsys):
+    command = ["torchrun", "--nproc-per-node=many", "train.py"]
+    assert cli.run("estimate", lambda settings: entry_of_script(settings, command), []) == 2
+    assert capsys.readouterr().err == "error: torchrun --nproc-per-node must be a whole number >= 1, got many\n"
+
+
+def test_the_command_prints_what_the_ranks_send(capsys):
+    command = ["torchrun", "--nproc-per-node=2", str(SCRIPTS / "torchrun_ddp.py")]
+    assert cli.run("estimate", lambda settings: entry_of_script(settings, command), ["format=json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ranks"][0]["count"] == 2 and printed["sent_mib"]["all_reduce"] > 0
+
+
+def test_reduced_values_are_those_of_ranks_that_all_have_the_same():
+    rank = RankZero(ScriptRecorder(), launched=4)
+    counted, measured = torch.tensor([3, 5]), torch.tensor(2.0)
+    rank.reduced(counted, torch.distributed.ReduceOp.SUM, 4)
+    rank.reduced(measured, torch.distributed.ReduceOp.MAX, 4)
+    assert counted.tolist() == [12, 20] and measured.item() == 2.0
+    assert "torch.distributed.fsdp" not in sys.modules or rank.layout() is None
