@@ -53,6 +53,15 @@ def test_a_file_is_the_settings_that_it_has(tmp_path):
     assert any("auto in the DeepSpeed file" in note and "reduce_bucket_size" in note for note in read.warnings)
 
 
+def test_what_the_host_does_is_said_to_take_no_time():
+    on_host, on_gpu = (
+        of_net(f"ddp=8,zero=2,param_dtype=bf16,cpu_offload={offloads}") for offloads in ("true", "false")
+    )
+    assert on_host.peak_memory_mib < on_gpu.peak_memory_mib
+    notes = [any("left out of the step time" in note for note in one.warnings) for one in (on_host, on_gpu)]
+    assert notes == [True, False]
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
