@@ -12,7 +12,7 @@ from typing import NamedTuple
 _ALIGNMENT = 2  # elements, of each rank's part: nccl_start_alignment_factor
 
 
-class Part(NamedTuple):
+class OwnPart(NamedTuple):
     """Elements of one parameter, which is the `place`-th of the buffer: `elements` from `first` on."""
 
     place: int
@@ -39,14 +39,14 @@ class FlatPartition:
             self.starts.append(start)
             start += size
 
-    def of_rank(self, rank: int) -> list[Part]:
+    def of_rank(self, rank: int) -> list[OwnPart]:
         """Return what a rank updates, in the order of the parameters; the rest of its part is padding."""
         ends = self.size * rank, self.size * (rank + 1)
         parts = []
         for place, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             first, last = max(start, ends[0]), min(start + size, ends[1])
             if first < last:
-                parts.append(Part(place, first - start, last - first))
+                parts.append(OwnPart(place, first - start, last - first))
         return parts
 
     def slices(self, places: Sequence[int]) -> list[tuple[int, int]]:

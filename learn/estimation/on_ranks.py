@@ -13,7 +13,7 @@ from conf.errors import UsageError
 from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import parse_parallel
-from featurize.training_settings import ALL_OPTIMIZERS, training_of
+from featurize.training_settings import ALL_OPTIMIZERS, Training, training_of
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -141,11 +141,13 @@ def values_of_ranks(
         "sent_mib": talk.sent_mib,
     }
     # A script's own wrappers say themselves what a micro-step sends.
-    micro_steps = 1 if job.recorded is not None else training_of(job.settings).accumulation
-    return values, _notes(parallel, device, traced.communication_mib, micro_steps=micro_steps)
+    training = training_of(job.settings)
+    training = training if job.recorded is None else replace(training, accumulation=1)
+    return values, _notes(parallel, device, traced.communication_mib, training)
 
 
-def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_steps: int) -> list[str]:
+def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Training) -> list[str]:
+    micro_steps = training.accumulation
     fabric = fabric_of(device, parallel)
     of_node = "PCIe" if fabric.kind == PCIE else "links"
     where = f"{parallel.ranks} GPUs of one node" if parallel.nodes == 1 else f"{parallel.nodes} nodes"
@@ -173,7 +175,7 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_ste
             "holds nothing of experts that get more"
         )
     if parallel.zero:
-        notes += _notes_on_zero(parallel)
+        notes += _notes_on_zero(parallel, training)
     elif micro_steps > 1 and parallel.sharded > 1:
         notes.append("assumed: each micro-step reduces its gradients")
     elif micro_steps > 1 and parallel.ddp > 1:
@@ -181,10 +183,12 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_ste
     return notes
 
 
-def _notes_on_zero(parallel: Parallel) -> list[str]:
+def _notes_on_zero(parallel: Parallel, training: Training) -> list[str]:
     notes = [f"assumed: DeepSpeed 0.19 runs stage {parallel.zero}, with all parameters in one group of its optimizer"]
     if parallel.zero == 3:
         notes.append("assumed: the model is made in parts (deepspeed.zero.Init), and gathered as its modules run")
+    if parallel.cpu_offload or parallel.offload_param or training.offload_optimizer:
+        notes.append("left out of the step time: transfers to and from the host, and what the optimizer takes there")
     if (file := parallel.deepspeed) is not None and file.left_open:
         notes.append(f"auto in the DeepSpeed file, taken as its defaults or as given: {', '.join(file.left_open)}")
     return notes

@@ -126,10 +126,11 @@ def shards_of(layout: Parallel) -> tuple[int, ...]:
 
 
 def traced_as(layout: Parallel) -> Hashable:
-    """Return what a rank's trace depends on: it is the same over any network, and with any number of replicas."""
+    """Return what a rank's trace depends on: it is the same over any network, and with any number of replicas that
+    share nothing."""
     values = dataclasses.asdict(layout)
     return tuple(
-        (name, min(value, 2) if name == _REPLICAS else value)
+        (name, min(value, 2) if name == _REPLICAS and not layout.zero else value)
         for name, value in values.items()
         if name not in _OF_THE_NETWORK
     )

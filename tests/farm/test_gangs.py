@@ -78,6 +78,14 @@ def test_layouts_of_a_space():
             with_layouts(space, wrong)
 
 
+def test_stages_of_zero_are_simulated_only():
+    space = with_layouts(own_space("mlp"), "ddp=2,zero=2")
+    require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())
+    for choice in (CPU, CUDA):
+        with pytest.raises(UsageError, match="parallel=ddp=2, zero=2: real ranks do not run DeepSpeed; simulate it"):
+            require_gpus(space, choice, ClusterSettings())
+
+
 def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monkeypatch):
     sixteen = with_layouts(own_space("mlp"), "ddp=16")
     for choice in (CPU, CUDA):

@@ -53,6 +53,15 @@ def test_a_file_is_the_settings_that_it_has(tmp_path):
     assert any("auto in the DeepSpeed file" in note and "reduce_bucket_size" in note for note in read.warnings)
 
 
+def test_what_the_host_does_is_said_to_take_no_time():
+    on_host, on_gpu = (
+        of_net(f"ddp=8,zero=2,param_dtype=bf16,cpu_offload={offloads}") for offloads in ("true", "false")
+    )
+    assert on_host.peak_memory_mib < on_gpu.peak_memory_mib
+    notes = [any("left out of the step time" in note for note in one.warnings) for one in (on_host, on_gpu)]
+    assert notes == [True, False]
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -72,6 +81,17 @@ def test_a_trial_config_keeps_its_own_training():
     with pytest.raises(UsageError, match=r"the DeepSpeed file has optimizer=adamw, .*, and the job optimizer=adam, "):
         estimate(config, parallel={"deepspeed": FILE, "ddp": 8})
     assert estimate(config, parallel="ddp=4,zero=2,reduce_bucket_size=1e6").ranks[0].count == 4
+
+
+def test_a_plan_traces_each_number_of_ranks_that_share_the_optimizer():
+    settings = "zero=2,reduce_bucket_size=1e6,param_dtype=bf16"
+    done = plan(net, INPUTS, gpus=[2, 8], optimizer="adamw", parallel=settings, device="A100-SXM4-40GB")
+    taken = {
+        (row.parallel.ddp, row.micro_batch): row.peak_memory_mib for row in done.rows
+        if row.parallel.zero and row.peak_memory_mib is not None and row.checkpointing is None
+    }  # fmt: skip
+    sizes = {size for ranks, size in taken if ranks == 2} & {size for ranks, size in taken if ranks == 8}
+    assert sizes and all(taken[8, size] < taken[2, size] for size in sizes)
 
 
 def test_a_plan_gives_its_stage_to_replicas():
