@@ -6,6 +6,7 @@ Start reading at `ScriptCompiler.install`.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,20 @@ OF_REPLICAS = (
 FUNCTION = "torch.compile of a function was left out: it runs as it is written"
 
 _OWN = ("forward", "_orig_mod")  # attributes that make a module compiled
+
+
+def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
+    """Return what is compiled of a model that PyTorch's wrappers divide, whose own code is left to Python: what a
+    replica wraps, or the innermost units of shards. None for a model without a wrapper inside."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return [module.module]
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    if sharding is None:
+        return None
+    units = [one for one in module.modules() if isinstance(one, sharding.FSDPModule)]
+    if all(one is module for one in units):
+        return None
+    return [one for one in units if sum(isinstance(part, sharding.FSDPModule) for part in one.modules()) == 1]
 
 
 class ScriptCompiler:
@@ -79,9 +94,10 @@ class ScriptCompiler:
     def _module(self, module: nn.Module, given: Mapping[str, Any]) -> nn.Module:
         if id(module) in self._compiled:
             return module
-        if isinstance(module, nn.parallel.DistributedDataParallel):
+        if (parts := _parts_of_wrapper(module)) is not None:
             vars(module)["_orig_mod"] = module
-            self._module(module.module, given)  # the wrapper's own code is left to Python
+            for part in parts:
+                self._module(part, given)
             return module
         self._compiled.add(id(module))
         forward = module.forward

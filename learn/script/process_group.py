@@ -22,6 +22,9 @@ from learn.script.replicas import install_replicas
 ALONE = "torch.distributed runs with one process: buffers of NCCL are not counted"
 _GROUPLESS = "another process is asked for, or answered, by itself (pipelines do so): that is not followed in scripts"
 _SHARDED_ALONE = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
+_OFFLOADED = (
+    "CPUOffloadPolicy is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
+)
 _FLAT = (
     "FullyShardedDataParallel (FSDP1) is not followed: its flat parameters take other memory than fully_shard (FSDP2), "
     "which is"
@@ -107,6 +110,7 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
         else:
             rank.begin()
         _refuse_flat_parameters()
+        _refuse_offloading()
 
     @functools.wraps(group_of)
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
@@ -130,6 +134,12 @@ def _refuse_flat_parameters() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     replace_attribute(FullyShardedDataParallel, "__init__", _refusing(_FLAT))
+
+
+def _refuse_offloading() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
 
 
 def _refusing(reason: str) -> Callable[..., None]:

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from conf.errors import UsageError
-from featurize.step_trace import Block, Event, Operator, StepTrace
+from featurize.parallel.layout import Parallel
+from featurize.step_trace import Block, Collective, Event, Operator, StepTrace
 from learn import estimate_script
 from learn.commands import estimate_script as command_module
 from learn.script.limits import TOO_LARGE, TOO_LONG, run_limited
@@ -151,8 +152,13 @@ RECORD = ScriptRecord(
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
-    write_record(tmp_path / "record.json", RECORD)
-    assert read_record(tmp_path / "record.json") == RECORD
+    sent = (Collective("broadcast", 8, 0, 0), Collective("all_gather", 32, 0, 1, "4x2"))
+    of_ranks = dataclasses.replace(
+        RECORD, parallel=Parallel(ddp=8, bucket_cap_mb=2.5), trace=dataclasses.replace(TRACE, collectives=sent)
+    )
+    for record in (RECORD, of_ranks):
+        write_record(tmp_path / "record.json", record)
+        assert read_record(tmp_path / "record.json") == record
 
 
 @pytest.mark.parametrize(
@@ -170,6 +176,12 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         lambda content: content["trace"]["blocks"][0].__setitem__(0, 2**80),
         lambda content: content["trace"]["operators"][0].__setitem__(10, [5]),
         lambda content: content["trace"]["operators"][0].__setitem__(5, 1.5),
+        lambda content: content.update(parallel={"ddp": "many"}),
+        lambda content: content.update(parallel={"ddp": 8, "colour": 1}),
+        lambda content: content["trace"].update(collectives=[["gossip", 8, 0, 0, ""]]),
+        lambda content: content["trace"].update(collectives=[["all_reduce", 8, 1, 0, ""]]),
+        lambda content: content["trace"].update(collectives=[["all_reduce", 8, 0, 9, ""]]),
+        lambda content: content["trace"].update(collectives=[["all_reduce", 8, 0, 0, "8x0"]]),
     ],
 )
 def test_a_record_that_the_script_has_written_over_is_refused(tmp_path, damage):

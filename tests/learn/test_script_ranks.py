@@ -12,11 +12,13 @@ from torch import nn
 
 from conf import cli
 from conf.errors import UsageError
+from featurize.compiled import MODELLED
 from featurize.parallel.layout import Parallel
 from learn import estimate, estimate_script
 from learn.commands.estimate_script import entry_of_script
 from learn.script.rank_zero import RankZero
 from learn.script.script_recorder import ScriptRecorder
+from tests.learn import test_script_kinds as kinds
 
 SCRIPTS = Path(__file__).parent / "training_scripts"
 MEMORY = ("peak_memory_mib", "reserved_mib", "allocated_mib", "upper_mib")
@@ -180,6 +182,20 @@ def test_micro_steps_of_shards_keep_whole_gradients_under_accelerate():
     assert two.breakdown["unreduced gradients"] == pytest.approx(two.parameters * 4 / 2**20)
 
 
+@pytest.mark.slow
+def test_hf_trainer_is_a_rank_of_its_launcher():
+    pytest.importorskip("transformers")
+    script = launched("hf_trainer", ranks=4)
+    module = estimate(
+        kinds.llama, [[8, 64]], parallel="ddp=4,find_unused_parameters=true", clip_norm=1.0, estimator="trace",
+        **kinds.TRAINER,
+    )  # fmt: skip
+    assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
+    assert script.breakdown["gradient buckets"] == module.breakdown["gradient buckets"]
+    assert script.sent_mib["all_reduce"] == pytest.approx(module.sent_mib["all_reduce"], rel=1e-6)
+    assert script.ranks[0].count == 4
+
+
 DDP = """
 import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -193,6 +209,10 @@ def train(rank, world):
         net(torch.randn(8, 64).cuda()).sum().backward()
         optimizer.step()
 """
+SHARD = (
+    "from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard\n"
+    "def shard(net):\n    return fully_shard([fully_shard(part) for part in net] and net)\n"
+)
 BY_ENVIRONMENT = "train(int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))\n"
 OWN_PROCESSES = "if __name__ == '__main__':\n    torch.multiprocessing.spawn(train, args=(4,), nprocs=4, join=True)\n"
 
@@ -217,12 +237,27 @@ def test_a_compiled_replica_is_estimated_with_what_is_assumed_of_it(tmp_path, ad
 
 
 @pytest.mark.slow
+def test_shards_inside_a_compiled_model_are_compiled_one_by_one(tmp_path):
+    whole, units = (
+        run(tmp_path, f"(lambda net: {text})", SHARD + BY_ENVIRONMENT)
+        for text in ("torch.compile(shard(net))", "[part.compile() for part in shard(net)] and net")
+    )
+    assert whole.sent_mib == units.sent_mib and whole.peak_memory_mib == units.peak_memory_mib
+    assert whole.step_time_ms == units.step_time_ms
+    assert MODELLED in whole.warnings and not any("not captured" in note for note in whole.warnings)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapt", "reason"),
     [
         (
-            "(lambda net: __import__('torch.distributed.fsdp').distributed.fsdp.FullyShardedDataParallel(net))",
+            "(lambda net: FullyShardedDataParallel(net))",
             "train.py:7: RuntimeError: FullyShardedDataParallel .FSDP1. is not followed.*fully_shard",
+        ),
+        (
+            "(lambda net: fully_shard(net, offload_policy=CPUOffloadPolicy()))",
+            "train.py:7: RuntimeError: CPUOffloadPolicy is not followed in scripts",
         ),
         ("(lambda net: dist.send(net[0].weight, dst=1))", "train.py:7: .*another process is asked for"),
         (
@@ -238,7 +273,7 @@ def test_what_several_ranks_cannot_do_is_told_with_the_scripts_line(tmp_path, ad
         "    def forward(self, x):\n        return self.net(x)\n"
     )
     with pytest.raises(UsageError, match=reason) as raised:
-        run(tmp_path, adapt, more + BY_ENVIRONMENT)
+        run(tmp_path, adapt, SHARD + more + BY_ENVIRONMENT)
     assert "\n" not in str(raised.value)
 
 
