@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from conf.errors import UsageError
 from featurize.nets.prenorm import RoutedExperts
@@ -34,16 +35,17 @@ _KNOWN = (
 def expert_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
     """Return the ranks as experts are divided among them: replicas, shards of an expert, ranks with different experts.
     Every rank of the job has to call it."""
-    sizes = {"ddp": parallel.ddp, EXPERT_SHARDS: parallel.sharded // parallel.ep, EXPERTS: parallel.ep}
+    sizes = {"ddp": parallel.ddp, EXPERT_SHARDS: parallel.expert_shards, EXPERTS: parallel.ep}
     return mesh_of_sizes(mesh, sizes)
 
 
-def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[list[nn.Module]]:
+def divide_experts(model: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> list[list[nn.Module]]:
     """Keep this rank's experts of each mixture, and let its forward pass exchange tokens. Changes the model.
 
     Args:
         model: Its optimizer is made afterwards.
         mesh: Of the ranks that have different experts.
+        sharing: Of those among them that have the same tokens; None where each has its own. They exchange a part each.
 
     Returns:
         The modules that hold experts; those of one mixture are together.
@@ -54,20 +56,22 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[list[nn.Module]]:
     held = []
     for path, module in list(model.named_modules()):
         if isinstance(module, RoutedExperts):
+            if sharing is not None:
+                raise UsageError(f"parallel: ep with tp: {path} ({type(module).__name__}) is not divided; leave tp out")
             held.append(_divide_places(path, module, mesh))
         elif path.rpartition(".")[2] == _NAME:
-            held.append(_divide_grouped(path, module, mesh))
+            held.append(_divide_grouped(path, module, mesh, sharing))
     if not held:
         raise UsageError(f"parallel: ep: the model has no experts of a known kind: {_KNOWN}")
     return held
 
 
-def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None) -> list[nn.Module]:
     """Experts side by side in each parameter of one module."""
     sizes = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() > 1}
     signature = inspect.signature(module.forward)
     exchange = _EXCHANGES.get(len(signature.parameters))
-    if len(sizes) != 1 or exchange is None:
+    if len(sizes) != 1 or exchange is None or (sharing is not None and exchange is not _of_choices):
         raise UsageError(f"parallel: ep: {path} ({type(module).__name__}) is not divided; what is: {_KNOWN}")
     experts = sizes.pop()
     _keep_own(path, module, experts, mesh)
@@ -76,7 +80,10 @@ def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh) -> list[nn.M
     own, ranks = module.forward, _Ranks(mesh, experts)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return exchange(own, ranks, *signature.bind(*args, **kwargs).arguments.values())
+        given = list(signature.bind(*args, **kwargs).arguments.values())
+        if sharing is None:
+            return exchange(own, ranks, *given)
+        return _whole(exchange(own, ranks, *(_part(one, sharing) for one in given)), len(given[0]), sharing)
 
     # A module's own `forward` is found before its class's, whatever wrapper makes of the class.
     vars(module)["forward"] = forward
@@ -186,6 +193,21 @@ def _of_groups(forward: Callable[..., Tensor], ranks: _Ranks, tokens_RE: Tensor,
 
 # Arguments of a mixture's forward pass -> how its tokens are exchanged.
 _EXCHANGES: Mapping[int, Callable[..., Tensor]] = {2: _of_groups, 3: _of_choices}
+
+
+def _part(shared: Tensor, sharing: DeviceMesh) -> Tensor:
+    """Return this rank's rows of what several have; its gradient is gathered."""
+    whole = DTensor.from_local(shared, sharing, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(0)]).to_local()
+
+
+def _whole(rows: Tensor, count: int, sharing: DeviceMesh) -> Tensor:
+    """Return the rows of all ranks that share tokens."""
+    size = torch.Size((count, *rows.shape[1:]))
+    parts = DTensor.from_local(
+        rows.contiguous(), sharing, [Shard(0)], run_check=False, shape=size, stride=(rows.shape[1], 1)
+    )
+    return parts.full_tensor()
 
 
 class _Exchange(torch.autograd.Function):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from featurize.parallel.deepspeed_config import DeepSpeedFile
 
 MODES = ("ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
-EXPERTS = "ep"  # which divides the ranks of fsdp and cp, and does not multiply them
+EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
 EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
 OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
@@ -27,6 +27,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 ZERO_STAGES = (1, 2, 3)
 _MOST = 65_536  # ranks
 EXAMPLE = "parallel=ddp=8"
+_EXPERTS = "as in fsdp=8,ep=4"
 EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
 
@@ -80,7 +81,7 @@ class Parallel:
         cp: Ranks that share a batch, each with its part of the sequence (context parallelism): attention gathers or
             rotates keys and values among them. FSDP2 spreads over `fsdp` and `cp` together.
         tp: Ranks that share each module of a plan (tensor parallelism), and a batch.
-        ep: Neighbours among the ranks of `fsdp` and `cp` that divide the experts of each mixture among them and
+        ep: Neighbours among the ranks of `fsdp`, `cp` and `tp` that divide the experts of each mixture among them and
             exchange tokens (expert parallelism). It adds no ranks: FSDP2 spreads each expert over the other ranks.
         own: Ranks over which the model's own code spreads it: the factory calls `init_device_mesh`, `fully_shard`,
             `parallelize_module` or `distribute_tensor`, and is taken as it is. Each rank counts with its own batch.
@@ -232,13 +233,11 @@ class Parallel:
             yield f"cp_load_balance must be true or false, got {shown(self.cp_load_balance)}"
         if not all(type(one) is int and one > 0 for one in (self.fsdp, self.cp, self.tp, self.ep)) or self.ep == 1:
             return
-        if self.tp > 1:
-            yield "ep with tp is not estimated yet; leave either out"
-        if self.sharded % self.ep:
-            yield (
-                f"ep divides the ranks of fsdp and cp, of which there are {self.sharded}: {self.ep} does not; as in "
-                "fsdp=8,ep=4"
-            )
+        among = self.sharded * self.tp
+        if among % self.ep:
+            yield f"ep divides the ranks of fsdp, cp and tp, of which there are {among}: {self.ep} does not; {_EXPERTS}"
+        elif self.ep % self.tp:
+            yield f"ep must be a multiple of tp, which shares tokens: {self.ep} of {self.tp}; as in fsdp=4,tp=2,ep=4"
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -249,6 +248,11 @@ class Parallel:
     def sharded(self) -> int:
         """Ranks over which FSDP2 spreads each replica."""
         return self.fsdp * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which FSDP2 spreads the same experts."""
+        return self.sharded * self.tp // self.ep
 
     @property
     def axes(self) -> dict[str, int]:
@@ -267,7 +271,7 @@ class Parallel:
             groups["cp"] = self.cp, self.tp
         if self.ep > 1:
             groups[EXPERTS] = self.ep, 1
-            groups[EXPERT_SHARDS] = self.sharded // self.ep, self.ep
+            groups[EXPERT_SHARDS] = self.expert_shards, self.ep
         # A dimension that is the whole mesh talks within the default group (torch/distributed/device_mesh.py).
         whole = [name for name, (degree, _) in groups.items() if degree == self.ranks]
         return {name: one for name, one in groups.items() if one[0] > 1 and name not in whole[1:]}

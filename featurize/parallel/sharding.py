@@ -37,7 +37,10 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
         UsageError: There is no module of a class that `wrap` names; the plan or `ep` does not fit the model.
     """
     if parallel.tp > 1:
-        apply_plan(model, parallel.tp_plan, mesh["tp"])
+        apply_plan(model, parallel.tp_plan, mesh["tp"], whole_experts=parallel.ep > 1)
+    mixtures: list[list[nn.Module]] = []
+    if experts is not None:
+        mixtures = divide_experts(model, experts[EXPERTS], mesh["tp"] if parallel.tp > 1 else None)
     if parallel.sharded == 1:
         return model
     options: dict[str, Any] = {
@@ -48,19 +51,21 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
         "reshard_after_forward": parallel.reshard_after_forward,
     }
     if experts is not None:
-        _shard_experts(model, parallel, experts, options)
+        _shard_experts(mixtures, parallel, experts, options)
     own = mesh["ddp", "fsdp"] if parallel.ddp > 1 else mesh["fsdp"]
     for unit in (*units(model, parallel.wrap), model):
         fully_shard(unit, mesh=own, **options)
     return model
 
 
-def _shard_experts(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+def _shard_experts(
+    mixtures: list[list[nn.Module]], parallel: Parallel, mesh: DeviceMesh, options: dict[str, Any]
+) -> None:
     """Spread each rank's experts over those that have the same ones, in units of their own."""
     if isinstance(options["reshard_after_forward"], int) and not isinstance(options["reshard_after_forward"], bool):
         options = {**options, "reshard_after_forward": True}
     own = mesh["ddp", EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
-    for modules in divide_experts(model, mesh[EXPERTS]):
+    for modules in mixtures:
         unit = fully_shard(modules, mesh=own, shard_placement_fn=_placement(mesh[EXPERT_SHARDS].size()), **options)
         for one in unit:
             if isinstance(one, FSDPModule):

@@ -46,13 +46,16 @@ STYLES: Mapping[str, Callable[[], ParallelStyle | None]] = {
 _ATTENTION = re.compile(r"att(ention|n)[^.]*$", re.IGNORECASE)
 
 
-def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMesh) -> nn.Module:
+def apply_plan(
+    model: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMesh, *, whole_experts: bool = False
+) -> nn.Module:
     """Split a model's modules over the ranks of a mesh. Changes the model.
 
     Args:
         model: Its optimizer is made afterwards.
         plan: Path of a module, with `*` for any part of it -> its style, of `STYLES`. None: the model's own.
         mesh: Of the ranks that share each module.
+        whole_experts: Rules of mixtures are left out, as their experts are divided.
 
     Raises:
         UsageError: There is no plan, it names no module or an unknown style, or heads do not divide.
@@ -68,7 +71,8 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMes
         known = ", ".join((*STYLES, MIXTURE))
         raise UsageError(f"parallel: tp_plan: unknown style {', '.join(unknown)}; known: {known}")
     styles = styles_of(model, chosen)
-    split_experts(model, of_experts, mesh)
+    if not whole_experts:
+        split_experts(model, of_experts, mesh)
     _require_whole_heads(model, styles, mesh.size())
     done: dict[str, ParallelStyle] = {}
     for path, style in styles.items():

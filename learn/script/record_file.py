@@ -5,7 +5,6 @@ Start reading at `ScriptRecord`. The script could have written anything there, s
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -87,7 +86,7 @@ def write_record(path: Path, record: ScriptRecord) -> None:
         "backwards": record.backwards,
         "steps": record.steps,
         "notes": list(record.notes),
-        "parallel": None if record.parallel is None else dataclasses.asdict(record.parallel),
+        "parallel": None if record.parallel is None else record.parallel.text(),
     }
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content), encoding="utf-8")

@@ -92,3 +92,39 @@ def test_each_rank_of_a_sequence_computes_as_much_of_a_causal_mask():
     one = trace_step(Attending, torch.empty(2, LENGTH, WIDTH, device="meta"))
     whole = sum(each.flops for each in one.operators if "attention" in each.name)
     assert {products(rank) for rank in range(4)} == {whole // 4}
+
+
+def mixtral():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=8, vocab_size=256,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({"fsdp": 4, "ep": 4}, {"all_to_all"}),
+        ({"cp": 2, "fsdp": 2, "ep": 4}, {"all_to_all", "send"}),
+        ({"tp": 2, "fsdp": 2}, {"all_reduce"}),
+        ({"tp": 2, "fsdp": 2, "ep": 4}, {"all_reduce", "all_to_all"}),
+    ],
+    ids=str,
+)
+def test_a_mixture_of_transformers_is_divided(options, kinds):
+    tokens = torch.empty(2, 64, dtype=torch.int64, device="meta")
+    trace = trace_step(
+        mixtral, {"input_ids": tokens, "labels": tokens}, settings=Training(precision="bf16"),
+        parallel=Parallel(**options),
+    )  # fmt: skip
+    alone = trace_step(mixtral, {"input_ids": tokens, "labels": tokens})
+    assert {one.kind for one in trace.collectives} == {"all_gather", "reduce_scatter", *kinds}
+    assert alone.parameter_bytes / 4 <= trace.parameter_bytes < alone.parameter_bytes / 3.5
+
+
+def test_what_ranks_talk_about_has_a_group_for_each_kind():
+    layout = Parallel(ddp=2, fsdp=4, cp=2, tp=2, ep=8)
+    assert layout.groups == {"ddp": (2, 16), "fsdp": (8, 2), "tp": (2, 1), "cp": (2, 2), "ep": (8, 1), "efsdp": (2, 8)}
+    assert Parallel(cp=8).groups == {"fsdp": (8, 1)}  # all ranks talk in one group, whatever about

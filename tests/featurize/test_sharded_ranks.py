@@ -58,6 +58,7 @@ OF_EXPERTS = {
     "blocks.*.part.experts": "moe_tp_experts", "blocks.*.part.experts.rise": "packed_rowwise",
     "blocks.*.part.experts.fall": "colwise",
 }  # fmt: skip
+ROUTERS = {"blocks.*.part.router": "colwise_gather_output"}
 PARTS_CASES = {
     "sequence": ({"cp": 4}, Attending),
     "rotated": ({"cp": 4, "cp_rotate": "alltoall"}, Attending),
@@ -73,6 +74,15 @@ PARTS_CASES = {
     "replicas of experts": ({"ddp": 2, "fsdp": 2, "ep": 2}, lambda: Attending(forward_part=Mixture)),
     "split experts": ({"tp": 4, "tp_plan": OF_EXPERTS}, lambda: Attending(forward_part=Mixture)),
     "split experts and shards": ({"fsdp": 2, "tp": 2, "tp_plan": OF_EXPERTS}, lambda: Attending(forward_part=Mixture)),
+    "split and experts": ({"tp": 4, "ep": 4, "tp_plan": ROUTERS}, lambda: Attending(forward_part=Mixture)),
+    "split, shards and experts": (
+        {"fsdp": 2, "tp": 2, "ep": 4, "tp_plan": ROUTERS},
+        lambda: Attending(forward_part=Mixture),
+    ),
+    "split and shards of experts": (
+        {"fsdp": 2, "tp": 2, "ep": 2, "tp_plan": ROUTERS | OF_EXPERTS},
+        lambda: Attending(forward_part=Mixture),
+    ),
     "sequence and experts": ({"fsdp": 2, "cp": 2, "ep": 4}, lambda: Attending(forward_part=Mixture)),
 }
 # Routed as it comes: some experts get more than others.
@@ -216,16 +226,19 @@ def train_real(rank):
         for name, (options, make) in PARTS_CASES.items():
             measured[name] = train_part(make, Parallel(**options))
     measured["divided"] = [outputs_of_divided(rank, make) for make in MIXTURES]
+    measured["divided"].append(outputs_of_divided(rank, MIXTURES[0], shared=True))
     return measured
 
 
-def outputs_of_divided(rank, make):
-    """How far the outputs and the gradients of divided experts are from those of whole ones."""
+def outputs_of_divided(rank, make, shared=False):
+    """How far the outputs and the gradients of divided experts are from those of whole ones; `shared`: all ranks have
+    the same tokens."""
     torch.manual_seed(0)
     whole, divided = make(), make()
     divided.load_state_dict(whole.state_dict())
-    divide_experts(nn.ModuleDict({"part": divided}), init_device_mesh("cpu", (4,)))
-    batch = torch.randn(4, 2, LENGTH, ATTENTION_WIDTH)[rank]
+    mesh = init_device_mesh("cpu", (4,))
+    divide_experts(nn.ModuleDict({"part": divided}), mesh, mesh if shared else None)
+    batch = torch.randn(4, 2, LENGTH, ATTENTION_WIDTH)[0 if shared else rank]
     results = []
     for model in (whole, divided):
         x = batch.clone().requires_grad_()

@@ -188,7 +188,7 @@ def test_checkpoints_run_their_blocks_again(stage, reentrant):
         ({"ddp": 8, "zero": True}, "zero is a stage"),
         ({"fsdp": 8, "zero": 2}, "zero: of ddp without fsdp, cp, tp and own only"),
         ({"tp": 8, "zero": 2}, "zero: of ddp without fsdp, cp, tp and own only"),
-        ({"ddp": 8, "zero": 2, "bucket_cap_mb": 3}, "bucket_cap_mb: of ddp without fsdp, tp and zero only"),
+        ({"ddp": 8, "zero": 2, "bucket_cap_mb": 3}, "bucket_cap_mb: of ddp without fsdp, cp, tp and zero only"),
         ({"ddp": 8, "zero": 2, "offload_param": True}, "offload_param: of zero=3 only"),
         ({"ddp": 8, "overlap_comm": True}, "overlap_comm: of zero only"),
         ({"ddp": 8, "zero": 2, "overlap_comm": 3}, "overlap_comm must be true or false"),
