@@ -33,9 +33,15 @@ class DataParallel:
         recorder: Hears of memory and operators.
         parallel: The wrapper's own settings.
         micro_steps: Forward passes of an optimizer step.
+        pipelined: The model is a stage of a pipeline, which says itself when a step begins, and which backward pass
+            reduces the gradients (`buckets.synchronizes`): its last one. Its buffers are sent before the first step
+            only (torch/distributed/pipelining/stage.py: forward passes run under `no_sync`).
     """
 
-    def __init__(self, model: nn.Module, recorder: Recorder, parallel: Parallel, micro_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, parallel: Parallel, micro_steps: int, *, pipelined: bool = False
+    ) -> None:
+        self._pipelined = pipelined
         self._model, self._recorder, self._parallel = model, recorder, parallel
         self._micro_steps, self._passes = micro_steps, 0
         self._sent: list[int] = []  # bytes of buffers
@@ -49,10 +55,14 @@ class DataParallel:
             )  # fmt: skip
         for parameter in self.buckets.parameters:
             parameter.register_post_accumulate_grad_hook(self.buckets.reduce)
-        model.register_forward_pre_hook(self._before_forward)
+        if not pipelined:
+            model.register_forward_pre_hook(self._before_forward)
 
     def begin_step(self) -> None:
         """Hear that a step begins; the first forward pass of one is what counts here."""
+        if self._pipelined:
+            self.buckets.begin_step()
+            self.buckets.rebuild()
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent in the last step."""

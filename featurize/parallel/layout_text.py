@@ -46,8 +46,9 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
     if HYBRID in given:
         given = {**given, **_hybrid(given)}
         del given[HYBRID]
-    if isinstance(given.get("wrap"), list | str):
-        given["wrap"] = (given["wrap"],) if isinstance(given["wrap"], str) else tuple(given["wrap"])
+    for name in ("wrap", "stage_starts"):
+        if isinstance(given.get(name), list | str):
+            given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
     if planned := [str(name) for name in given if name in PLANNED]:
         raise UsageError(
             f"parallel: {', '.join(planned)}: not estimated yet; estimated modes: {', '.join((*MODES, OWN, HYBRID))}, "

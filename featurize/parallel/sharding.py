@@ -31,19 +31,37 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> nn.Module:
     Raises:
         UsageError: There is no module of a class that `wrap` names; the plan does not fit the model.
     """
+    split_modules(model, parallel, mesh)
+    if parallel.fsdp > 1:
+        shard_units(model, parallel, mesh, units(model, parallel.wrap))
+    return model
+
+
+def split_modules(model: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> None:
+    """Split modules by plan, where the layout has ranks that share them. Changes the model. Arguments: as `shard`."""
     if parallel.tp > 1:
         apply_plan(model, parallel.tp_plan, mesh["tp"])
+
+
+def shard_units(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, chosen: Sequence[nn.Module]) -> None:
+    """Shard parameters with FSDP2, where the layout does. Changes the model.
+
+    Args:
+        model: Whose parameters outside of the units are one more unit.
+        parallel: The degrees and FSDP2's own settings.
+        mesh: As `shard`.
+        chosen: What `units` returns.
+    """
     if parallel.fsdp == 1:
-        return model
+        return
     own = mesh["ddp", "fsdp"] if parallel.ddp > 1 else mesh["fsdp"]
     policy = MixedPrecisionPolicy(param_dtype=_dtype(parallel.param_dtype), reduce_dtype=_dtype(parallel.reduce_dtype))
     offload = CPUOffloadPolicy() if parallel.cpu_offload else OffloadPolicy()
-    for unit in (*units(model, parallel.wrap), model):
+    for unit in (*chosen, model):
         fully_shard(
             unit, mesh=own, mp_policy=policy, offload_policy=offload,
             reshard_after_forward=parallel.reshard_after_forward,
         )  # fmt: skip
-    return model
 
 
 def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:

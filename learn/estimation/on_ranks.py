@@ -13,12 +13,14 @@ from conf.errors import UsageError
 from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import parse_parallel
-from featurize.training_settings import ALL_OPTIMIZERS, training_of
+from featurize.training_settings import ALL_OPTIMIZERS, Training, training_of
 from learn.workload import Workload
 
 if TYPE_CHECKING:
+    from featurize.allocator_settings import AllocatorSettings
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.overlap import Communication
+    from featurize.step_trace import PipelinePart, RanksAlike
     from learn.traced import TracedStep
 
 SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
@@ -28,7 +30,8 @@ _NOT_SHARED = ("adafactor", "transformers_adafactor")
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """Ranks that hold and do the same.
+    """Ranks that hold and do the same. In a pipeline, those after the first one may need less: fewer micro-batches are
+    in flight there.
 
     first   the first of them, counted from 0
     count   how many there are
@@ -71,9 +74,22 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
             f"optimizer={training.optimizer} does not run on parameters that ranks share (DTensor); choose one of "
             f"{choices}"
         )
+    if parallel.pp > 1:
+        _require_pipelined(training)
     if parallel.tp > 1 and training.offload_activations:
         raise UsageError("offload_activations cannot move activations that tp splits; leave either out")
     return replace(job, parallel=parallel)
+
+
+def _require_pipelined(training: Training) -> None:
+    """Raise `UsageError` for what the stages of a pipeline do not go with."""
+    refused = {
+        "compile": training.compile,
+        "offload_activations": training.offload_activations,
+        "zero_grad=after_forward": training.zero_grad == "after_forward",
+    }
+    if given := [name for name, value in refused.items() if value]:
+        raise UsageError(f"{', '.join(given)} with parallel=pp is not estimated yet; leave either out")
 
 
 def buffers_mib(job: Workload, device: DeviceSpec) -> float:
@@ -92,24 +108,64 @@ def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communicat
 
 
 def values_of_ranks(
-    traced: TracedStep, job: Workload, device: DeviceSpec, talk: Communication | None
+    traced: TracedStep,
+    job: Workload,
+    device: DeviceSpec,
+    talk: Communication | None,
+    allocator: AllocatorSettings | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the fields of `Estimate` that speak of ranks, and what was assumed of them; none of a job on one GPU."""
     parallel = job.parallel
     if parallel is None or talk is None:
         return {}, []
-    group = RankGroup(
+    whole = RankGroup(
         first=0, count=parallel.ranks, peak_memory_mib=traced.step.peak_memory_mib, breakdown=dict(traced.breakdown)
     )
+    part = traced.trace.pipeline
+    groups = [_group(group, traced, job, device, allocator, whole) for group in (() if part is None else part.groups)]
     values = {
-        "ranks": (group,),
+        "ranks": tuple(groups) or (whole,),
         "communication_ms": talk.busy_ms,
         "exposed_ms": talk.exposed_ms,
         "sent_mib": talk.sent_mib,
+        "bubble_ms": None if part is None else talk.bubble_ms,
     }
-    return values, _notes(
-        parallel, device, traced.communication_mib, micro_steps=training_of(job.settings).accumulation
+    notes = _notes(parallel, device, traced.communication_mib, micro_steps=training_of(job.settings).accumulation)
+    return values, [*notes, *([] if part is None else _notes_of_stages(parallel, part))]
+
+
+def _group(
+    alike: RanksAlike,
+    traced: TracedStep,
+    job: Workload,
+    device: DeviceSpec,
+    allocator: AllocatorSettings | None,
+    worst: RankGroup,
+) -> RankGroup:
+    """Ranks of a pipeline with the memory of the first of them."""
+    from featurize.replay import replay
+    from learn.traced import breakdown
+
+    assert job.parallel is not None, "a pipeline"
+    size = job.parallel.of_stage
+    first, count = alike.ranks[0] * size, len(alike.ranks) * size
+    if alike.trace.events is traced.trace.events:
+        return replace(worst, first=first, count=count)
+    memory = replay(alike.trace, device, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator)
+    parts = breakdown(
+        memory, traced.breakdown["context"], traced.breakdown.get("other users", 0.0), traced.communication_mib
     )
+    return RankGroup(first=first, count=count, peak_memory_mib=sum(parts.values()), breakdown=parts)
+
+
+def _notes_of_stages(parallel: Parallel, part: PipelinePart) -> list[str]:
+    of_rank = "" if parallel.parts == 1 else f", {parallel.parts} for each rank"
+    return [
+        f"a pipeline of {parallel.stages} stages{of_rank}, which begin at the model and at {', '.join(part.starts)}; "
+        f"schedule {parallel.order} over {parallel.chunks} micro-batches of the batch",
+        "assumed: a message between stages begins when both ranks have come to it, and parameters that several stages "
+        "use are on each of them",
+    ]
 
 
 def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_steps: int) -> list[str]:
@@ -117,9 +173,12 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_ste
     of_node = "PCIe" if fabric.kind == PCIE else "links"
     where = f"{parallel.ranks} GPUs of one node" if parallel.nodes == 1 else f"{parallel.nodes} nodes"
     network = "" if parallel.nodes == 1 else f" and {fabric.network_gb_s:g} GB/s a GPU between nodes"
-    batch = "a batch each" if parallel.replicas == parallel.ranks else f"a batch for {parallel.tp} ranks each"
+    sharing = parallel.ranks // parallel.replicas
+    batch = "a batch each" if sharing == 1 else f"a batch for {sharing} ranks each"
     alike = "all ranks need the same, and the figures are those of each one"
-    if parallel.shards:
+    if parallel.pp > 1:
+        alike = "the figures are those of the rank that needs the most memory"
+    elif parallel.shards:
         alike = "the figures are those of the first rank; others hold as much, or less where tensors do not divide"
     notes = [
         f"{where}, {batch} ({parallel.text()}): {alike}; throughput is of all ranks",
@@ -130,6 +189,6 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, *, micro_ste
         notes.append("assumed: shards are made without the whole model on a GPU (from the meta device, or the host)")
     if micro_steps > 1 and parallel.fsdp > 1:
         notes.append("assumed: each micro-step reduces its gradients")
-    elif micro_steps > 1 and parallel.ddp > 1:
+    elif micro_steps > 1 and parallel.ddp > 1 and parallel.pp == 1:
         notes.append("assumed: micro-steps before the last run under no_sync")
     return notes

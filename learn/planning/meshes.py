@@ -19,6 +19,7 @@ _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between no
 # Fields that decide nothing of what a rank's step runs and takes.
 _OF_THE_NETWORK = ("gpus_per_node", "network_gb_s")
 _REPLICAS = "ddp"
+_CHOSEN = tuple(mode for mode in MODES if mode != "pp")  # modes whose degrees a plan chooses
 _OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on samples of their own
 
 
@@ -75,8 +76,8 @@ def meshes_of(gpus: int, settings: Mapping[str, Any]) -> tuple[list[Parallel], l
     of_node = settings.get("gpus_per_node", Parallel.gpus_per_node)
     layouts: list[Parallel] = []
     notes: dict[str, None] = {}
-    for degrees in _products(gpus, len(MODES)):
-        named: dict[str, Any] = dict(zip(MODES, degrees, strict=True))
+    for degrees in _products(gpus, len(_CHOSEN)):
+        named: dict[str, Any] = dict(zip(_CHOSEN, degrees, strict=True))
         wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > of_node]
         if wide:
             notes[f"{wide[0]} over more than the {of_node} GPUs of a node is left out"] = None
@@ -98,12 +99,12 @@ def in_search_order(layout: Parallel) -> tuple[Any, ...]:
 def ranks_within(layout: Parallel) -> tuple[int, ...]:
     """Return the degrees that divide the work on a sample, in the order of the modes: all but those of replicas and of
     their shards."""
-    return tuple(getattr(layout, mode) for mode in MODES if mode not in _OF_DATA)
+    return tuple(getattr(layout, mode) for mode in _CHOSEN if mode not in _OF_DATA)
 
 
 def within_text(degrees: tuple[int, ...]) -> str:
     """Return what `ranks_within` gives, as `tp=2`."""
-    modes = [mode for mode in MODES if mode not in _OF_DATA]
+    modes = [mode for mode in _CHOSEN if mode not in _OF_DATA]
     return ", ".join(f"{mode}={degree}" for mode, degree in zip(modes, degrees, strict=True) if degree > 1)
 
 
@@ -114,7 +115,7 @@ def mesh_text(layout: Parallel) -> str:
 
 def shards_of(layout: Parallel) -> tuple[int, ...]:
     """Return the degrees that divide what a rank holds, in the order of the modes."""
-    return tuple(getattr(layout, mode) for mode in MODES if mode != _REPLICAS)
+    return tuple(getattr(layout, mode) for mode in _CHOSEN if mode != _REPLICAS)
 
 
 def traced_as(layout: Parallel) -> Hashable:

@@ -1,36 +1,25 @@
 """One rank of `fully_shard` in a trace, against real ranks that talk over gloo: bytes and collectives are the same."""
 
-import contextlib
 import itertools
 import logging
 import sys
-import weakref
 
 import pytest
 import torch
+from rank_watch import watched_steps
 from real_ranks import run_ranks
 from torch import nn
-from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import UsageError
 from featurize.parallel.layout import Parallel
 from featurize.parallel.sharding import shard
-from featurize.replacing import replaced
 from featurize.trace import TraceError, trace_step
 from featurize.training import Training, TrainingStep
 
 WIDTH, HIDDEN, BATCH = 67, 132, 24  # ranks divide what a plan splits; what is sharded is uneven
-SENT = {
-    "c10d::_allgather_base_": "all_gather", "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce", "_c10d_functional::all_reduce": "all_reduce",
-    "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
-}  # fmt: skip
 PLAN = {"first": "colwise_gather_output", "blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
 # Of `Parallel`, and whether blocks are computed again.
 CASES = {
@@ -85,75 +74,6 @@ def training():
     return Training(optimizer="momentum", implementation="foreach", clip_norm=1.0)
 
 
-class Watch(TorchDispatchMode):
-    """Counts the bytes of storages that are alive, and notes what is sent."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.bytes, self.peak, self.sent = {}, 0, 0, []
-
-    def hold(self, tensor):
-        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        storage = tensor.untyped_storage()
-        if (key := storage._cdata) not in self.live:
-            self.live[key] = storage.nbytes(), weakref.ref(storage, lambda _: self.change(key, 0, ends=True))
-            self.bytes += storage.nbytes()
-            self.peak = max(self.peak, self.bytes)
-
-    def change(self, key, nbytes, ends=False):
-        before, reference = self.live.pop(key)
-        self.bytes += nbytes - before
-        self.peak = max(self.peak, self.bytes)
-        if not ends:
-            self.live[key] = nbytes, reference
-
-    def resize(self, original):
-        def resize_(storage, nbytes):
-            out = original(storage, nbytes)
-            if storage._cdata in self.live:
-                self.change(storage._cdata, nbytes)
-            return out
-
-        return resize_
-
-    def note(self, name, sides):
-        self.sent.append([SENT[name], max(sum(t.nbytes for t in as_list(side)) for side in sides)])
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented
-        name = func._schema.name
-        if name.startswith("c10d::"):
-            sides = [side for side in args[:2] if isinstance(side, list | torch.Tensor)]
-            self.note(name, sides)
-            with _disable_current_modes():  # what gloo takes is gloo's own
-                return sent_as_copies(func, sides, args[len(sides) :])
-        # On a GPU, copies in and out of buffers are one kernel.
-        with _disable_current_modes() if name.startswith("fsdp::") else contextlib.nullcontext():
-            out = func(*args, **(kwargs or {}))
-        if name in SENT:
-            self.note(name, [args[0], out])
-        for one in out if isinstance(out, list | tuple) else [out]:
-            if type(one) is torch.Tensor:  # no wrapper, and none of those that DTensor asks for shapes
-                self.hold(one)
-        return out
-
-
-def as_list(side):
-    return side if isinstance(side, list) else [side]
-
-
-def sent_as_copies(func, sides, rest):
-    """Gloo's threads keep what they sent for some moments more, which would move the peak."""
-    copies = [[t.clone() for t in side] if isinstance(side, list) else side.clone() for side in sides]
-    work = func(*copies, *rest)[-1]
-    torch.distributed.Work.unbox(work).wait()
-    for side, copied in zip(sides, copies, strict=True):
-        for one, done in zip(as_list(side), as_list(copied), strict=True):
-            one.copy_(done)
-    return sides[0], FakeWork().boxed()
-
-
 def train_real(rank):
     """One of four real processes, which trains the cases in which it takes part."""
     measured = {}
@@ -169,14 +89,7 @@ def train_real(rank):
 def train(model):
     step = TrainingStep(model, training(), "cpu", loss=loss_of)
     batch, target = torch.randn(BATCH, WIDTH), torch.zeros(())
-    watch = Watch()
-    for tensor in (*model.parameters(), *model.buffers(), batch, target):
-        watch.hold(tensor)
-    with watch, replaced(torch.UntypedStorage, "resize_", watch.resize(torch.UntypedStorage.resize_)):
-        for _ in range(2):
-            watch.sent.clear()
-            step((batch,), target)
-    return {"peak": watch.peak, "sent": watch.sent}
+    return watched_steps(step.model, (batch, target), lambda: step((batch,), target))
 
 
 @pytest.fixture(scope="module")
