@@ -211,7 +211,7 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
         if place in places:
             continue
         kind = _Enter if place == begin - 1 else _Leave if place == end else _PassedBy
-        survey.container._modules[name] = kind(survey.forms[place], stage)
+        survey.container._modules[name] = kind(survey.forms[place], survey.outputs[place].detach(), stage)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not survey.uses[id(parameter)] & places:
@@ -221,15 +221,16 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
 
 
 class _PassedBy(nn.Module):
-    """Stands for a member of another stage."""
+    """Stands for a member of another stage: gives a tensor like its own, whatever comes in."""
 
-    def __init__(self, form: Form, stage: Stage) -> None:
+    def __init__(self, form: Form, example: Tensor, stage: Stage) -> None:
         super().__init__()
         self.form = form
+        self.example = example
         vars(self)["stage"] = stage  # not as a submodule: it holds the model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.form.of(_hidden(args, kwargs))
+        return self.form.of(self.example)
 
 
 class _Enter(_PassedBy):
@@ -243,13 +244,8 @@ class _Leave(_PassedBy):
     """Stands for the member after a stage's last one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = _hidden(args, kwargs)
-        vars(self)["stage"].leave(hidden)
-        return self.form.of(hidden)
-
-
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        vars(self)["stage"].leave(next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)))
+        return super().forward()
 
 
 def _line_of(model: nn.Module, stages: int) -> Survey:

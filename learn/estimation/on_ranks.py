@@ -66,6 +66,8 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
     training = training_of(job.settings)
     if training.optimizer_in_backward:
         raise UsageError("optimizer_in_backward frees gradients before ranks reduce them: not estimated with parallel")
+    if parallel.pp > 1:
+        _require_pipelined(training)
     if training.compile and not parallel.shards:
         raise UsageError("compile with parallel=ddp is not estimated yet; leave either out")
     if parallel.shards and training.optimizer in _NOT_SHARED:
@@ -74,8 +76,6 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
             f"optimizer={training.optimizer} does not run on parameters that ranks share (DTensor); choose one of "
             f"{choices}"
         )
-    if parallel.pp > 1:
-        _require_pipelined(training)
     if parallel.tp > 1 and training.offload_activations:
         raise UsageError("offload_activations cannot move activations that tp splits; leave either out")
     return replace(job, parallel=parallel)

@@ -1,6 +1,8 @@
 """Stages of a pipeline in a trace, against real ranks that run torch.distributed.pipelining over gloo: bytes and what
 is sent are the same."""
 
+import itertools
+
 import pytest
 import torch
 from rank_watch import watched_steps
@@ -259,6 +261,16 @@ def sequence():
 def test_members_of_a_plain_sequence_are_shared_out():
     starts = traced(model=sequence, pp=3).pipeline.starts
     assert starts == ("2", "4")
+
+
+def narrower():
+    widths = (WIDTH, 48, 32, 16, 5)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths)))
+
+
+def test_stages_send_what_their_last_member_gives():
+    part = traced(model=narrower, pp=4, micro_batches=4).pipeline
+    assert part.sent == tuple(BATCH // 4 * width * 4 for width in (48, 32, 16))
 
 
 @pytest.mark.parametrize(
