@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from featurize.optimizers import run_step
 from featurize.recorder import local_tensor
@@ -47,7 +48,15 @@ class LocalOptimizer:
 
     def step(self) -> None:
         for parameter, own in self._pairs:
-            own.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+            own.grad = None if parameter.grad is None else local_tensor(_placed(parameter.grad, parameter))
         run_step(self._optimizer)
         for _, own in self._pairs:
             own.grad = None
+
+
+def _placed(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient spread as its parameter is: that of a split embedding is whole on each rank, and DTensor's own
+    operators would take this rank's part of it."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient

@@ -75,7 +75,7 @@ def meshes_of(gpus: int, settings: Mapping[str, Any]) -> tuple[list[Parallel], l
     """
     of_node = settings.get("gpus_per_node", Parallel.gpus_per_node)
     layouts: list[Parallel] = []
-    notes: dict[str, None] = {}
+    notes: dict[str, None] = {"pipelines (pp) are left out: ask about one with learn.estimate": None}
     for degrees in _products(gpus, len(_CHOSEN)):
         named: dict[str, Any] = dict(zip(_CHOSEN, degrees, strict=True))
         wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > of_node]

@@ -222,6 +222,36 @@ def test_a_parameter_that_two_stages_use_is_on_both():
     assert sum(one.parameter_bytes for one in stages) == whole.parameter_bytes + WIDTH * WIDTH * 4
 
 
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"pp": 2}, {"pp": 2, "schedule": "interleaved"}, {"pp": 2, "fsdp": 2}, {"pp": 2, "tp": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+def test_a_transformers_decoder_is_cut_between_its_layers(options, checkpointing):
+    ids = torch.empty(8, 16, dtype=torch.long, device="meta")
+    batch, settings = {"input_ids": ids, "labels": ids}, Training(checkpointing=checkpointing, precision="bf16")
+    whole = trace_step(llama, batch, settings=settings)
+    part = trace_step(llama, batch, settings=settings, parallel=Parallel(**options)).pipeline
+    assert part.starts[-1].startswith("model.layers.")
+    held = sum(group.trace.parameter_bytes for group in part.groups)
+    assert held * options.get("fsdp", 1) == whole.parameter_bytes or "tp" in options  # norms are on each rank of tp
+    stages = [group.trace for group in part.groups]
+    again = {one.recomputed for stage in stages for one in stage.operators if one.name == "aten::mm"}
+    assert again == ({False} if checkpointing is None else {False, True})
+    embedding, logits = ([op for op in stage.operators if op.name == "aten::embedding"] for stage in stages)
+    assert embedding and not logits
+
+
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()

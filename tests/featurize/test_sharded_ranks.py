@@ -115,6 +115,24 @@ def test_modules_that_are_not_split_train_beside_those_that_are(name, settings):
     assert {one.kind for one in trace.collectives} >= {"all_reduce"}
 
 
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, ids):
+        return self.last(self.words(ids))
+
+
+def test_a_gradient_that_each_rank_has_whole_updates_its_part_of_a_table_of_words():
+    def trace(**options):
+        ids = torch.empty(BATCH, 3, dtype=torch.long, device="meta")
+        return trace_step(Words, ids, settings=training(), parallel=Parallel(**options) if options else None)
+
+    split = trace(tp=2, tp_plan={"words": "embedding_rowwise"})
+    assert trace().parameter_bytes - split.parameter_bytes == 64 * WIDTH * 4 / 2
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_and_collectives_are_those_of_real_ranks(measured, name):
     options, again = CASES[name]

@@ -288,7 +288,8 @@ def test_all_degrees_that_multiply_to_the_gpus_are_tried():
     assert len({(one.ddp, one.fsdp, one.tp) for one in layouts}) == len(layouts)
     assert {one.ranks for one in layouts} == {64} and max(one.tp for one in layouts) == 8
     assert len(layouts) == 7 + 5 + 4 + 3  # tp of 1, 2, 4 and 8, which goes with ddp only where fsdp is there, too
-    too_wide, refused = notes
+    pipelines, too_wide, refused = notes
+    assert pipelines == "pipelines (pp) are left out: ask about one with learn.estimate"
     assert "ddp with tp needs fsdp" in refused and too_wide == "tp over more than the 8 GPUs of a node is left out"
     assert layouts[0] == Parallel(fsdp=64) and layouts[7 - 1] == Parallel(ddp=64)
     assert layouts[-1] == Parallel(ddp=4, fsdp=2, tp=8)
