@@ -29,7 +29,7 @@ def alike_blocks(model: nn.Module) -> int:
     need of gradients. No two share a parameter.
     """
     blocks = repeated_blocks(model)
-    if not blocks or _container(model, blocks) is None:
+    if not blocks or container_of(model, blocks) is None:
         return 0
     if any(_described(block) != _described(blocks[0]) for block in blocks[1:]):
         return 0
@@ -49,7 +49,7 @@ def with_blocks(model: nn.Module, count: int) -> nn.Module:
     """
     short = on_meta(model)
     blocks = repeated_blocks(short)
-    container = _container(short, blocks)
+    container = container_of(short, blocks)
     assert container is not None, "blocks are in one container"
     left_out = {id(block) for block in blocks[count:]}
     kept = {name: one for name, one in container._modules.items() if id(one) not in left_out}
@@ -59,7 +59,7 @@ def with_blocks(model: nn.Module, count: int) -> nn.Module:
     return short
 
 
-def _container(model: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
+def container_of(model: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
     wanted = {id(block) for block in blocks}
     for module in model.modules():
         if isinstance(module, CONTAINERS) and wanted <= {id(member) for member in module.children()}:

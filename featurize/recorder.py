@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +55,9 @@ class Recorder(TorchDispatchMode):
         self.graphs: CudaGraphs | None = None  # where compiled parts run as CUDA graphs
         self.ranks: Ranks | None = None  # of a job on several GPUs whose wrapper is PyTorch's own
         self.stream = 0  # on which memory is taken
-        self._names = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
+        self.paused = False  # what runs belongs to another rank
+        self._names: dict[int, str] = {}
+        self.name_modules(model)
         self._running: list[str] = []  # paths of the modules whose forward pass runs
         self._node_modules: dict[int, str] = {}  # autograd node -> the module whose forward pass made it
         self._sizes: list[int] = []
@@ -74,6 +76,10 @@ class Recorder(TorchDispatchMode):
         self.values.module_now = self._module_now
 
     # -- what the caller says of the step
+
+    def name_modules(self, model: nn.Module) -> None:
+        """Call modules by their paths within a model."""
+        self._names |= {id(m): name or type(m).__name__ for name, m in model.named_modules()}
 
     @contextlib.contextmanager
     def modules(self) -> Iterator[None]:
@@ -218,12 +224,8 @@ class Recorder(TorchDispatchMode):
             traits = self._traits[func] = Traits(func)
         return traits
 
-    def without_masks(self, traits: Traits, args: tuple, mode: TorchDispatchMode) -> tuple:
-        """An indexing operator's arguments with places instead of known masks, found under the given mode."""
-
-        def nonzero(mask: Tensor) -> Tensor:
-            return mode.__torch_dispatch__(NONZERO, (), (mask,))
-
+    def without_masks(self, traits: Traits, args: tuple, nonzero: Callable[[Tensor], Any]) -> tuple:
+        """An indexing operator's arguments with places, as `nonzero` finds them, instead of known masks."""
         return self.values.without_masks(args, nonzero, put="put" in traits.name)
 
     def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
@@ -240,6 +242,17 @@ class Recorder(TorchDispatchMode):
             self.values.follow(func, traits.name, args, kwargs, out, traits)
         return out
 
+    def unrecorded(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
+        """Run an operator of which nothing is noted but its error."""
+        traits = self.traits_of(func)
+        try:
+            if traits.takes_masks:
+                args = self.without_masks(traits, args, lambda mask: self.unrecorded(NONZERO, (mask,), {}))
+            return self.run(func, traits, args, kwargs)
+        except Exception as error:
+            self.note_failure(error, traits.name)
+            raise
+
     def follows_values(self) -> bool:
         """Return whether values of what operators make may be asked for: not within an update."""
         return self.phase != "optimizer"
@@ -250,6 +263,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.ranks is not None and (ran := self.ranks.ran(func, types, args, kwargs)) is not KERNEL:
             return ran
+        if self.paused:
+            return self.unrecorded(func, args, kwargs)
         if self.phase == "backward":
             func = in_place_overload(func, args, kwargs, self._held_alone) or func
             if (kept := taken_over(func, args)) is not None:
@@ -257,7 +272,7 @@ class Recorder(TorchDispatchMode):
         traits = self.traits_of(func)
         try:
             if traits.takes_masks:
-                args = self.without_masks(traits, args, self)
+                args = self.without_masks(traits, args, lambda mask: self.__torch_dispatch__(NONZERO, (), (mask,)))
             out = self.run(func, traits, args, kwargs)
         except Exception as error:
             self.note_failure(error, traits.name)
@@ -457,14 +472,7 @@ class _Watch(TorchDispatchMode):
         recorder, kwargs = self._recorder, kwargs or {}
         if recorder.ranks is not None and (ran := recorder.ranks.ran(func, types, args, kwargs)) is not KERNEL:
             return ran
-        traits = recorder.traits_of(func)
-        try:
-            if traits.takes_masks:
-                args = recorder.without_masks(traits, args, self)
-            return recorder.run(func, traits, args, kwargs)
-        except Exception as error:
-            recorder.note_failure(error, traits.name)
-            raise
+        return recorder.unrecorded(func, args, kwargs)
 
 
 class Traits:

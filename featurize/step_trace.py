@@ -107,6 +107,47 @@ class Collective(NamedTuple):
     axis: str = ""  # the dimension of the mesh whose ranks take part; empty: all ranks
 
 
+class StagePass(NamedTuple):
+    """One pass of a pipeline's stage over a micro-batch; it goes on until the next one begins."""
+
+    phase: str  # forward or backward, of `PHASES`
+    stage: int
+    micro_batch: int
+    begin: int  # number of the step's operators that come before
+
+
+@dataclass(frozen=True)
+class PipelinePart:
+    """What one rank of a pipeline does of a step.
+
+    kinds    of all stages of the pipeline: stages of the same kind hold modules that are alike
+    starts   paths of the modules at which all stages but the first begin
+    sent     bytes that each stage but the last one sends to the next of a micro-batch, and gets back
+    passes   of the rank's own stages, in their order
+    end      number of the step's operators before the end of the last one
+    groups   of all ranks of the pipeline; empty where one rank was asked for
+    """
+
+    kinds: tuple[str, ...]
+    starts: tuple[str, ...]
+    sent: tuple[int, ...]
+    passes: tuple[StagePass, ...]
+    end: int
+    groups: tuple[RanksAlike, ...] = ()
+
+
+@dataclass(frozen=True)
+class RanksAlike:
+    """Ranks of a pipeline whose stages are of the same kinds; those after the first one need no more memory.
+
+    ranks   their numbers among the ranks of `pp`
+    trace   of the first of them
+    """
+
+    ranks: tuple[int, ...]
+    trace: StepTrace
+
+
 @dataclass(frozen=True)
 class BatchMix:
     """The steps of a trace whose batches have several shapes.
@@ -144,6 +185,7 @@ class StepTrace:
     widest_head: int | None = None
     graph_input_bytes: int | None = None  # of inputs that are copied into CUDA graphs; None: none run
     collectives: tuple[Collective, ...] = ()
+    pipeline: PipelinePart | None = None  # of a rank that has a part of the model
 
     @property
     def flops(self) -> int:

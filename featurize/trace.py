@@ -48,6 +48,7 @@ from featurize.values import name_tensor
 from featurize.wrappers import compiled_modules, remarks, unwrapped
 
 if TYPE_CHECKING:
+    from featurize.parallel.pipeline import PipelineRank
     from featurize.parallel.sharded_rank import ShardedRank
     from featurize.parallel.zero_rank import ZeroRank
     from featurize.parallel.zero_sharded_rank import ZeroShardedRank
@@ -104,7 +105,7 @@ def trace_step(
     training_loop: bool = True,
     batches: Sequence[Tensor | Inputs | Callable] = (),
     parallel: Parallel | None = None,
-    rank: int = 0,
+    rank: int | None = None,
 ) -> StepTrace:
     """The trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
 
@@ -125,7 +126,9 @@ def trace_step(
                `featurize.step_mix`. Batches of a single shape are one of `inputs`
     parallel   one rank of a job on several GPUs: the trace holds what its wrapper takes, and what the ranks send. Such
                a job has batches of a single shape
-    rank       which one; they differ where parameters are spread unevenly, and the first one then has most
+    rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is
+               the default. Ranks of a pipeline have different stages: by default each kind of them is traced, and the
+               trace is that of the one that needs the most memory (`featurize.parallel.pipeline_ranks`)
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
     for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.library_calls` notes what cuDNN and
@@ -138,6 +141,16 @@ def trace_step(
     elif optimizer is not None or precision is not None:
         raise TypeError("optimizer and precision are part of settings: give either")
     spec = device if isinstance(device, DeviceSpec) else load_device(device)
+    if parallel is not None and parallel.pp > 1 and rank is None:
+        from featurize.parallel.pipeline_ranks import trace_ranks
+
+        def of_rank(number: int) -> StepTrace:
+            return trace_step(
+                model, inputs, target, loss, device=spec, settings=settings, training_loop=training_loop,
+                batches=batches, parallel=parallel, rank=number,
+            )  # fmt: skip
+
+        return trace_ranks(of_rank, parallel, spec)
     heads = [0]
     collecting = gc.isenabled()
     gc.disable()  # a collection at a random moment would make two traces differ
@@ -147,12 +160,12 @@ def trace_step(
         notes: dict[str, None] = {}
         compiled: dict[str, None] = {}
         sharded = None
-        if parallel is not None and parallel.shards:
+        if parallel is not None and (parallel.shards or parallel.pp > 1):
             from featurize.parallel.sharded_rank import sharded_rank  # its imports take half a second
 
             if parallel.own > 1 and isinstance(model, nn.Module):
                 raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
-            sharded = entered.enter_context(sharded_rank(parallel, rank))
+            sharded = entered.enter_context(sharded_rank(parallel, rank or 0))
         elif parallel is not None:
             settings = settings_of_ranks(parallel, settings)
         if isinstance(model, nn.Module):
@@ -164,12 +177,15 @@ def trace_step(
             _require_trainable(model)
             model = unwrapped(model)
             replace_bitsandbytes(model)
+            whole = elements(model)
+            if sharded is not None:
+                model = sharded.parts_of(model)
         training = training_of(settings)
         if parallel is not None and parallel.cpu_offload:
             settings = training = replace(training, offload_optimizer=True, implementation=None)
         zero = None
         if parallel is not None and parallel.zero:
-            zero = entered.enter_context(zero_rank(parallel, rank, training))
+            zero = entered.enter_context(zero_rank(parallel, rank or 0, training))
         if training.compile:
             compiled[""] = None
         graphs = CudaGraphs() if training.runs_graphs else None
@@ -202,7 +218,8 @@ def trace_step(
                 made_target = _target_for(recorder, step, made, loss) if wanted is None else wanted
                 of_shape.append((made, made_target))
             if sharded is not None:
-                step.rewrap(sharded.wrapped)
+                wrapping = sharded
+                step.rewrap(lambda model: wrapping.wrapped(model, of_shape[0][0]))
             if zero is not None:
                 zero.attach(recorder)
                 step.rewrap(zero.wrapped, zero.update)
@@ -214,8 +231,11 @@ def trace_step(
             wrapper: Wrapper | None = sharded or zero
             if parallel is not None and wrapper is None:
                 wrapper = DataParallel(model, recorder, parallel, training.accumulation)
+            if sharded is not None:
+                sharded.begin(step, *of_shape[0])
             recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
-            runner = _Runner(recorder, step, enter_policy, training_loop, wrapper)
+            stages = sharded.pipeline if sharded is not None else None
+            runner = _Runner(recorder, step, enter_policy, training_loop, wrapper, stages)
             sequence = None
             if len(of_shape) == 1:
                 for number in range(1, STEPS + 1):
@@ -226,6 +246,7 @@ def trace_step(
                 )
                 longest = met_at[sequence.play(order)]
             recorder.stop()
+        pipeline = sharded.part() if sharded is not None else None
         blocks = tuple(recorder.final_blocks())
         events, operators, mix = tuple(recorder.events), tuple(recorder.operators), None
         if sequence is not None:
@@ -237,7 +258,7 @@ def trace_step(
             operators=operators,
             events=events,
             blocks=blocks,
-            parameters=elements(model) if zero is None else zero.elements,
+            parameters=zero.elements if zero is not None else elements(model) if pipeline is None else whole,
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=spec.compute_capability,
             widest_head=None if compiled else max(heads),  # a compiler need not call Python
@@ -246,6 +267,7 @@ def trace_step(
             mix=mix,
             graph_input_bytes=graphs.input_bytes if graphs is not None else None,
             collectives=wrapper.collectives() if wrapper is not None else (),
+            pipeline=pipeline,
         )
     except (CommandError, TraceError):
         raise
@@ -305,7 +327,9 @@ class _Runner:
         enter_policy: Callable[[str], None],
         loop: bool,
         wrapper: Wrapper | None,
+        pipeline: PipelineRank | None,
     ) -> None:
+        self._pipeline = pipeline
         self._recorder, self._step, self._training_loop, self._wrapper = recorder, step, loop, wrapper
         parameters = list(step.model.parameters())
 
@@ -333,16 +357,20 @@ class _Runner:
 
         def next_batch() -> None:
             if self._training_loop:
-                recorder.new_batch(tuple(tensors_of((inputs, target))))
+                recorder.new_batch(batch)
 
+        run: Callable[[Inputs, Tensor | None], object] = step
+        batch = tuple(tensors_of((inputs, target)))
+        if self._pipeline is not None:
+            run, batch = self._pipeline.run, self._pipeline.held(inputs, target)
         step.on_batch = next_batch
         recorder.begin_step(number, keep_operators=keep_operators)
         if self._wrapper is not None:
             self._wrapper.begin_step()
         if number == 1 or self._training_loop or mixed:
-            recorder.new_batch(tuple(tensors_of((inputs, target))))
+            recorder.new_batch(batch)
         with recorder:
-            step(inputs, target)
+            run(inputs, target)
         recorder.name(step.optimizer_tensors(), "optimizer_state")
 
 

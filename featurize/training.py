@@ -118,7 +118,7 @@ class TrainingStep:
         settings = self.settings
         late = settings.zero_grad == "after_forward"
         if not late:
-            self._zero_grad()
+            self.zero_grad()
         for number in range(settings.accumulation):
             if number:
                 self.on_batch()
@@ -128,16 +128,20 @@ class TrainingStep:
             if settings.accumulation > 1:
                 loss = loss / settings.accumulation
             if late and not number:
-                self._zero_grad()
+                self.zero_grad()
             self.on_phase("backward")
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-        if not settings.optimizer_in_backward:
+        self.update()
+        return loss.detach()
+
+    def update(self) -> None:
+        """Run the optimizer, where the backward pass has not done so, and the moving average."""
+        if not self.settings.optimizer_in_backward:
             self.on_phase("optimizer")
             self._optimize()
         if self.average is not None:
             self.on_phase("optimizer")
             self.average.update()
-        return loss.detach()
 
     def rewrap(
         self, wrapper: Callable[[nn.Module], nn.Module], update: Callable[[MakeOptimizer], AnyUpdate] | None = None
@@ -184,7 +188,8 @@ class TrainingStep:
         yield
         self.on_phase("backward")
 
-    def _zero_grad(self) -> None:
+    def zero_grad(self) -> None:
+        """Free the gradients, or fill them with zeros, as the settings have it."""
         if isinstance(self.optimizer, OptimizerInBackward):
             return
         if isinstance(self.optimizer, OptimizerOnHost):
@@ -203,13 +208,16 @@ class TrainingStep:
     def _forward(self, inputs: Inputs, targets: Tensor | None) -> Tensor:
         with self._autocast(), self._saving():
             output = call(self.model, inputs)
-            if self.holds_output:
-                self._held = output, None
+            self.hold(output, None)
             loss = self.loss(output, targets)
-            if self.holds_output:
-                self._held = output, loss
+            self.hold(output, loss)
             del output
         return loss
+
+    def hold(self, *variables: object) -> None:
+        """Keep what a usual loop's variables hold until they are assigned again."""
+        if self.holds_output:
+            self._held = variables
 
     def _optimize(self) -> None:
         """Unscale, clip and step."""

@@ -80,6 +80,14 @@ class Replica:
         missing = {id(p) for p in self.buckets.without_gradient()}
         return [name for name, p in self._model.named_parameters() if id(p) in missing]
 
+    def require_gradients(self) -> None:
+        """Raise `UsageError` where torch stops in its second step: a parameter took no part in the loss."""
+        if names := self.without_gradient():
+            raise UsageError(
+                f"{len(names)} parameters get no gradient (the first: {names[0]}), at which DistributedDataParallel "
+                "stops; add find_unused_parameters=true to parallel, or freeze them"
+            )
+
     def _take_copies(self, tensors: Sequence[Tensor]) -> None:
         """What the constructor takes to send the first rank's state, and gives back."""
         in_flight: deque[Tensor] = deque(maxlen=_IN_FLIGHT)
@@ -116,13 +124,9 @@ class DataParallel(Replica):
             self.broadcast_buffers()
 
     def begin_phase(self, phase: str) -> None:
-        """Hear that a phase begins. Raise `UsageError` before the update where torch stops in its second step: a
-        parameter took no part in the loss."""
-        if phase == "optimizer" and (names := self.without_gradient()):
-            raise UsageError(
-                f"{len(names)} parameters get no gradient (the first: {names[0]}), at which DistributedDataParallel "
-                "stops; add find_unused_parameters=true to parallel, or freeze them"
-            )
+        """Hear that a phase begins. Raises as `require_gradients` before the update."""
+        if phase == "optimizer":
+            self.require_gradients()
 
 
 def _in_groups(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -16,18 +16,19 @@ from conf.errors import UsageError, shown
 if TYPE_CHECKING:
     from featurize.parallel.deepspeed_config import DeepSpeedFile
 
-MODES = ("ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
+MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
 EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
 EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
 OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
-PLANNED = ("pp",)  # that are known by name, and refused
+GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # of pipelines
 ROTATIONS = ("allgather", "alltoall")  # torch.distributed.tensor.experimental.set_rotate_method; its default first
 DTYPES = ("fp32", "bf16", "fp16")
 ZERO_STAGES = (1, 2, 3)
 _MOST = 65_536  # ranks
 EXAMPLE = "parallel=ddp=8"
 _EXPERTS = "as in fsdp=8,ep=4"
+EXAMPLE_STARTS = "stage_starts=[layers.8,layers.16]"
 EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
 
@@ -51,6 +52,10 @@ _OF_MODES = (
     ),
     _OfMode(("cp_rotate", "cp_load_balance"), "cp", lambda degrees: _takes_part(degrees, "cp")),
     _OfMode(("tp_plan",), "tp", lambda degrees: _takes_part(degrees, "tp")),
+    _OfMode(
+        ("schedule", "micro_batches", "stages_per_rank", "stage_starts", "drop_outputs"),
+        "pp", lambda degrees: _takes_part(degrees, "pp"),
+    ),
     _OfMode(("zero",), "ddp without fsdp, cp, tp and own",
             lambda degrees: not _takes_part(degrees, "fsdp", "cp", "tp", OWN)),
     _OfMode(
@@ -75,6 +80,8 @@ class Parallel:
     """A job's ranks, one GPU each. A mode is a field that holds its degree; the degrees multiply.
 
     Args:
+        pp: Ranks of a pipeline, each with a part of the model (a stage, or several). The batch is that of a whole
+            step of the pipeline, which `schedule.step` of torch.distributed.pipelining divides into micro-batches.
         ddp: Replicas of the model, each with a batch of its own: under DistributedDataParallel, or of all shards of
             `fsdp` (HSDP).
         fsdp: Ranks over which FSDP2 (`fully_shard`) spreads each replica, each with a batch of its own.
@@ -118,11 +125,19 @@ class Parallel:
         stage3_max_reuse_distance: It keeps gathered parameters that are used again within so many elements.
         stage3_param_persistence_threshold: It keeps smaller parameters gathered.
         deepspeed: What DeepSpeed's own file says, of which `featurize.parallel.layout_text` made this layout.
+        schedule: Order in which a rank of a pipeline runs its micro-batches, of `SCHEDULES`. None: 1f1b.
+        micro_batches: Into how many the batch is divided, along the first dimension. None: two for each rank of `pp`.
+        stages_per_rank: Stages of each rank, of `interleaved` only. None: 2 there.
+        stage_starts: Paths of the modules at which all stages but the first begin, in their order. None: blocks are
+            spread evenly, where what comes before them and what comes after them count as a block each.
+        drop_outputs: The last stage does not keep the outputs of its micro-batches to return them as one
+            (`return_outputs=False` of `schedule.step`).
 
     Raises:
         UsageError: A value out of range; all of them are named.
     """
 
+    pp: int = 1
     ddp: int = 1
     fsdp: int = 1
     cp: int = 1
@@ -156,6 +171,11 @@ class Parallel:
     stage3_max_reuse_distance: int = 1_000_000_000
     stage3_param_persistence_threshold: int = 100_000
     deepspeed: DeepSpeedFile | None = dataclasses.field(default=None, hash=False, compare=False, repr=False)
+    schedule: str | None = None
+    micro_batches: int | None = None
+    stages_per_rank: int | None = None
+    stage_starts: tuple[str, ...] | None = None
+    drop_outputs: bool = False
 
     def __post_init__(self) -> None:
         if bad := list(self._problems()):
@@ -178,6 +198,7 @@ class Parallel:
         yield from self._problems_of_zero()
         yield from self._problems_of_parts()
         yield from self._problems_of_modes()
+        yield from self._problems_of_pipelines()
         if self.own != 1 and any(getattr(self, name) != 1 for name in (*MODES, EXPERTS)):
             others = ", ".join((*MODES, EXPERTS))
             yield f"own goes with no other mode ({others}): the model's own code says how it is spread"
@@ -239,6 +260,67 @@ class Parallel:
         elif self.ep % self.tp:
             yield f"ep must be a multiple of tp, which shares tokens: {self.ep} of {self.tp}; as in fsdp=4,tp=2,ep=4"
 
+    def _problems_of_pipelines(self) -> Iterator[str]:
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            yield f"schedule must be one of {', '.join(SCHEDULES)}, got {shown(self.schedule)}"
+            return
+        for name, least in (("micro_batches", 1), ("stages_per_rank", 2)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not least <= value <= _MOST):
+                yield f"{name} must be a whole number from {least} to {_MOST}, got {shown(value)}"
+                return
+        if self.stage_starts is not None and not (
+            isinstance(self.stage_starts, tuple) and all(isinstance(one, str) and one for one in self.stage_starts)
+        ):
+            yield f"stage_starts must be paths of modules, as in {EXAMPLE_STARTS}, got {shown(self.stage_starts)}"
+            return
+        if type(self.pp) is int and self.pp > 1:
+            yield from self._problems_of_order()
+
+    def _problems_of_order(self) -> Iterator[str]:
+        """What torch's schedules refuse, and what does not fit the number of stages."""
+        if others := [name for name in ("cp", EXPERTS) if getattr(self, name) != 1]:
+            yield f"pp with {' and '.join(others)} is not estimated yet; leave either out"
+        if self.zero is not None:
+            yield "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"
+        if self.stages_per_rank is not None and self.schedule != INTERLEAVED:
+            yield "stages_per_rank: of schedule=interleaved only"
+        if self.order == ONE_F_ONE_B and self.chunks < self.pp:
+            yield f"micro_batches must be at least pp ({self.pp}) with schedule={self.order}, got {self.chunks}"
+        elif self.order == INTERLEAVED and self.chunks % max(self.chunks // self.pp, 1):
+            yield (
+                f"micro_batches of schedule=interleaved must divide into rounds of pp ({self.pp}) or more, all of a "
+                f"size, got {self.chunks}"
+            )
+        if self.stage_starts is not None and len(self.stage_starts) != self.stages - 1:
+            count = len(self.stage_starts)
+            yield f"stage_starts must name {self.stages - 1} modules for {self.stages} stages, got {count}"
+
+    @property
+    def order(self) -> str:
+        """The schedule of a pipeline, of `SCHEDULES`."""
+        return self.schedule or ONE_F_ONE_B
+
+    @property
+    def chunks(self) -> int:
+        """Micro-batches into which a pipeline divides its batch; 1 where there is none."""
+        return 1 if self.pp == 1 else self.micro_batches or 2 * self.pp
+
+    @property
+    def parts(self) -> int:
+        """Stages of each rank of a pipeline."""
+        return (self.stages_per_rank or 2) if self.order == INTERLEAVED else 1
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline: those of rank 0 are 0, `pp`, and so on."""
+        return self.pp * self.parts
+
+    @property
+    def of_stage(self) -> int:
+        """Ranks that have the same stages."""
+        return self.ranks // self.pp
+
     @property
     def degrees(self) -> dict[str, int]:
         """The degree of each mode whose degrees multiply, the outermost first."""
@@ -257,7 +339,7 @@ class Parallel:
     @property
     def axes(self) -> dict[str, int]:
         """The dimensions of the mesh of wrappers, the outermost first: `fsdp` is all that FSDP2 spreads over."""
-        sizes = {"ddp": self.ddp, "fsdp": self.sharded, "tp": self.tp, OWN: self.own}
+        sizes = {"pp": self.pp, "ddp": self.ddp, "fsdp": self.sharded, "tp": self.tp, OWN: self.own}
         return {name: degree for name, degree in sizes.items() if degree > 1}
 
     @property
@@ -288,7 +370,7 @@ class Parallel:
 
     @property
     def shards(self) -> bool:
-        """Whether PyTorch's own wrappers spread tensors over ranks."""
+        """Whether PyTorch's own wrappers spread tensors over ranks, but for what a pipeline does."""
         return self.fsdp > 1 or self.cp > 1 or self.tp > 1 or self.own > 1
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 from conf.errors import UsageError, shown
 from featurize.parallel.deepspeed_config import read_deepspeed
-from featurize.parallel.layout import COUNTS, EXAMPLE, EXPERTS, HYBRID, MODES, OWN, PLANNED, Parallel
+from featurize.parallel.layout import COUNTS, EXAMPLE, EXPERTS, HYBRID, MODES, OWN, Parallel
 
 DEEPSPEED = "deepspeed"
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets
@@ -76,13 +76,9 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
     if HYBRID in given:
         given = {**given, **_hybrid(given)}
         del given[HYBRID]
-    if isinstance(given.get("wrap"), list | str):
-        given["wrap"] = (given["wrap"],) if isinstance(given["wrap"], str) else tuple(given["wrap"])
-    if planned := [str(name) for name in given if name in PLANNED]:
-        estimated = ", ".join((*MODES, EXPERTS, OWN, HYBRID))
-        raise UsageError(
-            f"parallel: {', '.join(planned)}: not estimated yet; estimated modes: {estimated}, as in {EXAMPLE}"
-        )
+    for name in ("wrap", "stage_starts"):
+        if isinstance(given.get(name), list | str):
+            given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
     if unknown := [shown(name) for name in given if name not in known]:
         raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     for name in COUNTS:
@@ -108,7 +104,7 @@ def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
     for part in _BETWEEN_SETTINGS.split(text):
         name, equals, value = (one.strip() for one in part.partition("="))
-        if name in (*MODES, EXPERTS, OWN, HYBRID, *PLANNED) and not equals:
+        if name in (*MODES, EXPERTS, OWN, HYBRID) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
         if not name or not equals:
             raise UsageError(f"parallel: {shown(part)} is no setting; write {EXAMPLE}")

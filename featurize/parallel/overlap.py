@@ -32,12 +32,19 @@ class Communication:
 
     busy_ms      of the collectives themselves, one after the other
     exposed_ms   by which they make the step longer
+    bubble_ms    in which a rank of a pipeline waits for stages that compute, however quick its messages are
     sent_mib     kind of collective -> MiB that a rank sends
     """
 
     busy_ms: float
     exposed_ms: float
     sent_mib: Mapping[str, float]
+    bubble_ms: float = 0.0
+
+    @property
+    def waits_ms(self) -> float:
+        """All that a rank waits for others."""
+        return self.exposed_ms + self.bubble_ms
 
 
 def communication_of(
@@ -60,7 +67,12 @@ def communication_of(
     sent_mib: dict[str, float] = defaultdict(float)
     for one in trace.collectives:
         sent_mib[one.kind] += sent_bytes(one.kind, one.nbytes, fabrics[one.axis].ranks) / MIB
-    begins_ms = _begins_ms(trace, spec, settings, step_ms)
+    if trace.pipeline is not None and trace.pipeline.groups:
+        from featurize.parallel.pipeline_step import waits_of  # its imports take a second
+
+        waits = waits_of(trace.pipeline, spec, settings, parallel, step_ms)
+        return Communication(busy_ms=sum(lasts_ms), sent_mib=dict(sent_mib), **waits)
+    begins_ms = begin_moments_ms(trace, spec, settings, step_ms)
     return Communication(
         busy_ms=sum(lasts_ms), exposed_ms=exposed_ms(trace.collectives, lasts_ms, begins_ms), sent_mib=dict(sent_mib)
     )
@@ -70,12 +82,12 @@ def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSp
     """Return a step that also waits for its communication, during which the GPU's units are taken to be idle."""
     if talk is None or not step.step_time_ms:
         return step
-    total_ms = step.step_time_ms + talk.exposed_ms
+    total_ms = step.step_time_ms + talk.waits_ms
     share = step.step_time_ms / total_ms
     return replace(
         step,
         step_time_ms=total_ms,
-        step_time_upper_ms=step.step_time_upper_ms + talk.exposed_ms,
+        step_time_upper_ms=step.step_time_upper_ms + talk.waits_ms,
         smact=step.smact * share,
         smocc=step.smocc * share,
         drama=step.drama * share,
@@ -85,7 +97,15 @@ def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSp
 
 
 def exposed_ms(collectives: Sequence[Collective], lasts_ms: Sequence[float], begins_ms: Sequence[float]) -> float:
-    """Return how long the kernels wait for collectives. Those of one dimension of the mesh run one after the other.
+    """Return how long the kernels wait for collectives. Arguments: as `delays_ms`."""
+    return next((late for _, late in reversed(delays_ms(collectives, lasts_ms, begins_ms))), 0.0)
+
+
+def delays_ms(
+    collectives: Sequence[Collective], lasts_ms: Sequence[float], begins_ms: Sequence[float]
+) -> list[tuple[int, float]]:
+    """Return at which moments the kernels wait for collectives, in their order, and by how much they are late from then
+    on. Those of one dimension of the mesh run one after the other.
 
     Args:
         collectives: In the order in which they begin.
@@ -98,6 +118,7 @@ def exposed_ms(collectives: Sequence[Collective], lasts_ms: Sequence[float], beg
         for moment, kind in ((one.after, _BEGINS), (one.before, _WAITS))
     )
     late_ms = 0.0  # by which kernels are late
+    delays: list[tuple[int, float]] = []
     free_ms: dict[str, float] = defaultdict(float)  # when a communicator is done with all that came before
     ends_ms: dict[int, float] = {}
     for moment, kind, number in moments:
@@ -107,10 +128,11 @@ def exposed_ms(collectives: Sequence[Collective], lasts_ms: Sequence[float], beg
             free_ms[axis] = ends_ms[number] = max(now_ms, free_ms[axis]) + lasts_ms[number]
         else:
             late_ms += max(ends_ms[number] - now_ms, 0.0)
-    return late_ms
+            delays.append((moment, late_ms))
+    return delays
 
 
-def _begins_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, step_ms: float) -> list[float]:
+def begin_moments_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, step_ms: float) -> list[float]:
     """Return when each operator begins, and the end of the step: in proportion to the GPU's own time."""
     ends = np.cumsum([0.0, *(cost.seconds for cost in operator_costs(trace, spec, settings))])
     return (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()

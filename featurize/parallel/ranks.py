@@ -84,6 +84,8 @@ class Ranks:
         if name == _COPY_IN:
             self._recorder.copied(args[0])
             return func(*args, **kwargs)
+        if self._recorder.paused and name in (*_OF_GROUPS, *_FUNCTIONAL):
+            return func(*args, **kwargs)
         if (kind := _OF_GROUPS.get(name)) is not None:
             return self._of_group(kind, func, args, kwargs)
         if (kind := _FUNCTIONAL.get(name)) is not None:

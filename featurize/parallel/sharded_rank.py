@@ -10,11 +10,13 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from featurize.batches import Inputs
 from featurize.parallel.experts import expert_mesh
 from featurize.parallel.layout import Parallel
 from featurize.parallel.ranks import Ranks
@@ -24,7 +26,11 @@ from featurize.parallel.shards_on_meta import shards_on_meta
 from featurize.parallel.streams import Streams
 from featurize.parallel.world import axes_of_groups, pretended_mesh
 from featurize.recorder import Recorder
-from featurize.step_trace import Collective
+from featurize.step_trace import Collective, PipelinePart
+
+if TYPE_CHECKING:
+    from featurize.parallel.pipeline import PipelineRank
+    from featurize.training import TrainingStep
 
 _lock = threading.RLock()  # groups and replacements are the process's: one trace at a time
 
@@ -39,7 +45,13 @@ def sharded_rank(parallel: Parallel, rank: int = 0) -> Iterator[ShardedRank]:
     """
     streams = Streams()
     with _lock, pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
-        yield ShardedRank(parallel, mesh, streams)
+        if parallel.pp == 1:
+            yield ShardedRank(parallel, mesh, streams)
+            return
+        from featurize.parallel.pipeline import PipelineRank, schedules_on_meta  # their imports take a second
+
+        with schedules_on_meta(streams):
+            yield ShardedRank(parallel, mesh, streams, PipelineRank(parallel, mesh, streams, rank))
 
 
 @contextlib.contextmanager
@@ -60,8 +72,10 @@ def _quiet() -> Iterator[None]:
 class ShardedRank:
     """A model's wrapper in a trace; made by `sharded_rank`."""
 
-    def __init__(self, parallel: Parallel, mesh: DeviceMesh, streams: Streams) -> None:
-        self._parallel, self._mesh, self._streams = parallel, mesh, streams
+    def __init__(
+        self, parallel: Parallel, mesh: DeviceMesh, streams: Streams, pipeline: PipelineRank | None = None
+    ) -> None:
+        self._parallel, self._mesh, self._streams, self.pipeline = parallel, mesh, streams, pipeline
         self._ranks: Ranks | None = None
         self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
         self._experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
@@ -93,8 +107,20 @@ class ShardedRank:
         # A group of all ranks has the name of the first mesh that it is part of.
         return axes_of_groups(*(mesh for mesh in others if mesh is not None), self._mesh)
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the model, whose parameters are this rank's part from now on."""
+    def parts_of(self, model: nn.Module) -> nn.Module:
+        """Return the model that trains, before anything is spread: it has all stages of a pipeline's rank."""
+        return model if self.pipeline is None else self.pipeline.parts_of(model)
+
+    def wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+        """Return the model, whose parameters are this rank's part from now on.
+
+        Args:
+            model: That trains.
+            inputs: Of a step.
+        """
+        recorder = self._streams.recorder
+        if self.pipeline is not None and recorder is not None:
+            return self.pipeline.wrapped(model, recorder, inputs)
         if self._parallel.own > 1:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -102,14 +128,28 @@ class ShardedRank:
             return model
         return shard(model, self._parallel, self._mesh, self._experts)
 
+    def begin(self, step: TrainingStep, inputs: Inputs, target: Tensor | None) -> None:
+        """Make ready for steps on a batch."""
+        recorder = self._streams.recorder
+        if self.pipeline is not None and recorder is not None:
+            self.pipeline.begin(step, recorder, inputs, target)
+
+    def part(self) -> PipelinePart | None:
+        """Return what a pipeline's rank did in the last step; None of other jobs."""
+        return None if self.pipeline is None else self.pipeline.part()
+
     def begin_step(self) -> None:
         """Hear that a step begins."""
         if self._ranks is not None:
             self._ranks.begin_step()
 
     def begin_phase(self, phase: str) -> None:
-        """Hear that a phase begins."""
+        """Hear that a phase begins. Parameters may go without a gradient, as FSDP2 allows, but where stages of a
+        pipeline are replicated."""
+        if self.pipeline is not None:
+            self.pipeline.begin_phase(phase)
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent in the last step."""
-        return self._streams.collectives()
+        more = () if self.pipeline is None else self.pipeline.collectives()
+        return (*self._streams.collectives(), *more)

@@ -36,13 +36,41 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
     Raises:
         UsageError: There is no module of a class that `wrap` names; the plan or `ep` does not fit the model.
     """
-    if parallel.tp > 1:
-        apply_plan(model, parallel.tp_plan, mesh["tp"], whole_experts=parallel.ep > 1)
+    split_modules(model, parallel, mesh)
     mixtures: list[list[nn.Module]] = []
     if experts is not None:
         mixtures = divide_experts(model, experts[EXPERTS], mesh["tp"] if parallel.tp > 1 else None)
+    if parallel.sharded > 1:
+        shard_units(model, parallel, mesh, units(model, parallel.wrap), experts, mixtures)
+    return model
+
+
+def split_modules(model: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> None:
+    """Split modules by plan, where the layout has ranks that share them. Changes the model. Arguments: as `shard`."""
+    if parallel.tp > 1:
+        apply_plan(model, parallel.tp_plan, mesh["tp"], whole_experts=parallel.ep > 1)
+
+
+def shard_units(
+    model: nn.Module,
+    parallel: Parallel,
+    mesh: DeviceMesh,
+    chosen: Sequence[nn.Module],
+    experts: DeviceMesh | None = None,
+    mixtures: Sequence[list[nn.Module]] = (),
+) -> None:
+    """Shard parameters with FSDP2, where the layout does. Changes the model.
+
+    Args:
+        model: Whose parameters outside of the units are one more unit.
+        parallel: The degrees and FSDP2's own settings.
+        mesh: As `shard`.
+        chosen: What `units` returns.
+        experts: As `shard`.
+        mixtures: Modules with the experts of each mixture, as `divide_experts` returns them.
+    """
     if parallel.sharded == 1:
-        return model
+        return
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=_dtype(parallel.param_dtype), reduce_dtype=_dtype(parallel.reduce_dtype)
@@ -53,13 +81,12 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
     if experts is not None:
         _shard_experts(mixtures, parallel, experts, options)
     own = mesh["ddp", "fsdp"] if parallel.ddp > 1 else mesh["fsdp"]
-    for unit in (*units(model, parallel.wrap), model):
+    for unit in (*chosen, model):
         fully_shard(unit, mesh=own, **options)
-    return model
 
 
 def _shard_experts(
-    mixtures: list[list[nn.Module]], parallel: Parallel, mesh: DeviceMesh, options: dict[str, Any]
+    mixtures: Sequence[list[nn.Module]], parallel: Parallel, mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
     """Spread each rank's experts over those that have the same ones, in units of their own."""
     if isinstance(options["reshard_after_forward"], int) and not isinstance(options["reshard_after_forward"], bool):

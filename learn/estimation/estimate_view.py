@@ -165,6 +165,8 @@ def figures(done: Estimate):
         yield "90 % of steps below", done.step_time_upper_ms, ms, "step_time"
     if done.exposed_ms is not None:
         yield "waits for other GPUs", done.exposed_ms, ms, "step_time"
+    if done.bubble_ms is not None:
+        yield "bubble of the pipeline", done.bubble_ms, ms, "step_time"
     for name, value, text in throughput_rows(done):
         if value is not None:
             yield name, value, text, "step_time"

@@ -54,6 +54,7 @@ class Estimate:
                   that needs the most memory, but for samples and tokens a second, which are of all ranks
     communication_ms   what the ranks' collectives take in a step; `exposed_ms` of it is not hidden by computation, and
                   part of the step time
+    bubble_ms     of a pipeline: part of the step time in which the rank waits for stages that compute
     sent_mib      kind of collective -> MiB that a rank sends in a step
     device_memory_mib   what a job can use of the card
     limit_mib     what the job's figure may reach: the card's memory, or less where the allocator's settings limit the
@@ -101,6 +102,7 @@ class Estimate:
     ranks: tuple[RankGroup, ...] = ()
     communication_ms: float | None = None
     exposed_ms: float | None = None
+    bubble_ms: float | None = None
     sent_mib: Mapping[str, float] = field(default_factory=dict)
 
     def quantile_mib(self, p: float) -> float | None:
@@ -127,6 +129,11 @@ class Estimate:
         by the bound where there is one, else by the point."""
         limit_mib = mib if self.limit_mib is None else min(mib, self.limit_mib)
         return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= limit_mib
+
+    @property
+    def bubble_share(self) -> float | None:
+        """What part of the step time is a pipeline's bubble, in [0, 1]; None of other jobs."""
+        return None if self.bubble_ms is None or not self.step_time_ms else self.bubble_ms / self.step_time_ms
 
     @property
     def fits_device(self) -> bool | None:

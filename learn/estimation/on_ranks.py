@@ -17,9 +17,10 @@ from featurize.training_settings import ALL_OPTIMIZERS, Training, training_of
 from learn.workload import Workload
 
 if TYPE_CHECKING:
+    from featurize.allocator_settings import AllocatorSettings
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.overlap import Communication
-    from featurize.step_trace import StepTrace
+    from featurize.step_trace import PipelinePart, RanksAlike, StepTrace
     from featurize.trial_config import TrialConfig
     from learn.traced import TracedStep
 
@@ -30,7 +31,8 @@ _NOT_SHARED = ("adafactor", "transformers_adafactor")
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """Ranks that hold and do the same.
+    """Ranks that hold and do the same. In a pipeline, those after the first one may need less: fewer micro-batches are
+    in flight there.
 
     first   the first of them, counted from 0
     count   how many there are
@@ -65,6 +67,8 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
     training = training_of(job.settings)
     if training.optimizer_in_backward:
         raise UsageError("optimizer_in_backward frees gradients before ranks reduce them: not estimated with parallel")
+    if parallel.pp > 1:
+        _require_pipelined(training)
     if parallel.shards and training.optimizer in _NOT_SHARED:
         choices = ", ".join(name for name in ALL_OPTIMIZERS if name not in _NOT_SHARED)
         raise UsageError(
@@ -106,6 +110,17 @@ def training_of_file(parallel: object, training: Mapping[str, Any], config: Tria
     return {**training, **file} if config is None else dict(training)
 
 
+def _require_pipelined(training: Training) -> None:
+    """Raise `UsageError` for what the stages of a pipeline do not go with."""
+    refused = {
+        "compile": training.compile,
+        "offload_activations": training.offload_activations,
+        "zero_grad=after_forward": training.zero_grad == "after_forward",
+    }
+    if given := [name for name, value in refused.items() if value]:
+        raise UsageError(f"{', '.join(given)} with parallel=pp is not estimated yet; leave either out")
+
+
 def buffers_mib(job: Workload, device: DeviceSpec, trace: StepTrace | None = None) -> float:
     """Return what communication libraries keep on a GPU, in MiB; 0 of a job on one GPU. `UsageError` where the GPU
     model's description has no interconnect. A trace tells which groups of ranks the model made itself."""
@@ -125,25 +140,67 @@ def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communicat
 
 
 def values_of_ranks(
-    traced: TracedStep, job: Workload, device: DeviceSpec, talk: Communication | None
+    traced: TracedStep,
+    job: Workload,
+    device: DeviceSpec,
+    talk: Communication | None,
+    allocator: AllocatorSettings | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the fields of `Estimate` that speak of ranks, and what was assumed of them; none of a job on one GPU."""
     parallel = job.parallel
     if parallel is None or talk is None:
         return {}, []
-    group = RankGroup(
+    whole = RankGroup(
         first=0, count=parallel.ranks, peak_memory_mib=traced.step.peak_memory_mib, breakdown=dict(traced.breakdown)
     )
+    part = traced.trace.pipeline
+    groups = [_group(group, traced, job, device, allocator, whole) for group in (() if part is None else part.groups)]
     values = {
-        "ranks": (group,),
+        "ranks": tuple(groups) or (whole,),
         "communication_ms": talk.busy_ms,
         "exposed_ms": talk.exposed_ms,
         "sent_mib": talk.sent_mib,
+        "bubble_ms": None if part is None else talk.bubble_ms,
     }
     # A script's own wrappers say themselves what a micro-step sends.
     training = training_of(job.settings)
     training = training if job.recorded is None else replace(training, accumulation=1)
-    return values, _notes(parallel, device, traced.communication_mib, training)
+    notes = _notes(parallel, device, traced.communication_mib, training)
+    return values, [*notes, *([] if part is None else _notes_of_stages(parallel, part))]
+
+
+def _group(
+    alike: RanksAlike,
+    traced: TracedStep,
+    job: Workload,
+    device: DeviceSpec,
+    allocator: AllocatorSettings | None,
+    worst: RankGroup,
+) -> RankGroup:
+    """Ranks of a pipeline with the memory of the first of them."""
+    from featurize.replay import replay
+    from learn.traced import breakdown
+
+    assert job.parallel is not None, "a pipeline"
+    size = job.parallel.of_stage
+    first, count = alike.ranks[0] * size, len(alike.ranks) * size
+    if alike.trace.events is traced.trace.events:
+        return replace(worst, first=first, count=count)
+    memory = replay(alike.trace, device, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator)
+    parts = breakdown(
+        memory, traced.breakdown["context"], traced.breakdown.get("other users", 0.0), traced.communication_mib
+    )
+    return RankGroup(first=first, count=count, peak_memory_mib=sum(parts.values()), breakdown=parts)
+
+
+def _notes_of_stages(parallel: Parallel, part: PipelinePart) -> list[str]:
+    of_rank = "" if parallel.parts == 1 else f", {parallel.parts} for each rank"
+    return [
+        f"a pipeline of {parallel.stages} stages{of_rank}, which begin at the model and at {', '.join(part.starts)}; "
+        f"schedule {parallel.order} over {parallel.chunks} micro-batches of the batch",
+        "assumed: a message between stages begins when both ranks have come to it, and parameters that several stages "
+        "use are on each of them",
+    ]
 
 
 def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Training) -> list[str]:
@@ -155,7 +212,9 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Tr
     sharing = parallel.ranks // parallel.replicas
     batch = "a batch each" if sharing == 1 else f"a batch for {sharing} ranks each"
     alike = "all ranks need the same, and the figures are those of each one"
-    if parallel.shards or parallel.zero:
+    if parallel.pp > 1:
+        alike = "the figures are those of the rank that needs the most memory"
+    elif parallel.shards or parallel.zero:
         alike = "the figures are those of the first rank; others hold as much, or less where tensors do not divide"
     notes = [
         f"{where}, {batch} ({parallel.text()}): {alike}; throughput is of all ranks",
@@ -178,7 +237,7 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Tr
         notes += _notes_on_zero(parallel, training)
     elif micro_steps > 1 and parallel.sharded > 1:
         notes.append("assumed: each micro-step reduces its gradients")
-    elif micro_steps > 1 and parallel.ddp > 1:
+    elif micro_steps > 1 and parallel.ddp > 1 and parallel.pp == 1:
         notes.append("assumed: micro-steps before the last run under no_sync")
     return notes
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from featurize.device_spec import DeviceSpec
 from featurize.model_flops import seconds_at_peak
-from featurize.training_settings import training_of
+from featurize.training_settings import TrainingSettings, training_of
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -45,13 +45,23 @@ def throughput_of(
     micro_steps = training_of(job.settings).accumulation
     tokens = tokens_of(job, traced.trace)
     replicas = 1 if job.parallel is None else job.parallel.replicas
-    at_peak_s = seconds_at_peak(traced.trace, device, job.settings)
+    at_peak_s = _at_peak_s(traced.trace, device, job.settings)
     return Throughput(
         samples_per_s=replicas * micro_steps * job.batch_size / step_s,
         tokens_per_s=None if tokens is None else replicas * micro_steps * tokens / step_s,
         mfu=None if at_peak_s is None else at_peak_s / step_s,
         energy_j=power_w * step_s,
     )
+
+
+def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:
+    """Seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the model."""
+    groups = () if trace.pipeline is None else trace.pipeline.groups
+    if not groups:
+        return seconds_at_peak(trace, device, settings)
+    seconds = [(seconds_at_peak(group.trace, device, settings), len(group.ranks)) for group in groups]
+    known = [(one, count) for one, count in seconds if one is not None]
+    return sum(one * count for one, count in known) / sum(count for _, count in known) if known else None
 
 
 def tokens_of(job: Workload, trace: StepTrace) -> int | None:

@@ -11,19 +11,20 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import EXPERTS, HYBRID, MODES, OWN, PLANNED, Parallel, apt_settings
+from featurize.parallel.layout import EXPERTS, HYBRID, MODES, OWN, Parallel, apt_settings
 from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_parallel
 
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
-_NOT_TRIED = ("cp",)  # they would make a plan several times as long
+_NOT_TRIED = ("pp", "cp")  # they would make a plan several times as long
 _LEFT_OUT = (
-    "cp and ep are left out of plans; learn.estimate answers for a layout of theirs, as in parallel=fsdp=8,cp=2 and "
-    "parallel=fsdp=8,ep=4"
+    "pp, cp and ep are left out of plans; learn.estimate answers for a layout of theirs, as in parallel=pp=2,fsdp=8, "
+    "parallel=fsdp=8,cp=2 and parallel=fsdp=8,ep=4"
 )
 # Fields that decide nothing of what a rank's step runs and takes.
 _OF_THE_NETWORK = ("gpus_per_node", "network_gb_s")
 _REPLICAS = "ddp"
+_CHOSEN = tuple(mode for mode in MODES if mode not in _NOT_TRIED)  # modes whose degrees a plan chooses
 _OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on samples of their own
 
 
@@ -42,7 +43,7 @@ def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[st
             f"parallel is text or a mapping of settings, as in gpus_per_node=4, got {type(given).__name__}"
         )
     settings = named_settings(given or {})
-    if degrees := [name for name in settings if name in (*MODES, EXPERTS, OWN, HYBRID, *PLANNED)]:
+    if degrees := [name for name in settings if name in (*MODES, EXPERTS, OWN, HYBRID)]:
         raise UsageError(f"plan chooses the degrees: leave {', '.join(degrees)} out of parallel")
     if DEEPSPEED in settings:
         raise UsageError("plan chooses micro-batch and accumulation itself: give zero and its settings, not deepspeed")
@@ -82,9 +83,8 @@ def meshes_of(gpus: int, settings: Mapping[str, Any]) -> tuple[list[Parallel], l
     of_node = settings.get("gpus_per_node", Parallel.gpus_per_node)
     layouts: list[Parallel] = []
     notes: dict[str, None] = {_LEFT_OUT: None}
-    tried = [mode for mode in MODES if mode not in _NOT_TRIED]
-    for degrees in _products(gpus, len(tried)):
-        named: dict[str, Any] = dict(zip(tried, degrees, strict=True))
+    for degrees in _products(gpus, len(_CHOSEN)):
+        named: dict[str, Any] = dict(zip(_CHOSEN, degrees, strict=True))
         wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > of_node]
         if wide:
             notes[f"{wide[0]} over more than the {of_node} GPUs of a node is left out"] = None
@@ -106,12 +106,12 @@ def in_search_order(layout: Parallel) -> tuple[Any, ...]:
 def ranks_within(layout: Parallel) -> tuple[int, ...]:
     """Return the degrees that divide the work on a sample, in the order of the modes: all but those of replicas and of
     their shards."""
-    return tuple(getattr(layout, mode) for mode in MODES if mode not in _OF_DATA)
+    return tuple(getattr(layout, mode) for mode in _CHOSEN if mode not in _OF_DATA)
 
 
 def within_text(degrees: tuple[int, ...]) -> str:
     """Return what `ranks_within` gives, as `tp=2`."""
-    modes = [mode for mode in MODES if mode not in _OF_DATA]
+    modes = [mode for mode in _CHOSEN if mode not in _OF_DATA]
     return ", ".join(f"{mode}={degree}" for mode, degree in zip(modes, degrees, strict=True) if degree > 1)
 
 
@@ -122,7 +122,7 @@ def mesh_text(layout: Parallel) -> str:
 
 def shards_of(layout: Parallel) -> tuple[int, ...]:
     """Return the degrees that divide what a rank holds, in the order of the modes."""
-    return tuple(getattr(layout, mode) for mode in MODES if mode != _REPLICAS)
+    return tuple(getattr(layout, mode) for mode in _CHOSEN if mode != _REPLICAS)
 
 
 def traced_as(layout: Parallel) -> Hashable:

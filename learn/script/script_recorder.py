@@ -8,18 +8,17 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize.recorder import Recorder, Traits, local_tensor
 from featurize.replacing import replace_attribute
 from featurize.step_trace import BATCH
-from featurize.values import ALL_KEPT, NONZERO, READ, UnknownValue
+from featurize.values import ALL_KEPT, READ, UnknownValue
 
 _TO_COPY, _COPY = "aten::_to_copy", "aten::copy_"
 _IN_PLACE_UPDATES = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "aten::_amp_")
@@ -193,17 +192,17 @@ class ScriptRecorder(Recorder):
         self._copied[known[0]] = tensor.shape[0] if tensor.dim() else 1
         self._made_by[known[0]] = BATCH
 
-    def without_masks(self, traits: Traits, args: tuple, mode: TorchDispatchMode) -> tuple:
+    def without_masks(self, traits: Traits, args: tuple, nonzero: Callable[[Tensor], Any]) -> tuple:
         """As of any trace; a mask that only computing the step would give keeps everything."""
         try:
-            return super().without_masks(traits, args, mode)
+            return super().without_masks(traits, args, nonzero)
         except UnknownValue:
             places: list[Tensor | None] = []
             for index in args[1]:
                 if index is None or not index.is_meta or index.dtype not in (torch.bool, torch.uint8):
                     places.append(index)
                 else:
-                    places.extend(mode.__torch_dispatch__(NONZERO, (), (index,)).unbind(1))
+                    places.extend(nonzero(index).unbind(1))
             return args[0], places, *args[2:]
 
     def follows_values(self) -> bool:

@@ -215,7 +215,7 @@ REFUSED_BY_THE_COMMAND = {
     "plan": ("format=x", "gpus=1", "gpus=[]", "device=cpu", "parallel=ddp=8", "checkpointing=x", "report=/nope/x"),
     "estimate": (
         "format=x", "method=x", "estimator=x", "device=cpu", "config={}", "input=[1]", "run=a/b", "report=/nope/x",
-        "parallel=pp=8",
+        "parallel=cp=8",
     ),
 }  # fmt: skip
 

@@ -200,13 +200,12 @@ def test_text_mapping_and_object_mean_the_same():
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("pp=8", "pp: not estimated yet; estimated modes: ddp, fsdp, cp, tp, ep, own, hsdp"),
         ({"ddp": 2, "tp": 4}, "ddp with tp needs fsdp: .*ddp=2,fsdp=4,tp=2"),
         ("ddp", "ddp needs a number of GPUs, as in ddp=8"),
         ("", "no setting"),
-        ({}, "names no mode; give one of ddp"),
+        ({}, "names no mode; give one of pp, ddp"),
         ("gpus_per_node=8", "names no mode"),
-        ("ddp=8,color=red", "unknown 'color'; known: ddp, fsdp, cp, tp, ep, own, gpus_per_node"),
+        ("ddp=8,color=red", "unknown 'color'; known: pp, ddp, fsdp, cp, tp, ep, own, gpus_per_node"),
         ("ddp=0", "ddp must be a whole number from 1"),
         ("ddp=many", "ddp must be a whole number from 1 to 65536, got 'many'"),
         ({"ddp": 8, "static_graph": "no"}, "static_graph must be true or false"),

@@ -1,23 +1,18 @@
 """One rank of `fully_shard` in a trace, against real ranks that talk over gloo: bytes and collectives are the same."""
 
-import contextlib
 import itertools
 import logging
 import sys
-import weakref
 
 import pytest
 import torch
 from rank_nets import LENGTH, Attending, Embedding, Grouped, Mixture, efficient_attention_on_cpu, routed
 from rank_nets import WIDTH as ATTENTION_WIDTH
+from rank_watch import watched_steps
 from real_ranks import run_ranks
 from torch import nn
-from torch._C._distributed_c10d import FakeWork
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import UsageError
@@ -25,17 +20,10 @@ from featurize.parallel.experts import divide_experts, expert_mesh
 from featurize.parallel.layout import Parallel
 from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_mesh
 from featurize.parallel.sharding import shard
-from featurize.replacing import replaced
 from featurize.trace import TraceError, trace_step
 from featurize.training import Training, TrainingStep
 
 WIDTH, HIDDEN, BATCH = 67, 132, 24  # ranks divide what a plan splits; what is sharded is uneven
-SENT = {
-    "c10d::_allgather_base_": "all_gather", "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce", "_c10d_functional::all_reduce": "all_reduce",
-    "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter", "_c10d_functional::all_to_all_single": "all_to_all",
-}  # fmt: skip
 PLAN = {"first": "colwise_gather_output", "blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
 # Of `Parallel`, and whether blocks are computed again.
 CASES = {
@@ -125,94 +113,6 @@ def training():
     return Training(optimizer="momentum", implementation="foreach", clip_norm=1.0)
 
 
-class Watch(TorchDispatchMode):
-    """Counts the bytes of storages that are alive, and notes what is sent."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.bytes, self.peak, self.sent = {}, 0, 0, []
-        self.under_way = {}  # storage of what is received -> what is sent, which NCCL keeps until it was waited for
-
-    def hold(self, tensor):
-        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        storage = tensor.untyped_storage()
-        if (key := storage._cdata) not in self.live:
-            self.live[key] = storage.nbytes(), weakref.ref(storage, lambda _: self.change(key, 0, ends=True))
-            self.bytes += storage.nbytes()
-            self.peak = max(self.peak, self.bytes)
-
-    def change(self, key, nbytes, ends=False):
-        before, reference = self.live.pop(key)
-        self.bytes += nbytes - before
-        self.peak = max(self.peak, self.bytes)
-        if not ends:
-            self.live[key] = nbytes, reference
-
-    def resize(self, original):
-        def resize_(storage, nbytes):
-            out = original(storage, nbytes)
-            if storage._cdata in self.live:
-                self.change(storage._cdata, nbytes)
-            return out
-
-        return resize_
-
-    def send(self, func, args):
-        """Run a functional collective on a copy, which gloo's threads may keep."""
-        with _disable_current_modes():
-            out = func(args[0].clone(), *args[1:])
-        self.hold(out)
-        self.under_way[out.untyped_storage()._cdata] = args[0]
-        splits = args[2] if "all_to_all" in func.name() else ()
-        self.note(func._schema.name, [args[0], out], to_one=len(splits) > 1 == sum(size > 0 for size in splits))
-        return out
-
-    def note(self, name, sides, to_one=False):
-        kind = "send" if to_one else SENT[name]
-        self.sent.append([kind, max(sum(t.nbytes for t in as_list(side)) for side in sides)])
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(one, DTensor | AsyncCollectiveTensor) for one in types):
-            return NotImplemented
-        name = func._schema.name
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # below DTensor they come whole
-                return func.decompose(*args, **(kwargs or {}))
-        if name.startswith("c10d::"):
-            sides = [side for side in args[:2] if isinstance(side, list | torch.Tensor)]
-            self.note(name, sides)
-            with _disable_current_modes():  # what gloo takes is gloo's own
-                return sent_as_copies(func, sides, args[len(sides) :])
-        if name in SENT and not name.endswith("_"):
-            return self.send(func, args)
-        if name == "_c10d_functional::wait_tensor":
-            self.under_way.pop(args[0].untyped_storage()._cdata, None)
-        # On a GPU, copies in and out of buffers are one kernel.
-        with _disable_current_modes() if name.startswith("fsdp::") else contextlib.nullcontext():
-            out = func(*args, **(kwargs or {}))
-        if name in SENT:
-            self.note(name, [args[0], out])
-        for one in out if isinstance(out, list | tuple) else [out]:
-            if type(one) is torch.Tensor:  # no wrapper, and none of those that DTensor asks for shapes
-                self.hold(one)
-        return out
-
-
-def as_list(side):
-    return side if isinstance(side, list) else [side]
-
-
-def sent_as_copies(func, sides, rest):
-    """Gloo's threads keep what they sent for some moments more, which would move the peak."""
-    copies = [[t.clone() for t in side] if isinstance(side, list) else side.clone() for side in sides]
-    work = func(*copies, *rest)[-1]
-    torch.distributed.Work.unbox(work).wait()
-    for side, copied in zip(sides, copies, strict=True):
-        for one, done in zip(as_list(side), as_list(copied), strict=True):
-            one.copy_(done)
-    return sides[0], FakeWork().boxed()
-
-
 def train_real(rank):
     """One of four real processes, which trains the cases in which it takes part."""
     measured = {}
@@ -264,14 +164,7 @@ def train_part(make, parallel):
 def train(model, batch):
     step = TrainingStep(model, training(), "cpu", loss=loss_of)
     target = torch.zeros(())
-    watch = Watch()
-    for tensor in (*model.parameters(), *model.buffers(), batch, target):
-        watch.hold(tensor)
-    with watch, replaced(torch.UntypedStorage, "resize_", watch.resize(torch.UntypedStorage.resize_)):
-        for _ in range(2):
-            watch.sent.clear()
-            step((batch,), target)
-    return {"peak": watch.peak, "sent": watch.sent}
+    return watched_steps(model, (batch, target), lambda: step((batch,), target))
 
 
 @pytest.fixture(scope="module")
@@ -295,6 +188,24 @@ def test_modules_that_are_not_split_train_beside_those_that_are(name, settings):
         Net, torch.empty(BATCH, WIDTH, device="meta"), settings=Training(**settings), parallel=Parallel(**options)
     )
     assert {one.kind for one in trace.collectives} >= {"all_reduce"}
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, ids):
+        return self.last(self.words(ids))
+
+
+def test_a_gradient_that_each_rank_has_whole_updates_its_part_of_a_table_of_words():
+    def trace(**options):
+        ids = torch.empty(BATCH, 3, dtype=torch.long, device="meta")
+        return trace_step(Words, ids, settings=training(), parallel=Parallel(**options) if options else None)
+
+    split = trace(tp=2, tp_plan={"words": "embedding_rowwise"})
+    assert trace().parameter_bytes - split.parameter_bytes == 64 * WIDTH * 4 / 2
 
 
 @pytest.mark.parametrize("name", CASES)

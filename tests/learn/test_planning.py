@@ -288,7 +288,7 @@ def test_all_degrees_that_multiply_to_the_gpus_are_tried():
     assert {one.ranks for one in layouts} == {64} and max(one.tp for one in layouts) == 8
     assert len(layouts) == 7 + 5 + 4 + 3  # tp of 1, 2, 4 and 8, which goes with ddp only where fsdp is there, too
     left_out, too_wide, refused = notes
-    assert left_out.startswith("cp and ep are left out of plans; learn.estimate answers")
+    assert left_out.startswith("pp, cp and ep are left out of plans; learn.estimate answers")
     assert "ddp with tp needs fsdp" in refused and too_wide == "tp over more than the 8 GPUs of a node is left out"
     assert layouts[0] == Parallel(fsdp=64) and layouts[7 - 1] == Parallel(ddp=64)
     assert layouts[-1] == Parallel(ddp=4, fsdp=2, tp=8)

@@ -122,7 +122,8 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
         ),
         ({"parallel": "cp=8", "offload_activations": True}, "offload_activations cannot move activations that cp"),
         ({"device": "A100-SXM4-40GB:3g.20gb"}, "has no interconnect"),
-        ({"parallel": "pp=8"}, "pp: not estimated yet; estimated modes: ddp, fsdp"),
+        ({"parallel": "cp=8"}, "cp: not estimated yet; estimated modes: pp, ddp, fsdp"),
+        ({"parallel": "pp=8"}, r"8 stages need as many blocks at least, and the model has 4 \(0, 1, 2, 3\)"),
     ],
 )
 def test_what_several_gpus_do_not_go_with_is_refused(options, problem):

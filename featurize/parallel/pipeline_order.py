@@ -1,0 +1,98 @@
+"""What each rank of a pipeline does in a step, in its order, as PyTorch's schedules say it.
+
+Start reading at `orders_of`. The schedules run here over stages that hold nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch.distributed.pipelining import schedules
+
+from featurize.parallel.layout import Parallel
+from featurize.parallel.pipeline import schedule_class
+from featurize.parallel.pipeline_time import Compute, Item, Message, Post, Wait
+from featurize.replacing import replaced
+
+
+def orders_of(parallel: Parallel) -> list[list[Item]]:
+    """Return the items of each rank of `pp`, in the order in which it comes to them."""
+    return [_order(parallel, rank) for rank in range(parallel.pp)]
+
+
+def _order(parallel: Parallel, rank: int) -> list[Item]:
+    items: list[Item] = []
+    stages = [_BlankStage(items, parallel, number) for number in range(rank, parallel.stages, parallel.pp)]
+    run = schedule_class(parallel)(
+        cast(Any, stages if parallel.parts > 1 else stages[0]), parallel.chunks, loss_fn=lambda *_: None
+    )
+    with _noting(items):
+        run._step_microbatches(target_mbs=[None] * parallel.chunks, return_outputs=False)
+    return items
+
+
+@contextmanager
+def _noting(items: list[Item]) -> Iterator[None]:
+    def batched(messages: Sequence[Message], desc: str | None = None) -> list[_Posted]:
+        """As PyTorch's own: messages of one direction are posted one by one, others together."""
+        both = len({one.sends for one in messages}) == 2
+        groups = [tuple(messages)] if both else [(one,) for one in messages]
+        items.extend(map(Post, groups))
+        return [_Posted(items, group) for group in groups]
+
+    def by_peer(messages: Sequence[Message], desc: str | None = None) -> dict[int, list[_Posted]]:
+        return {0: batched(messages)} if messages else {}
+
+    ready = lambda *_args, **_kwargs: (True, True)  # noqa: E731
+    with (
+        replaced(schedules, "_batch_p2p", batched),
+        replaced(schedules, "_sorted_batch_p2p", by_peer),
+        replaced(schedules._PipelineSchedule, "_initialize_pp_stages", ready),
+    ):
+        yield
+
+
+class _Posted:
+    """Messages that are under way."""
+
+    def __init__(self, items: list[Item], messages: tuple[Message, ...]) -> None:
+        self._items, self._messages = items, messages
+
+    def wait(self) -> None:
+        self._items.append(Wait(self._messages))
+
+
+class _BlankStage:
+    """Stands for a `PipelineStage`: notes what a schedule asks of it."""
+
+    submod: object = None
+    has_backward = True
+    _nothing: Callable[..., None] = staticmethod(lambda *_args, **_kwargs: None)
+    scale_grads = perform_reduce_grad = set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = _nothing
+
+    def __init__(self, items: list[Item], parallel: Parallel, number: int) -> None:
+        self._items, self.stage_index, self.num_stages = items, number, parallel.stages
+        self.group_size, self.group_rank = parallel.pp, number % parallel.pp
+        self.is_first, self.is_last = number == 0, number == parallel.stages - 1
+        self.args_recv_info: dict[int, tuple[()]] = {0: ()}
+        self.act_send_info: dict[int, list[int]] = {}
+
+    def forward_one_chunk(self, chunk: int, *_args: Any, **_kwargs: Any) -> None:
+        self._items.append(Compute("forward", self.stage_index, chunk))
+
+    def backward_one_chunk(self, chunk: int, *_args: Any, **_kwargs: Any) -> None:
+        self._items.append(Compute("backward", self.stage_index, chunk))
+
+    def get_fwd_recv_ops(self, chunk: int) -> list[Message]:
+        return [] if self.is_first else [Message("forward", self.stage_index, chunk, sends=False)]
+
+    def get_fwd_send_ops(self, chunk: int) -> list[Message]:
+        return [] if self.is_last else [Message("forward", self.stage_index + 1, chunk, sends=True)]
+
+    def get_bwd_recv_ops(self, chunk: int) -> list[Message]:
+        return [] if self.is_last else [Message("backward", self.stage_index, chunk, sends=False)]
+
+    def get_bwd_send_ops(self, chunk: int) -> list[Message]:
+        return [] if self.is_first else [Message("backward", self.stage_index - 1, chunk, sends=True)]

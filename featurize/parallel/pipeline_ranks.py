@@ -1,0 +1,53 @@
+"""The ranks of a pipeline: one of each kind is traced, and the one that needs the most memory stands for the job.
+
+Start reading at `trace_ranks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+from featurize.device_spec import DeviceSpec
+from featurize.parallel.layout import Parallel
+from featurize.replay import replay
+from featurize.step_trace import RanksAlike, StepTrace
+
+
+def trace_ranks(trace_rank: Callable[[int], StepTrace], parallel: Parallel, spec: DeviceSpec) -> StepTrace:
+    """Return the trace of the rank that needs the most memory, with those of all others in its `pipeline.groups`.
+
+    Ranks are of one kind whose stages hold modules that are alike. The first of them has the most micro-batches in
+    flight, whatever the schedule.
+
+    Args:
+        trace_rank: Gives the trace of one of all ranks.
+        parallel: The job, with a pipeline.
+        spec: The GPU model, whose allocator says who needs the most.
+    """
+    traces: dict[Hashable, StepTrace] = {}
+    members: dict[Hashable, list[int]] = {}
+    kinds: tuple[str, ...] = ()
+    for rank in range(parallel.pp):
+        if not kinds:
+            first = trace_rank(0)
+            assert first.pipeline is not None, "a rank of a pipeline"
+            kinds = first.pipeline.kinds
+            traces[_kind(kinds, 0, parallel)] = first
+        kind = _kind(kinds, rank, parallel)
+        if kind not in traces:
+            traces[kind] = trace_rank(rank * parallel.of_stage)
+        members.setdefault(kind, []).append(rank)
+    groups = tuple(RanksAlike(tuple(members[kind]), trace) for kind, trace in traces.items())
+    worst = max(traces.values(), key=lambda trace: _needed(trace, spec))
+    assert worst.pipeline is not None
+    return replace(worst, pipeline=replace(worst.pipeline, groups=groups))
+
+
+def _needed(trace: StepTrace, spec: DeviceSpec) -> tuple[int, int]:
+    memory = replay(trace, spec)
+    return memory.peak_reserved, memory.peak_allocated
+
+
+def _kind(kinds: tuple[str, ...], rank: int, parallel: Parallel) -> Hashable:
+    return kinds[rank :: parallel.pp]
