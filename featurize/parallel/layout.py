@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from conf.errors import UsageError, shown
 
 MODES = ("pp", "ddp", "fsdp", "tp")  # the outermost first: ranks of the last one are neighbours
+WRAPPED = ("ddp", "fsdp", "tp")  # of these, those that real ranks run in
 OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
 PLANNED = ("zero", "cp", "ep")  # that are known by name, and refused
