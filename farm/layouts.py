@@ -13,7 +13,7 @@ from conf.errors import UsageError
 from farm.cluster_settings import ClusterSettings
 from farm.dimensions import Choice, Constant, Dimension, Scalar
 from farm.space import Space
-from featurize.parallel.layout import Parallel
+from featurize.parallel.layout import EXPERTS, MODES, WRAPPED, Parallel
 from featurize.parallel.layout_text import parse_parallel
 from workers.devices import DeviceChoice, make_device
 
@@ -41,7 +41,8 @@ def with_layouts(space: Space, given: Any) -> Space:
 
 
 def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -> None:
-    """Raise `UsageError` for a layout that the device cannot run: on several nodes, or on more GPUs than there are.
+    """Raise `UsageError` for a layout that the device cannot run: with a pipeline, on several nodes, or on more GPUs
+    than there are.
 
     Args:
         choice: Where the trials run. Simulated GPUs are as many as a layout wants.
@@ -51,6 +52,11 @@ def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -
     if choice.backend == "simulated" or not layouts:
         return
     for layout in layouts:
+        if not_run := [mode for mode in (*MODES, EXPERTS) if mode not in WRAPPED and getattr(layout, mode) > 1]:
+            raise UsageError(
+                f"parallel={layout.text()}: {', '.join(not_run)} does not run on real devices yet; modes that do: "
+                f"{', '.join(WRAPPED)}; simulate it with device=A100-SXM4-40GB"
+            )
         if layout.zero:
             raise UsageError(
                 f"parallel={layout.text()}: real ranks do not run DeepSpeed; simulate it with device=A100-SXM4-40GB"

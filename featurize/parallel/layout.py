@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from featurize.parallel.deepspeed_config import DeepSpeedFile
 
 MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
+WRAPPED = ("ddp", "fsdp", "tp")  # of these, those that real ranks run in
 EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
 EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
 OWN = "own"  # the model's own code spreads it

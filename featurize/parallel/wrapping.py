@@ -10,9 +10,7 @@ from typing import Any
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.parallel.layout import EXPERTS, MODES, Parallel
-
-WRAPPED = ("ddp", "fsdp", "tp")  # modes that real ranks run in
+from featurize.parallel.layout import EXPERTS, MODES, WRAPPED, Parallel
 
 
 def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
