@@ -20,7 +20,7 @@ from learn.script.rank_zero import RankZero
 from learn.script.replicas import install_replicas
 
 ALONE = "torch.distributed runs with one process: buffers of NCCL are not counted"
-_GROUPLESS = "another process is asked for, or answered, by itself (pipelines do so): that is not followed in scripts"
+_BETWEEN_TWO = "messages between two ranks, as pipelines send them, are not followed in scripts"
 _SHARDED_ALONE = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
 _OFFLOADED = (
     "CPUOffloadPolicy is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
@@ -109,8 +109,7 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
             _refuse_fully_shard()
         else:
             rank.begin()
-        _refuse_flat_parameters()
-        _refuse_offloading()
+            _refuse_other_shards()
 
     @functools.wraps(group_of)
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
@@ -130,15 +129,10 @@ def _refuse_fully_shard() -> None:
     replace_attribute(FSDPState, "init", _refusing(_SHARDED_ALONE))
 
 
-def _refuse_flat_parameters() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
+def _refuse_other_shards() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 
     replace_attribute(FullyShardedDataParallel, "__init__", _refusing(_FLAT))
-
-
-def _refuse_offloading() -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
     replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
 
 
@@ -152,7 +146,16 @@ def _refusing(reason: str) -> Callable[..., None]:
 def _install_collectives(rank: RankZero) -> None:
     """Collectives of GPU tensors run as they are: their group sends nothing, and the recorder hears of them. Of what is
     on the host, and of objects, each rank is taken to have what this one has."""
-    all_reduce = dist.all_reduce
+    all_reduce, all_gather, gather_into = dist.all_reduce, dist.all_gather, dist.all_gather_into_tensor
+
+    def gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(gather)
+        def collective(outputs: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            work = gather(outputs, tensor, *args, **kwargs)
+            rank.gathered(outputs, tensor)
+            return work
+
+        return collective
 
     @functools.wraps(all_reduce)
     def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -161,8 +164,11 @@ def _install_collectives(rank: RankZero) -> None:
         rank.reduced(tensor, op, dist.get_world_size(group))
         return work
 
-    def to_one(tensor: Tensor, dst: Any = None, op: Any = dist.ReduceOp.SUM, group: Any = None, *_: Any, **__: Any):
-        return reduce(tensor, op, group, bool(__.get("async_op")))
+    def reduce_to_one(
+        tensor: Tensor, dst: Any = None, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False,
+        **_: Any,
+    ) -> Any:  # fmt: skip
+        return reduce(tensor, op, group, async_op)
 
     def gather(tensor: Tensor, gather_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
         with torch.no_grad():
@@ -178,7 +184,9 @@ def _install_collectives(rank: RankZero) -> None:
 
     for name, function in {
         "all_reduce": reduce,
-        "reduce": to_one,
+        "all_gather": gathering(all_gather),
+        "all_gather_into_tensor": gathering(gather_into),
+        "reduce": reduce_to_one,
         "gather": gather,
         "scatter": scatter,
         "barrier": _nothing,
@@ -187,8 +195,8 @@ def _install_collectives(rank: RankZero) -> None:
         "all_gather_object": _fill,
         "gather_object": lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
         "scatter_object_list": lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
-        **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), _refusing(_GROUPLESS)),
-        **dict.fromkeys(("send_object_list", "recv_object_list"), _refusing(_GROUPLESS)),
+        **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), _refusing(_BETWEEN_TWO)),
+        **dict.fromkeys(("send_object_list", "recv_object_list"), _refusing(_BETWEEN_TWO)),
     }.items():
         _replace(name, function)
 

@@ -116,8 +116,23 @@ class RankZero:
         if values is None:
             return
         total = values * ranks if op == dist.ReduceOp.SUM else values**ranks
-        if not tensor.is_meta:
+        if tensor.is_meta:
+            self._learn(tensor, total)
+        else:
             tensor.detach().copy_(total)
+
+    def gathered(self, outputs: Tensor | list[Tensor], tensor: Tensor) -> None:
+        """Give gathered tensors of a GPU the value that the one of this rank has, as far as it is known."""
+        values = self.recorder.values.of(tensor) if tensor.is_meta else None
+        if values is None:
             return
-        remember(tensor, total)
+        if isinstance(outputs, Tensor):
+            copies = outputs.numel() // max(values.numel(), 1)
+            self._learn(outputs, values.flatten().repeat(copies).reshape(outputs.shape))
+            return
+        for output in outputs:
+            self._learn(output, values)
+
+    def _learn(self, tensor: Tensor, values: Tensor) -> None:
+        remember(tensor, values.clone())
         self.recorder.values.learn([tensor])

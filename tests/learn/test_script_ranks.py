@@ -3,7 +3,6 @@
 import json
 import os
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -259,7 +258,7 @@ def test_shards_inside_a_compiled_model_are_compiled_one_by_one(tmp_path):
             "(lambda net: fully_shard(net, offload_policy=CPUOffloadPolicy()))",
             "train.py:7: RuntimeError: CPUOffloadPolicy is not followed in scripts",
         ),
-        ("(lambda net: dist.send(net[0].weight, dst=1))", "train.py:7: .*another process is asked for"),
+        ("(lambda net: dist.send(net[0].weight, dst=1))", "train.py:7: .*messages between two ranks"),
         (
             "(lambda net: DDP(torch.nn.ModuleList([net, torch.nn.Linear(9, 9).cuda()])) and DDP(Partly(net)))",
             "2 parameters get no gradient .the first: unused.weight.*pass find_unused_parameters=True",
@@ -328,4 +327,4 @@ def test_reduced_values_are_those_of_ranks_that_all_have_the_same():
     rank.reduced(counted, torch.distributed.ReduceOp.SUM, 4)
     rank.reduced(measured, torch.distributed.ReduceOp.MAX, 4)
     assert counted.tolist() == [12, 20] and measured.item() == 2.0
-    assert "torch.distributed.fsdp" not in sys.modules or rank.layout() is None
+    assert rank.layout() is None  # its group has not begun

@@ -30,6 +30,9 @@ def same_everywhere(value, device):
     count = torch.tensor(value, device=device)
     dist.all_reduce(count)
     assert count.item() == value * dist.get_world_size()
+    counts = [torch.zeros_like(count) for _ in values]
+    dist.all_gather(counts, count)
+    assert {int(one) for one in counts} == {count.item()}
 
 
 def main():
