@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.step_time import time_step
 from featurize.parallel.collectives import SEND, collective_s, fabric_of, fabrics_of
+from featurize.parallel.delays import begin_moments_ms, delays_ms
 from featurize.parallel.layout import Parallel
-from featurize.parallel.overlap import begin_moments_ms, delays_ms
 from featurize.parallel.pipeline_order import orders_of
 from featurize.parallel.pipeline_time import Compute, Item, Message, Post, Wait, finished_ms
 from featurize.step_trace import PipelinePart, StepTrace

@@ -78,8 +78,10 @@ def test_a_layout_has_one_form_in_a_config(given):
 
 
 def test_a_wrong_layout_is_a_problem_of_the_config():
-    with pytest.raises(UsageError, match=r"parallel cannot be 'pp=2': pp: not estimated yet, .*; depth must be"):
-        config(parallel="pp=2", depth=0)
+    with pytest.raises(
+        UsageError, match=r"parallel cannot be 'pp=2,ep=2': .*pp with ep is not estimated yet.*; depth must be"
+    ):
+        config(parallel="pp=2,ep=2", depth=0)
 
 
 def test_a_row_of_several_gpus_is_no_label_of_its_config_alone():

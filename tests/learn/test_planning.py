@@ -261,6 +261,7 @@ class Mesh:
     ddp: int = 1
     fsdp: int = 1
     tp: int = 1
+    zero: int | None = None
     gpus_per_node: int = 8
     network_gb_s: float = 25.0
 
