@@ -13,7 +13,8 @@ from conf.errors import UsageError
 from farm.cluster_settings import ClusterSettings
 from farm.dimensions import Choice, Constant, Dimension, Scalar
 from farm.space import Space
-from featurize.parallel.layout import EXPERTS, MODES, WRAPPED, Parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_modes import EXPERTS, MODES, WRAPPED
 from featurize.parallel.layout_text import parse_parallel
 from workers.devices import DeviceChoice, make_device
 

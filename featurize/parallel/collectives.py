@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec
-from featurize.parallel.layout import OWN, Parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_modes import OWN
 
 # Kinds, by the names that traces have.
 ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import COUNTS, ZERO_STAGES
+from featurize.parallel.layout_modes import COUNTS, ZERO_STAGES
 
 AUTO = "auto"
 _ZERO = "zero_optimization"

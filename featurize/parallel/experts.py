@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from conf.errors import UsageError
 from featurize.nets.prenorm import RoutedExperts
-from featurize.parallel.layout import EXPERT_SHARDS, EXPERTS, Parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_modes import EXPERT_SHARDS, EXPERTS
 from featurize.parallel.world import mesh_of_sizes
 
 _NAME = "experts"  # of the module that holds a mixture's experts

@@ -7,73 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from conf.errors import UsageError, shown
+from conf.errors import UsageError
+from featurize.parallel.layout_modes import EXPERT_SHARDS, EXPERTS, INTERLEAVED, MODES, ONE_F_ONE_B, OWN
+from featurize.parallel.layout_problems import problems_of
 
 if TYPE_CHECKING:
     from featurize.parallel.deepspeed_config import DeepSpeedFile
-
-MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
-WRAPPED = ("ddp", "fsdp", "tp")  # of these, those that real ranks run in
-EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
-EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
-OWN = "own"  # the model's own code spreads it
-HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
-GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # of pipelines
-ROTATIONS = ("allgather", "alltoall")  # torch.distributed.tensor.experimental.set_rotate_method; its default first
-DTYPES = ("fp32", "bf16", "fp16")
-ZERO_STAGES = (1, 2, 3)
-_MOST = 65_536  # ranks
-EXAMPLE = "parallel=ddp=8"
-_EXPERTS = "as in fsdp=8,ep=4"
-EXAMPLE_STARTS = "stage_starts=[layers.8,layers.16]"
-EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
-
-
-class _OfMode(NamedTuple):
-    """Settings that a layout has only where `applies(degrees and stage)`, which `words` say."""
-
-    names: tuple[str, ...]
-    words: str
-    applies: Callable[[Mapping[str, Any]], bool]
-
-
-_OF_MODES = (
-    _OfMode(
-        ("reshard_after_forward", "reduce_dtype", "wrap"), "fsdp or cp",
-        lambda degrees: _takes_part(degrees, "fsdp", "cp"),
-    ),
-    _OfMode(
-        ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
-        "ddp without fsdp, cp, tp and zero",
-        lambda degrees: not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees)),
-    ),
-    _OfMode(("cp_rotate", "cp_load_balance"), "cp", lambda degrees: _takes_part(degrees, "cp")),
-    _OfMode(("tp_plan",), "tp", lambda degrees: _takes_part(degrees, "tp")),
-    _OfMode(
-        ("schedule", "micro_batches", "stages_per_rank", "stage_starts", "drop_outputs"),
-        "pp", lambda degrees: _takes_part(degrees, "pp"),
-    ),
-    _OfMode(("zero",), "ddp without fsdp, cp, tp and own",
-            lambda degrees: not _takes_part(degrees, "fsdp", "cp", "tp", OWN)),
-    _OfMode(
-        ("param_dtype", "cpu_offload"), "fsdp, cp or zero",
-        lambda degrees: _takes_part(degrees, "fsdp", "cp") or _stage(degrees),
-    ),
-    _OfMode(("reduce_bucket_size", "overlap_comm", "contiguous_gradients"), "zero", lambda degrees: _stage(degrees)),
-    _OfMode(
-        ("offload_param", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
-         "stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
-        "zero=3", lambda degrees: _stage(degrees) and degrees["zero"] == 3,
-    ),
-)  # fmt: skip
-COUNTS = (
-    "reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "stage3_param_persistence_threshold",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,123 +122,8 @@ class Parallel:
     drop_outputs: bool = False
 
     def __post_init__(self) -> None:
-        if bad := list(self._problems()):
+        if bad := list(problems_of(self)):
             raise UsageError(f"parallel: {'; '.join(bad)}")
-
-    def _problems(self) -> Iterator[str]:
-        for name in (*MODES, EXPERTS, OWN, "gpus_per_node"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
-                yield f"{name} must be a whole number from 1 to {_MOST}, got {shown(value)}"
-        for name in ("network_gb_s", "bucket_cap_mb"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
-            if not number and not (value is None and name == "bucket_cap_mb"):
-                yield f"{name} must be a number > 0, got {shown(value)}"
-        for field in dataclasses.fields(self):
-            if field.type == "bool" and not isinstance(value := getattr(self, field.name), bool):
-                yield f"{field.name} must be true or false, got {shown(value)}"
-        yield from self._problems_of_shards()
-        yield from self._problems_of_zero()
-        yield from self._problems_of_parts()
-        yield from self._problems_of_modes()
-        yield from self._problems_of_pipelines()
-        if self.own != 1 and any(getattr(self, name) != 1 for name in (*MODES, EXPERTS)):
-            others = ", ".join((*MODES, EXPERTS))
-            yield f"own goes with no other mode ({others}): the model's own code says how it is spread"
-        if self.fsdp == self.cp == 1 and all(type(one) is int and one > 1 for one in (self.ddp, self.tp)):
-            yield (
-                "ddp with tp needs fsdp: DistributedDataParallel does not reduce tensors that tp splits; use fsdp in "
-                "place of ddp, or replicas of shards, as in ddp=2,fsdp=4,tp=2"
-            )
-        counts = *self.degrees.values(), self.gpus_per_node
-        if all(type(one) is int and one > 0 for one in counts) and self.ranks > counts[-1] and self.ranks % counts[-1]:
-            yield f"{self.ranks} ranks do not fill nodes of {counts[-1]}; change gpus_per_node"
-
-    def _problems_of_shards(self) -> Iterator[str]:
-        for name in ("param_dtype", "reduce_dtype"):
-            if (value := getattr(self, name)) is not None and value not in DTYPES:
-                yield f"{name} must be one of {', '.join(DTYPES)}, got {shown(value)}"
-        kept = self.reshard_after_forward
-        whole = isinstance(kept, int) and isinstance(self.fsdp, int) and isinstance(self.cp, int)
-        if not (
-            kept is None or isinstance(kept, bool) or (whole and 1 < kept < self.sharded and not self.sharded % kept)
-        ):
-            yield f"reshard_after_forward must be true, false or a divisor of fsdp times cp, got {shown(kept)}"
-        if self.wrap is not None and not (
-            isinstance(self.wrap, tuple) and self.wrap and all(isinstance(one, str) and one for one in self.wrap)
-        ):
-            yield f"wrap must be names of classes, as in wrap=[LlamaDecoderLayer], got {shown(self.wrap)}"
-        if (plan := self.tp_plan) is not None and not _is_plan(plan):
-            yield f"tp_plan must be module path -> style, as in {EXAMPLE_PLAN}, got {shown(plan)}"
-
-    def _problems_of_zero(self) -> Iterator[str]:
-        if self.zero is not None and (type(self.zero) is not int or self.zero not in ZERO_STAGES):
-            yield f"zero is a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2, got {shown(self.zero)}"
-        elif self.zero is not None and self.ranks == 1:
-            yield f"zero={self.zero} is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero={self.zero}"
-        if self.overlap_comm is not None and not isinstance(self.overlap_comm, bool):
-            yield f"overlap_comm must be true or false, got {shown(self.overlap_comm)}"
-        for name in COUNTS:
-            least = 0 if name.startswith("stage3_") else 1
-            if type(value := getattr(self, name)) is not int or value < least:
-                yield f"{name} must be a whole number of elements, at least {least}, got {shown(value)}"
-
-    def _problems_of_modes(self) -> Iterator[str]:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for one in _OF_MODES:
-            set_too = [name for name in one.names if getattr(self, name) != defaults[name]]
-            if set_too and not one.applies({**self.degrees, "zero": self.zero}):
-                yield f"{', '.join(set_too)}: of {one.words} only"
-
-    def _problems_of_parts(self) -> Iterator[str]:
-        if self.cp_rotate not in (None, *ROTATIONS):
-            yield f"cp_rotate must be one of {', '.join(ROTATIONS)}, got {shown(self.cp_rotate)}"
-        if not isinstance(self.cp_load_balance, bool | None):
-            yield f"cp_load_balance must be true or false, got {shown(self.cp_load_balance)}"
-        if not all(type(one) is int and one > 0 for one in (self.fsdp, self.cp, self.tp, self.ep)) or self.ep == 1:
-            return
-        among = self.sharded * self.tp
-        if among % self.ep:
-            yield f"ep divides the ranks of fsdp, cp and tp, of which there are {among}: {self.ep} does not; {_EXPERTS}"
-        elif self.ep % self.tp:
-            yield f"ep must be a multiple of tp, which shares tokens: {self.ep} of {self.tp}; as in fsdp=4,tp=2,ep=4"
-
-    def _problems_of_pipelines(self) -> Iterator[str]:
-        if self.schedule is not None and self.schedule not in SCHEDULES:
-            yield f"schedule must be one of {', '.join(SCHEDULES)}, got {shown(self.schedule)}"
-            return
-        for name, least in (("micro_batches", 1), ("stages_per_rank", 2)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or not least <= value <= _MOST):
-                yield f"{name} must be a whole number from {least} to {_MOST}, got {shown(value)}"
-                return
-        if self.stage_starts is not None and not (
-            isinstance(self.stage_starts, tuple) and all(isinstance(one, str) and one for one in self.stage_starts)
-        ):
-            yield f"stage_starts must be paths of modules, as in {EXAMPLE_STARTS}, got {shown(self.stage_starts)}"
-            return
-        if type(self.pp) is int and self.pp > 1:
-            yield from self._problems_of_order()
-
-    def _problems_of_order(self) -> Iterator[str]:
-        """What torch's schedules refuse, and what does not fit the number of stages."""
-        if others := [name for name in ("cp", EXPERTS) if getattr(self, name) != 1]:
-            yield f"pp with {' and '.join(others)} is not estimated yet; leave either out"
-        if self.zero is not None:
-            yield "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"
-        if self.stages_per_rank is not None and self.schedule != INTERLEAVED:
-            yield "stages_per_rank: of schedule=interleaved only"
-        if self.order == ONE_F_ONE_B and self.chunks < self.pp:
-            yield f"micro_batches must be at least pp ({self.pp}) with schedule={self.order}, got {self.chunks}"
-        elif self.order == INTERLEAVED and self.chunks % max(self.chunks // self.pp, 1):
-            yield (
-                f"micro_batches of schedule=interleaved must divide into rounds of pp ({self.pp}) or more, all of a "
-                f"size, got {self.chunks}"
-            )
-        if self.stage_starts is not None and len(self.stage_starts) != self.stages - 1:
-            count = len(self.stage_starts)
-            yield f"stage_starts must name {self.stages - 1} modules for {self.stages} stages, got {count}"
 
     @property
     def order(self) -> str:
@@ -388,34 +216,9 @@ class Parallel:
         )
 
 
-def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
-    """Return those of several settings that are not of a mode that these degrees leave out."""
-    kept = dict(given)
-    for _ in range(2):  # settings of a stage go with it
-        left_out = {
-            name for one in _OF_MODES if not one.applies({**degrees, "zero": kept.get("zero")}) for name in one.names
-        }
-        kept = {name: value for name, value in kept.items() if name not in left_out}
-    return kept
-
-
-def _takes_part(degrees: Mapping[str, Any], *modes: str) -> bool:
-    return any(degrees.get(mode, 1) != 1 for mode in modes)
-
-
-def _stage(degrees: Mapping[str, Any]) -> bool:
-    return degrees.get("zero") is not None
-
-
 def _written(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{path}: {style}" for path, style in value.items()) + "}"
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
-
-
-def _is_plan(plan: object) -> bool:
-    return (
-        isinstance(plan, Mapping) and bool(plan) and all(isinstance(one, str) for pair in plan.items() for one in pair)
-    )

@@ -12,7 +12,8 @@ from typing import Any
 
 from conf.errors import UsageError, shown
 from featurize.parallel.deepspeed_config import read_deepspeed
-from featurize.parallel.layout import COUNTS, EXAMPLE, EXPERTS, HYBRID, MODES, OWN, Parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_modes import COUNTS, EXAMPLE, EXPERTS, HYBRID, MODES, OWN
 
 DEEPSPEED = "deepspeed"
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets

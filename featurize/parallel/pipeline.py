@@ -26,7 +26,8 @@ from conf.errors import UsageError
 from featurize.batches import Inputs, named_tensors, tensors_of
 from featurize.parallel.collectives import SEND
 from featurize.parallel.data_parallel import Replica
-from featurize.parallel.layout import GPIPE, INTERLEAVED, ONE_F_ONE_B, Parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_modes import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from featurize.parallel.sharding import DTYPES, shard_units, split_modules, units
 from featurize.parallel.stages import Stage, Survey, cut, starts_of, surveyed
 from featurize.parallel.streams import Streams

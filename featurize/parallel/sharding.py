@@ -17,7 +17,8 @@ from torch.distributed.tensor import Shard
 from conf.errors import UsageError
 from featurize.checkpointing import repeated_blocks
 from featurize.parallel.experts import divide_experts
-from featurize.parallel.layout import EXPERT_SHARDS, EXPERTS, Parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_modes import EXPERT_SHARDS, EXPERTS
 from featurize.parallel.tensor_plan import apply_plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

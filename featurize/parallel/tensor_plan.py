@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import EXAMPLE_PLAN
+from featurize.parallel.layout_modes import EXAMPLE_PLAN
 from featurize.parallel.split_experts import STYLE as MIXTURE
 from featurize.parallel.split_experts import rules_of_experts, split_experts
 

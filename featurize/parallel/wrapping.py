@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.parallel.layout import EXPERTS, MODES, WRAPPED, Parallel
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_modes import EXPERTS, MODES, WRAPPED
 
 
 def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import EXPERTS, HYBRID, MODES, OWN, Parallel, apt_settings
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_modes import EXPERTS, HYBRID, MODES, OWN, apt_settings
 from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_parallel
 
 MOST_GPUS = 65_536
