@@ -91,6 +91,13 @@ def test_replicas_and_shards_of_stages_bring_batches_of_their_own(four):
     assert set(shards.sent_mib) == {"send", "all_gather", "reduce_scatter"}
 
 
+def test_replicas_reduce_the_gradients_of_their_own_stage_only():
+    """Two of the four ranks hold a stage: each sends half of its gradients twice, whatever the other stage does."""
+    done = of_net("pp=2,ddp=2")
+    gradients_mib = done.breakdown["gradient buckets"]
+    assert done.sent_mib["all_reduce"] == pytest.approx(gradients_mib)
+
+
 def test_accumulated_steps_run_the_schedule_again(alone):
     once, twice = of_net("pp=2"), of_net("pp=2", accumulation=2)
     assert twice.sent_mib["send"] == 2 * once.sent_mib["send"]
