@@ -192,6 +192,7 @@ def test_divided_experts_are_gathered_by_fewer_ranks_and_exchange_tokens():
     shards, divided = (estimate(config, parallel=one, estimator="trace") for one in ("fsdp=8", "fsdp=8,ep=4"))
     assert divided.breakdown["parameters"] == pytest.approx(shards.breakdown["parameters"], rel=0.01)
     assert divided.breakdown["gathered parameters"] < shards.breakdown["gathered parameters"]
+    assert divided.parameters == shards.parameters, "of the model, whoever holds its experts"
     assert divided.sent_mib["all_to_all"] > 0 and divided.sent_mib["all_gather"] < shards.sent_mib["all_gather"]
     assert divided.samples_per_s == pytest.approx(8 * 4 / (divided.step_time_ms / 1e3))
     assert divided.breakdown["communication"] == 3 * shards.breakdown["communication"]
