@@ -5,7 +5,7 @@ import json
 import pytest
 from torch import nn
 
-from learn import estimate
+from learn import estimate, largest_batch
 from learn.estimation.estimate_view import print_table
 
 WIDTH, SAMPLES = 1024, 4096
@@ -115,6 +115,14 @@ def test_the_table_shows_the_bubble_and_where_stages_begin(four, capsys):
     print_table("net", four, None)
     out = capsys.readouterr().out
     assert "bubble of the pipeline" in out and "schedule 1f1b over 8 micro-batches" in out and "blocks.1" in out
+
+
+def test_the_largest_batch_divides_into_micro_batches():
+    layout, device = "pp=2,micro_batches=6", "H100-SXM5-80GB"
+    largest = largest_batch(Net, [SAMPLES, WIDTH], parallel=layout, precision="bf16", device=device)
+    assert largest.batch % 6 == 0 and largest.estimate.fits_device and not largest.beyond.fits_device
+    again = estimate(Net, [largest.batch + 6, WIDTH], parallel=layout, precision="bf16", device=device)
+    assert again.peak_memory_mib == largest.beyond.peak_memory_mib
 
 
 @pytest.mark.parametrize(
