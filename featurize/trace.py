@@ -258,7 +258,7 @@ def trace_step(
             operators=operators,
             events=events,
             blocks=blocks,
-            parameters=zero.elements if zero is not None else elements(model) if pipeline is None else whole,
+            parameters=zero.elements if zero is not None else elements(model) if sharded is None else whole,
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=spec.compute_capability,
             widest_head=None if compiled else max(heads),  # a compiler need not call Python

@@ -147,7 +147,7 @@ class PipelineRank:
         parallel = self._parallel
         of_data = parallel.ddp > 1 and parallel.fsdp == 1
         if of_data:
-            self._replicas = [Replica(stage.model, recorder, parallel) for stage in self._stages]
+            self._replicas = [Replica(stage.model, recorder, parallel, axis="ddp") for stage in self._stages]
         stages = [
             _TracedStage(
                 stage, number, parallel, self._mesh.get_group(AXIS), recorder, self._heard,

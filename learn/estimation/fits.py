@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
 from featurize.device_spec import device_names
+from featurize.parallel.layout_text import parse_parallel
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
@@ -35,9 +36,9 @@ BOUND, POINT = BY = ("bound", "point")
 class LargestBatch:
     """The largest batch of a job that fits one GPU model.
 
-    batch       samples; 0 where not even one fits
+    batch       samples; 0 where not even one fits, or a pipeline's one for each micro-batch
     estimate    at that batch; None where it is 0
-    beyond      at one sample more, which does not fit
+    beyond      at one sample more, or a pipeline's one more for each micro-batch, which does not fit
     by          `bound` or `point`: the figure that has to fit
     tried       batch size -> that figure in MiB, of every estimate that was made
     """
@@ -100,7 +101,8 @@ def largest_batch(
     """Return the largest batch of a training job that fits a GPU model.
 
     The batch fits by its estimate, and one sample more does not: both are estimated. A line through the peaks of two
-    batches leads there, so that a handful of steps is traced.
+    batches leads there, so that a handful of steps is traced. A pipeline's batch has as many samples in each of its
+    micro-batches, so that it grows by one of each.
 
     Args:
         model: A module, a factory of one, or a trial config, as in `estimate`.
@@ -132,11 +134,13 @@ def largest_batch(
     batches = options.pop("batches", None)
     of_steps = None if batches is None or is_of_lengths(batches) else batches
     given = model.batch_size if isinstance(model, TrialConfig) else _batch_size(inputs, of_steps)
+    unit = _samples_together(model, options.get("parallel"))
     estimates: dict[int, Estimate] = {}
     known_traces: dict[int, Traces] = {}
     own_rows: dict[str, Sequence[MeasuredRow]] = {}
 
-    def needed_mib(batch: int) -> float:
+    def needed_mib(units: int) -> float:
+        batch = units * unit
         if isinstance(model, TrialConfig):
             question = question_from(replace(model, batch_size=batch), inputs, target, {**options, "batches": batches})
         else:
@@ -157,11 +161,11 @@ def largest_batch(
         card_mib = _needed_mib(done, by) if by == POINT or done.least_card_mib is None else done.least_card_mib
         return card_mib + spec.memory_mib - _limit_mib(done, spec)
 
-    batch = largest_fitting(needed_mib, spec.memory_mib, given)
+    batch = largest_fitting(needed_mib, spec.memory_mib, max(given // unit, 1)) * unit
     return LargestBatch(
         batch=batch,
         estimate=estimates.get(batch),
-        beyond=estimates[batch + 1],
+        beyond=estimates[batch + unit],
         by=by,
         tried={size: _needed_mib(done, by) for size, done in estimates.items()},
     )
@@ -240,6 +244,14 @@ def _require_by(by: str) -> None:
 
 def _with_config(model: Job) -> Model | TrialConfig:
     return config_from_mapping(model) if isinstance(model, Mapping) else model
+
+
+def _samples_together(model: Model | TrialConfig, parallel: Any) -> int:
+    """Return by how many samples a batch grows: a pipeline divides it evenly into micro-batches."""
+    if parallel is None and isinstance(model, TrialConfig):
+        parallel = model.parallel
+    layout = parse_parallel(parallel, files=True)
+    return 1 if layout is None else layout.chunks
 
 
 def _batch_size(inputs: Inputs | None, batches: Any) -> int:

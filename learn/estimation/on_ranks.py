@@ -69,6 +69,8 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
         raise UsageError("optimizer_in_backward frees gradients before ranks reduce them: not estimated with parallel")
     if parallel.pp > 1:
         _require_pipelined(training)
+    if parallel.ep > 1 and training.compile:
+        raise UsageError("compile with parallel=ep is not estimated yet; leave either out")
     if parallel.shards and training.optimizer in _NOT_SHARED:
         choices = ", ".join(name for name in ALL_OPTIMIZERS if name not in _NOT_SHARED)
         raise UsageError(

@@ -5,7 +5,7 @@ import json
 import pytest
 from torch import nn
 
-from learn import estimate
+from learn import estimate, largest_batch
 from learn.estimation.estimate_view import print_table
 
 WIDTH, SAMPLES = 1024, 4096
@@ -91,6 +91,13 @@ def test_replicas_and_shards_of_stages_bring_batches_of_their_own(four):
     assert set(shards.sent_mib) == {"send", "all_gather", "reduce_scatter"}
 
 
+def test_replicas_reduce_the_gradients_of_their_own_stage_only():
+    """Two of the four ranks hold a stage: each sends half of its gradients twice, whatever the other stage does."""
+    done = of_net("pp=2,ddp=2")
+    gradients_mib = done.breakdown["gradient buckets"]
+    assert done.sent_mib["all_reduce"] == pytest.approx(gradients_mib)
+
+
 def test_accumulated_steps_run_the_schedule_again(alone):
     once, twice = of_net("pp=2"), of_net("pp=2", accumulation=2)
     assert twice.sent_mib["send"] == 2 * once.sent_mib["send"]
@@ -108,6 +115,14 @@ def test_the_table_shows_the_bubble_and_where_stages_begin(four, capsys):
     print_table("net", four, None)
     out = capsys.readouterr().out
     assert "bubble of the pipeline" in out and "schedule 1f1b over 8 micro-batches" in out and "blocks.1" in out
+
+
+def test_the_largest_batch_divides_into_micro_batches():
+    layout, device = "pp=2,micro_batches=6", "H100-SXM5-80GB"
+    largest = largest_batch(Net, [SAMPLES, WIDTH], parallel=layout, precision="bf16", device=device)
+    assert largest.batch % 6 == 0 and largest.estimate.fits_device and not largest.beyond.fits_device
+    again = estimate(Net, [largest.batch + 6, WIDTH], parallel=layout, precision="bf16", device=device)
+    assert again.peak_memory_mib == largest.beyond.peak_memory_mib
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
         ({"parallel": "cp=8", "offload_activations": True}, "offload_activations cannot move activations that cp"),
         ({"device": "A100-SXM4-40GB:3g.20gb"}, "has no interconnect"),
         ({"parallel": "pp=2,cp=8"}, "pp with cp is not estimated yet; leave either out"),
+        ({"parallel": "fsdp=8,ep=8", "compile": True}, "compile with parallel=ep is not estimated yet; leave either out"),
         ({"parallel": "pp=8"}, r"8 stages need as many blocks at least, and the model has 4 \(0, 1, 2, 3\)"),
     ],
 )
@@ -192,6 +193,7 @@ def test_divided_experts_are_gathered_by_fewer_ranks_and_exchange_tokens():
     shards, divided = (estimate(config, parallel=one, estimator="trace") for one in ("fsdp=8", "fsdp=8,ep=4"))
     assert divided.breakdown["parameters"] == pytest.approx(shards.breakdown["parameters"], rel=0.01)
     assert divided.breakdown["gathered parameters"] < shards.breakdown["gathered parameters"]
+    assert divided.parameters == shards.parameters, "of the model, whoever holds its experts"
     assert divided.sent_mib["all_to_all"] > 0 and divided.sent_mib["all_gather"] < shards.sent_mib["all_gather"]
     assert divided.samples_per_s == pytest.approx(8 * 4 / (divided.step_time_ms / 1e3))
     assert divided.breakdown["communication"] == 3 * shards.breakdown["communication"]
