@@ -36,9 +36,9 @@ def label_ranks(course: Course, observed: Observed, slots: Sequence[Slot], ranks
     The run gets the labels of the worst rank: the one that failed, else the one with most memory. Its host memory is
     that of all its processes, and it is trusted as far as its least trusted rank.
     """
+    by_rank: dict[int, tuple[dict[str, Any], list[tuple[str, Sample]]]] = {}
     if course.backend == "simulated":  # not all were traced: the others do as the traced one before them
         traced = {0, *(pair[1].rank for pair in course.samples if pair[1].rank is not None)}
-        by_rank = {}
         for rank in range(ranks):
             by_rank[rank] = _labelled(course, observed, rank) if rank in traced else (by_rank[rank - 1][0], [])
     else:
