@@ -14,7 +14,7 @@ from farm.cluster_settings import ClusterSettings
 from farm.dimensions import Choice, Constant, Dimension, Scalar
 from farm.space import Space
 from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import EXPERTS, MODES, WRAPPED
+from featurize.parallel.layout_modes import EXPERTS, MODES, OWN, WRAPPED
 from featurize.parallel.layout_text import parse_parallel
 from workers.devices import DeviceChoice, make_device
 
@@ -53,7 +53,7 @@ def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -
     if choice.backend == "simulated" or not layouts:
         return
     for layout in layouts:
-        if not_run := [mode for mode in (*MODES, EXPERTS) if mode not in WRAPPED and getattr(layout, mode) > 1]:
+        if not_run := [mode for mode in (*MODES, EXPERTS, OWN) if mode not in WRAPPED and getattr(layout, mode) > 1]:
             raise UsageError(
                 f"parallel={layout.text()}: {', '.join(not_run)} does not run on real devices yet; modes that do: "
                 f"{', '.join(WRAPPED)}; simulate it with device=A100-SXM4-40GB"

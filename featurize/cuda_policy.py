@@ -185,6 +185,10 @@ def _attention(
             attn_mask = _aligned(attn_mask)
             batch, heads, length = query.shape[:3]
             attn_mask = attn_mask.expand(batch, heads, length, key.shape[-2])
+        if is_shared(query):
+            from featurize.parallel.ring_attention import require_whole_rows  # its imports are heavy
+
+            require_whole_rows(query)
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         keep = query.requires_grad or key.requires_grad or value.requires_grad
         return kernel(query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale)[0]

@@ -34,11 +34,13 @@ class _Uncached(Exception):
     """An argument whose influence on the result is not known."""
 
 
-class MetaResults:
-    """The results of one trace's operators, by their arguments. Only new tensors are remembered, never views."""
+# Of all traces of the process: those of one family, or of one model at several sizes, run many of the same calls.
+_known: dict[tuple, object] = {}
+_MOST_KNOWN = 20_000  # some 20 MB
 
-    def __init__(self) -> None:
-        self._known: dict[tuple, object] = {}
+
+class MetaResults:
+    """The results of operators, by their arguments. Only new tensors are remembered, never views."""
 
     def of(self, func, name: str, args: tuple, kwargs: dict):
         """`func(*args, **kwargs)`, below autograd. Raises what the operator raises."""
@@ -53,13 +55,16 @@ class MetaResults:
         if func.is_view:
             return func(*args, **kwargs)
         try:
-            key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else None)
+            # The default type decides where a call names none.
+            key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else None)
         except _Uncached:
             return func(*args, **kwargs)
-        known = self._known.get(key, _UNKNOWN)
+        known = _known.get(key, _UNKNOWN)
         if known is _UNKNOWN:
             out = func(*args, **kwargs)
-            self._known[key] = _recipe(out, (args, kwargs.values()))
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            _known[key] = _recipe(out, (args, kwargs.values()))
             return out
         return func(*args, **kwargs) if known is None else _make(known)
 

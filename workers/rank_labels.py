@@ -36,9 +36,11 @@ def label_ranks(course: Course, observed: Observed, slots: Sequence[Slot], ranks
     The run gets the labels of the worst rank: the one that failed, else the one with most memory. Its host memory is
     that of all its processes, and it is trusted as far as its least trusted rank.
     """
-    if course.backend == "simulated":  # one rank was traced, and the others do the same
-        first = _labelled(course, observed, 0)
-        by_rank = {0: first, **{rank: (first[0], []) for rank in range(1, ranks)}}
+    by_rank: dict[int, tuple[dict[str, Any], list[tuple[str, Sample]]]] = {}
+    if course.backend == "simulated":  # not all were traced: the others do as the traced one before them
+        traced = {0, *(pair[1].rank for pair in course.samples if pair[1].rank is not None)}
+        for rank in range(ranks):
+            by_rank[rank] = _labelled(course, observed, rank) if rank in traced else (by_rank[rank - 1][0], [])
     else:
         by_rank = {rank: _labelled(course, observed, rank) for rank in range(ranks)}
     whole, samples = label_run(replace(course, samples=[pair for pair in course.samples if pair[1].rank is None]))

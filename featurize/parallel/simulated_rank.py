@@ -1,10 +1,11 @@
 """What one rank of a job would show of a traced step: `featurize.simulate`, with what the ranks add to it.
 
-Start reading at `simulate_rank`.
+Start reading at `simulate_rank`; `ranks_of_stages` has the other ranks of a pipeline.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from featurize.device_spec import DeviceSpec
@@ -47,3 +48,17 @@ def simulate_rank(
     peak_mib = step.peak_memory_mib + communicators_mib(spec, layout, (one.axis for one in trace.collectives))
     fits = step.fits and peak_mib <= spec.memory_mib
     return RankStep(replace(lengthened(step, talk, spec), peak_memory_mib=peak_mib, fits=fits), talk)
+
+
+def ranks_of_stages(trace: StepTrace) -> Mapping[int, StepTrace]:
+    """Return the trace of each rank of `pp`, by its number; of a job without a pipeline that of rank 0 alone."""
+    if trace.pipeline is None:
+        return {0: trace}
+    groups = trace.pipeline.groups
+    traces = {
+        rank: replace(group.trace, pipeline=replace(group.trace.pipeline, groups=groups))
+        for group in groups
+        if group.trace.pipeline is not None
+        for rank in group.ranks
+    }
+    return dict(sorted(traces.items()))

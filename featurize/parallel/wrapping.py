@@ -11,7 +11,7 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import EXPERTS, MODES, WRAPPED
+from featurize.parallel.layout_modes import EXPERTS, MODES, OWN, WRAPPED
 
 
 def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
@@ -24,7 +24,7 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
     Raises:
         UsageError: A mode that real ranks do not run in yet; a plan or a class that the model does not have.
     """
-    unknown = [name for name in (*MODES, EXPERTS) if name not in WRAPPED and getattr(parallel, name, 1) > 1]
+    unknown = [name for name in (*MODES, EXPERTS, OWN) if name not in WRAPPED and getattr(parallel, name, 1) > 1]
     if unknown:
         raise UsageError(f"parallel: {', '.join(unknown)}: not run yet; modes that ranks run in: {', '.join(WRAPPED)}")
     if parallel.zero:

@@ -160,8 +160,9 @@ class EstimateSettings(TrainingKeys):
     )
     parallel: Parallel | Mapping[str, Any] | str | None = key(
         None,
-        "several GPUs, of which the batch is one's: ddp=8, or '{ddp: 16, gpus_per_node: 8, network_gb_s: 25, "
-        "gradient_as_bucket_view: true}'; docs/parallel.md has the settings; for a script only network_gb_s=25; "
+        "several GPUs, by the degrees of pp, ddp, fsdp, cp, tp, ep, hsdp or own, of which the batch is one's, or that "
+        "of the ranks which share it: ddp=8, or fsdp=8,tp=2, or '{ddp: 16, gpus_per_node: 8, network_gb_s: 25}', or "
+        "ddp=8,zero=2 of DeepSpeed; docs/parallel.md has the settings; for a script only network_gb_s=25; "
         "default one GPU",
         "mapping | text | null",
     )

@@ -14,17 +14,17 @@ from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS
-from featurize.step_trace import BUCKET, MASTER
+from featurize.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from learn.traced import TracedStep
 
 # Part -> (block kinds of the trace, CSS class), bottom to top.
 BANDS: dict[str, tuple[tuple[str, ...], str]] = {
-    "parameters": (("parameter",), "k1"),
+    "parameters": (("parameter", GATHERED), "k1"),
     "optimizer state": (("optimizer_state", MASTER), "k2"),
     "buffers and batch": (("buffer", "batch"), "k3"),
-    "gradients": (("gradient", BUCKET), "k4"),
+    "gradients": (("gradient", BUCKET, UNREDUCED), "k4"),
     "activations": (("activation",), "k5"),
-    "temporaries": (("temporary",), "k6"),
+    "temporaries": (("temporary", COMMUNICATION), "k6"),
     "workspace": (("workspace",), "k7"),
 }
 COLOURS = {name: css for name, (_, css) in BANDS.items()} | {"fragmentation": "k8", "context": "k0"}

@@ -230,6 +230,8 @@ def _time(job: Workload, device: DeviceSpec, done: Estimate, traced: TracedStep)
     columns = table(("kind", "ms", "share"), ()).columns
     by = done.answered_by["step_time"]
     own = "" if by == "trace" else f" The estimate's step time, {done.step_time_ms:,.1f} ms, is that of {by}."
+    if ranks_ms := (done.exposed_ms or 0.0) + (done.bubble_ms or 0.0):
+        own += f" For other GPUs it waits {ranks_ms:,.1f} ms more."
     longest_parts = sorted(parts, key=lambda one: -one.ms)[:3]
     longest = ", ".join(f"{one.name} {one.ms / total_ms:.0%}" for one in longest_parts)
     label = f"Time of a step by kind of kernel: {longest}"

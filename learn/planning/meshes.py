@@ -37,7 +37,8 @@ def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[st
         given: Settings without degrees, as `featurize.parallel.layout_text.parse_parallel` takes them.
 
     Raises:
-        UsageError: A degree, an unknown setting, a number of GPUs that does not fill its nodes.
+        UsageError: A degree, a setting that is unknown or of no layout that is tried, a number of GPUs that does not
+            fill its nodes.
     """
     if not isinstance(given, str | Mapping | None):
         raise UsageError(
@@ -48,6 +49,12 @@ def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[st
         raise UsageError(f"plan chooses the degrees: leave {', '.join(degrees)} out of parallel")
     if DEEPSPEED in settings:
         raise UsageError("plan chooses micro-batch and accumulation itself: give zero and its settings, not deepspeed")
+    apt = set().union(*(apt_settings(settings, {mode: gpus}) for mode in _CHOSEN))
+    if unused := [str(name) for name in settings if name not in apt]:
+        raise UsageError(
+            f"parallel: {', '.join(unused)}: of no layout that plan tries, which have {', '.join(_CHOSEN)}, and zero "
+            "where it is given"
+        )
     for mode in ("ddp", "fsdp"):  # between them they know all settings but tp's and cp's
         layout_of({mode: gpus}, settings)
     return settings

@@ -101,14 +101,15 @@ def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monke
     assert gpu_problem(Parallel(ddp=2), 1) and gpu_problem(Parallel(ddp=2), 2) is None
 
 
-def test_pipelines_run_on_simulated_gpus_only():
-    pipeline = with_layouts(own_space("mlp"), "pp=2")
+@pytest.mark.parametrize("mode", ["pp", "own", "cp"])
+def test_some_modes_run_on_simulated_gpus_only(mode):
+    space = with_layouts(own_space("mlp"), f"{mode}=2")
     for choice in (CPU, CUDA):
         with pytest.raises(
-            UsageError, match="pp does not run on real devices yet; modes that do: ddp, fsdp, tp; simul"
+            UsageError, match=f"{mode} does not run on real devices yet; modes that do: ddp, fsdp, tp; simul"
         ):
-            require_gpus(pipeline, choice, ClusterSettings())
-    require_gpus(pipeline, DeviceChoice(backend="simulated"), ClusterSettings())
+            require_gpus(space, choice, ClusterSettings())
+    require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())
 
 
 class FakeGpus:

@@ -49,6 +49,8 @@ def traced(make, length=LENGTH, **options):
         (Attending, {"length": 250, "cp_load_balance": False}, "does not divide into 4 parts .*; .* are 248 and 252"),
         (Masked, {}, "attention with a mask does not run over several ranks"),
         (lambda: Attending(causal=False), {}, "are of causal attention only; give cp_load_balance=false"),
+        (Attending, {"length": 64}, "row sums of 32 queries or a multiple, and a part of the sequence has 8"),
+        (Attending, {"length": 192, "cp_load_balance": False}, "has 48; .* a multiple of 128 tokens"),
         (Wide, {}, "this call has no fused kernel .heads of 63 elements in float32"),
         (lambda: nn.Linear(WIDTH, 3), {}, "does not call torch.nn.functional.scaled_dot_product_attention"),
     ],

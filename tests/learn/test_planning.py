@@ -207,6 +207,8 @@ def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole(monkeypatch)
         ({"gpus": 12}, "12 ranks do not fill nodes of 8"),
         ({"parallel": "ddp=4"}, "plan chooses the degrees: leave ddp out"),
         ({"parallel": "hsdp=16"}, "plan chooses the degrees: leave hsdp out"),
+        ({"parallel": "schedule=gpipe,cp_rotate=x"}, "schedule, cp_rotate: of no layout that plan tries, which have"),
+        ({"parallel": "reduce_bucket_size=1000"}, "reduce_bucket_size: of no layout that plan tries"),
         ({"parallel": "param_dtype=f8"}, "param_dtype must be one of fp32, bf16, fp16"),
         ({"parallel": {"tp": 4}}, "plan chooses the degrees: leave tp out"),
         ({"parallel": "color=red"}, "unknown 'color'"),

@@ -106,7 +106,16 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "gradient buckets" in out and "waits for other GPUs" in out and "all_reduce" in out
     of_net("ddp=8", report=tmp_path / "report.html")
-    assert "gradient buckets" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "gradient buckets" in page and f"For other GPUs it waits {eight.exposed_ms:,.1f} ms more" in page
+
+
+@pytest.mark.parametrize("layout", ["fsdp=8", "ddp=8,zero=2", "ddp=8,zero=3", "pp=2"])
+def test_the_report_draws_what_ranks_gather_and_send(layout, tmp_path):
+    done = of_net(layout, report=tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert {"unreduced gradients", "communication buffers", "gathered parameters"} & done.breakdown.keys()
+    assert "Memory over" in page and all(part in page for part in done.breakdown)
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,22 @@ def test_ranks_of_a_simulated_gpu_are_traced_and_say_so():
     assert set(result.telemetry["rank"].to_pylist()) == {0}
 
 
+def test_ranks_of_a_simulated_pipeline_have_the_memory_of_their_own_stages():
+    simulated = Worker(DeviceChoice(backend="simulated"), "0", "simulated")
+    try:
+        result = simulated.run(task(mlp(input_size=4096, batch_size=512, depth=4, parallel="pp=2,ddp=2")))
+    finally:
+        simulated.close()
+    run, rows = result.run, result.ranks.to_pylist()
+    memory_mib = [row["peak_memory_mib"] for row in rows]
+    assert memory_mib[0] == memory_mib[1] != memory_mib[2] == memory_mib[3]
+    assert run.peak_memory_mib == max(memory_mib) == memory_mib[run.worst_rank]
+    for row in rows:
+        assert row["step_time_ms"] == pytest.approx(run.step_time_ms), "all ranks wait for each other"
+    assert {row["sent_mib"] for row in rows[:2]} != {row["sent_mib"] for row in rows[2:]}
+    assert set(result.telemetry["rank"].to_pylist()) == {0, 2}, "one rank of each stage is traced"
+
+
 def test_a_simulated_step_that_does_not_fit_is_out_of_memory_on_all_ranks():
     small = DeviceChoice(backend="simulated", spec={**load_device("T4").to_mapping(), "memory_mib": 500.0})
     simulated = Worker(small, "0", "simulated")

@@ -15,7 +15,8 @@ from workers.environment import TRACES_ONLY
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from featurize.parallel.overlap import Communication
+    from featurize.parallel.simulated_rank import RankStep
+    from featurize.simulate import SimulatedStep
     from featurize.step_trace import StepTrace
     from featurize.trial_config import TrialConfig
 
@@ -58,7 +59,7 @@ class SimulatedDevice:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
 
-        from featurize.parallel.simulated_rank import simulate_rank
+        from featurize.parallel.simulated_rank import RankStep, ranks_of_stages, simulate_rank
         from featurize.releases import complete
         from featurize.simulate import simulate
         from featurize.trace import trace_config
@@ -68,12 +69,14 @@ class SimulatedDevice:
         torch.manual_seed(seed)
         trace = trace_config(config, device=self.spec)
         memory = _limited(trace, self.spec, config, slot.memory_fraction)
-        layout, talk = config.layout, None
+        layout, ranks = config.layout, dict[int, RankStep]()
         if layout is None:
             step = simulate(trace, self.spec, config, memory=memory)
         else:
-            one = simulate_rank(trace, self.spec, config, layout, memory=memory)
-            step, talk = one.step, one.talk
+            for stage, of_rank in ranks_of_stages(trace).items():
+                own = memory if of_rank is trace else _limited(of_rank, self.spec, config, slot.memory_fraction)
+                ranks[stage * layout.of_stage] = simulate_rank(of_rank, self.spec, config, layout, memory=own)
+            step = max((one.step for one in ranks.values()), key=lambda one: one.peak_memory_mib)
         link.wait_for_go()
         link.report("built", parameters=step.parameters)
         if answers := _asked(trace, self.spec, config):
@@ -94,17 +97,13 @@ class SimulatedDevice:
         ended = "fixed" if window.kind == "fixed" else "steady" if window_s >= window.min_seconds else "max_seconds"
         link.report("warmup", t_ns=0)
         link.report("window", t_ns=round(warmup_s * 1e9))
-        self._report_samples(step, warmup_s, window_s, link, rank={} if talk is None else {"rank": 0})
-        values = {
-            "peak_memory_mib": step.peak_memory_mib,
-            "peak_reserved_mib": step.peak_reserved_mib,
-            "peak_allocated_mib": step.peak_allocated_mib,
-            "step_time_ms": step.step_time_ms,
-            "steps": steps,
-            "energy_j": step.power_w * window_s,
-        }
-        if talk is not None:
-            _report_ranks(config.ranks, values, talk, link)
+        if not ranks:
+            self._report_samples(step, warmup_s, window_s, link, rank={})
+        for rank, one in ranks.items():
+            self._report_samples(one.step, warmup_s, window_s, link, rank={"rank": rank})
+        if layout is not None:
+            _report_ranks(layout.of_stage, ranks, steps, window_s, link)
+        values = _labels(step, steps, window_s)
         link.report("result", window_end_ns=round((warmup_s + window_s) * 1e9), window_ended=ended, values=values)
 
         if settings.kernels.steps and link.labels_taken():
@@ -156,13 +155,26 @@ class SimulatedDevice:
             link.report("sample", sensor="simulated", t_ns=round(t_s * 1e9), values=steady, **rank)
 
 
-def _report_ranks(ranks: int, values: Mapping[str, float], talk: Communication, link: Link) -> None:
-    """Report each rank's labels, which are the same: all do what was traced of one."""
-    waiting = {
-        "exposed_ms": talk.exposed_ms, "communication_ms": talk.busy_ms, "sent_mib": sum(talk.sent_mib.values()),
-    }  # fmt: skip
-    for rank in range(ranks):
-        link.report("rank", rank=rank, values={**values, **waiting})
+def _labels(step: SimulatedStep, steps: int, window_s: float) -> dict[str, float]:
+    return {
+        "peak_memory_mib": step.peak_memory_mib,
+        "peak_reserved_mib": step.peak_reserved_mib,
+        "peak_allocated_mib": step.peak_allocated_mib,
+        "step_time_ms": step.step_time_ms,
+        "steps": steps,
+        "energy_j": step.power_w * window_s,
+    }
+
+
+def _report_ranks(of_stage: int, traced: Mapping[int, RankStep], steps: int, window_s: float, link: Link) -> None:
+    """Report each rank's labels, which are those of the traced one of its stage: all of them do the same."""
+    for first, one in traced.items():
+        talk = one.talk
+        waiting = {
+            "exposed_ms": talk.exposed_ms, "communication_ms": talk.busy_ms, "sent_mib": sum(talk.sent_mib.values()),
+        }  # fmt: skip
+        for rank in range(first, first + of_stage):
+            link.report("rank", rank=rank, values={**_labels(one.step, steps, window_s), **waiting})
 
 
 def _limited(trace, spec, config, fraction: float | None):
