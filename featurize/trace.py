@@ -177,7 +177,6 @@ def trace_step(
             _require_trainable(model)
             model = unwrapped(model)
             replace_bitsandbytes(model)
-            whole = elements(model)
             if sharded is not None:
                 model = sharded.parts_of(model)
         training = training_of(settings)
@@ -217,7 +216,9 @@ def trace_step(
             for made, wanted in (given[at] for at in met_at):
                 made_target = _target_for(recorder, step, made, loss) if wanted is None else wanted
                 of_shape.append((made, made_target))
-            if sharded is not None:
+            whole = None  # parameters of a model of which a rank keeps a part
+            if sharded is not None and parallel is not None:
+                whole = elements(model) // parallel.parts  # made once for each stage of the rank
                 wrapping = sharded
                 step.rewrap(lambda model: wrapping.wrapped(model, of_shape[0][0]))
             if zero is not None:
@@ -258,7 +259,7 @@ def trace_step(
             operators=operators,
             events=events,
             blocks=blocks,
-            parameters=zero.elements if zero is not None else elements(model) if sharded is None else whole,
+            parameters=zero.elements if zero is not None else elements(model) if whole is None else whole,
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=spec.compute_capability,
             widest_head=None if compiled else max(heads),  # a compiler need not call Python

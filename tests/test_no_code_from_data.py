@@ -22,6 +22,7 @@ LOADERS = {
     ("infra/gpufarm/__main__.py", "_own_packages"): "a literal: conf/own_packages.py, before conf can be imported",
     ("learn/estimators.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
     ("learn/evaluation/benchmark_pool.py", "_answer"): "a job of this process's own, its name from ESTIMATORS",
+    ("learn/script/launchers.py", "_of_torchrun"): "imports nothing: torchrun's option of that name, which is refused",
     ("learn/script/child.py", "_execute"): "the script that the user typed behind --, in a process of its own",
     ("learn/estimation/model_names.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
     ("featurize/light_imports.py", "_real_module"): "a literal: torch._dynamo, whose place the stand-in takes",

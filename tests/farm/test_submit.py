@@ -113,7 +113,7 @@ def test_layouts_can_be_sampled_and_one_gpu_keeps_its_job(data, capsys):
     ("layout", "words"),
     [
         ("ddp=16", "16 ranks fill 2 nodes of 8, and a trial runs on one"),
-        ("zero=2", "zero: not estimated yet"),
+        ("zero=2", "zero=2 is a stage, not a number of GPUs"),
         ("[]", "the list of layouts is empty"),
         ("ddp=none", "ddp must be a whole number"),
     ],
