@@ -172,7 +172,7 @@ class _Run:
             settings = self._settings(watch)
         if trace is None and problem is None:
             problem = self._without_steps()
-        for note in self.rank.remarks(compiled=self.compiler is not None and self.compiler.has_compiled):
+        for note in self.rank.remarks():
             self.notes.add(note)
         record = ScriptRecord(
             trace=trace,

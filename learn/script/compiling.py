@@ -21,12 +21,9 @@ from featurize.training_settings import GRAPH_MODES
 from learn.script.device_mode import PretendCuda
 from learn.script.script_recorder import ScriptRecorder
 
-OF_REPLICAS = (
-    "assumed: the graph of a compiled module is one; DistributedDataParallel has it divided at its buckets, which are "
-    "then sent earlier"
-)
 FUNCTION = "torch.compile of a function was left out: it runs as it is written"
 
+BUCKETS = "_gpufarm_buckets"  # attribute of a DistributedDataParallel: bytes of its buckets
 _OWN = ("forward", "_orig_mod")  # attributes that make a module compiled
 
 
@@ -78,11 +75,6 @@ class ScriptCompiler:
         replace_attribute(nn.Module, "compile", lambda module, *args, **kwargs: self._module(module, kwargs) and None)
 
     @property
-    def has_compiled(self) -> bool:
-        """Whether the script has compiled a module."""
-        return bool(self._compiled)
-
-    @property
     def capturing(self) -> bool:
         """Whether a graph is captured now, in a thread of its own, which is to have no modes."""
         return any(regions.capturing for regions in self._regions)
@@ -117,6 +109,8 @@ class ScriptCompiler:
 
         @functools.wraps(forward)
         def compiled_as_it_is(*args: Any, **kwargs: Any) -> Any:
+            replica = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+            regions.buckets = getattr(replica, BUCKETS, None)
             with torch._C.DisableTorchFunction():  # the graphs are of meta tensors
                 on_the_gpu = any(tensor.is_meta for tensor in module.parameters())
                 return (compiled if on_the_gpu else as_on_a_gpu)(*args, **kwargs)

@@ -16,7 +16,6 @@ from featurize.parallel.data_parallel import Replica
 from featurize.parallel.layout import Parallel
 from featurize.step_trace import Collective
 from featurize.values import remember
-from learn.script.compiling import OF_REPLICAS
 from learn.script.device_mode import CUDA
 from learn.script.script_recorder import ScriptRecorder
 
@@ -99,14 +98,12 @@ class RankZero:
             return None
         return self._wrapper or Parallel(own=self.launched, gpus_per_node=self._gpus_per_node)
 
-    def remarks(self, *, compiled: bool) -> Iterator[str]:
-        """Yield what is taken for granted of the ranks. `compiled`: the script has compiled a module."""
+    def remarks(self) -> Iterator[str]:
+        """Yield what is taken for granted of the ranks."""
         if self.launched > 1 and self._streams is None:
             yield f"the script starts no process group: each of its {self.launched} processes trains by itself"
         elif self.launched > 1:
             yield f"the script ran as rank 0 of {self.launched}; where other ranks run other code, they may need more"
-            if compiled and self._replicas:
-                yield OF_REPLICAS
 
     def reduced(self, tensor: Tensor, op: Any, ranks: int) -> None:
         """Give a reduced tensor the value that it has where each rank had the same, as far as it is known."""

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from featurize.parallel.buckets import limits_of
 from featurize.parallel.data_parallel import Replica
 from featurize.replacing import replace_attribute
 from featurize.step_trace import BUCKET
+from learn.script.compiling import BUCKETS
 from learn.script.device_mode import CUDA
 from learn.script.rank_zero import RankZero
 
@@ -61,6 +63,7 @@ def install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
             axis=rank.axis_of(process_group),
         )  # fmt: skip
         object.__setattr__(self, "_gpufarm_replica", replica)
+        object.__setattr__(self, BUCKETS, limits_of(bucket_cap_mb))
         rank.add(replica, settings)
 
     def register_comm_hook(self: Any, *_: Any, **__: Any) -> None:
@@ -92,7 +95,8 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         replica.broadcast_buffers()
     if self.device_ids:
         inputs, kwargs = tree_map(_on_the_gpu, inputs), tree_map(_on_the_gpu, kwargs)
-    output = self.module(*inputs, **kwargs)
+    with self._inside_ddp_forward():  # which tells a compiled module whose buckets cut its graph
+        output = self.module(*inputs, **kwargs)
     self.require_forward_param_sync = trains and self.require_backward_grad_sync
     if trains:
         replica.buckets.synchronizes = self.require_backward_grad_sync

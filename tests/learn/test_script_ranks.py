@@ -228,11 +228,24 @@ def test_processes_that_a_script_starts_itself_are_ranks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapt", ["lambda net: DDP(torch.compile(net))", "lambda net: torch.compile(DDP(net))"])
-def test_a_compiled_replica_is_estimated_with_what_is_assumed_of_it(tmp_path, adapt):
-    script = run(tmp_path, f"({adapt})")
-    assert script.breakdown["gradient buckets"] == pytest.approx(2 * (64 * 64 + 64) * 4 / 2**20)
-    assert any(note.startswith("assumed: the graph of a compiled module is one") for note in script.warnings)
+@pytest.mark.parametrize("adapt", ["DDP(torch.compile(net), {0})", "torch.compile(DDP(net, {0}))"])
+def test_the_graph_of_a_compiled_replica_is_cut_where_its_buckets_end(tmp_path, adapt):
+    scripts, modules = (
+        [ask(cap) for cap in (0.01, 25.0)]
+        for ask in (
+            lambda cap: run(tmp_path, f"(lambda net: {adapt.format(f'bucket_cap_mb={cap}')})"),
+            lambda cap: estimate(
+                lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), [8, 64],
+                parallel=f"ddp=4,bucket_cap_mb={cap}", compile=True, optimizer="sgd", estimator="trace",
+                loss=lambda output, _: output.sum(),
+            ),
+        )
+    )  # fmt: skip
+    for script, module in zip(scripts, modules, strict=True):
+        assert script.exposed_ms == pytest.approx(module.exposed_ms)
+        assert script.step_time_ms == pytest.approx(module.step_time_ms)
+        assert script.breakdown["gradient buckets"] == module.breakdown["gradient buckets"]
+    assert scripts[0].step_time_ms != scripts[1].step_time_ms
 
 
 @pytest.mark.slow
