@@ -80,6 +80,9 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
     for name in ("wrap", "stage_starts"):
         if isinstance(given.get(name), list | str):
             given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
+    if isinstance(starts := given.get("stage_starts"), tuple):
+        # Members of an nn.Sequential are numbers, as YAML reads them.
+        given["stage_starts"] = tuple(str(one) if type(one) is int else one for one in starts)
     if unknown := [shown(name) for name in given if name not in known]:
         raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     for name in COUNTS:

@@ -21,7 +21,9 @@ from learn.planning.rows import PlanRow
 _CLEARLY = 1.1  # times the limit: what takes more does not fit with fewer shards either
 _BEYOND_COMPUTED = 1.05  # times the samples a second of batches so far: what larger ones may reach
 # Parts of a peak that are there at any moment, with any batch.
-_OF_ANY_BATCH = ("parameters", "optimizer state", "gradient buckets", "context", "communication", "other users")
+_OF_ANY_BATCH = (
+    "parameters", "master weights", "optimizer state", "gradient buckets", "context", "communication", "other users",
+)  # fmt: skip
 _AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: what is slower gets slower with more
 _ALIKE = 2  # micro-steps from which on a step takes no more memory, and each one as long as the one before
 

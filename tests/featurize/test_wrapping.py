@@ -77,6 +77,11 @@ def test_a_layout_has_one_form_in_a_config(given):
     assert config_from_mapping(one.to_mapping()) == one
 
 
+def test_stages_may_begin_at_the_numbered_members_of_a_sequence():
+    numbered = parse_parallel({"pp": 2, "stage_starts": [4]})
+    assert numbered == parse_parallel("pp=2,stage_starts=[4]") == Parallel(pp=2, stage_starts=("4",))
+
+
 def test_a_wrong_layout_is_a_problem_of_the_config():
     with pytest.raises(
         UsageError, match=r"parallel cannot be 'pp=2,ep=2': .*pp with ep is not estimated yet.*; depth must be"
