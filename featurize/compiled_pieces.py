@@ -56,8 +56,7 @@ def in_pieces(
     if modes.without_gradients or len(set(pieces.values())) < 2:
         return None
     split = split_module(whole, None, lambda node: pieces[node])  # type: ignore[arg-type]  # no root module is needed
-    held = set(inputs[:weights])
-    names = {node.name for node in held}
+    names = {node.name for node in inputs[:weights]}
     for node in split.graph.nodes:
         if node.op == "call_module":
             order = sorted(range(len(node.args)), key=lambda place: node.args[place].name not in names)

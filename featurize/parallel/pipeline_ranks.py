@@ -25,18 +25,14 @@ def trace_ranks(trace_rank: Callable[[int], StepTrace], parallel: Parallel, spec
         parallel: The job, with a pipeline.
         spec: The GPU model, whose allocator says who needs the most.
     """
+    first = trace_rank(0)
+    assert first.pipeline is not None, "a rank of a pipeline"
     traces: dict[Hashable, StepTrace] = {}
     members: dict[Hashable, list[int]] = {}
-    kinds: tuple[str, ...] = ()
     for rank in range(parallel.pp):
-        if not kinds:
-            first = trace_rank(0)
-            assert first.pipeline is not None, "a rank of a pipeline"
-            kinds = first.pipeline.kinds
-            traces[_kind(kinds, 0, parallel)] = first
-        kind = _kind(kinds, rank, parallel)
+        kind = first.pipeline.kinds[rank :: parallel.pp]
         if kind not in traces:
-            traces[kind] = trace_rank(rank * parallel.of_stage)
+            traces[kind] = trace_rank(rank * parallel.of_stage) if rank else first
         members.setdefault(kind, []).append(rank)
     groups = tuple(RanksAlike(tuple(members[kind]), trace) for kind, trace in traces.items())
     worst = max(traces.values(), key=lambda trace: _needed(trace, spec))
@@ -47,7 +43,3 @@ def trace_ranks(trace_rank: Callable[[int], StepTrace], parallel: Parallel, spec
 def _needed(trace: StepTrace, spec: DeviceSpec) -> tuple[int, int]:
     memory = replay(trace, spec)
     return memory.peak_reserved, memory.peak_allocated
-
-
-def _kind(kinds: tuple[str, ...], rank: int, parallel: Parallel) -> Hashable:
-    return kinds[rank :: parallel.pp]

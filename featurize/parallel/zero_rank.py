@@ -29,8 +29,8 @@ Make = Callable[..., torch.optim.Optimizer]
 NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
 
 
-class ZeroRank:
-    """A model's wrapper in a trace.
+class Passes:
+    """What a rank of any stage hears of a step: where its passes begin and end, and what is sent.
 
     Args:
         parallel: Stage and settings.
@@ -41,16 +41,45 @@ class ZeroRank:
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
         self._parallel, self._rank, self._settings = parallel, rank, settings
         self._streams = Streams()
-        self._elements = 0
         self._passes = 0  # forward passes of the step so far
         self._in_backward = False
-        self._gradients: PartitionedGradients | None = None
-        self._flat = torch.empty(0)
-        self._partition = FlatPartition((), parallel.ddp)
 
     def attach(self, recorder: Recorder) -> None:
         """Tell a recorder of streams from now on."""
         self._streams.recorder = recorder
+
+    def begin_step(self) -> None:
+        """Hear that a step begins."""
+        self._passes = 0
+        self._streams.begin_step()
+
+    def begin_phase(self, phase: str) -> None:
+        """Hear that a phase begins, which ends a backward pass."""
+        if self._in_backward:
+            self._end_backward()
+        self._passes += phase == "forward"
+        self._in_backward = phase == "backward"
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return what the ranks sent in the last step."""
+        return self._streams.collectives()
+
+    def _end_backward(self) -> None:
+        raise NotImplementedError
+
+    def _is_last(self) -> bool:
+        return self._passes == self._settings.accumulation
+
+
+class ZeroRank(Passes):
+    """A model's wrapper in a trace. Arguments: as `Passes`."""
+
+    def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
+        super().__init__(parallel, rank, settings)
+        self._elements = 0
+        self._gradients: PartitionedGradients | None = None
+        self._flat = torch.empty(0)
+        self._partition = FlatPartition((), parallel.ddp)
 
     @torch.no_grad()
     def wrapped(self, model: nn.Module) -> nn.Module:
@@ -86,22 +115,6 @@ class ZeroRank:
         with self._streams.recorder:
             return ZeroUpdate(make, own, self._flat, self._gradients, self._streams, self._settings)
 
-    def begin_step(self) -> None:
-        """Hear that a step begins."""
-        self._passes = 0
-        self._streams.begin_step()
-
-    def begin_phase(self, phase: str) -> None:
-        """Hear that a phase begins, which ends a backward pass."""
-        if self._in_backward and self._gradients is not None:
-            self._gradients.finish(last=self._is_last())
-        self._passes += phase == "forward"
-        self._in_backward = phase == "backward"
-
-    def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent in the last step."""
-        return self._streams.collectives()
-
     @property
     def elements(self) -> int:
         """Elements of the model's parameters."""
@@ -111,8 +124,9 @@ class ZeroRank:
         assert self._gradients is not None
         self._gradients.arrived(parameter, last=self._is_last())
 
-    def _is_last(self) -> bool:
-        return self._passes == self._settings.accumulation
+    def _end_backward(self) -> None:
+        assert self._gradients is not None
+        self._gradients.finish(last=self._is_last())
 
 
 class ZeroUpdate:

@@ -20,11 +20,10 @@ from featurize.parallel.streams import Streams
 from featurize.parallel.zero_fetching import Fetching
 from featurize.parallel.zero_gradients import flattened
 from featurize.parallel.zero_hooks import LentParameters, frugal_linear, hook_modules
-from featurize.parallel.zero_rank import FLAG, NORM, Make, ZeroRank, one_type
+from featurize.parallel.zero_rank import FLAG, NORM, Make, Passes, ZeroRank, one_type
 from featurize.parallel.zero_scattering import ScatteredGradients
 from featurize.parallel.zero_shards import AWAY, Shared, SharedParameters
-from featurize.recorder import Recorder
-from featurize.step_trace import MASTER, Collective
+from featurize.step_trace import MASTER
 from featurize.training_settings import Training
 
 
@@ -44,25 +43,13 @@ def zero_rank(parallel: Parallel, rank: int, settings: Training) -> Iterator[Zer
         yield ZeroShardedRank(parallel, rank, settings)
 
 
-class ZeroShardedRank:
-    """A model's wrapper in a trace.
-
-    Args:
-        parallel: Settings.
-        rank: Which one, from 0.
-        settings: Of the training.
-    """
+class ZeroShardedRank(Passes):
+    """A model's wrapper in a trace. Arguments: as `Passes`."""
 
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
-        self._parallel, self._rank, self._settings = parallel, rank, settings
-        self._streams = Streams()
-        self._passes, self._in_backward = 0, False
+        super().__init__(parallel, rank, settings)
         self._taken: dict[int, list[Shared]] = {}  # module -> what it takes of others
         self._running: list[nn.Module] = []
-
-    def attach(self, recorder: Recorder) -> None:
-        """Tell a recorder of streams from now on."""
-        self._streams.recorder = recorder
 
     @torch.no_grad()
     def wrapped(self, model: nn.Module) -> nn.Module:
@@ -108,23 +95,6 @@ class ZeroShardedRank:
                 offloads=self._settings.offload_optimizer,
             )  # fmt: skip
         return update
-
-    def begin_step(self) -> None:
-        """Hear that a step begins."""
-        self._passes = 0
-        self._streams.begin_step()
-
-    def begin_phase(self, phase: str) -> None:
-        """Hear that a phase begins, which ends a backward pass."""
-        if self._in_backward:
-            self._gradients.finish(**self._place())
-            self._fetching.end_backward()
-        self._passes += phase == "forward"
-        self._in_backward = phase == "backward"
-
-    def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent in the last step."""
-        return self._streams.collectives()
 
     @property
     def elements(self) -> int:
@@ -188,8 +158,12 @@ class ZeroShardedRank:
     def _arrived(self, parameter: Tensor) -> None:
         self._gradients.arrived(self._shared.by_parameter[id(parameter)], **self._place())
 
+    def _end_backward(self) -> None:
+        self._gradients.finish(**self._place())
+        self._fetching.end_backward()
+
     def _place(self) -> dict[str, bool]:
-        return {"first": self._passes == 1, "last": self._passes == self._settings.accumulation}
+        return {"first": self._passes == 1, "last": self._is_last()}
 
 
 class ZeroShardedUpdate:

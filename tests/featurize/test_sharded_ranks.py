@@ -13,7 +13,7 @@ from real_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
+from uneven_net import BATCH, WIDTH, Net
 
 from conf.errors import UsageError
 from featurize.parallel.experts import divide_experts, expert_mesh
@@ -23,7 +23,6 @@ from featurize.parallel.sharding import shard
 from featurize.trace import TraceError, trace_step
 from featurize.training import Training, TrainingStep
 
-WIDTH, HIDDEN, BATCH = 67, 132, 24  # ranks divide what a plan splits; what is sharded is uneven
 PLAN = {"first": "colwise_gather_output", "blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
 # Of `Parallel`, and whether blocks are computed again.
 CASES = {
@@ -75,34 +74,6 @@ PARTS_CASES = {
 }
 # Routed as it comes: some experts get more than others.
 MIXTURES = [lambda: Mixture(balanced=False), lambda: Mixture(Grouped, balanced=False), routed]
-
-
-class Block(nn.Module):
-    def __init__(self, again):
-        super().__init__()
-        self.again = again
-        self.wide, self.narrow = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return checkpoint(self.change, x, use_reentrant=False) if self.again else self.change(x)
-
-    def change(self, x):
-        return self.narrow(torch.relu(self.wide(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, again=False):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(again) for _ in range(3))
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.last = nn.Linear(WIDTH, 5)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(self.frozen(x))
 
 
 def loss_of(output, _target):

@@ -19,7 +19,8 @@ import torch
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from deepspeed_nets import BATCH, CASES, NETS, batch_of, loss_of
 
 KINDS = {
