@@ -6,6 +6,7 @@ Start reading at `FolderLayout`; `warehouse.folder` makes and opens data folders
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import uuid
@@ -22,6 +23,8 @@ from warehouse.schema import JOB_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TABLES
 KINDS = ("runs", "telemetry", "kernels", "ranks")  # what is partitioned by family and compacted
 OF_RUNS = KINDS[1:]  # rows that belong to a run, and land before it
 COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
+# Of at most one row: larger with compression or dictionaries, and three times as long to write.
+_PLAIN: dict[str, Any] = {"compression": "none", "use_dictionary": False}
 TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
 
 # One small file per merged file, see `warehouse.compact`: the merged file (hidden=false) and what it replaces.
@@ -143,7 +146,7 @@ class FolderLayout:
         """Write the missing files without rows, so that every glob of the views matches a file."""
         for path, schema in self._anchors().items():
             if not path.exists():
-                write_parquet(path, schema.empty_table())
+                _write_file(path, _without_rows(schema))
 
     def _anchors(self) -> dict[Path, pa.Schema]:
         """An older one does too, as views add columns."""
@@ -188,10 +191,20 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_parquet(path: Path, table: pa.Table) -> None:
     """Write a small table atomically and durably, with its checksum in the footer; its folder is made if missing."""
+    _write_file(path, sealed_bytes(table, **(COMPRESSION if table.num_rows > 1 else _PLAIN)))
+
+
+def _write_file(path: Path, content: bytes) -> None:
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         sync(path.parent.parent)
-    write_bytes(path, sealed_bytes(table, **COMPRESSION))
+    write_bytes(path, content)
+
+
+@functools.cache
+def _without_rows(schema: pa.Schema) -> bytes:
+    """The same in every folder, and as much work as a file with rows."""
+    return sealed_bytes(schema.empty_table(), **_PLAIN)
 
 
 def sync(path: Path) -> None:

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from warehouse.checksum import checksum_problem, content_problem
-from warehouse.duckdb_settings import has_setting
 from warehouse.parquet_footer import schema_bytes
 from warehouse.plain_file import NoPlainFile, open_binary
+from warehouse.scratch_duckdb import scratch_cursor
 from warehouse.sql_text import escaped_glob, sql_text
 
 _BATCH_FILES = 500  # DuckDB holds their footers meanwhile, some 50 KiB each
@@ -115,7 +115,7 @@ def _read_ahead(paths: Sequence[Path]) -> Iterator[tuple[list[Path], Future[_Bat
     """Yield batches and their tables in order, while the next ones are read."""
     readers = min(_MOST_READERS, len(os.sched_getaffinity(0)))
     waiting: deque[tuple[list[Path], Future[_Batch]]] = deque()
-    with _connect() as connection, ThreadPoolExecutor(readers) as pool:
+    with scratch_cursor() as connection, ThreadPoolExecutor(readers) as pool:
         for batch in _batches(paths):
             waiting.append((batch, pool.submit(_read_batch, connection, batch)))
             if len(waiting) > readers:
@@ -164,16 +164,6 @@ def _verified_schema(path: Path, known: Sequence[bytes]) -> bytes:
     if problem is not None:
         raise DamagedContent(problem)
     return schema_bytes(path, known, content)
-
-
-def _connect() -> duckdb.DuckDBPyConnection:
-    connection = duckdb.connect()
-    connection.execute("SET GLOBAL TimeZone = 'UTC'")  # of the timestamps that Arrow gets
-    # DuckDB's own threads cost a fifth on small files and gain nothing; a batch for each of our threads gains.
-    connection.execute("SET threads = 1")
-    if has_setting("async_threads"):  # since DuckDB 2.0
-        connection.execute("SET async_threads = 0")
-    return connection
 
 
 def _list(paths: Sequence[Path]) -> str:

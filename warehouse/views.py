@@ -24,6 +24,7 @@ from warehouse.schema import (
     STATUSES,
     TABLES,
 )
+from warehouse.scratch_duckdb import existing_database, new_database
 from warehouse.sql_text import escaped_glob, sql_text
 
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "jobs", "stale")
@@ -44,7 +45,8 @@ def refresh(folder: FolderLayout) -> None:
 
     Raises `OSError` if the folder cannot be written. Clients that have the old file open keep it.
     """
-    if _fingerprint_in(folder.warehouse) == _fingerprint(view_statements(folder)):
+    statements = view_statements(folder)
+    if _fingerprint_in(folder.warehouse) == _fingerprint(statements):
         return
     with tempfile.TemporaryDirectory(prefix="gpufarm-") as building:
         built = Path(building) / folder.warehouse.name
@@ -178,10 +180,8 @@ def _columns(schema: pa.Schema, table: str) -> str:
 def build(folder: FolderLayout, path: Path) -> None:
     """Make the DuckDB file. `path` ends in the file's final name, and is not in the data folder, whose path may
     hold what DuckDB can read from but not write to (a question mark)."""
-    with duckdb.connect(str(path)) as connection:
-        connection.execute("BEGIN")  # one write of the log for all views
+    with new_database(path) as connection:
         create_views(connection, view_statements(folder))
-        connection.execute("COMMIT")
 
 
 def create_views(connection: duckdb.DuckDBPyConnection, statements: Sequence[str]) -> None:
@@ -210,7 +210,7 @@ def _fingerprint_in(path: Path) -> str | None:
 def _fingerprint_of(path: Path, _state: tuple[int, ...]) -> str | None:
     """Read it once for each state of the file: opening a database takes longer than a query of a small folder."""
     try:
-        with duckdb.connect(str(path), read_only=True) as connection:
+        with existing_database(path) as connection:
             row = connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()
             return None if row is None else str(row[0])
     except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made anew
