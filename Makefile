@@ -7,6 +7,7 @@ BIN    := $(VENV)/bin
 # For another build: make venv TORCH=torch==2.12.1 TORCH_OPTIONS="--index-url URL_OF_THE_BUILDS_FOR_YOUR_CUDA"
 TORCH  ?= torch==2.13.0
 TORCH_OPTIONS ?=
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Processes that share the tests, a file at a time; one more than the cores of a small CI machine, as many tests wait
 TEST_WORKERS ?= 3
 
@@ -34,12 +35,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed; name one with PYTHON=python3.12"; exit 2; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 	  { rm -rf $(VENV); echo "no virtual environment can be made; on Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_OPTIONS) "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(PIP_INSTALL) $(TORCH_OPTIONS) "$(TORCH)"
+	$(PIP_INSTALL) --constraint constraints.txt --editable ".[dev]"
 	# Models and layers to check estimates on. What these ask for themselves may bring another build of torch.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
-	  timm peft accelerate bitsandbytes diffusers
+	$(PIP_INSTALL) --constraint constraints.txt --no-deps timm peft accelerate bitsandbytes diffusers
 	$(BIN)/python infra/install_torchvision.py $(TORCH_OPTIONS)
+	# On all cores, where pip would compile one file after the other; and neither tests nor models, of which few are used.
+	-@$(BIN)/python -m compileall -q -q -j 0 -x '/(tests?|transformers/models|diffusers/pipelines)/' \
+	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null 2>&1
 	touch $@
 
 demo: venv
