@@ -221,6 +221,7 @@ def trace_step(
                 whole = elements(model) // parallel.parts  # made once for each stage of the rank
                 wrapping = sharded
                 step.rewrap(lambda model: wrapping.wrapped(model, of_shape[0][0]))
+                model = step.model  # FSDP1's wrapper
             if zero is not None:
                 zero.attach(recorder)
                 step.rewrap(zero.wrapped, zero.update)

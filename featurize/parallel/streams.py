@@ -62,6 +62,9 @@ class Streams:
     def current_device(self) -> int:
         return MAIN
 
+    def is_available(self) -> bool:
+        return True
+
     # -- what the trace says and asks
 
     def begin_step(self) -> None:
