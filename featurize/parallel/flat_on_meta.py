@@ -25,11 +25,12 @@ from featurize.step_trace import COMMUNICATION, GATHERED, UNREDUCED
 
 
 @contextlib.contextmanager
-def flat_on_meta(streams: Streams) -> Iterator[None]:
+def flat_on_meta(streams: Streams, device: torch.device) -> Iterator[None]:
     """While entered, flat parameters on meta stand for those on a GPU.
 
     Args:
         streams: Of the GPU. Its recorder hears what blocks are for.
+        device: What meta tensors say that they lie on.
     """
     with contextlib.ExitStack() as stack:
 
@@ -39,6 +40,9 @@ def flat_on_meta(streams: Streams) -> Iterator[None]:
         replace(_FSDPDeviceHandle, "from_device", lambda _: streams)
         replace(wrapper, "_init_device_handle", _with_streams(streams))
         replace(init, "_need_to_materialize_module", lambda *_: (False, False))
+        replace(init, "_get_compute_device", lambda *_: device)
+        clip = wrapper.FullyShardedDataParallel.clip_grad_norm_
+        replace(wrapper.FullyShardedDataParallel, "clip_grad_norm_", _naming_scalar(streams, clip))
         # Tensors without memory have no addresses: their storages are compared.
         replace(flat, "_same_storage", _same_storage)
         replace(flat, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0)
@@ -86,6 +90,16 @@ def _naming_parts(streams: Streams, make: Callable[..., None]) -> Callable[..., 
                 streams.name([tensor], kind)
 
     return init_flat_param_attributes
+
+
+def _naming_scalar(streams: Streams, clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(clip)
+    def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        norm = clip(self, *args, **kwargs)
+        streams.name([self._zero_scalar], "buffer")  # which is kept, and which no operator makes
+        return norm
+
+    return clip_grad_norm_
 
 
 def _naming_gradient(streams: Streams, reduce: Callable[..., None]) -> Callable[..., None]:

@@ -61,7 +61,7 @@ def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[N
         replace(op_schema, "_rebuild_tensor_from_dtensor_meta", _of_shape)
         for module in (dispatch, random):  # there are no random numbers to agree on
             replace(module, "is_rng_supported_mesh", lambda _: False)
-        stack.enter_context(flat_on_meta(streams))
+        stack.enter_context(flat_on_meta(streams, device))
         yield
 
 
