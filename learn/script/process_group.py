@@ -25,10 +25,6 @@ _SHARDED_ALONE = "fully_shard cannot be followed in one process: start the scrip
 _OFFLOADED = (
     "CPUOffloadPolicy is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
 )
-_FLAT = (
-    "FullyShardedDataParallel (FSDP1) is not followed: its flat parameters take other memory than fully_shard (FSDP2), "
-    "which is"
-)
 
 
 class _Done:
@@ -130,9 +126,8 @@ def _refuse_fully_shard() -> None:
 
 
 def _refuse_other_shards() -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
-    replace_attribute(FullyShardedDataParallel, "__init__", _refusing(_FLAT))
     replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
 
 
