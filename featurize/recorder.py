@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize import op_cost
 from featurize.accumulation import in_place_overload, references_of_the_last_holder, taken_over
+from featurize.flat_parameters import unwrapped_name
 from featurize.library_calls import CUBLAS, has_library_calls, library_calls
 from featurize.meta_results import MetaResults
 from featurize.step_trace import BATCH, Block, Event, Operator, joined
@@ -79,7 +80,7 @@ class Recorder(TorchDispatchMode):
 
     def name_modules(self, model: nn.Module) -> None:
         """Call modules by their paths within a model."""
-        self._names |= {id(m): name or type(m).__name__ for name, m in model.named_modules()}
+        self._names |= {id(m): unwrapped_name(name) or type(m).__name__ for name, m in model.named_modules()}
 
     @contextlib.contextmanager
     def modules(self) -> Iterator[None]:

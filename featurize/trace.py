@@ -221,7 +221,9 @@ def trace_step(
                 whole = elements(model) // parallel.parts  # made once for each stage of the rank
                 wrapping = sharded
                 step.rewrap(lambda model: wrapping.wrapped(model, of_shape[0][0]))
-                model = step.model  # FSDP1's wrapper
+                if step.model is not model:
+                    model = step.model
+                    recorder.name_modules(model)  # a wrapper runs operators of its own
             if zero is not None:
                 zero.attach(recorder)
                 step.rewrap(zero.wrapped, zero.update)
