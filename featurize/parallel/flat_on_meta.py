@@ -40,6 +40,8 @@ def flat_on_meta(streams: Streams, device: torch.device) -> Iterator[None]:
         replace(_FSDPDeviceHandle, "from_device", lambda _: streams)
         replace(wrapper, "_init_device_handle", _with_streams(streams))
         replace(init, "_need_to_materialize_module", lambda *_: (False, False))
+        for module in (flat, runtime):
+            replace(module, "_no_dispatch_record_stream", streams.use)
         replace(init, "_get_compute_device", lambda *_: device)
         clip = wrapper.FullyShardedDataParallel.clip_grad_norm_
         replace(wrapper.FullyShardedDataParallel, "clip_grad_norm_", _naming_scalar(streams, clip))

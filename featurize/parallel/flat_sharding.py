@@ -1,4 +1,4 @@
-"""A model whose parameters FSDP1 spreads over ranks, wrapped as its user would: `FullyShardedDataParallel` around blocks.
+"""A model whose parameters FSDP1 spreads over ranks, as its user wraps it in `FullyShardedDataParallel`.
 
 Start reading at `shard_flat`. The same for a trace and for real ranks.
 """
@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
-    CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
@@ -45,7 +44,8 @@ class FlatShards(FullyShardedDataParallel):
 def shard_flat(
     model: nn.Module, parallel: Parallel, mesh: DeviceMesh, chosen: Sequence[nn.Module], types: MixedPrecision
 ) -> FlatShards:
-    """Shard flat parameters, their gradients and optimizer state with FSDP1. Changes the model, and returns what trains.
+    """Shard flat parameters, their gradients and optimizer state with FSDP1. Changes the model, and returns what
+    trains.
 
     Args:
         model: Its optimizer is made afterwards.
@@ -67,7 +67,6 @@ def shard_flat(
             model,
             process_group=(shards, mesh.get_group("ddp")) if replicas else shards,
             sharding_strategy=_STRATEGIES[parallel.reshard_after_forward is not False, replicas],
-            cpu_offload=CPUOffload(offload_params=parallel.cpu_offload),
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in members),
             backward_prefetch=_PREFETCHES[parallel.backward_prefetch],
             mixed_precision=types,
@@ -76,11 +75,12 @@ def shard_flat(
             device_id=torch.device("cpu") if device.type == "cpu" else None,
         )
     except ValueError as error:
-        if "uniform" not in str(error):
+        if "uniform" not in str(error) and "requires_grad" not in str(error):
             raise
+        reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"parallel: FullyShardedDataParallel cannot flatten the parameters of a unit: {error}; with frozen ones, "
-            "use_orig_params=true"
+            f"parallel: FullyShardedDataParallel does not flatten what a unit holds ({reason}); a unit with frozen and "
+            "other parameters needs use_orig_params=true"
         ) from error
     wrapper.accumulates = parallel.no_sync
     return wrapper

@@ -93,6 +93,8 @@ def _problems_of_flat(layout: Parallel) -> Iterator[str]:
         yield f"backward_prefetch must be one of {', '.join(PREFETCHES)}, got {shown(layout.backward_prefetch)}"
     if version != FLAT:
         return
+    if layout.cpu_offload:
+        yield "cpu_offload with fsdp_version=1 is not estimated yet; leave it out, or use fsdp_version=2"
     if others := [name for name in ("pp", "cp", "tp", EXPERTS) if getattr(layout, name) != 1]:
         yield f"fsdp_version=1 goes with ddp alone, not with {', '.join(others)}; leave either out"
     if isinstance(layout.reshard_after_forward, int) and not isinstance(layout.reshard_after_forward, bool):

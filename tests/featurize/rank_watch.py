@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from featurize.replacing import replaced
 
 SENT = {
-    "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather", "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce", "_c10d_functional::all_reduce": "all_reduce",
+    "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter", "c10d::allreduce_": "all_reduce",
+    "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter", "_c10d_functional::all_to_all_single": "all_to_all",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A loop with FSDP1 as its documentation has it: FullyShardedDataParallel with a policy of classes, no_sync, clipping."""
+"""A loop with FullyShardedDataParallel as its documentation has it: a policy of classes, no_sync, clipping."""
 
 import argparse
 import contextlib
