@@ -163,11 +163,16 @@ class Recorder(TorchDispatchMode):
 
     def begin_step(self, number: int, *, keep_operators: bool) -> None:
         """A step begins. Operators of an earlier one are dropped, so that none counts as a source of this one's."""
-        self.host_waited(len(self.events))
         self.step, self.phase, self.keep_operators = number, "forward", keep_operators
         if self.operators:
             self.operators = []
             self._made_by = [made if made == BATCH else -1 for made in self._made_by]
+
+    def begin_phase(self, phase: str) -> None:
+        """A phase begins. Before a forward pass, a loop reads the loss of the one before, and so waits for the GPU."""
+        self.phase = phase
+        if phase == "forward":
+            self.host_waited(len(self.events))
 
     def kind_of(self, block: int) -> str:
         """Return what a block was said to be so far; empty for what nobody named."""

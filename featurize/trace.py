@@ -340,7 +340,7 @@ class _Runner:
         def enter(phase: str) -> None:
             if wrapper is not None:
                 wrapper.begin_phase(phase)
-            recorder.phase = phase
+            recorder.begin_phase(phase)
             enter_policy(phase)
             if phase == "optimizer":
                 recorder.name((p.grad for p in parameters if p.grad is not None), "gradient")

@@ -148,8 +148,6 @@ class ShardedRank:
         pipeline are replicated."""
         if self.pipeline is not None:
             self.pipeline.begin_phase(phase)
-        if phase == "forward":  # a loop reads the loss of the micro-step before
-            self._streams.host_waited(0, self._streams.place())
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent in the last step."""
