@@ -61,7 +61,7 @@ class CachingAllocator:
     retries, ooms      how often all cached segments were given back for a request, and how often that did not help
     segment_events     every segment taken and given back, and every out-of-memory, in order
 
-    Not modelled: `record_stream` (free a block when its last stream is done with it), private pools of CUDA graphs and
+    Not modelled: private pools of CUDA graphs and
     `MemPool`, the backend `cudaMallocAsync`, and the driver's own fragmentation: a segment fits where its bytes do.
     Where PyTorch's rules changed, the newest hold; they differ from those of 2.4 in settings out of the ordinary only.
     """
@@ -102,6 +102,7 @@ class CachingAllocator:
         self._large_requests = 0
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> small, large
         self._live: dict[int, Piece] = {}
+        self._retired: set[int] = set()  # of these
         self._addresses = address_space if address_space is not None else AddressSpace()
         self._pages = ExpandableSegments(
             small_page=SMALL_SEGMENT,
@@ -170,8 +171,11 @@ class CachingAllocator:
         if piece is None:
             raise ValueError(f"{handle!r} is no live block of this allocator: freed twice, or another allocator's")
         size = piece.size
-        self.allocated_bytes -= size
-        self.requested_bytes -= piece.requested
+        if handle in self._retired:
+            self._retired.discard(handle)
+        else:
+            self.allocated_bytes -= size
+            self.requested_bytes -= piece.requested
         pool = piece.pool
         keys, by_key = pool.keys, pool.by_key
         near = piece.before
@@ -200,6 +204,21 @@ class CachingAllocator:
         by_key[key] = piece
         if self._picky:
             pool.born[key] = self._large_requests
+
+    def retire(self, handle: int | None) -> None:
+        """Count a block as given back, while another stream uses it (`record_stream`): `settle` gives its memory to
+        others. Out of memory, PyTorch waits for these streams."""
+        if handle is None:
+            return
+        piece = self._live[handle]
+        self.allocated_bytes -= piece.size
+        self.requested_bytes -= piece.requested
+        self._retired.add(handle)
+
+    def settle(self, handle: int | None) -> None:
+        """Give back a retired block, unless it was given back for lack of memory."""
+        if handle in self._retired:
+            self.free(handle)
 
     def empty_cache(self) -> None:
         """Give back every segment, and every page of expandable segments, in which nothing lives."""
@@ -280,6 +299,8 @@ class CachingAllocator:
         if piece is None and self._max_split < UNLIMITED and self._release_oversize(pool, size):
             piece = self._grow(pool, size)
         if piece is None:
+            for handle in list(self._retired):
+                self.free(handle)
             self.empty_cache()
             self.retries += 1
             piece = self._grow(pool, size)

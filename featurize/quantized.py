@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.errors import UsageError
+from featurize.flat_parameters import whole_elements
 
 # bitsandbytes' block constants: a 32-bit scale for every block of 4-bit weights; with double quantization the scales
 # themselves are bytes, with a 32-bit scale for every block of them.
@@ -258,7 +259,7 @@ def elements(model: nn.Module) -> int:
     """Count the model's weights; two of 4 bits are two, though they share a byte."""
     packed = [module for module in model.modules() if isinstance(module, Linear4Bit)]
     unpacked = sum(layer.in_features * layer.out_features - layer.weight.numel() for layer in packed)
-    return sum(p.numel() for p in model.parameters()) + unpacked
+    return whole_elements([model]) + unpacked
 
 
 def _is_named(path: str, name: str) -> bool:

@@ -19,10 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize import op_cost
 from featurize.accumulation import in_place_overload, references_of_the_last_holder, taken_over
+from featurize.flat_parameters import unwrapped_name
 from featurize.library_calls import CUBLAS, has_library_calls, library_calls
 from featurize.meta_results import MetaResults
 from featurize.step_trace import BATCH, Block, Event, Operator, joined
 from featurize.values import INDEXED_BY_MASKS, NONZERO, READ, Values
+from featurize.waiting_blocks import WaitingBlocks
 
 if TYPE_CHECKING:
     from featurize.cuda_graphs import CudaGraphs
@@ -67,6 +69,7 @@ class Recorder(TorchDispatchMode):
         # storage -> its block, and the reference whose callback tells of its end
         self._live: dict[int, tuple[int, weakref.ref]] = {}
         self._made_by: list[int] = []  # block -> index of the operator that wrote it last
+        self._waiting = WaitingBlocks()
         self._batch: list[int] = []
         self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
@@ -79,7 +82,7 @@ class Recorder(TorchDispatchMode):
 
     def name_modules(self, model: nn.Module) -> None:
         """Call modules by their paths within a model."""
-        self._names |= {id(m): name or type(m).__name__ for name, m in model.named_modules()}
+        self._names |= {id(m): unwrapped_name(name) or type(m).__name__ for name, m in model.named_modules()}
 
     @contextlib.contextmanager
     def modules(self) -> Iterator[None]:
@@ -149,12 +152,27 @@ class Recorder(TorchDispatchMode):
         self._give_back(block)
         self._live[key] = self._take(nbytes, self._kinds[block], self._makers[block]), self._watched(storage)
 
+    def used_on(self, tensor: Tensor, stream: int) -> None:
+        """Hear that a stream uses a tensor (`record_stream`)."""
+        if (live := self._live.get(tensor.untyped_storage()._cdata)) is not None and stream != self._streams[live[0]]:
+            self._waiting.use(live[0])
+
+    def host_waited(self, until: int) -> None:
+        """Hear that the host has waited for all that came before an event, by its number."""
+        self._waiting.settle(until, len(self.events))
+
     def begin_step(self, number: int, *, keep_operators: bool) -> None:
         """A step begins. Operators of an earlier one are dropped, so that none counts as a source of this one's."""
         self.step, self.phase, self.keep_operators = number, "forward", keep_operators
         if self.operators:
             self.operators = []
             self._made_by = [made if made == BATCH else -1 for made in self._made_by]
+
+    def begin_phase(self, phase: str) -> None:
+        """A phase begins. Before a forward pass, a loop reads the loss of the one before, and so waits for the GPU."""
+        self.phase = phase
+        if phase == "forward":
+            self.host_waited(len(self.events))
 
     def kind_of(self, block: int) -> str:
         """Return what a block was said to be so far; empty for what nobody named."""
@@ -188,6 +206,7 @@ class Recorder(TorchDispatchMode):
                 call,
                 block in pooled,
                 stream,
+                self._waiting.until(block, len(self.events)),
             )
             for block, (size, kind, (operator, module, call), stream) in enumerate(
                 zip(self._sizes, self._kinds, self._makers, self._streams, strict=True)
@@ -458,6 +477,7 @@ class Recorder(TorchDispatchMode):
         return len(self._sizes) - 1
 
     def _give_back(self, block: int) -> None:
+        self._waiting.give_back(block, len(self.events))
         self.events.append(Event(block, -self._sizes[block], self.step, self.phase))
 
 

@@ -146,13 +146,20 @@ class _Run:
         allocator, blocks = self.allocator, self.trace.blocks
         allocate, free = allocator.allocate, allocator.free
         placed: dict[int, int | None] = {}
+        retired: dict[int, list[int | None]] = {}  # number of an event -> what can be used again before it
         for index, event in enumerate(self.trace.events):
             block, nbytes, step, phase = event
+            for handle in retired.pop(index, ()) if retired else ():
+                allocator.settle(handle)
             call, handle, workspace = None, None, 0
             if nbytes > 0:
                 placed[block] = allocate(nbytes, blocks[block].stream)
             elif nbytes < 0:
-                free(placed.pop(block))
+                if (until := blocks[block].kept_until) > index:
+                    allocator.retire(placed[block])
+                    retired.setdefault(until, []).append(placed.pop(block))
+                else:
+                    free(placed.pop(block))
             elif (call := blocks[block].call) is not None:
                 handle, workspace = self._take(call)  # None: it takes nothing, or does without
             if allocator.allocated_bytes > self.peak:

@@ -95,6 +95,7 @@ class Block(NamedTuple):
     call: LibraryCall | None = None  # of a workspace
     pooled: bool = False  # it lies in the memory pool of CUDA graphs
     stream: int = 0  # on which it is taken; memory of one is not given to another
+    kept_until: int = 0  # number of the event before which its memory is not used again, as another stream may use it
 
 
 class Collective(NamedTuple):

@@ -221,6 +221,9 @@ def trace_step(
                 whole = elements(model) // parallel.parts  # made once for each stage of the rank
                 wrapping = sharded
                 step.rewrap(lambda model: wrapping.wrapped(model, of_shape[0][0]))
+                if step.model is not model:
+                    model = step.model
+                    recorder.name_modules(model)  # a wrapper runs operators of its own
             if zero is not None:
                 zero.attach(recorder)
                 step.rewrap(zero.wrapped, zero.update)
@@ -337,7 +340,7 @@ class _Runner:
         def enter(phase: str) -> None:
             if wrapper is not None:
                 wrapper.begin_phase(phase)
-            recorder.phase = phase
+            recorder.begin_phase(phase)
             enter_policy(phase)
             if phase == "optimizer":
                 recorder.name((p.grad for p in parameters if p.grad is not None), "gradient")

@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,15 @@ _LAZY_MODULES = (
     "torch.profiler._cupti_monitor",
     "torch.utils.checkpoint",
 )
+
+
+@runtime_checkable
+class OwnUpdates(Protocol):
+    """A wrapper that says what micro-steps but the last run in, and clips the norm of all ranks' gradients."""
+
+    def between_updates(self) -> contextlib.AbstractContextManager[object]: ...
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor: ...
 
 
 class TrainingStep:
@@ -122,15 +131,16 @@ class TrainingStep:
         for number in range(settings.accumulation):
             if number:
                 self.on_batch()
-            self.on_phase("forward")
-            given = self.converted(inputs)  # which live until the next, as a script's variables do
-            loss = self._forward(given, targets)
-            if settings.accumulation > 1:
-                loss = loss / settings.accumulation
-            if late and not number:
-                self.zero_grad()
-            self.on_phase("backward")
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            with contextlib.nullcontext() if number == settings.accumulation - 1 else self._between_updates():
+                self.on_phase("forward")
+                given = self.converted(inputs)  # which live until the next, as a script's variables do
+                loss = self._forward(given, targets)
+                if settings.accumulation > 1:
+                    loss = loss / settings.accumulation
+                if late and not number:
+                    self.zero_grad()
+                self.on_phase("backward")
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         self.update()
         return loss.detach()
 
@@ -149,6 +159,10 @@ class TrainingStep:
         """Let a wrapper change the model. The optimizer then takes the parameters that it leaves; `update` makes one
         that takes others."""
         self._take(wrapper(self.model), update)
+
+    def _between_updates(self) -> contextlib.AbstractContextManager[object]:
+        """What micro-steps but the last run in."""
+        return self.model.between_updates() if isinstance(self.model, OwnUpdates) else contextlib.nullcontext()
 
     def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], AnyUpdate] | None = None) -> None:
         self.model = model
@@ -243,7 +257,9 @@ class TrainingStep:
             optimizer.step()
 
     def _clip(self) -> None:
-        if self.settings.clip_norm is not None:
+        if self.settings.clip_norm is not None and isinstance(self.model, OwnUpdates):
+            self.model.clip_grad_norm_(self.settings.clip_norm)
+        elif self.settings.clip_norm is not None:
             clip_norm(self._gradients(), self.settings.clip_norm)
         elif self.settings.clip_value is not None:
             clip_value(self._gradients(), self.settings.clip_value)

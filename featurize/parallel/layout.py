@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
-from featurize.parallel.layout_modes import EXPERT_SHARDS, EXPERTS, INTERLEAVED, MODES, ONE_F_ONE_B, OWN
+from featurize.parallel.layout_modes import EXPERT_SHARDS, EXPERTS, FLAT, INTERLEAVED, MODES, ONE_F_ONE_B, OWN
 from featurize.parallel.layout_problems import problems_of
 
 if TYPE_CHECKING:
@@ -50,6 +50,15 @@ class Parallel:
         reduce_dtype: Type in which it reduces gradients. None: `param_dtype`.
         cpu_offload: Shards, their gradients and the optimizer are in host memory.
         wrap: Classes of the modules whose parameters are gathered together. None: the repeated blocks.
+        fsdp_version: 2: `fully_shard`; 1: `FullyShardedDataParallel`, with flat parameters, its older kin. Its
+            strategies are FULL_SHARD and SHARD_GRAD_OP, as `reshard_after_forward` is true or false, and HYBRID_SHARD
+            and its kin with `ddp`.
+        backward_prefetch: When FSDP1 gathers the next unit of the backward pass, of `PREFETCHES`: before this one's
+            gradients are computed, after that, or not ahead at all.
+        limit_all_gathers: The host waits before it gathers more than two units ahead of FSDP1's kernels.
+        use_orig_params: FSDP1 keeps the original parameters; false: the optimizer gets flat ones, and each unit's
+            parameters all train or are all frozen. Lightning, Composer and accelerate set true, torch's own is false.
+        no_sync: Micro-steps but the last run under FSDP1's `no_sync`: each rank keeps whole gradients meanwhile.
         cp_rotate: How keys and values go around, of `ROTATIONS`. None is PyTorch's choice, allgather.
         cp_load_balance: Each rank has a part of the sequence's head and one of its tail, so that all have as much of a
             causal mask. None is PyTorch's choice, true; false is for attention without a causal mask.
@@ -100,6 +109,11 @@ class Parallel:
     reduce_dtype: str | None = None
     cpu_offload: bool = False
     wrap: tuple[str, ...] | None = None
+    fsdp_version: int = 2
+    backward_prefetch: str = "pre"
+    limit_all_gathers: bool = True
+    use_orig_params: bool = True
+    no_sync: bool = False
     cp_rotate: str | None = None
     cp_load_balance: bool | None = None
     tp_plan: Mapping[str, str] | None = dataclasses.field(default=None, hash=False)  # a mapping has no hash
@@ -159,6 +173,11 @@ class Parallel:
     def sharded(self) -> int:
         """Ranks over which FSDP2 spreads each replica."""
         return self.fsdp * self.cp
+
+    @property
+    def flat(self) -> bool:
+        """Whether FullyShardedDataParallel spreads flat parameters."""
+        return self.fsdp > 1 and self.fsdp_version == FLAT
 
     @property
     def expert_shards(self) -> int:

@@ -18,6 +18,8 @@ GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  
 ROTATIONS = ("allgather", "alltoall")  # torch.distributed.tensor.experimental.set_rotate_method; its default first
 DTYPES = ("fp32", "bf16", "fp16")
 ZERO_STAGES = (1, 2, 3)
+FULLY_SHARD, FLAT = FSDP_VERSIONS = (2, 1)  # fully_shard, and FullyShardedDataParallel with its flat parameters
+PREFETCHES = ("pre", "post", "none")  # torch.distributed.fsdp.BackwardPrefetch; its default first
 MOST_RANKS = 65_536
 EXAMPLE = "parallel=ddp=8"
 EXAMPLE_EXPERTS = "as in fsdp=8,ep=4"
@@ -26,7 +28,7 @@ EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
 
 class OfMode(NamedTuple):
-    """Settings that a layout has only where `applies(degrees and stage)`, which `words` say."""
+    """Settings that a layout has only where `applies(degrees, stage and version)`, which `words` say."""
 
     names: tuple[str, ...]
     words: str
@@ -42,6 +44,11 @@ OF_MODES = (
         ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
         "ddp without fsdp, cp, tp and zero",
         lambda degrees: not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees)),
+    ),
+    OfMode(("fsdp_version",), "fsdp", lambda degrees: _takes_part(degrees, "fsdp")),
+    OfMode(
+        ("backward_prefetch", "limit_all_gathers", "use_orig_params", "no_sync"), "fsdp_version=1",
+        lambda degrees: degrees.get("fsdp_version") == FLAT,
     ),
     OfMode(("cp_rotate", "cp_load_balance"), "cp", lambda degrees: _takes_part(degrees, "cp")),
     OfMode(("tp_plan",), "tp", lambda degrees: _takes_part(degrees, "tp")),
@@ -71,10 +78,9 @@ COUNTS = (
 def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
     """Return those of several settings that are not of a mode that these degrees leave out."""
     kept = dict(given)
-    for _ in range(2):  # settings of a stage go with it
-        left_out = {
-            name for one in OF_MODES if not one.applies({**degrees, "zero": kept.get("zero")}) for name in one.names
-        }
+    for _ in range(2):  # settings of a stage and of a version go with it
+        chosen = {**degrees, "zero": kept.get("zero"), "fsdp_version": kept.get("fsdp_version")}
+        left_out = {name for one in OF_MODES if not one.applies(chosen) for name in one.names}
         kept = {name: value for name, value in kept.items() if name not in left_out}
     return kept
 

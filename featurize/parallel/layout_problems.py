@@ -14,12 +14,15 @@ from featurize.parallel.layout_modes import (
     EXAMPLE_PLAN,
     EXAMPLE_STARTS,
     EXPERTS,
+    FLAT,
+    FSDP_VERSIONS,
     INTERLEAVED,
     MODES,
     MOST_RANKS,
     OF_MODES,
     ONE_F_ONE_B,
     OWN,
+    PREFETCHES,
     ROTATIONS,
     SCHEDULES,
     ZERO_STAGES,
@@ -44,6 +47,7 @@ def problems_of(layout: Parallel) -> Iterator[str]:
         if field.type == "bool" and not isinstance(value := getattr(layout, field.name), bool):
             yield f"{field.name} must be true or false, got {shown(value)}"
     yield from _problems_of_shards(layout)
+    yield from _problems_of_flat(layout)
     yield from _problems_of_zero(layout)
     yield from _problems_of_parts(layout)
     yield from _problems_of_modes(layout)
@@ -79,6 +83,24 @@ def _problems_of_shards(layout: Parallel) -> Iterator[str]:
         yield f"tp_plan must be module path -> style, as in {EXAMPLE_PLAN}, got {shown(plan)}"
 
 
+def _problems_of_flat(layout: Parallel) -> Iterator[str]:
+    """What FullyShardedDataParallel does not have."""
+    version = layout.fsdp_version
+    if type(version) is not int or version not in FSDP_VERSIONS:
+        yield f"fsdp_version must be 2 (fully_shard) or 1 (FullyShardedDataParallel), got {shown(version)}"
+        return
+    if layout.backward_prefetch not in PREFETCHES:
+        yield f"backward_prefetch must be one of {', '.join(PREFETCHES)}, got {shown(layout.backward_prefetch)}"
+    if version != FLAT:
+        return
+    if layout.cpu_offload:
+        yield "cpu_offload with fsdp_version=1 is not estimated yet; leave it out, or use fsdp_version=2"
+    if others := [name for name in ("pp", "cp", "tp", EXPERTS) if getattr(layout, name) != 1]:
+        yield f"fsdp_version=1 goes with ddp alone, not with {', '.join(others)}; leave either out"
+    if isinstance(layout.reshard_after_forward, int) and not isinstance(layout.reshard_after_forward, bool):
+        yield "reshard_after_forward of fsdp_version=1 is true (FULL_SHARD) or false (SHARD_GRAD_OP), not a number"
+
+
 def _problems_of_zero(layout: Parallel) -> Iterator[str]:
     if layout.zero is not None and (type(layout.zero) is not int or layout.zero not in ZERO_STAGES):
         yield f"zero is a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2, got {shown(layout.zero)}"
@@ -94,9 +116,10 @@ def _problems_of_zero(layout: Parallel) -> Iterator[str]:
 
 def _problems_of_modes(layout: Parallel) -> Iterator[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(layout)}
+    chosen = {**layout.degrees, "zero": layout.zero, "fsdp_version": layout.fsdp_version}
     for one in OF_MODES:
         set_too = [name for name in one.names if getattr(layout, name) != defaults[name]]
-        if set_too and not one.applies({**layout.degrees, "zero": layout.zero}):
+        if set_too and not one.applies(chosen):
             yield f"{', '.join(set_too)}: of {one.words} only"
 
 

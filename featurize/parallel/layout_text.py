@@ -18,6 +18,7 @@ from featurize.parallel.layout_modes import COUNTS, EXAMPLE, EXPERTS, HYBRID, MO
 DEEPSPEED = "deepspeed"
 _BETWEEN_SETTINGS = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not within brackets
 NETWORK = "network_gb_s"
+PREFETCH = "backward_prefetch"
 _QUOTED = " '\""
 
 
@@ -83,6 +84,8 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
     if isinstance(starts := given.get("stage_starts"), tuple):
         # Members of an nn.Sequential are numbers, as YAML reads them.
         given["stage_starts"] = tuple(str(one) if type(one) is int else one for one in starts)
+    if given.get(PREFETCH, "") is None:
+        given[PREFETCH] = "none"  # as YAML reads it
     if unknown := [shown(name) for name in given if name not in known]:
         raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     for name in COUNTS:

@@ -11,12 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from conf.errors import UsageError
 from featurize.checkpointing import repeated_blocks
 from featurize.parallel.experts import divide_experts
+from featurize.parallel.flat_sharding import shard_flat
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXPERT_SHARDS, EXPERTS
 from featurize.parallel.tensor_plan import apply_plan
@@ -25,8 +33,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> nn.Module:
-    """Split modules by plan, divide experts, then shard parameters, gradients and optimizer state with FSDP2. Changes
-    the model.
+    """Split modules by plan, divide experts, then shard parameters, gradients and optimizer state with FSDP. Changes
+    the model, and returns what trains: the model itself, or FSDP1's wrapper of it.
 
     Args:
         model: Its optimizer is made afterwards.
@@ -37,6 +45,9 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
     Raises:
         UsageError: There is no module of a class that `wrap` names; the plan or `ep` does not fit the model.
     """
+    if parallel.flat:
+        types = MixedPrecision(param_dtype=_dtype(parallel.param_dtype), reduce_dtype=_dtype(parallel.reduce_dtype))
+        return shard_flat(model, parallel, mesh, units(model, parallel.wrap), types)
     split_modules(model, parallel, mesh)
     mixtures: list[list[nn.Module]] = []
     if experts is not None:

@@ -1,4 +1,4 @@
-"""Lets PyTorch's `fully_shard` work on meta tensors, and tells a recorder what its memory is for.
+"""Lets PyTorch's `fully_shard`, and FSDP1, work on meta tensors, and tells a recorder what its memory is for.
 
 Start reading at `shards_on_meta`. What is replaced there is private to PyTorch: real ranks are the test of it
 (tests/featurize/test_sharded_ranks.py), with the installed release.
@@ -24,6 +24,7 @@ from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
+from featurize.parallel.flat_on_meta import flat_on_meta
 from featurize.parallel.streams import Streams
 from featurize.replacing import replaced
 from featurize.step_trace import COMMUNICATION, GATHERED, UNREDUCED
@@ -60,6 +61,7 @@ def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[N
         replace(op_schema, "_rebuild_tensor_from_dtensor_meta", _of_shape)
         for module in (dispatch, random):  # there are no random numbers to agree on
             replace(module, "is_rng_supported_mesh", lambda _: False)
+        stack.enter_context(flat_on_meta(streams, device))
         yield
 
 

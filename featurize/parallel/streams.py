@@ -24,8 +24,9 @@ _BESIDE = -1  # that of a process group, for collectives that are asynchronous
 class Streams:
     """Streams and events of the GPU on which a trace runs.
 
-    A stream's work waits for what the stream was told to wait for, and the host waits for nothing. A moment is the
-    number of the step's operators that come before it; operators of all streams count as the kernels'.
+    A stream's work waits for what the stream was told to wait for, and the host for events that it synchronizes
+    with. A moment is the number of the step's operators that come before it; operators of all streams count as the
+    kernels'.
 
     recorder   hears on which stream memory is taken; None while the model is built
     main       the stream of the kernels
@@ -36,6 +37,7 @@ class Streams:
         self._all = [OneStream(self, MAIN)]
         self._current = self.main = self._all[MAIN]
         self._sent: list[_Sent] = []
+        self._host_after = 0  # what begins now comes after so many operators, for which the host has waited
 
     # -- what torch.cuda has
 
@@ -62,11 +64,14 @@ class Streams:
     def current_device(self) -> int:
         return MAIN
 
+    def is_available(self) -> bool:
+        return True
+
     # -- what the trace says and asks
 
     def begin_step(self) -> None:
         """Forget the collectives of the step before, for which its optimizer waited."""
-        self._sent = []
+        self._sent, self._host_after = [], 0
         for stream in self._all:
             stream.after, stream.done = 0, {}
 
@@ -80,7 +85,8 @@ class Streams:
             asynchronous: It runs beside the current stream, which waits for it later.
         """
         stream, number = self._current, len(self._sent)
-        self._sent.append(_Sent(kind, nbytes, axis, _BESIDE if asynchronous else stream.number, stream.moment()))
+        after = max(stream.moment(), self._host_after)
+        self._sent.append(_Sent(kind, nbytes, axis, _BESIDE if asynchronous else stream.number, after))
         if not asynchronous:
             stream.done[stream.number] = number
             if stream.number == MAIN:
@@ -104,6 +110,21 @@ class Streams:
         """Say what blocks are."""
         if self.recorder is not None:
             self.recorder.name(tensors, kind)
+
+    def use(self, tensor: Tensor, stream: OneStream) -> None:
+        """Say that a stream uses a tensor, whichever it was made on."""
+        if self.recorder is not None:
+            self.recorder.used_on(tensor, stream.number)
+
+    def place(self) -> int:
+        """Return the number of the recorder's events so far."""
+        return 0 if self.recorder is None else len(self.recorder.events)
+
+    def host_waited(self, after: int, place: int) -> None:
+        """Hear that the host waits for a moment of a stream."""
+        self._host_after = max(self._host_after, after)
+        if self.recorder is not None:
+            self.recorder.host_waited(place)
 
     def now(self) -> int:
         """Return the moment of the host."""
@@ -147,7 +168,7 @@ class OneStream:
 
     def record_event(self, event: StreamMoment | None = None) -> StreamMoment:
         event = event or StreamMoment(self._streams)
-        event.after, event.done = self.moment(), dict(self.done)
+        event.after, event.done, event.place = self.moment(), dict(self.done), self._streams.place()
         return event
 
     def synchronize(self) -> None:
@@ -158,7 +179,7 @@ class StreamMoment:
     """A moment of a stream."""
 
     def __init__(self, streams: Streams) -> None:
-        self.after = 0
+        self.after = self.place = 0
         self.done: dict[int, int] = {}
         self._streams = streams
 
@@ -169,7 +190,7 @@ class StreamMoment:
         (stream or self._streams.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        pass
+        self._streams.host_waited(self.after, self.place)
 
 
 @dataclass

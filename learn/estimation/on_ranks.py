@@ -71,7 +71,7 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
         _require_pipelined(training)
     if parallel.ep > 1 and training.compile:
         raise UsageError("compile with parallel=ep is not estimated yet; leave either out")
-    if parallel.shards and training.optimizer in _NOT_SHARED:
+    if parallel.shards and not parallel.flat and training.optimizer in _NOT_SHARED:
         choices = ", ".join(name for name in ALL_OPTIMIZERS if name not in _NOT_SHARED)
         raise UsageError(
             f"optimizer={training.optimizer} does not run on parameters that ranks share (DTensor); choose one of "
@@ -225,6 +225,10 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Tr
     ]
     if parallel.sharded > 1:
         notes.append("assumed: shards are made without the whole model on a GPU (from the meta device, or the host)")
+    if parallel.flat and not parallel.limit_all_gathers:
+        notes.append(
+            "assumed: without limit_all_gathers, the host runs a micro-step ahead of the GPU, which reserves memory"
+        )
     if parallel.cp > 1:
         notes.append(
             "assumed: inputs are divided along their second dimension before they are copied to the GPUs; positions "
@@ -237,8 +241,13 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Tr
         )
     if parallel.zero:
         notes += _notes_on_zero(parallel, training)
+    elif micro_steps > 1 and parallel.no_sync:
+        notes.append(
+            "micro-steps before the last run under no_sync: each rank keeps whole gradients, also of frozen parts"
+        )
     elif micro_steps > 1 and parallel.sharded > 1:
-        notes.append("assumed: each micro-step reduces its gradients")
+        aside = "; no_sync=true says that only the last one does" if parallel.flat else ""
+        notes.append(f"assumed: each micro-step reduces its gradients{aside}")
     elif micro_steps > 1 and parallel.ddp > 1 and parallel.pp == 1:
         notes.append("assumed: micro-steps before the last run under no_sync")
     return notes

@@ -56,7 +56,8 @@ class Screening:
         from featurize.deeper import CannotDeepen, deeper
 
         parallel, training = question.job.parallel, training_of(question.job.settings)
-        if parallel is None or not parallel.shards:  # buckets of gradients hold parts of several blocks
+        # Buckets of gradients hold parts of several blocks; FSDP1's host waits for those before.
+        if parallel is None or not parallel.shards or parallel.flat:
             return {}
         kind = tuple(parallel.groups), training.checkpointing
         period = training.checkpoint_every if training.checkpointing else 1

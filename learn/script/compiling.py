@@ -35,10 +35,11 @@ def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
     sharding = sys.modules.get("torch.distributed.fsdp")
     if sharding is None:
         return None
-    units = [one for one in module.modules() if isinstance(one, sharding.FSDPModule)]
+    wrappers = sharding.FSDPModule, sharding.FullyShardedDataParallel
+    units = [one for one in module.modules() if isinstance(one, wrappers)]
     if all(one is module for one in units):
         return None
-    return [one for one in units if sum(isinstance(part, sharding.FSDPModule) for part in one.modules()) == 1]
+    return [one for one in units if sum(isinstance(part, wrappers) for part in one.modules()) == 1]
 
 
 class ScriptCompiler:

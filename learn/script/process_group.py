@@ -23,11 +23,7 @@ ALONE = "torch.distributed runs with one process: buffers of NCCL are not counte
 _BETWEEN_TWO = "messages between two ranks, as pipelines send them, are not followed in scripts"
 _SHARDED_ALONE = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
 _OFFLOADED = (
-    "CPUOffloadPolicy is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
-)
-_FLAT = (
-    "FullyShardedDataParallel (FSDP1) is not followed: its flat parameters take other memory than fully_shard (FSDP2), "
-    "which is"
+    "CPU offload of shards is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
 )
 
 
@@ -130,9 +126,14 @@ def _refuse_fully_shard() -> None:
 
 
 def _refuse_other_shards() -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
-    replace_attribute(FullyShardedDataParallel, "__init__", _refusing(_FLAT))
+    def offload(self: Any, offload_params: bool = False) -> None:
+        if offload_params:
+            raise RuntimeError(_OFFLOADED)
+        self.offload_params = False
+
+    replace_attribute(CPUOffload, "__init__", offload)
     replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
 
 

@@ -187,10 +187,10 @@ def _events(rows: list, blocks: tuple[Block, ...]) -> tuple[Event, ...]:
 
 
 def _block(row: Any) -> Block:
-    nbytes, kind, operator, module, call, pooled, stream = row
+    nbytes, kind, operator, module, call, pooled, stream, kept_until = row
     return Block(
         _count(nbytes), _one_of(kind, _KINDS_OF_BLOCKS), _text(operator), _text(module), _call(call), bool(pooled),
-        _count(stream),
+        _count(stream), _count(kept_until),
     )  # fmt: skip
 
 

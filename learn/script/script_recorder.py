@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
+from featurize.flat_parameters import whole_elements
 from featurize.recorder import Recorder, Traits, local_tensor
 from featurize.replacing import replace_attribute
 from featurize.step_trace import BATCH
@@ -80,7 +81,7 @@ class ScriptRecorder(Recorder):
     def add_root(self, module: nn.Module) -> None:
         """Learn the names of a model and of its parts."""
         self._roots.append(weakref.ref(module))
-        self._names.update({id(m): name or type(m).__name__ for name, m in module.named_modules()})
+        self.name_modules(module)
 
     def name_states(self) -> None:
         """Say which blocks are parameters, buffers and gradients of the models that have run."""
@@ -119,7 +120,9 @@ class ScriptRecorder(Recorder):
 
     def parameters(self) -> int:
         """Return the elements of the parameters of the models that have run."""
-        return sum({id(p): p.numel() for p in self._parameters()}.values())
+        with torch._C.DisableTorchFunction():
+            models = [module for root in self._roots if (module := root()) is not None]
+            return whole_elements(models, on_meta=True)
 
     def channels_last(self) -> bool:
         """Whether the first convolution's weight is in channels-last format."""

@@ -89,7 +89,7 @@ class StepWatch:
                 self.choices.seen["zero_grad"] = "after_forward"
 
     def _begin(self, phase: str) -> None:
-        self._recorder.phase = phase
+        self._recorder.begin_phase(phase)
         self._enter_policy(phase)
 
     def _forward(self, module: torch.nn.Module, inputs: Any) -> None:

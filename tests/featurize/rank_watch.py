@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from featurize.replacing import replaced
 
 SENT = {
-    "c10d::_allgather_base_": "all_gather", "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce", "_c10d_functional::all_reduce": "all_reduce",
+    "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter", "c10d::allreduce_": "all_reduce",
+    "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter", "_c10d_functional::all_to_all_single": "all_to_all",
 }  # fmt: skip
@@ -121,15 +122,19 @@ class Watch(TorchDispatchMode):
 
 
 def as_list(side):
-    return side if isinstance(side, list) else [side]
+    return [tensor for one in side for tensor in as_list(one)] if isinstance(side, list) else [side]
+
+
+def copied(side):
+    return [copied(one) for one in side] if isinstance(side, list) else side.clone()
 
 
 def sent_as_copies(func, sides, rest):
     """Gloo's threads keep what they sent for some moments more, which would move the peak."""
-    copies = [[t.clone() for t in side] if isinstance(side, list) else side.clone() for side in sides]
+    copies = [copied(side) for side in sides]
     work = func(*copies, *rest)[-1]
     torch.distributed.Work.unbox(work).wait()
-    for side, copied in zip(sides, copies, strict=True):
-        for one, done in zip(as_list(side), as_list(copied), strict=True):
+    for side, copy in zip(sides, copies, strict=True):
+        for one, done in zip(as_list(side), as_list(copy), strict=True):
             one.copy_(done)
     return sides[0], FakeWork().boxed()

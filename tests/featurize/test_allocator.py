@@ -397,3 +397,26 @@ def test_freed_address_ranges_are_reused_from_the_lowest_on():
     assert space.take(6 * MIB, "segment_alloc") == a
     space.give(c, 2 * MIB)
     assert space.take(8 * MIB, "segment_alloc") == c
+
+
+def test_memory_that_another_stream_uses_is_given_to_nobody_before_that_ends():
+    allocator = CachingAllocator()
+    first = allocator.allocate(30 * MIB)
+    allocator.retire(first)
+    assert allocator.allocated_bytes == 0 and allocator.peak_reserved_bytes == 30 * MIB
+    second = allocator.allocate(30 * MIB)
+    assert allocator.peak_reserved_bytes == 60 * MIB
+    allocator.settle(first)
+    allocator.free(second)
+    allocator.allocate(30 * MIB), allocator.allocate(30 * MIB)
+    assert allocator.peak_reserved_bytes == 60 * MIB == allocator.allocated_bytes
+
+
+def test_out_of_memory_waits_for_other_streams():
+    allocator = CachingAllocator(40 * MIB)
+    first = allocator.allocate(30 * MIB)
+    allocator.retire(first)
+    allocator.allocate(30 * MIB)
+    assert allocator.retries == 1
+    allocator.settle(first)  # already given back
+    assert allocator.allocated_bytes == 30 * MIB == allocator.reserved_bytes

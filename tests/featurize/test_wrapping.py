@@ -107,6 +107,7 @@ PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
         {"tp": 2, "tp_plan": PLAN},
         {"fsdp": 2, "tp": 2, "wrap": ["Block"], "tp_plan": PLAN, "network_gb_s": 12.5},
         "fsdp=2,wrap=[Linear,Block],cpu_offload=true",
+        "ddp=2,fsdp=2,fsdp_version=1,backward_prefetch=none,no_sync=true,use_orig_params=false,limit_all_gathers=false",
         "fsdp=2,cp=4,ep=8,cp_rotate=alltoall,cp_load_balance=false",
         "tp=2,tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise},gpus_per_node=4",
     ],

@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--bf16", action="store_true")
+parser.add_argument("--fsdp", action="store_true")
 arguments = parser.parse_args()
 
 
@@ -23,9 +24,14 @@ config = LlamaConfig(
     vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=4, use_cache=False,
 )  # fmt: skip
+shards = {
+    "fsdp": "full_shard auto_wrap",
+    "fsdp_config": {"version": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}
 training = TrainingArguments(
     "output", per_device_train_batch_size=8, max_steps=20, logging_steps=1, save_steps=5, report_to="none",
     bf16=arguments.bf16, dataloader_num_workers=2, optim="adamw_torch", max_grad_norm=1.0,
+    **(shards if arguments.fsdp else {}),
 )  # fmt: skip
 trainer = Trainer(LlamaForCausalLM(config), training, train_dataset=Sentences(), eval_dataset=Sentences())
 assert trainer.args.device.type == "cuda"

@@ -1,0 +1,179 @@
+"""A rank of `FullyShardedDataParallel` in a trace, against real ones over gloo: bytes and collectives are the same."""
+
+import pytest
+import torch
+from rank_watch import watched_steps
+from real_ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from uneven_net import BATCH, WIDTH, Net
+
+from conf.errors import UsageError
+from featurize.device_spec import load_device
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.sharding import shard
+from featurize.replay import replay
+from featurize.trace import trace_step
+from featurize.training import Training, TrainingStep
+
+
+class Adapted(nn.Module):
+    """A frozen net whose blocks have a small part that trains beside, as with LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net().requires_grad_(False)
+        for block in self.net.blocks:
+            block.wide.bias.requires_grad_(True)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+HALVES = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+# Of `Parallel`, of `Training`, and the model.
+CASES = {
+    "two": ({"fsdp": 2}, {}, Net),
+    "three": ({"fsdp": 3}, {}, Net),
+    "whole flat parameters": ({"fsdp": 2, "use_orig_params": False}, {}, lambda: Net().requires_grad_(True)),
+    "kept": ({"fsdp": 2, "reshard_after_forward": False}, {}, Net),
+    "halves": ({"fsdp": 3, **HALVES}, {}, Net),
+    "reduced in halves": ({"fsdp": 2, "param_dtype": "bf16"}, {}, Net),
+    "true halves": ({"fsdp": 2}, {"precision": "bf16-true"}, Net),
+    "kept halves": ({"fsdp": 2, "reshard_after_forward": False, **HALVES}, {}, Net),
+    "checkpointed": ({"fsdp": 2}, {}, lambda: Net(again=True)),
+    "gathered after": ({"fsdp": 2, "backward_prefetch": "post"}, {}, Net),
+    "not ahead": ({"fsdp": 2, "backward_prefetch": "none"}, {}, Net),
+    "no limit": ({"fsdp": 2, "limit_all_gathers": False}, {}, Net),
+    "one unit each": ({"fsdp": 2, "wrap": ("Linear",)}, {}, Net),
+    "accumulated": ({"fsdp": 2}, {"accumulation": 3}, Net),
+    "accumulated apart": ({"fsdp": 2, "no_sync": True}, {"accumulation": 3}, Net),
+    "accumulated halves": ({"fsdp": 3, "no_sync": True, **HALVES}, {"accumulation": 2}, Net),
+    "kept apart": ({"fsdp": 2, "no_sync": True, "reshard_after_forward": False}, {"accumulation": 2}, Net),
+    "adapted": ({"fsdp": 2}, {"optimizer": "momentum"}, Adapted),
+    "adapted apart": ({"fsdp": 3, "no_sync": True}, {"accumulation": 2}, Adapted),
+    "clipped": ({"fsdp": 2}, {"clip_norm": 1.0}, Net),
+    "hybrid": ({"ddp": 2, "fsdp": 2}, {}, Net),
+    "hybrid halves": ({"ddp": 2, "fsdp": 2, "reshard_after_forward": False, **HALVES}, {}, lambda: Net(again=True)),
+}  # fmt: skip
+
+
+def loss_of(output, _target):
+    return output.square().sum()
+
+
+def layout_of(name):
+    return Parallel(fsdp_version=1, **CASES[name][0])
+
+
+def training_of(name):
+    return Training(**{"optimizer": "sgd", "implementation": "foreach", **CASES[name][1]})
+
+
+def train_real(rank):
+    """One of four real processes, which trains the cases in which it takes part."""
+    measured = {}
+    for name, (_, _, make) in CASES.items():
+        parallel = layout_of(name)
+        places = torch.arange(parallel.ranks).view(*parallel.axes.values())
+        mesh = DeviceMesh("cpu", places, mesh_dim_names=tuple(parallel.axes))
+        if rank < parallel.ranks:
+            target = torch.zeros(())
+            batch = torch.randn(BATCH, WIDTH)
+            step = TrainingStep(
+                make(), training_of(name), "cpu", loss=loss_of,
+                wrap=lambda model, own=(parallel, mesh): shard(model, *own),
+            )  # fmt: skip
+            measured[name] = watched_steps(
+                step.model, (batch, target), lambda own=(step, batch, target): own[0]((own[1],), own[2])
+            )
+    return measured
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4)
+
+
+def traced(name, rank=0):
+    return trace_step(
+        CASES[name][2], torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta"), loss_of,
+        settings=training_of(name), training_loop=False, parallel=layout_of(name), rank=rank,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_and_collectives_are_those_of_real_flat_ranks(measured, name):
+    for rank in range(layout_of(name).ranks):
+        trace, real = traced(name, rank), measured[rank][name]
+        assert [[one.kind, one.nbytes] for one in trace.collectives] == real["sent"]
+        assert trace.peak_live_bytes == real["peak"]
+
+
+def test_gathered_parameters_wait_for_their_stream_unless_the_host_does():
+    limited, free = (traced(name) for name in ("two", "no limit"))
+    assert limited.peak_live_bytes == free.peak_live_bytes
+    assert any(block.kept_until for block in limited.blocks if block.kind == "gathered_parameter")
+    waits = [
+        sum(max(0, block.kept_until - place) for place, block in given_back_in(trace)) for trace in (limited, free)
+    ]
+    assert 0 < waits[0] < waits[1]
+    device = load_device("A100-SXM4-40GB")
+    assert replay(limited, device).peak_allocated == replay(free, device).peak_allocated
+
+
+def given_back_in(trace):
+    return [(place, trace.blocks[event.block]) for place, event in enumerate(trace.events) if event.nbytes < 0]
+
+
+def test_gathers_wait_for_what_the_host_waits_for():
+    after = {
+        name: [one.after for one in traced(name).collectives if one.kind == "all_gather"]
+        for name in ("two", "no limit")
+    }
+    assert max(after["no limit"]) == 0 < max(after["two"])
+
+
+def test_whole_gradients_stay_until_the_step_that_reduces_them():
+    together, apart = (traced(name) for name in ("accumulated", "accumulated apart"))
+    sent = [[one.kind for one in trace.collectives].count("reduce_scatter") for trace in (together, apart)]
+    assert sent[0] == 3 * sent[1]
+    whole = sum(p.numel() for p in Net().parameters()) * 4
+    assert apart.breakdown["unreduced_gradient"] > together.breakdown["unreduced_gradient"]
+    assert apart.breakdown["unreduced_gradient"] >= 0.6 * whole
+
+
+def test_parameters_are_those_of_the_whole_model():
+    assert traced("two").parameters == sum(p.numel() for p in Net().parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("fsdp=2,tp=2,fsdp_version=1", "fsdp_version=1 goes with ddp alone, not with tp"),
+        ("fsdp=2,cp=2,ep=2,fsdp_version=1", "not with cp, ep"),
+        ("fsdp=4,fsdp_version=1,reshard_after_forward=2", "FULL_SHARD.*not a number"),
+        ("fsdp=4,fsdp_version=3", "fsdp_version must be 2 .* or 1"),
+        ("fsdp=4,fsdp_version=1,backward_prefetch=soon", "backward_prefetch must be one of pre, post, none"),
+        ("fsdp=4,fsdp_version=1,cpu_offload=true", "cpu_offload with fsdp_version=1 is not estimated yet"),
+        ("fsdp=4,no_sync=true", "no_sync: of fsdp_version=1 only"),
+        ("ddp=4,fsdp_version=1", "fsdp_version: of fsdp only"),
+    ],
+)
+def test_what_does_not_go_with_flat_parameters_is_refused(given, message):
+    with pytest.raises(UsageError, match=message):
+        parse_parallel(given)
+
+
+def test_frozen_parameters_beside_others_need_the_original_ones():
+    with pytest.raises(UsageError, match="use_orig_params=true"):
+        trace_step(
+            Adapted, torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta"), loss_of,
+            parallel=parse_parallel("fsdp=2,fsdp_version=1,use_orig_params=false"),
+        )  # fmt: skip
+
+
+def test_no_prefetch_is_none_as_text_has_it():
+    assert parse_parallel("fsdp=2,fsdp_version=1,backward_prefetch=none").backward_prefetch == "none"
+    assert parse_parallel({"fsdp": 2, "fsdp_version": 1, "backward_prefetch": None}).backward_prefetch == "none"
