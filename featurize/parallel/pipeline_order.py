@@ -12,14 +12,47 @@ from typing import Any, cast
 from torch.distributed.pipelining import schedules
 
 from featurize.parallel.layout import Parallel
-from featurize.parallel.pipeline import schedule_class
+from featurize.parallel.layout_modes import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from featurize.parallel.pipeline_time import Compute, Item, Message, Post, Wait
 from featurize.replacing import replaced
+
+_CLASSES = {
+    GPIPE: schedules.ScheduleGPipe,
+    ONE_F_ONE_B: schedules.Schedule1F1B,
+    INTERLEAVED: schedules.ScheduleInterleaved1F1B,
+}
+
+
+def schedule_class(parallel: Parallel) -> type:
+    """Return PyTorch's class of a layout's schedule."""
+    return _CLASSES[parallel.order]
 
 
 def orders_of(parallel: Parallel) -> list[list[Item]]:
     """Return the items of each rank of `pp`, in the order in which it comes to them."""
     return [_order(parallel, rank) for rank in range(parallel.pp)]
+
+
+def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, set[int]]:
+    """Return micro-batches of each stage of a rank whose passes show what all others do, but for the first one's.
+
+    Args:
+        order: Of the rank.
+        by_state: A pass finds the parameters of its stage as the pass before it left them: gathered, or not.
+    """
+    noted: dict[int, set[int]] = {}
+    before: dict[int, str] = {}
+    known: set[tuple[str | int, ...]] = set()
+    for one in order:
+        if not isinstance(one, Compute):
+            continue
+        context = (one.stage, one.phase, before.get(one.stage, "") if by_state else "")
+        of_stage = noted.setdefault(one.stage, set())
+        if one.micro_batch and context not in known:
+            known.add(context)
+            of_stage.add(one.micro_batch)
+        before[one.stage] = one.phase
+    return noted
 
 
 def _order(parallel: Parallel, rank: int) -> list[Item]:

@@ -10,21 +10,34 @@ from dataclasses import replace
 
 from featurize.device_spec import DeviceSpec
 from featurize.parallel.layout import Parallel
+from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.replay import replay
 from featurize.step_trace import RanksAlike, StepTrace
 
 
-def trace_ranks(trace_rank: Callable[[int], StepTrace], parallel: Parallel, spec: DeviceSpec) -> StepTrace:
+def trace_ranks(
+    of_rank: Callable[[int, bool], StepTrace], parallel: Parallel, spec: DeviceSpec, rank: int | None = None
+) -> StepTrace:
     """Return the trace of the rank that needs the most memory, with those of all others in its `pipeline.groups`.
 
     Ranks are of one kind whose stages hold modules that are alike. The first of them has the most micro-batches in
     flight, whatever the schedule.
 
     Args:
-        trace_rank: Gives the trace of one of all ranks.
+        of_rank: Gives the trace of one of all ranks; its second argument is `every_pass` of `trace_step`.
         parallel: The job, with a pipeline.
         spec: The GPU model, whose allocator says who needs the most.
+        rank: The only one that is wanted, of all ranks. None: all of them.
     """
+
+    def trace_rank(number: int) -> StepTrace:
+        try:
+            return of_rank(number, False)
+        except DoesNotRepeat:
+            return of_rank(number, True)
+
+    if rank is not None:
+        return trace_rank(rank)
     first = trace_rank(0)
     assert first.pipeline is not None, "a rank of a pipeline"
     traces: dict[Hashable, StepTrace] = {}

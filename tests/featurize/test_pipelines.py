@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from conf.errors import UsageError
 from featurize.parallel.layout import Parallel
-from featurize.parallel.pipeline import schedule_class
+from featurize.parallel.pipeline_order import schedule_class
 from featurize.parallel.sharding import shard_units, split_modules
 from featurize.trace import TraceError, trace_step
 from featurize.training import Training, TrainingStep
