@@ -18,7 +18,8 @@ from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_para
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
 _ASKED_FOR = ("cp",)  # modes that are tried where they are named: a plan takes several times as long
-_LEFT_OUT = "{names} left out of this plan; modes=[ddp,fsdp,tp,{names}] tries {them}"
+_LEFT_OUT = "{names}: left out of this plan; modes= names what is tried, as in modes=[ddp,fsdp,tp,{names}]"
+_MIXED = "stages of a pipeline are replicated or sharded, not both: pp with ddp and fsdp is left out"
 _EXPERTS_LEFT_OUT = "ep is left out of plans; learn.estimate answers for a layout of it, as in parallel=fsdp=8,ep=4"
 # Fields that decide nothing of what a rank's step runs and takes.
 _OF_THE_NETWORK = ("gpus_per_node", "network_gb_s")
@@ -111,13 +112,15 @@ def meshes_of(
     layouts: list[Parallel] = []
     notes: dict[str, None] = {_EXPERTS_LEFT_OUT: None}
     if others := [mode for mode in MODES if mode not in modes]:
-        them = "them" if len(others) > 1 else "it"
-        notes[_LEFT_OUT.format(names=",".join(others), them=them)] = None
+        notes[_LEFT_OUT.format(names=",".join(others))] = None
     for degrees in _products(gpus, len(modes)):
         named: dict[str, Any] = dict(zip(modes, degrees, strict=True))
         wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > of_node]
         if wide:
             notes[f"{wide[0]} over more than the {of_node} GPUs of a node is left out"] = None
+            continue
+        if all(named.get(mode, 1) > 1 for mode in ("pp", *_OF_DATA)):
+            notes[_MIXED] = None
             continue
         try:
             layouts.append(layout_of(named, settings))

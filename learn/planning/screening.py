@@ -56,7 +56,8 @@ class Screening:
         from featurize.deeper import CannotDeepen, deeper
 
         parallel, training = question.job.parallel, training_of(question.job.settings)
-        if parallel is None or not parallel.shards:  # buckets of gradients hold parts of several blocks
+        # Buckets of gradients hold parts of several blocks, and stages of a pipeline have blocks of their own.
+        if parallel is None or not parallel.shards or parallel.pp > 1:
             return {}
         kind = tuple(parallel.groups), training.checkpointing
         period = training.checkpoint_every if training.checkpointing else 1
