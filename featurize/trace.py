@@ -130,7 +130,7 @@ def trace_step(
                a job has batches of a single shape
     rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is
                the default. Ranks of a pipeline have different stages: by default each kind of them is traced, and the
-               trace is that of the one that needs the most memory (`featurize.parallel.pipeline_ranks`)
+               trace is that of the one with the most bytes alive (`featurize.parallel.pipeline_ranks`)
     every_pass  of a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
                `featurize.parallel.repeated_passes.DoesNotRepeat` where they are not. None: the latter, where it goes
 
@@ -146,15 +146,17 @@ def trace_step(
         raise TypeError("optimizer and precision are part of settings: give either")
     spec = device if isinstance(device, DeviceSpec) else load_device(device)
     if parallel is not None and parallel.pp > 1 and every_pass is None:
-        from featurize.parallel.pipeline_ranks import trace_ranks
+        from featurize.parallel.pipeline_ranks import built_once, trace_ranks
+
+        built = built_once(model)
 
         def of_rank(number: int, every_pass: bool) -> StepTrace:
             return trace_step(
-                model, inputs, target, loss, device=spec, settings=settings, training_loop=training_loop,
+                built, inputs, target, loss, device=spec, settings=settings, training_loop=training_loop,
                 batches=batches, parallel=parallel, rank=number, every_pass=every_pass,
             )  # fmt: skip
 
-        return trace_ranks(of_rank, parallel, spec, rank)
+        return trace_ranks(of_rank, parallel, rank)
     heads = [0]
     collecting = gc.isenabled()
     gc.disable()  # a collection at a random moment would make two traces differ
