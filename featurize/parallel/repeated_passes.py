@@ -307,7 +307,7 @@ class _Reading:
             of, number = _OWN, block
         else:
             raise DoesNotRepeat("a pass gives what was there before")
-        return _Result(of, number, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return _Result(of, number, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 def _block_of(recorder: Recorder, tensor: Tensor) -> int:
