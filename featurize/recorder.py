@@ -62,7 +62,9 @@ class Recorder(TorchDispatchMode):
         self.name_modules(model)
         self._running: list[str] = []  # paths of the modules whose forward pass runs
         self._node_modules: dict[int, str] = {}  # autograd node -> the module whose forward pass made it
+        self.decided = 0  # operators whose results known values decided
         self._sizes: list[int] = []
+        self._storages: list[int] = []
         self._kinds: list[str | None] = []
         self._makers: list[tuple] = []  # operator, module, library call
         self._streams: list[int] = []
@@ -115,18 +117,19 @@ class Recorder(TorchDispatchMode):
         for tensor in _meta_tensors(tensors):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
-                self._live[storage._cdata] = self._take(0, "parameter", ("", "", None)), self._watched(storage)
+                block = self._take(0, "parameter", ("", "", None), storage._cdata)
+                self._live[storage._cdata] = block, self._watched(storage)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
         """The step's batch is copied to the device, then the last step's is given back."""
         old, self._batch = self._batch, []
         self.values.learn(tensors, default=1)
         for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.is_meta}.values():
-            block = self._take(storage.nbytes(), "batch", ("", "", None))
+            block = self._take(storage.nbytes(), "batch", ("", "", None), storage._cdata)
             self._live[storage._cdata] = (block, weakref.ref(storage))
             self._batch.append(block)
         for block in old:
-            self._give_back(block)
+            self.give_back(block)
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what live blocks are."""
@@ -149,8 +152,8 @@ class Recorder(TorchDispatchMode):
         block, _ = self._live[key]
         if self._sizes[block] == nbytes:
             return
-        self._give_back(block)
-        self._live[key] = self._take(nbytes, self._kinds[block], self._makers[block]), self._watched(storage)
+        self.give_back(block)
+        self._live[key] = self._take(nbytes, self._kinds[block], self._makers[block], key), self._watched(storage)
 
     def used_on(self, tensor: Tensor, stream: int) -> None:
         """Hear that a stream uses a tensor (`record_stream`)."""
@@ -181,6 +184,49 @@ class Recorder(TorchDispatchMode):
     def maker_of(self, block: int) -> tuple[str, str]:
         """Return the operator and the module that made a block."""
         return self._makers[block][:2]
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks were taken so far."""
+        return len(self._sizes)
+
+    def block_of(self, tensor: Tensor) -> int:
+        """Return the block of a tensor that is recorded."""
+        return self._live[local_tensor(tensor).untyped_storage()._cdata][0]
+
+    def size_of(self, block: int) -> int:
+        """Return the bytes of a block."""
+        return self._sizes[block]
+
+    def storage_of(self, block: int) -> int:
+        """Return the address of the storage that took a block; 0 for a workspace."""
+        return self._storages[block]
+
+    def signature(self, block: int) -> tuple:
+        """Return what is the same for blocks that stand for each other."""
+        return self._sizes[block], self._kinds[block], self._makers[block], self._streams[block]
+
+    def take_again(self, block: int) -> int:
+        """Note that as much memory is taken as a block has, by the same operator; return the new block."""
+        before, self.stream = self.stream, self._streams[block]
+        again = self._take(self._sizes[block], self._kinds[block], self._makers[block])
+        self.stream = before
+        return again
+
+    def block_in(self, storage: int) -> int | None:
+        """Return the block that a storage holds, by its address; None where it does not live."""
+        live = self._live.get(storage)
+        return None if live is None else live[0]
+
+    def hold_in(self, storage: int, block: int) -> None:
+        """Hear that a storage that lives, by its address, holds another block from now on."""
+        self._storages[block] = storage
+        self._live[storage] = block, self._live[storage][1]
+
+    def stand_for(self, block: int, storage: torch.UntypedStorage) -> None:
+        """Hear that a block lives as long as a storage."""
+        self._storages[block] = storage._cdata
+        self._live[storage._cdata] = block, self._watched(storage)
 
     def stop(self) -> None:
         """End the record: what dies from here on is not the step's doing."""
@@ -253,6 +299,7 @@ class Recorder(TorchDispatchMode):
             return 1.0  # a norm that scales an update: it decides no size
         decided = self.values.decide(func, traits.name, args, kwargs)
         if decided is not NotImplemented:
+            self.decided += 1
             return decided
         out = self._results.of(func, traits.name, args, kwargs)
         if self.ranks is not None and traits.name == "aten::empty":
@@ -455,18 +502,19 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return False
-        self._live[key] = self._take(storage.nbytes(), kind, maker), self._watched(storage)
+        self._live[key] = self._take(storage.nbytes(), kind, maker, key), self._watched(storage)
         return True
 
     def _watched(self, storage: torch.UntypedStorage) -> weakref.ref:
         def died(_: weakref.ref, key: int = storage._cdata) -> None:
             if (live := self._live.pop(key, None)) is not None:
-                self._give_back(live[0])
+                self.give_back(live[0])
 
         return weakref.ref(storage, died)
 
-    def _take(self, nbytes: int, kind: str | None, maker: tuple) -> int:
+    def _take(self, nbytes: int, kind: str | None, maker: tuple, storage: int = 0) -> int:
         self._sizes.append(nbytes)
+        self._storages.append(storage)
         self._kinds.append(kind)
         self._makers.append(maker)
         self._streams.append(self.stream)
@@ -476,7 +524,8 @@ class Recorder(TorchDispatchMode):
         self.events.append(Event(len(self._sizes) - 1, nbytes, self.step, self.phase))
         return len(self._sizes) - 1
 
-    def _give_back(self, block: int) -> None:
+    def give_back(self, block: int) -> None:
+        """Note that a block's memory is given back."""
         self._waiting.give_back(block, len(self.events))
         self.events.append(Event(block, -self._sizes[block], self.step, self.phase))
 

@@ -27,6 +27,7 @@ from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.parallel.buckets import limits_of
 from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.layout import Parallel
+from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.parallel.zero_settings import settings_of_ranks
 from featurize.parallel.zero_sharded_rank import zero_rank
 from featurize.quantized import elements, replace_bitsandbytes
@@ -106,6 +107,7 @@ def trace_step(
     batches: Sequence[Tensor | Inputs | Callable] = (),
     parallel: Parallel | None = None,
     rank: int | None = None,
+    every_pass: bool | None = None,
 ) -> StepTrace:
     """The trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
 
@@ -128,7 +130,9 @@ def trace_step(
                a job has batches of a single shape
     rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is
                the default. Ranks of a pipeline have different stages: by default each kind of them is traced, and the
-               trace is that of the one that needs the most memory (`featurize.parallel.pipeline_ranks`)
+               trace is that of the one with the most bytes alive (`featurize.parallel.pipeline_ranks`)
+    every_pass  of a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
+               `featurize.parallel.repeated_passes.DoesNotRepeat` where they are not. None: the latter, where it goes
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
     for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.library_calls` notes what cuDNN and
@@ -141,16 +145,18 @@ def trace_step(
     elif optimizer is not None or precision is not None:
         raise TypeError("optimizer and precision are part of settings: give either")
     spec = device if isinstance(device, DeviceSpec) else load_device(device)
-    if parallel is not None and parallel.pp > 1 and rank is None:
-        from featurize.parallel.pipeline_ranks import trace_ranks
+    if parallel is not None and parallel.pp > 1 and every_pass is None:
+        from featurize.parallel.pipeline_ranks import built_once, trace_ranks
 
-        def of_rank(number: int) -> StepTrace:
+        built = built_once(model)
+
+        def of_rank(number: int, every_pass: bool) -> StepTrace:
             return trace_step(
-                model, inputs, target, loss, device=spec, settings=settings, training_loop=training_loop,
-                batches=batches, parallel=parallel, rank=number,
+                built, inputs, target, loss, device=spec, settings=settings, training_loop=training_loop,
+                batches=batches, parallel=parallel, rank=number, every_pass=every_pass,
             )  # fmt: skip
 
-        return trace_ranks(of_rank, parallel, spec)
+        return trace_ranks(of_rank, parallel, rank)
     heads = [0]
     collecting = gc.isenabled()
     gc.disable()  # a collection at a random moment would make two traces differ
@@ -165,7 +171,7 @@ def trace_step(
 
             if parallel.own > 1 and isinstance(model, nn.Module):
                 raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
-            sharded = entered.enter_context(sharded_rank(parallel, rank or 0))
+            sharded = entered.enter_context(sharded_rank(parallel, rank or 0, every_pass=every_pass is not False))
         elif parallel is not None:
             settings = settings_of_ranks(parallel, settings)
         if isinstance(model, nn.Module):
@@ -243,7 +249,7 @@ def trace_step(
             sequence = None
             if len(of_shape) == 1:
                 for number in range(1, STEPS + 1):
-                    runner.run(number, *of_shape[0], keep_operators=number == STEPS)
+                    runner.run(number, *of_shape[0], keep_operators=number == STEPS or stages is not None)
             else:
                 sequence = StepSequence(
                     recorder, lambda number, shape: runner.run(number, *of_shape[shape], mixed=True)
@@ -273,7 +279,7 @@ def trace_step(
             collectives=wrapper.collectives() if wrapper is not None else (),
             pipeline=pipeline,
         )
-    except (CommandError, TraceError):
+    except (CommandError, TraceError, DoesNotRepeat):
         raise
     except Exception as error:  # a model may raise anything
         operator, module = origin(error)

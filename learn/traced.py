@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -48,6 +48,7 @@ class TracedStep:
     breakdown   part -> MiB at the peak, which sum to `step.peak_memory_mib`. `fragmentation` is what the allocator
                 reserves at its peak beyond the live tensors' own bytes, their rounding included
     communication_mib   what communication libraries keep outside the allocator
+    of_ranks    number of a rank of a pipeline -> its memory; of the first one of each kind
     """
 
     trace: StepTrace
@@ -55,6 +56,7 @@ class TracedStep:
     step: SimulatedStep
     breakdown: Mapping[str, float]
     communication_mib: float = 0.0
+    of_ranks: Mapping[int, MemoryProfile] = field(default_factory=dict)
 
 
 def step_of(
@@ -71,14 +73,25 @@ def step_of(
     one call to the next, so that GPU models with the same attention kernels share theirs. Raises `CannotTrace`, and
     `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
     """
+    from featurize.parallel.simulated_rank import ranks_of_stages
     from featurize.replay import outside_mib, replay
     from featurize.simulate import simulate
 
     spec = describe_device(device)
+    benchmark = job.settings.cudnn_benchmark
+
+    def replayed(trace: StepTrace, timeline: bool) -> MemoryProfile:
+        return replay(trace, spec, cudnn_benchmark=benchmark, allocator=allocator, timeline=timeline)
+
     trace = trace_of(job, spec, traces)
-    memory = replay(trace, spec, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline)
+    groups = () if trace.pipeline is None else trace.pipeline.groups
+    of_ranks = {group.ranks[0]: replayed(group.trace, False) for group in groups}
+    if groups:
+        worst = max(of_ranks, key=lambda rank: (of_ranks[rank].peak_reserved, of_ranks[rank].peak_allocated))
+        trace = ranks_of_stages(trace)[worst]
+    memory = replayed(trace, timeline) if timeline or not groups else of_ranks[worst]
     step = simulate(trace, spec, job.settings, memory=memory)
-    return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)))
+    return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)), of_ranks=of_ranks)
 
 
 def trace_of(job: Workload, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:

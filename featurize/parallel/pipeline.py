@@ -1,54 +1,37 @@
-"""One rank of a pipeline in a trace: PyTorch's own schedule runs, over stages on meta tensors, and sends nothing.
+"""One rank of a pipeline in a trace: PyTorch's own schedule runs, over stages on meta tensors.
 
-Start reading at `PipelineRank`. What is replaced in `schedules_on_meta` is private to PyTorch: real ranks are the test
-of it (tests/featurize/test_pipelines.py), with the installed release.
+Start reading at `PipelineRank`; `featurize.parallel.traced_stage` has the stages that the schedule runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from conf.errors import UsageError
 from featurize.batches import Inputs, named_tensors, tensors_of
-from featurize.parallel.collectives import SEND
 from featurize.parallel.data_parallel import Replica
 from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import GPIPE, INTERLEAVED, ONE_F_ONE_B
-from featurize.parallel.sharding import DTYPES, shard_units, split_modules, units
+from featurize.parallel.pipeline_order import noted_micro_batches, orders_of, schedule_class
+from featurize.parallel.repeated_passes import RepeatedPasses
+from featurize.parallel.shard_states import ShardStates
+from featurize.parallel.sharding import shard_units, split_modules, units
 from featurize.parallel.stages import Stage, Survey, cut, starts_of, surveyed
 from featurize.parallel.streams import Streams
+from featurize.parallel.traced_stage import AXIS, Surroundings, TracedStage, example_of
 from featurize.recorder import Recorder
-from featurize.replacing import replaced
 from featurize.skeleton import on_meta
-from featurize.step_trace import COMMUNICATION, Collective, PipelinePart, StagePass
+from featurize.step_trace import Collective, PipelinePart, StagePass
 from featurize.training import TrainingStep
 
-AXIS = "pp"
-_CLASSES = {
-    GPIPE: schedules.ScheduleGPipe,
-    ONE_F_ONE_B: schedules.Schedule1F1B,
-    INTERLEAVED: schedules.ScheduleInterleaved1F1B,
-}
 _LABELS = "labels"  # the argument from which transformers' models compute their loss
-
-
-def schedule_class(parallel: Parallel) -> type:
-    """Return PyTorch's class of a layout's schedule."""
-    return _CLASSES[parallel.order]
 
 
 class Parts(nn.Module):
@@ -71,10 +54,12 @@ class PipelineRank:
         mesh: Of all ranks.
         streams: Of the GPU.
         rank: Which of all ranks, from 0.
+        every_pass: Each pass of each micro-batch runs; False: passes that are alike are repeated.
     """
 
-    def __init__(self, parallel: Parallel, mesh: DeviceMesh, streams: Streams, rank: int) -> None:
+    def __init__(self, parallel: Parallel, mesh: DeviceMesh, streams: Streams, rank: int, *, every_pass: bool) -> None:
         self._parallel, self._mesh, self._streams = parallel, mesh, streams
+        self._place, self._every_pass = rank // parallel.of_stage, every_pass
         self._numbers = [rank // parallel.of_stage + part * parallel.pp for part in range(parallel.parts)]
         self._stages: list[Stage] = []
         self._replicas: list[Replica] = []
@@ -85,6 +70,7 @@ class PipelineRank:
         self._sent: tuple[int, ...] = ()
         self._run: Callable[..., Any] | None = None
         self._step: TrainingStep | None = None
+        self._passes_run: RepeatedPasses | None = None
 
     # -- making it
 
@@ -126,7 +112,7 @@ class PipelineRank:
         if not self._kinds:
             self._kinds = _kinds(survey, starts)
             self._starts = tuple(survey.paths[at] for at in starts[1:-1])
-            given = [_example(survey.outputs[at - 1], parallel) for at in starts[1:-1]]
+            given = [example_of(survey.outputs[at - 1], parallel) for at in starts[1:-1]]
             self._sent = tuple(one.nbytes for one in tensors_of(given))
         stage = cut(model, survey, starts[number], starts[number + 1], inputs)
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -148,10 +134,14 @@ class PipelineRank:
         of_data = parallel.ddp > 1 and parallel.fsdp == 1
         if of_data:
             self._replicas = [Replica(stage.model, recorder, parallel, axis="ddp") for stage in self._stages]
+        self._passes_run = passes = self._repeated_passes(recorder, (*tensors_of(inputs), *tensors_of(target)))
         stages = [
-            _TracedStage(
-                stage, number, parallel, self._mesh.get_group(AXIS), recorder, self._heard,
-                self._replicas[place] if of_data else None,
+            TracedStage(
+                stage, number, parallel, self._mesh.get_group(AXIS),
+                Surroundings(
+                    recorder, passes, self._heard, lambda: step.on_phase("forward"),
+                    self._replicas[place] if of_data else None,
+                ),
             )
             for place, (stage, number) in enumerate(zip(self._stages, self._numbers, strict=True))
         ]  # fmt: skip
@@ -159,8 +149,11 @@ class PipelineRank:
         scale, last = step.settings.accumulation, self._stages[-1]
 
         def loss_of(_output: Any, chunk: Tensor) -> Tensor:
-            loss = step.loss(last.output(), target if whole else chunk)
-            return loss / scale if scale > 1 else loss
+            def compute() -> Tensor:
+                loss = step.loss(last.output(), target if whole else chunk)
+                return loss / scale if scale > 1 else loss
+
+            return stages[-1].loss(compute)
 
         schedule = schedule_class(parallel)(
             stages[0] if parallel.parts == 1 else stages, n_microbatches=parallel.chunks, loss_fn=loss_of
@@ -168,6 +161,23 @@ class PipelineRank:
         targets = torch.empty(parallel.chunks, device="meta") if whole else target
         self._run, self._step = schedule.step, step
         self._recorder, self._targets = recorder, targets
+
+    def _repeated_passes(self, recorder: Recorder, batch: Sequence[Tensor]) -> RepeatedPasses:
+        """The first micro-batch makes gradients, and what modules keep; with the last one, replicas reduce."""
+        parallel, states = self._parallel, {}
+        for stage, number in zip(self._stages, self._numbers, strict=True):
+            states[number] = ShardStates(stage.model, recorder, self._streams)
+        noted = None
+        if not self._every_pass:
+            noted = noted_micro_batches(orders_of(parallel)[self._place], by_state=parallel.sharded > 1)
+        unlike = (0, parallel.chunks - 1) if self._replicas else (0,)
+        known = [values for one in batch if (values := recorder.values.of(one)) is not None and values.dim()]
+        differ = any(
+            not torch.equal(chunk, one.chunk(parallel.chunks)[0])
+            for one in known
+            for chunk in one.chunk(parallel.chunks)
+        )
+        return RepeatedPasses(recorder, self._streams, states, noted, unlike, values_differ=differ)
 
     # -- running it
 
@@ -197,6 +207,8 @@ class PipelineRank:
                 given = step.converted(inputs)
                 args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
             losses: list[Tensor] = []
+            assert self._passes_run is not None, "`begin` was called"
+            self._passes_run.begin_schedule()
             target = self._targets if self._stages[-1].last else None
             output = self._scheduled(args, kwargs, target, losses)
             step.hold(output, losses)
@@ -244,102 +256,6 @@ class PipelineRank:
         return PipelinePart(
             kinds=self._kinds, starts=self._starts, sent=self._sent, passes=tuple(self._passes), end=self._end
         )
-
-
-class _TracedStage(PipelineStage):
-    """PyTorch's stage, which says what begins and what its memory is for."""
-
-    def __init__(
-        self,
-        stage: Stage,
-        number: int,
-        parallel: Parallel,
-        group: dist.ProcessGroup,
-        recorder: Recorder,
-        hear: Callable[[str, int, int], None],
-        replica: Replica | None,
-    ) -> None:
-        super().__init__(
-            stage.model, number, parallel.stages, torch.device("meta"), group=group,
-            input_args=_example(stage.received, parallel), output_args=_example(stage.given, parallel),
-        )  # fmt: skip
-        self._inference_mode = InferenceMode.STATIC
-        self._hear, self._replica, self._recorder = hear, replica, recorder
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._hear("forward", self.stage_index, fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._hear("backward", self.stage_index, bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def backward_maybe_with_nosync(
-        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        if self._replica is not None:
-            self._replica.buckets.synchronizes = last_backward
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        self._name_buffers(self.args_recv_info)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        self._name_buffers(self.grad_recv_info)
-
-    def _name_buffers(self, infos: Mapping[int, Sequence[Any]]) -> None:
-        buffers = [info.buffer for several in infos.values() for info in several if info.buffer is not None]
-        self._recorder.name(buffers, COMMUNICATION)
-
-
-class _Message:
-    """A message that is under way. What is sent lives as long as this (ProcessGroupNCCL.cpp, `pointToPoint`: a work's
-    `outputs_`), also after it was waited for."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def schedules_on_meta(streams: Streams) -> Iterator[None]:
-    """While entered, schedules need no other rank: stages bring the shapes of what they receive, and messages are noted
-    on the streams."""
-
-    def batched(messages: Sequence[dist.P2POp], desc: str | None = None) -> list[_Message]:
-        under_way = []
-        for one in messages:
-            tensor = one.tensor
-            if isinstance(tensor, AsyncCollectiveTensor):  # a collective makes it
-                tensor = tensor.trigger_wait()
-            if one.op is dist.isend:
-                streams.send(SEND, tensor.nbytes, AXIS, asynchronous=True)
-            under_way.append(_Message(tensor))
-        return under_way
-
-    logger = logging.getLogger("torch.distributed.pipelining")
-    with (
-        replaced(schedules, "_batch_p2p", batched),
-        replaced(schedules._PipelineSchedule, "_warmup_p2p", lambda *_: None),
-        replaced(logger, "disabled", True),  # the whole schedule where a stage fails
-        replaced(schedules.logger, "disabled", True),
-    ):
-        yield
-
-
-def _example(tensor: Tensor | None, parallel: Parallel) -> Tensor | tuple[()]:
-    if tensor is None:
-        return ()
-    dtype = tensor.dtype
-    if parallel.fsdp > 1 and parallel.param_dtype is not None and tensor.is_floating_point():
-        dtype = DTYPES[parallel.param_dtype]  # in which FSDP2 lets modules compute
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=dtype, device="meta", requires_grad=tensor.requires_grad
-    )
 
 
 def _require_even(inputs: Inputs, chunks: int) -> None:

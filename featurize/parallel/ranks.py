@@ -82,7 +82,8 @@ class Ranks:
         if name.startswith(_NO_WORK):
             return func(*args, **kwargs)
         if name == _COPY_IN:
-            self._recorder.copied(args[0])
+            if not self._recorder.paused:
+                self._recorder.copied(args[0])
             return func(*args, **kwargs)
         if self._recorder.paused and name in (*_OF_GROUPS, *_FUNCTIONAL):
             return func(*args, **kwargs)

@@ -36,22 +36,25 @@ _lock = threading.RLock()  # groups and replacements are the process's: one trac
 
 
 @contextlib.contextmanager
-def sharded_rank(parallel: Parallel, rank: int = 0) -> Iterator[ShardedRank]:
+def sharded_rank(parallel: Parallel, rank: int = 0, *, every_pass: bool = True) -> Iterator[ShardedRank]:
     """Play one rank. Of unevenly sharded parameters the first one has the largest part.
 
     Args:
         parallel: The job.
         rank: Which one, from 0.
+        every_pass: As `featurize.parallel.pipeline.PipelineRank` takes it.
     """
     streams = Streams()
     with _lock, pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
         if parallel.pp == 1:
             yield ShardedRank(parallel, mesh, streams)
             return
-        from featurize.parallel.pipeline import PipelineRank, schedules_on_meta  # their imports take a second
+        from featurize.parallel.pipeline import PipelineRank  # its imports take a second
+        from featurize.parallel.traced_stage import schedules_on_meta
 
         with schedules_on_meta(streams):
-            yield ShardedRank(parallel, mesh, streams, PipelineRank(parallel, mesh, streams, rank))
+            pipeline = PipelineRank(parallel, mesh, streams, rank, every_pass=every_pass)
+            yield ShardedRank(parallel, mesh, streams, pipeline)
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ Start reading at `Streams`, which stands for `torch.cuda` where PyTorch's wrappe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -21,6 +22,16 @@ MAIN = 0  # the stream of the kernels
 _BESIDE = -1  # that of a process group, for collectives that are asynchronous
 
 
+Moments: TypeAlias = list[tuple[int, dict[int, int]]]
+
+
+class Since(NamedTuple):
+    """A moment of a step: how many operators and collectives come before."""
+
+    operators: int
+    collectives: int
+
+
 class Streams:
     """Streams and events of the GPU on which a trace runs.
 
@@ -29,6 +40,7 @@ class Streams:
     kernels'.
 
     recorder   hears on which stream memory is taken; None while the model is built
+    sent       collectives of the step
     main       the stream of the kernels
     """
 
@@ -36,7 +48,7 @@ class Streams:
         self.recorder: Recorder | None = None
         self._all = [OneStream(self, MAIN)]
         self._current = self.main = self._all[MAIN]
-        self._sent: list[_Sent] = []
+        self.sent: list[SentNote] = []
         self._host_after = 0  # what begins now comes after so many operators, for which the host has waited
 
     # -- what torch.cuda has
@@ -71,7 +83,7 @@ class Streams:
 
     def begin_step(self) -> None:
         """Forget the collectives of the step before, for which its optimizer waited."""
-        self._sent, self._host_after = [], 0
+        self.sent, self._host_after = [], 0
         for stream in self._all:
             stream.after, stream.done = 0, {}
 
@@ -84,26 +96,57 @@ class Streams:
             axis: Whose ranks take part.
             asynchronous: It runs beside the current stream, which waits for it later.
         """
-        stream, number = self._current, len(self._sent)
+        stream, number = self._current, len(self.sent)
         after = max(stream.moment(), self._host_after)
-        self._sent.append(_Sent(kind, nbytes, axis, _BESIDE if asynchronous else stream.number, after))
+        self.sent.append(SentNote(kind, nbytes, axis, _BESIDE if asynchronous else stream.number, after))
         if not asynchronous:
             stream.done[stream.number] = number
             if stream.number == MAIN:
                 self.wait_for(number)
         return number
 
+    def repeat(self, one: SentNote, began: Since, later: Since) -> None:
+        """Note a collective like another one.
+
+        Args:
+            one: Of a pass that is repeated.
+            began: When that pass began.
+            later: So much later the repeated one begins.
+        """
+        after = max(one.after + later.operators, 0)
+        if one.after < began.operators and one.stream > MAIN:  # what it waited for came before the pass
+            after = self._all[one.stream].after
+        before = None if one.before is None else one.before + later.operators
+        self.sent.append(dataclasses.replace(one, after=after, before=before))
+
+    def moments(self) -> Moments:
+        """Return of each stream what its work waits for: so many operators, and collectives of others."""
+        return [(stream.after, dict(stream.done)) for stream in self._all]
+
+    def repeat_moments(self, before: Moments, after: Moments, later: Since) -> None:
+        """Let each stream wait for what it came to wait for between two moments, so much later in the step."""
+        for stream, (first, done), (last, all_done) in zip(self._all, before, after, strict=False):
+            if last != first:
+                stream.after = max(stream.after, last + later.operators)
+            for other, number in all_done.items():
+                if number != done.get(other):
+                    stream.done[other] = max(stream.done.get(other, -1), number + later.collectives)
+
+    def since(self) -> Since:
+        """Return the present moment of the step."""
+        return Since(self.now(), len(self.sent))
+
     def wait_for(self, number: int) -> None:
         """Let the kernels wait for one collective."""
-        if self._sent[number].before is None:
-            self._sent[number].before = self.now()
+        if self.sent[number].before is None:
+            self.sent[number].before = self.now()
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what was sent in the step, in its order. What no kernel waits for ends with the step."""
         end = self.now()
         return tuple(
             Collective(one.kind, one.nbytes, one.after, end if one.before is None else one.before, one.axis)
-            for one in self._sent
+            for one in self.sent
         )
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -134,7 +177,7 @@ class Streams:
         """Hear that a stream waits for the collectives of others up to some."""
         if stream.number != MAIN:
             return
-        for number, one in enumerate(self._sent):
+        for number, one in enumerate(self.sent):
             if one.before is None and number <= done.get(one.stream, -1):
                 one.before = self.now()
 
@@ -194,7 +237,7 @@ class StreamMoment:
 
 
 @dataclass
-class _Sent:
+class SentNote:
     """A collective of the step; `before` is None until the kernels wait for it."""
 
     kind: str

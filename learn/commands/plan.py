@@ -60,6 +60,9 @@ class PlanSettings(TrainingKeys):
         "docs/parallel.md has them",
         "mapping | text | null",
     )
+    modes: tuple[str, ...] | None = key(
+        None, "modes whose degrees are tried, of pp, ddp, fsdp, cp and tp; default all but cp", "list of text | null"
+    )
     model: str | None = same_key(EstimateSettings, "model")
     input: list[Any] | Mapping[str, Any] | None = same_key(EstimateSettings, "input")
     input_dtype: str = same_key(EstimateSettings, "input_dtype")
@@ -103,8 +106,9 @@ def entry(settings: PlanSettings) -> int:
         done = plan(
             load_factory(title, settings.arguments), model_inputs(settings.input, None), gpus=gpus, name=title,
             device=settings.device or DEFAULT_DEVICE, global_batch=settings.global_batch,
-            checkpointing=settings.checkpointing, parallel=settings.parallel, report=settings.report,
-            progress=bar.update, **{name: getattr(settings, name) for name in _SHARED}, **training,
+            checkpointing=settings.checkpointing, parallel=settings.parallel, modes=settings.modes,
+            report=settings.report, progress=bar.update,
+            **{name: getattr(settings, name) for name in _SHARED}, **training,
         )  # fmt: skip
     if settings.format == "json":
         print(json.dumps(done.to_mapping(), indent=1))

@@ -337,7 +337,7 @@ def _assembled(
                 if target == "step_time":
                     values["step_time_upper_ms"] = step.step_time_upper_ms
         timed = step if gathered.loops["step_time"] == (loop or RESIDENT) else _priced(traced, job, device, PIPELINE)
-        of_ranks, assumed = values_of_ranks(traced, job, device, talk, allocator)
+        of_ranks, assumed = values_of_ranks(traced, job, device, talk)
         values |= of_ranks
         notes += assumed
         values |= throughput_of(traced, job, device, step_time_ms=values["step_time_ms"], power_w=timed.power_w)

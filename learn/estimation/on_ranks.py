@@ -17,7 +17,6 @@ from featurize.training_settings import ALL_OPTIMIZERS, Training, training_of
 from learn.workload import Workload
 
 if TYPE_CHECKING:
-    from featurize.allocator_settings import AllocatorSettings
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.overlap import Communication
     from featurize.step_trace import PipelinePart, RanksAlike, StepTrace
@@ -146,7 +145,6 @@ def values_of_ranks(
     job: Workload,
     device: DeviceSpec,
     talk: Communication | None,
-    allocator: AllocatorSettings | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the fields of `Estimate` that speak of ranks, and what was assumed of them; none of a job on one GPU."""
     parallel = job.parallel
@@ -156,7 +154,7 @@ def values_of_ranks(
         first=0, count=parallel.ranks, peak_memory_mib=traced.step.peak_memory_mib, breakdown=dict(traced.breakdown)
     )
     part = traced.trace.pipeline
-    groups = [_group(group, traced, job, device, allocator, whole) for group in (() if part is None else part.groups)]
+    groups = [_group(group, traced, job, whole) for group in (() if part is None else part.groups)]
     values = {
         "ranks": tuple(groups) or (whole,),
         "communication_ms": talk.busy_ms,
@@ -175,12 +173,9 @@ def _group(
     alike: RanksAlike,
     traced: TracedStep,
     job: Workload,
-    device: DeviceSpec,
-    allocator: AllocatorSettings | None,
     worst: RankGroup,
 ) -> RankGroup:
     """Ranks of a pipeline with the memory of the first of them."""
-    from featurize.replay import replay
     from learn.traced import breakdown
 
     assert job.parallel is not None, "a pipeline"
@@ -188,9 +183,11 @@ def _group(
     first, count = alike.ranks[0] * size, len(alike.ranks) * size
     if alike.trace.events is traced.trace.events:
         return replace(worst, first=first, count=count)
-    memory = replay(alike.trace, device, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator)
     parts = breakdown(
-        memory, traced.breakdown["context"], traced.breakdown.get("other users", 0.0), traced.communication_mib
+        traced.of_ranks[alike.ranks[0]],
+        traced.breakdown["context"],
+        traced.breakdown.get("other users", 0.0),
+        traced.communication_mib,
     )
     return RankGroup(first=first, count=count, peak_memory_mib=sum(parts.values()), breakdown=parts)
 

@@ -7,34 +7,49 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from conf.errors import UsageError, shown
+from conf.errors import UsageError, shown, unknown_name
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXPERTS, HYBRID, MODES, OWN, apt_settings
 from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_parallel
 
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
-_NOT_TRIED = ("pp", "cp")  # they would make a plan several times as long
-_LEFT_OUT = (
-    "pp, cp and ep are left out of plans; learn.estimate answers for a layout of theirs, as in parallel=pp=2,fsdp=8, "
-    "parallel=fsdp=8,cp=2 and parallel=fsdp=8,ep=4"
-)
+_ASKED_FOR = ("cp",)  # modes that are tried where they are named: a plan takes several times as long
+_LEFT_OUT = "{names}: left out of this plan; modes= names what is tried, as in modes=[ddp,fsdp,tp,{names}]"
+_MIXED = "stages of a pipeline are replicated or sharded, not both: pp with ddp and fsdp is left out"
+_EXPERTS_LEFT_OUT = "ep is left out of plans; learn.estimate answers for a layout of it, as in parallel=fsdp=8,ep=4"
 # Fields that decide nothing of what a rank's step runs and takes.
 _OF_THE_NETWORK = ("gpus_per_node", "network_gb_s")
 _REPLICAS = "ddp"
-_CHOSEN = tuple(mode for mode in MODES if mode not in _NOT_TRIED)  # modes whose degrees a plan chooses
+DEFAULT_MODES = tuple(mode for mode in MODES if mode not in _ASKED_FOR)
 _OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on samples of their own
 
 
-def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+def checked_modes(given: object) -> tuple[str, ...]:
+    """Return the modes whose degrees a plan chooses, in the order of `MODES`. Raises `UsageError` for unknown ones."""
+    if given is None:
+        return DEFAULT_MODES
+    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list | tuple) else ()
+    if not names:
+        raise UsageError(f"modes must be names of modes, as in modes=[ddp,fsdp,tp], got {shown(given)}")
+    for name in names:
+        if name not in MODES:
+            raise unknown_name("mode of a plan", str(name), MODES)
+    return tuple(mode for mode in MODES if mode in names)
+
+
+def layout_settings(
+    gpus: int, given: Mapping[str, Any] | str | None, modes: Sequence[str] = DEFAULT_MODES
+) -> dict[str, Any]:
     """Return the settings that all layouts of a plan share; each has those of its own modes.
 
     Args:
         gpus: Of the job.
         given: Settings without degrees, as `featurize.parallel.layout_text.parse_parallel` takes them.
+        modes: As `checked_modes` returns them.
 
     Raises:
         UsageError: A degree, a setting that is unknown or of no layout that is tried, a number of GPUs that does not
@@ -49,10 +64,12 @@ def layout_settings(gpus: int, given: Mapping[str, Any] | str | None) -> dict[st
         raise UsageError(f"plan chooses the degrees: leave {', '.join(degrees)} out of parallel")
     if DEEPSPEED in settings:
         raise UsageError("plan chooses micro-batch and accumulation itself: give zero and its settings, not deepspeed")
-    apt = set().union(*(apt_settings(settings, {mode: gpus}) for mode in _CHOSEN))
+    if "micro_batches" in settings:
+        raise UsageError("plan chooses micro_batches of pp itself: leave it out of parallel")
+    apt = set().union(*(apt_settings(settings, {mode: gpus}) for mode in modes))
     if unused := [str(name) for name in settings if name not in apt]:
         raise UsageError(
-            f"parallel: {', '.join(unused)}: of no layout that plan tries, which have {', '.join(_CHOSEN)}, and zero "
+            f"parallel: {', '.join(unused)}: of no layout that plan tries, which have {', '.join(modes)}, and zero "
             "where it is given"
         )
     for mode in ("ddp", "fsdp"):  # between them they know all settings but tp's and cp's
@@ -81,21 +98,29 @@ def checked_gpus(given: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(several))
 
 
-def meshes_of(gpus: int, settings: Mapping[str, Any]) -> tuple[list[Parallel], list[str]]:
+def meshes_of(
+    gpus: int, settings: Mapping[str, Any], modes: Sequence[str] = DEFAULT_MODES
+) -> tuple[list[Parallel], list[str]]:
     """Return the layouts of so many GPUs, in the order in which they are searched, and notes on what was left out.
 
     Args:
         gpus: Of the job.
         settings: As `layout_settings` returns them.
+        modes: As `checked_modes` returns them.
     """
     of_node = settings.get("gpus_per_node", Parallel.gpus_per_node)
     layouts: list[Parallel] = []
-    notes: dict[str, None] = {_LEFT_OUT: None}
-    for degrees in _products(gpus, len(_CHOSEN)):
-        named: dict[str, Any] = dict(zip(_CHOSEN, degrees, strict=True))
+    notes: dict[str, None] = {_EXPERTS_LEFT_OUT: None}
+    if others := [mode for mode in MODES if mode not in modes]:
+        notes[_LEFT_OUT.format(names=",".join(others))] = None
+    for degrees in _products(gpus, len(modes)):
+        named: dict[str, Any] = dict(zip(modes, degrees, strict=True))
         wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > of_node]
         if wide:
             notes[f"{wide[0]} over more than the {of_node} GPUs of a node is left out"] = None
+            continue
+        if all(named.get(mode, 1) > 1 for mode in ("pp", *_OF_DATA)):
+            notes[_MIXED] = None
             continue
         try:
             layouts.append(layout_of(named, settings))
@@ -114,12 +139,12 @@ def in_search_order(layout: Parallel) -> tuple[Any, ...]:
 def ranks_within(layout: Parallel) -> tuple[int, ...]:
     """Return the degrees that divide the work on a sample, in the order of the modes: all but those of replicas and of
     their shards."""
-    return tuple(getattr(layout, mode) for mode in _CHOSEN if mode not in _OF_DATA)
+    return tuple(getattr(layout, mode) for mode in MODES if mode not in _OF_DATA)
 
 
 def within_text(degrees: tuple[int, ...]) -> str:
     """Return what `ranks_within` gives, as `tp=2`."""
-    modes = [mode for mode in _CHOSEN if mode not in _OF_DATA]
+    modes = [mode for mode in MODES if mode not in _OF_DATA]
     return ", ".join(f"{mode}={degree}" for mode, degree in zip(modes, degrees, strict=True) if degree > 1)
 
 
@@ -130,7 +155,7 @@ def mesh_text(layout: Parallel) -> str:
 
 def shards_of(layout: Parallel) -> tuple[int, ...]:
     """Return the degrees that divide what a rank holds, in the order of the modes."""
-    return tuple(getattr(layout, mode) for mode in _CHOSEN if mode != _REPLICAS)
+    return tuple(getattr(layout, mode) for mode in MODES if mode != _REPLICAS)
 
 
 def traced_as(layout: Parallel) -> Hashable:

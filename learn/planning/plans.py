@@ -23,7 +23,15 @@ from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.questions import checked, question_of, split_options, training_settings
 from learn.estimators import LEVEL
-from learn.planning.meshes import checked_gpus, in_search_order, layout_settings, mesh_text, meshes_of, traced_as
+from learn.planning.meshes import (
+    checked_gpus,
+    checked_modes,
+    in_search_order,
+    layout_settings,
+    mesh_text,
+    meshes_of,
+    traced_as,
+)
 from learn.planning.rows import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order
 from learn.planning.screening import SHALLOW, Screening
 from learn.planning.search import Findings, LayoutSearch, MicroBatches
@@ -53,6 +61,7 @@ def plan(
     global_batch: int | None = None,
     checkpointing: str | Sequence[str] | None = None,
     parallel: Mapping[str, Any] | str | None = None,
+    modes: str | Sequence[str] | None = None,
     target: Tensors | None = None,
     report: str | os.PathLike[str] | None = None,
     progress: Progress = lambda _layout, _done, _of: None,
@@ -72,6 +81,8 @@ def plan(
             accumulated over as many as it takes. None: any micro-batch, with `accumulation` micro-steps.
         checkpointing: Names of `WAYS` that are tried; by default `none` and `full`.
         parallel: Settings that all layouts share, without degrees: `"gpus_per_node=4,network_gb_s=50"`.
+        modes: Names of the modes whose degrees are tried, of pp, ddp, fsdp, cp and tp; by default all but cp. A
+            pipeline whose bubble alone makes it slower than a layout without one is not traced.
         target: For the batch that is given.
         report: A file to write: one HTML page with the layouts' memory over their throughput.
         progress: Is called with a layout, the number of those done, and their total.
@@ -95,9 +106,9 @@ def plan(
     counts = checked_gpus(gpus)
     job = _PlannedJob.of(model, inputs, target, spec, global_batch, options)
     ways = _ways(checkpointing, job.training)
-    layouts, notes = [], []
+    layouts, notes, chosen = [], [], checked_modes(modes)
     for count in counts:
-        several, left_out = meshes_of(count, layout_settings(count, parallel))
+        several, left_out = meshes_of(count, layout_settings(count, parallel, chosen), chosen)
         layouts += several
         notes += left_out
     searches = _Searches(job, ways)
@@ -177,16 +188,19 @@ class _PlannedJob:
     def batches(self, layout: Parallel) -> MicroBatches | None:
         """Return the micro-batches of a layout; None where its replicas do not divide the global batch."""
         if self.global_batch is None:
-            return MicroBatches(given=self.given, micro_steps=self.training.get("accumulation", 1))
+            micro_steps = self.training.get("accumulation", 1)
+            return MicroBatches(given=self.given, micro_steps=micro_steps, pipelined=layout.pp)
         if self.global_batch % layout.replicas:
             return None
-        return MicroBatches(given=self.given, per_replica=self.global_batch // layout.replicas)
+        return MicroBatches(given=self.given, per_replica=self.global_batch // layout.replicas, pipelined=layout.pp)
 
     def question(self, layout: Parallel, size: int, count: int, way: str | None) -> Question:
         """Return what is asked of one layout with one micro-batch."""
         training = {
             name: value for name, value in self.training.items() if way is not None or not name.startswith("checkpoint")
         }
+        if layout.pp > 1:  # its micro-steps are micro-batches of one schedule
+            layout, size, count = replace(layout, micro_batches=count), size * count, 1
         training |= {"accumulation": count, "checkpointing": way}
         inputs, target = (
             None if one is None else with_batch_size(one, size, from_size=self.given)
@@ -231,6 +245,8 @@ class _Searches:
         job, batches, why = self._job, self._job.batches(layout), self._findings.not_worth(layout)
         if batches is None:
             why = f"{job.global_batch:,} samples do not divide over {layout.replicas:,} replicas"
+        elif why is None:
+            why = self._findings.bubble_too_long(layout, batches)
         if why is not None or batches is None:
             self.rows.append(
                 PlanRow(parallel=layout, micro_batch=None, accumulation=1, checkpointing=None, fits=None, why=why)

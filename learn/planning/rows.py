@@ -21,7 +21,7 @@ class PlanRow:
     """A job in one layout, with one micro-batch. MiB and ms of the rank that needs most; None: not known.
 
     micro_batch   samples of a rank's forward pass; None: the layout takes none
-    accumulation  micro-steps of an optimizer step
+    accumulation  micro-steps of an optimizer step; with `pp`, micro-batches of the schedule
     checkpointing of the repeated blocks, as in `featurize.training_settings.Training`; None: nothing is recomputed
     fits          whether the bound is at most the card's memory; None: the layout cannot be, or was not tried
     upper_mib     the bound

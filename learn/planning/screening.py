@@ -56,8 +56,9 @@ class Screening:
         from featurize.deeper import CannotDeepen, deeper
 
         parallel, training = question.job.parallel, training_of(question.job.settings)
-        # Buckets of gradients hold parts of several blocks; FSDP1's host waits for those before.
-        if parallel is None or not parallel.shards or parallel.flat:
+        # Buckets of gradients hold parts of several blocks, stages of a pipeline have blocks of their own, and FSDP1's
+        # host waits for those before.
+        if parallel is None or not parallel.shards or parallel.flat or parallel.pp > 1:
             return {}
         kind = tuple(parallel.groups), training.checkpointing
         period = training.checkpoint_every if training.checkpointing else 1

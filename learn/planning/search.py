@@ -26,6 +26,7 @@ _OF_ANY_BATCH = (
 )  # fmt: skip
 _AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: what is slower gets slower with more
 _ALIKE = 2  # micro-steps from which on a step takes no more memory, and each one as long as the one before
+_OF_EACH_RANK = 4  # micro-batches for each rank of a pipeline, where no global batch says how many there are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,13 @@ class MicroBatches:
     given        samples of the inputs
     per_replica  samples of a step of one replica: powers of two that divide them are the sizes. None: any
     micro_steps  of a step, where `per_replica` is None
+    pipelined    ranks of `pp`, whose micro-steps are the micro-batches of one run of the schedule
     """
 
     given: int
     per_replica: int | None = None
     micro_steps: int = 1
+    pipelined: int = 1
 
     def at_most(self, size: int) -> int:
         """Return the largest size that is at most this one; 0 stands for the given batch."""
@@ -63,7 +66,9 @@ class MicroBatches:
 
     def accumulation(self, size: int) -> int:
         """Return the micro-steps of a step with this size."""
-        return self.micro_steps if self.per_replica is None else self.per_replica // size
+        if self.per_replica is not None:
+            return self.per_replica // size
+        return self.micro_steps * (_OF_EACH_RANK * self.pipelined if self.pipelined > 1 else 1)
 
 
 class Findings:
@@ -142,6 +147,17 @@ class Findings:
             ]
             chosen += [max(smaller)] if smaller else []
         return chosen
+
+    def bubble_too_long(self, layout: Parallel, batches: MicroBatches) -> str | None:
+        """Return why a pipeline is not tried: with its bubble alone, it is slower than the best layout so far. None
+        where it may be quicker."""
+        if layout.pp == 1 or not self._computed or layout.ranks not in self._best:
+            return None
+        passes = layout.parts * batches.accumulation(1)
+        rate = _BEYOND_COMPUTED * max(self._computed.values()) * layout.ranks * passes / (passes + layout.pp - 1)
+        if rate >= self._best[layout.ranks]:
+            return None
+        return "not tried: if it waited for its bubble alone, it would be slower than the best without pp"
 
     def cannot_win(self, layout: Parallel, way: str | None) -> bool:
         """Return whether this checkpointing is slower than the best layout so far, even if no rank ever waits."""
@@ -233,30 +249,32 @@ class LayoutSearch:
 
     def row(self, size: int, way: str | None, reason: str | None = None) -> PlanRow:
         """Return the row of one micro-batch; `reason`: why it cannot fit, as far as is known."""
-        count = self._batches.accumulation(size)
+        count, alike = self._batches.accumulation(size), _ALIKE
+        if self._layout.pp > 1:  # all run in one schedule
+            alike = count
         about: dict[str, Any] = {
             "parallel": self._layout, "micro_batch": size, "accumulation": count, "checkpointing": way,
         }  # fmt: skip
         if reason := reason or self._findings.outgrown_by(self._layout, size, count, way):
             return PlanRow(**about, fits=False, why=reason)
         try:
-            done = self._estimated(size, min(count, _ALIKE), way)
+            done = self._estimated(size, min(count, alike), way)
             memory: dict[str, Any] = {"peak_memory_mib": done.peak_memory_mib, "upper_mib": done.upper_mib}
             if not done.fits_device:
                 needed_mib = done.peak_memory_mib if done.upper_mib is None else done.upper_mib
                 row = PlanRow(**about, **memory, fits=False, why=f"takes {needed_mib:,.0f} MiB")
                 self.estimates[row] = done
                 return row
-            first = self._estimated(size, 1, way) if count > _ALIKE else done
+            first = self._estimated(size, 1, way) if count > alike else done
         except UsageError as error:
             return PlanRow(**about, fits=None, why=first_line(error))
-        row = PlanRow(**about, **memory, **self._times(done, first, size, count), fits=True)
+        row = PlanRow(**about, **memory, **self._times(done, first, size, count, alike), fits=True)
         self.estimates[row] = done
         return row
 
-    def _times(self, done: Estimate, first: Estimate, size: int, count: int) -> dict[str, Any]:
-        """Return the times of a step with so many micro-steps: those beyond the second are as long as the second."""
-        more = max(count - _ALIKE, 0)
+    def _times(self, done: Estimate, first: Estimate, size: int, count: int, alike: int) -> dict[str, Any]:
+        """Return the times of a step with so many micro-steps: those beyond `alike` are as long as the last one."""
+        more = max(count - alike, 0)
 
         def taken(name: str) -> float | None:
             last, alone = getattr(done, name), getattr(first, name)

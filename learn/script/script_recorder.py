@@ -261,15 +261,16 @@ class ScriptRecorder(Recorder):
 
     # -- the memory
 
-    def _take(self, nbytes: int, kind: str | None, maker: tuple) -> int:
+    def _take(self, nbytes: int, kind: str | None, maker: tuple, storage: int = 0) -> int:
         nbytes = 0 if self.nowhere else nbytes
         self.live_bytes += nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-        return super()._take(nbytes, kind, maker)
+        return super()._take(nbytes, kind, maker, storage)
 
-    def _give_back(self, block: int) -> None:
+    def give_back(self, block: int) -> None:
+        """Note that a block's memory is given back."""
         self.live_bytes -= self._sizes[block]
-        super()._give_back(block)
+        super().give_back(block)
 
 
 def _only_initialises(func: OpOverload, args: Any) -> bool:

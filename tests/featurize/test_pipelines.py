@@ -2,6 +2,7 @@
 is sent are the same."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from conf.errors import UsageError
 from featurize.parallel.layout import Parallel
-from featurize.parallel.pipeline import schedule_class
+from featurize.parallel.pipeline_order import schedule_class
+from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.parallel.sharding import shard_units, split_modules
 from featurize.trace import TraceError, trace_step
 from featurize.training import Training, TrainingStep
@@ -142,9 +144,10 @@ def measured(tmp_path_factory):
     return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4)
 
 
-def traced(rank=None, model=Net, **options):
+def traced(rank=None, model=Net, inputs=None, every_pass=None, **options):
     """One GPU without options."""
-    inputs, target = torch.empty(BATCH, WIDTH, device="meta"), torch.empty(BATCH, 5, device="meta")
+    target = torch.empty(BATCH, 5, device="meta")
+    inputs = torch.empty(BATCH, WIDTH, device="meta") if inputs is None else inputs
     return trace_step(
         model,
         inputs,
@@ -154,6 +157,7 @@ def traced(rank=None, model=Net, **options):
         training_loop=False,
         rank=rank,
         parallel=Parallel(**options),
+        every_pass=every_pass,
     )
 
 
@@ -165,6 +169,74 @@ def test_bytes_and_messages_are_those_of_real_ranks(measured, name):
         real = measured[rank][name]
         assert [[one.kind, one.nbytes] for one in trace.collectives] == real["sent"]
         assert trace.peak_live_bytes == real["peak"]
+
+
+class Counted(Block):
+    runs = 0
+
+    def forward(self, x):
+        Counted.runs += torch.is_grad_enabled()
+        return super().forward(x)
+
+
+class CountedNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Counted() for _ in range(BLOCKS))
+
+
+@pytest.mark.parametrize(
+    ("options", "training_options"),
+    [
+        ({"pp": 3}, {"accumulation": 2, "precision": "bf16"}),
+        ({"pp": 2, "schedule": "gpipe", "ddp": 2}, {"precision": "fp16", "checkpointing": "full"}),
+        ({"pp": 2, "fsdp": 2}, {}),
+        ({"pp": 2, "fsdp": 2, "schedule": "interleaved", **HALVES}, {}),
+        ({"pp": 2, "tp": 2, "tp_plan": PLAN}, {}),
+    ],
+    ids=str,
+)
+def test_passes_that_are_alike_run_once_and_the_trace_is_that_of_all(options, training_options):
+    def run(rank, every_pass):
+        Counted.runs = 0
+        trace = trace_step(
+            CountedNet, torch.empty(BATCH, WIDTH, device="meta"), torch.empty(BATCH, 5, device="meta"), loss_of,
+            settings=Training(**training_options), rank=rank, parallel=parallel, every_pass=every_pass,
+        )  # fmt: skip
+        operators = tuple(one._replace(sources=()) for one in trace.operators)  # those of other passes are left out
+        return replace(trace, operators=operators), Counted.runs
+
+    parallel = Parallel(**options, micro_batches=8)
+    for rank in (0, parallel.ranks - 1):
+        (whole, all_runs), (repeated, runs) = run(rank, True), run(rank, False)
+        assert repeated == whole
+        assert runs < 0.7 * all_runs
+
+
+class Sparse(nn.Module):
+    """Computes as many rows as its second input says."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, x, counts):
+        x = x + self.first(x[: int(counts.sum())]).sum(0)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def test_micro_batches_whose_numbers_make_them_differ_all_run():
+    counts = (torch.arange(BATCH) % 7 > 0).int()
+    inputs = torch.empty(BATCH, WIDTH, device="meta"), counts
+    with pytest.raises(DoesNotRepeat, match="numbers of its micro-batch"):
+        traced(0, Sparse, inputs, every_pass=False, pp=2, micro_batches=8)
+    whole, first = (traced(0, Sparse, inputs, every_pass, pp=2, micro_batches=8) for every_pass in (True, None))
+    assert first == whole
+    rows = {one.output_shapes[0][0] for one in whole.operators if one.name == "aten::addmm"}
+    assert len(rows) > 1
 
 
 def test_each_kind_of_rank_is_traced_and_the_one_that_needs_the_most_stands_for_all():
@@ -232,11 +304,15 @@ def llama():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"pp": 2}, {"pp": 2, "schedule": "interleaved"}, {"pp": 2, "fsdp": 2}, {"pp": 2, "tp": 2}],
+    ("options", "checkpointing"),
+    [
+        ({"pp": 2, "schedule": "interleaved"}, None),
+        ({"pp": 2}, "full"),
+        ({"pp": 2, "fsdp": 2}, "full"),
+        ({"pp": 2, "tp": 2}, None),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("checkpointing", [None, "full"])
 def test_a_transformers_decoder_is_cut_between_its_layers(options, checkpointing):
     ids = torch.empty(8, 16, dtype=torch.long, device="meta")
     batch, settings = {"input_ids": ids, "labels": ids}, Training(checkpointing=checkpointing, precision="bf16")

@@ -51,7 +51,7 @@ def planned(gpus=8, model=net, batch=1024, **options):
     return plan(model, [batch, WIDTH], gpus=gpus, **{"device": CARD, **options})
 
 
-def replicas_of(gpus, settings):
+def replicas_of(gpus, settings, _modes=()):
     layouts, notes = meshes.meshes_of(gpus, settings)
     return [one for one in layouts if one.ddp == one.ranks], notes
 
@@ -207,7 +207,7 @@ def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole(monkeypatch)
         ({"gpus": 12}, "12 ranks do not fill nodes of 8"),
         ({"parallel": "ddp=4"}, "plan chooses the degrees: leave ddp out"),
         ({"parallel": "hsdp=16"}, "plan chooses the degrees: leave hsdp out"),
-        ({"parallel": "schedule=gpipe,cp_rotate=x"}, "schedule, cp_rotate: of no layout that plan tries, which have"),
+        ({"parallel": "schedule=gpipe,cp_rotate=x"}, "cp_rotate: of no layout that plan tries, which have"),
         ({"parallel": "reduce_bucket_size=1000"}, "reduce_bucket_size: of no layout that plan tries"),
         ({"parallel": "param_dtype=f8"}, "param_dtype must be one of fp32, bf16, fp16"),
         ({"parallel": {"tp": 4}}, "plan chooses the degrees: leave tp out"),
@@ -280,6 +280,42 @@ class Mesh:
         return self.ddp * self.fsdp * self.tp
 
 
+def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(monkeypatch):
+    monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
+    done = planned(gpus=2, modes=["pp"], batch=512, checkpointing="none")
+    assert {row.mesh for row in done.rows} == {"pp=2"} and {row.accumulation for row in done.rows} == {8}
+    best = done.best
+    layout, batch = replace(best.parallel, micro_batches=8), [8 * best.micro_batch, WIDTH]
+    again = estimate(net, batch, device=CARD, parallel=layout)
+    assert (best.peak_memory_mib, best.upper_mib) == (again.peak_memory_mib, again.upper_mib)
+    assert best.step_time_ms == pytest.approx(again.step_time_ms)
+    assert best.samples_per_s == pytest.approx(again.samples_per_s)
+    whole = planned(gpus=2, modes="pp", batch=512, global_batch=4096, checkpointing="none")
+    assert all(row.micro_batch * row.accumulation == 4096 for row in whole.fitting)
+
+
+def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(monkeypatch):
+    monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
+    done = planned(gpus=4, modes=["ddp", "pp"], batch=4096, checkpointing="none")
+    reasons = {row.mesh: row.why for row in done.rows if row.parallel.pp > 1 and not row.fits}
+    assert "slower than the best without pp" in reasons["pp=4"] and done.best.mesh == "ddp=4"
+    findings, layout = Findings(limit_mib=1000.0), Parallel(pp=2, fsdp=32)
+    assert findings.bubble_too_long(layout, MicroBatches(given=1, pipelined=2)) is None  # nothing is known yet
+    findings.add(row_of(Parallel(fsdp=64), rate=6400.0))
+    assert findings.bubble_too_long(layout, MicroBatches(given=1, per_replica=2, pipelined=2))
+    assert findings.bubble_too_long(layout, MicroBatches(given=1, per_replica=64, pipelined=2)) is None
+
+
+def test_modes_are_those_that_are_named(monkeypatch):
+    assert meshes.checked_modes(None) == ("pp", "ddp", "fsdp", "tp")
+    assert meshes.checked_modes(["tp", "cp", "fsdp"]) == ("fsdp", "cp", "tp")
+    for wrong in (["zp"], [], 3):
+        with pytest.raises(UsageError, match="mode"):
+            meshes.checked_modes(wrong)
+    with pytest.raises(UsageError, match="plan chooses micro_batches"):
+        meshes.layout_settings(8, "micro_batches=8")
+
+
 @pytest.fixture
 def three_modes(monkeypatch):
     monkeypatch.setattr(meshes, "MODES", ("ddp", "fsdp", "tp"))
@@ -287,12 +323,17 @@ def three_modes(monkeypatch):
 
 def test_all_degrees_that_multiply_to_the_gpus_are_tried():
     layouts, notes = meshes.meshes_of(64, {})
-    assert len({(one.ddp, one.fsdp, one.tp) for one in layouts}) == len(layouts)
+    assert len({(one.pp, one.ddp, one.fsdp, one.tp) for one in layouts}) == len(layouts)
     assert {one.ranks for one in layouts} == {64} and max(one.tp for one in layouts) == 8
+    pipelines = [one for one in layouts if one.pp > 1]
+    layouts = [one for one in layouts if one.pp == 1]
     assert len(layouts) == 7 + 5 + 4 + 3  # tp of 1, 2, 4 and 8, which goes with ddp only where fsdp is there, too
-    left_out, too_wide, refused = notes
-    assert left_out.startswith("pp, cp and ep are left out of plans; learn.estimate answers")
-    assert "ddp with tp needs fsdp" in refused and too_wide == "tp over more than the 8 GPUs of a node is left out"
+    assert {one.pp for one in pipelines} == {2, 4, 8, 16, 32, 64} and all(1 in (one.ddp, one.fsdp) for one in pipelines)
+    experts, left_out, *others = notes
+    assert experts.startswith("ep is left out of plans; learn.estimate answers")
+    assert left_out == "cp: left out of this plan; modes= names what is tried, as in modes=[ddp,fsdp,tp,cp]"
+    assert any("ddp with tp needs fsdp" in note for note in others)
+    assert "tp over more than the 8 GPUs of a node is left out" in others
     assert layouts[0] == Parallel(fsdp=64) and layouts[7 - 1] == Parallel(ddp=64)
     assert layouts[-1] == Parallel(ddp=4, fsdp=2, tp=8)
 
