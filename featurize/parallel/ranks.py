@@ -5,7 +5,6 @@ Start reading at `Ranks.ran`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,7 +73,7 @@ class Ranks:
             return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):
-            return self._in_parts(func, args, kwargs) if _is_composite(func) else KERNEL
+            return KERNEL
         if name == _WAIT:
             return self._waited(args[0])
         if name == _WRAP:
@@ -91,11 +90,6 @@ class Ranks:
         if (kind := _FUNCTIONAL.get(name)) is not None:
             return self._functional(kind, func, args, kwargs)
         return KERNEL
-
-    def _in_parts(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What runs below DTensor was not taken apart above it."""
-        with self._recorder:
-            return func.decompose(*args, **kwargs)
 
     @staticmethod
     def are_shared(types: Sequence[type]) -> bool:
@@ -136,11 +130,6 @@ class Ranks:
             group = dist.ProcessGroup.unbox(group)
         name = group if isinstance(group, str) else getattr(group, "group_name", "")
         return self._axes.get(name) or own_axis(name)
-
-
-@functools.cache
-def _is_composite(func: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _is_message(split_sizes: Sequence[int]) -> bool:
