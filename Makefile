@@ -38,7 +38,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	# Models and layers to check estimates on. What these ask for themselves may bring another build of torch.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
-	  timm peft accelerate bitsandbytes diffusers
+	  timm peft accelerate bitsandbytes diffusers torchao
 	$(BIN)/python infra/install_torchvision.py $(TORCH_OPTIONS)
 	touch $@
 

@@ -484,8 +484,8 @@ class Traits:
     """What is the same for every call of one operator overload."""
 
     __slots__ = (
-        "adds", "calls_library", "composite", "foreach", "gathers", "kernel", "mutates", "name", "random", "takes_masks", "view",
-        "write_only", "written", "written_names",
+        "adds", "calls_library", "composite", "foreach", "gathers", "kernel", "mutates", "name", "random",
+        "takes_masks", "view", "write_only", "written", "written_names",
     )  # fmt: skip
 
     def __init__(self, func: OpOverload) -> None:
@@ -503,9 +503,16 @@ class Traits:
         self.write_only = self.name in op_cost.WRITE_ONLY
         self.foreach = self.name.startswith(op_cost.MULTI_TENSOR)
         self.calls_library = has_library_calls(self.name)
-        self.composite = self.name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        )
+        self.composite = self.name.startswith("aten::") and is_composite(func) and not _has_kernel(func, "Meta")
+
+
+def is_composite(func: OpOverload) -> bool:
+    """Return whether an operator is made of others, of which autograd takes it apart."""
+    return _has_kernel(func, "CompositeImplicitAutograd")
+
+
+def _has_kernel(func: OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 def _meta_tensors(values: Iterable) -> list[Tensor]:

@@ -5,6 +5,7 @@ Start reading at `Ranks.ran`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from featurize.batches import tensors_of
 from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, SEND
 from featurize.parallel.streams import Streams
-from featurize.recorder import KERNEL
+from featurize.recorder import KERNEL, is_composite
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 # torch/csrc/distributed/c10d/Ops.cpp: what process groups run, into tensors that they are given.
@@ -73,7 +74,7 @@ class Ranks:
             return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):
-            return KERNEL
+            return self._in_parts(func, args, kwargs) if _is_composite(func) else KERNEL
         if name == _WAIT:
             return self._waited(args[0])
         if name == _WRAP:
@@ -90,6 +91,11 @@ class Ranks:
         if (kind := _FUNCTIONAL.get(name)) is not None:
             return self._functional(kind, func, args, kwargs)
         return KERNEL
+
+    def _in_parts(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What runs below DTensor was not taken apart above it."""
+        with self._recorder:
+            return func.decompose(*args, **kwargs)
 
     @staticmethod
     def are_shared(types: Sequence[type]) -> bool:
@@ -130,6 +136,9 @@ class Ranks:
             group = dist.ProcessGroup.unbox(group)
         name = group if isinstance(group, str) else getattr(group, "group_name", "")
         return self._axes.get(name) or own_axis(name)
+
+
+_is_composite = functools.cache(is_composite)
 
 
 def _is_message(split_sizes: Sequence[int]) -> bool:
