@@ -26,6 +26,10 @@ _NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)
 _NO_CAPABILITY = 0.0  # as a feature: that of no NVIDIA GPU
 
 
+class UnsuitableDevice(UsageError):
+    """This GPU model cannot run the job; others may."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeakTflops:
     """Dense peak rates in TFLOP/s, a multiply-add counted as 2. None: no tensor cores for that type.

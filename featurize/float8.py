@@ -16,7 +16,7 @@ from types import ModuleType
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device_spec import DeviceSpec
+from featurize.device_spec import DeviceSpec, UnsuitableDevice
 from featurize.kernel_model.calls import SCALED_PRODUCT
 from featurize.quantized import is_named, output_layer
 from featurize.step_trace import Operator
@@ -78,9 +78,9 @@ def multiplies_8_bits(operators: Iterable[Operator]) -> bool:
 
 
 def require_8_bits(spec: DeviceSpec) -> None:
-    """Raise `UsageError` for a GPU model that does not multiply 8-bit floats."""
+    """Raise `UnsuitableDevice` for a GPU model that does not multiply 8-bit floats."""
     if spec.peak_tflops.fp8 is None:
-        raise UsageError(
+        raise UnsuitableDevice(
             f"float8 needs a GPU that multiplies 8-bit floats (compute capability 8.9 or later, AMD MI300), and "
             f"{spec.name} ({spec.architecture.title}) does not: choose another device, or leave float8 out"
         )

@@ -18,7 +18,7 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.sharding import shard
 from featurize.trace import trace_step
 from featurize.training import Training, TrainingStep
-from learn import estimate
+from learn import devices_that_fit, estimate
 
 WIDTH, HIDDEN, BATCH, CLASSES = 64, 160, 32, 5
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -210,6 +210,13 @@ def test_a_gpu_without_8_bit_products_is_refused_in_one_line(device):
         with pytest.raises(UsageError, match="float8 needs a GPU that multiplies 8-bit floats") as caught:
             estimate(model, [BATCH, WIDTH], device=device, **more)
         assert "\n" not in str(caught.value) and device in str(caught.value)
+
+
+def test_gpus_without_8_bit_products_are_listed_with_the_reason_beside_those_that_fit():
+    for model, more in ((Net, {"float8": "tensorwise"}), (Scaled, {})):
+        answers = devices_that_fit(model, [BATCH, WIDTH], devices=["A100-SXM4-40GB", "L4"], **more)
+        assert {one.device: one.fits for one in answers} == {"A100-SXM4-40GB": None, "L4": True}
+        assert ["does not" in (one.problem or "") for one in answers] == [one.fits is None for one in answers]
 
 
 def test_a_model_that_calls_the_product_itself_is_priced_and_says_on_what_that_rests():
