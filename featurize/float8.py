@@ -17,7 +17,7 @@ from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import DeviceSpec, UnsuitableDevice
-from featurize.kernel_model.calls import SCALED_PRODUCT
+from featurize.kernel_constants import SCALED_PRODUCT
 from featurize.quantized import is_named, output_layer
 from featurize.step_trace import Operator
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from featurize.kernel_model.calls import SCALED_PRODUCT
+from featurize.kernel_constants import SCALED_PRODUCT
 from featurize.trace_memo import of_trace
 from featurize.training_settings import uses_tf32
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from featurize.kernel_constants import SCALED_PRODUCT
 from featurize.step_trace import Operator
 
 HALF = ("float16", "bfloat16")
 FP32, TF32, TENSOR, FP8 = PIPES = ("fp32", "tf32", "tensor", "fp8")
-SCALED_PRODUCT = "aten::_scaled_mm"  # of 8-bit floats, whatever type its result has
 # How the tiles of a kernel's work lie: each group has its own constants.
 PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
     "product", "convolution", "attention", "grouped", "depthwise", "stream",
