@@ -38,7 +38,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP_INSTALL) $(TORCH_OPTIONS) "$(TORCH)"
 	$(PIP_INSTALL) --constraint constraints.txt --editable ".[dev]"
 	# Models and layers to check estimates on. What these ask for themselves may bring another build of torch.
-	$(PIP_INSTALL) --constraint constraints.txt --no-deps timm peft accelerate bitsandbytes diffusers
+	$(PIP_INSTALL) --constraint constraints.txt --no-deps timm peft accelerate bitsandbytes diffusers torchao
 	$(BIN)/python infra/install_torchvision.py $(TORCH_OPTIONS)
 	# On all cores, where pip would compile one file after the other; and neither tests nor models, of which few are used.
 	-@$(BIN)/python -m compileall -q -q -j 0 -x '/(tests?|transformers/models|diffusers/pipelines)/' \

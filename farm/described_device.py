@@ -11,7 +11,7 @@ from typing import Any
 from conf.mig_slices import profiles_of
 from featurize.device_spec import device_from_mapping
 
-_RATES = ("fp32", "fp32_matrix", "tf32", "bf16", "fp16")
+_RATES = ("fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8")
 
 
 def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:

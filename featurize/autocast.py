@@ -191,15 +191,16 @@ def _casting(autocast: Autocast) -> Iterator[Autocast]:
         enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
         def is_enabled(device_type: str | None = None) -> bool:
-            if device_type == "meta":
+            if device_type in (None, "meta"):  # without a type, it asks of CUDA
                 return autocast.dtype is not None
-            return enabled() if device_type is None else enabled(device_type)
+            return enabled(device_type)
 
         def autocast_dtype(device_type: str) -> torch.dtype:
             return autocast.dtype or torch.float16 if device_type == "meta" else dtype_of(device_type)
 
         stack.enter_context(replaced(torch, "is_autocast_enabled", is_enabled))
         stack.enter_context(replaced(torch, "get_autocast_dtype", autocast_dtype))
+        stack.enter_context(replaced(torch, "get_autocast_gpu_dtype", lambda: autocast_dtype("meta")))
         for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
             stack.enter_context(replaced(owner, "autocast", of_cuda))
         if autocast.dtype is not None:

@@ -21,7 +21,7 @@ from conf.errors import UsageError
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # What selective checkpointing saves: the results that take long to compute again.
 _SAVED = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_cudnn_rnn",
 )  # fmt: skip
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 MAX_FUSED = 64  # torch/_inductor/config.py: max_fusion_size
+# A reduction of more elements to one value is two kernels (torch/_inductor/ir.py: Reduction.num_splits).
+_SPLIT_FROM = 8192
 Buffer = TypeVar("Buffer", bound=Hashable)
 
 
@@ -80,9 +82,16 @@ def _joins(kernel: Work, place: int, groups: Sequence[_Group], before: int) -> b
     group, here = groups[place], 1 << place
     # What the group iterates over is its reduction's rows and depth, where it has one.
     leader = next((one for one in group.work if one.depth != 1), group.work[0])
-    if len(group.members) >= MAX_FUSED or not _same_places(kernel, leader):
+    if len(group.members) >= MAX_FUSED or not _same_places(kernel, leader) or _waits_for_whole(kernel, group):
         return False
     return not any(groups[one].after & here for one in _places(before & ~here))
+
+
+def _waits_for_whole(kernel: Work, group: _Group) -> bool:
+    """Return whether a kernel of many elements needs the one value that a group reduces many to."""
+    if kernel.places * kernel.depth == 1 or not any(one.places == 1 and one.depth > _SPLIT_FROM for one in group.work):
+        return False
+    return any(buffer in kernel.reads for one in group.work if one.places == 1 for buffer in one.makes)
 
 
 def _same_places(one: Work, other: Work) -> bool:

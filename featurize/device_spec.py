@@ -26,11 +26,16 @@ _NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)
 _NO_CAPABILITY = 0.0  # as a feature: that of no NVIDIA GPU
 
 
+class UnsuitableDevice(UsageError):
+    """This GPU model cannot run the job; others may."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeakTflops:
     """Dense peak rates in TFLOP/s, a multiply-add counted as 2. None: no tensor cores for that type.
 
     `fp32` is that of vectors; `fp32_matrix` that of products on units for matrices, as AMD's GPUs have them in fp32.
+    `fp8` is that of products of 8-bit floats, summed up in fp32, as `torch._scaled_mm` runs them.
     """
 
     fp32: float
@@ -38,6 +43,7 @@ class PeakTflops:
     tf32: float | None = None
     bf16: float | None = None
     fp16: float | None = None
+    fp8: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +114,19 @@ class DeviceSpec:
         return self.peak_tflops.tf32 is not None or self.peak_tflops.fp32_matrix is not None
 
     def tflops(self, math: str) -> float:
-        """Peak rate of a matrix product in `fp32`, `tf32`, `bf16` or `fp16`; fp32's where the GPU has no such units."""
+        """Peak rate of a matrix product in `fp32`, `tf32`, `bf16`, `fp16` or `fp8`; fp32's where the GPU has no such
+        units."""
         rates = self.peak_tflops
         return (getattr(rates, math) if math != "fp32" else None) or rates.fp32_matrix or rates.fp32
 
     def to_mapping(self) -> dict[str, Any]:
-        """The description as `device_from_mapping` reads it and a YAML file would hold it, without the interconnect."""
+        """The description as `device_from_mapping` reads it and a YAML file would hold it, without the interconnect.
+
+        The rate of 8-bit floats is left out where it is the described one: identities are older than it.
+        """
         mapping = {name: value for name, value in dataclasses.asdict(self).items() if name not in _OPTIONAL}
+        if self.peak_tflops.fp8 == _described_fp8(self.name):
+            del mapping["peak_tflops"]["fp8"]
         if self.compute_capability is None:
             return {**mapping, "llvm_target": self.llvm_target}
         return {**mapping, "compute_capability": ".".join(map(str, self.compute_capability))}
@@ -158,7 +170,8 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
 
     `count`, how many of it the farm is to simulate, is no property of the device and is left out. A mapping without an
-    `interconnect`, as `DeviceSpec.to_mapping` gives it, gets that of the described GPU model of its name.
+    `interconnect`, as `DeviceSpec.to_mapping` gives it, gets that of the described GPU model of its name; likewise one
+    without a rate of 8-bit floats.
     """
     values = {name: value for name, value in mapping.items() if name != "count"}
     described = _descriptions().get(str(values.get("name")), {})
@@ -187,9 +200,19 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
         problems.append(f"compute_capability must look like '8.0', got {capability!r}")
     if problems or not isinstance(rates, Mapping):
         raise UsageError(f"device {label}: " + "; ".join(problems))
-    values["peak_tflops"] = PeakTflops(**rates)
+    values["peak_tflops"] = PeakTflops(**{"fp8": _described_fp8(str(label)), **rates})
     values["interconnect"] = Interconnect(**joined) if isinstance(joined, Mapping) else None
     return DeviceSpec(**values)
+
+
+def _described_fp8(name: str) -> float | None:
+    """Return the described rate of 8-bit floats of a GPU model or MIG slice; None without a description."""
+    parent, profile = split_slice(name) or (name, None)
+    if parent not in _descriptions() or (profile is not None and profile not in profiles_of(parent)):
+        return None
+    described = _descriptions()[parent]
+    values = described if profile is None else slice_values(described, profile)
+    return values["peak_tflops"].get("fp8")
 
 
 def same_device(one: str | None, other: str | None) -> bool:

@@ -39,3 +39,4 @@ FOREACH_BLOCKS, FOREACH_CHUNK = 320, 65536
 # MiB that a process takes more, outside the allocator, once cuDNN has loaded its convolutions: the gap between measured
 # MLPs and CNNs on one machine (A100, cuDNN 9.1).
 CUDNN_MIB = 270
+SCALED_PRODUCT = "aten::_scaled_mm"  # of 8-bit floats, whatever type its result has

@@ -222,6 +222,7 @@ def _cublas(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...
 
 _CALLS: dict[str, Callable] = {
     "aten::_grouped_mm": _cublas,
+    "aten::_scaled_mm": _cublas,
     "aten::mm": _cublas,
     "aten::addmm": _cublas,
     "aten::bmm": _cublas,

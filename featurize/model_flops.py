@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from featurize.kernel_constants import SCALED_PRODUCT
 from featurize.trace_memo import of_trace
 from featurize.training_settings import uses_tf32
 
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward")
 _PRODUCTS = (
     "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_grouped_mm", "gpufarm::liger_add_product_",
-    "gpufarm::int8_product",
+    "gpufarm::int8_product", SCALED_PRODUCT,
 )  # fmt: skip
 _ATTENTION = "aten::_scaled_dot_product_"
 _FLASH_PACKAGE = "aten::_flash_attention_"  # heads come after the length
-_RATES = {"bfloat16": "bf16", "float16": "fp16"}
+_TYPES = {"gpufarm::int8_product": "int8", SCALED_PRODUCT: "float8"}  # of operands, where the result has another
+_RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 
 
 def model_flops(op: Operator) -> int:
@@ -84,7 +86,7 @@ def _flops_by_type(trace: StepTrace) -> dict[tuple[str, bool], int]:
     flops: dict[tuple[str, bool], int] = {}
     for op in trace.operators:
         if count := model_flops(op):
-            kind = op.dtype if op.name != "gpufarm::int8_product" else "int8", op.name in _CONVOLUTIONS
+            kind = _TYPES.get(op.name, op.dtype), op.name in _CONVOLUTIONS
             flops[kind] = flops.get(kind, 0) + count
     return flops
 

@@ -132,6 +132,7 @@ def _package_attention(first: int, causal_at: int, backward: bool) -> Callable[[
 
 _FORMULAS: dict[str, Callable[[Sequence, Sequence[Tensor]], int]] = {
     "aten::mm": _mm,
+    "aten::_scaled_mm": _mm,
     "aten::bmm": _mm,
     "aten::addmm": _addmm,
     "aten::baddbmm": _addmm,

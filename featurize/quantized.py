@@ -221,15 +221,15 @@ def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *,
     if any(not layer.weight.is_meta for layer in layers.values()):
         raise UsageError("quantize= is for estimates, whose models are on meta; real models are quantized as they load")
     for name in skip or ():
-        if not any(_is_named(layer, name) for layer in layers):
+        if not any(is_named(layer, name) for layer in layers):
             raise UsageError(f"quantize_skip: the model has no linear layer {name!r}")
-    output = _output_layer(model, layers) if skip is None else None
+    output = output_layer(model, layers) if skip is None else None
     adapters = any(not p.requires_grad for p in model.parameters())
     chosen = {
         name: layer
         for name, layer in layers.items()
         if layer is not output
-        and not any(_is_named(name, kept) for kept in skip or ())
+        and not any(is_named(name, kept) for kept in skip or ())
         and not (adapters and layer.weight.requires_grad)
     }
     if not chosen:
@@ -262,11 +262,13 @@ def elements(model: nn.Module) -> int:
     return whole_elements([model]) + unpacked
 
 
-def _is_named(path: str, name: str) -> bool:
+def is_named(path: str, name: str) -> bool:
+    """Return whether a module's path is a name, whole or in its last part."""
     return path == name or path.endswith(f".{name}")
 
 
-def _output_layer(model: nn.Module, layers: dict[str, nn.Linear]) -> nn.Module | None:
+def output_layer(model: nn.Module, layers: dict[str, nn.Linear]) -> nn.Module | None:
+    """Return the layer that gives the model's output: the one it names, else the last of the linear layers."""
     getter = getattr(model, "get_output_embeddings", None)
     if callable(getter) and (layer := getter()) is not None:
         return layer

@@ -23,6 +23,7 @@ from featurize.flat_parameters import unwrapped_name
 from featurize.library_calls import CUBLAS, has_library_calls, library_calls
 from featurize.meta_results import MetaResults
 from featurize.step_trace import BATCH, Block, Event, Operator, joined
+from featurize.tensor_parts import plain_parts, wrap_others
 from featurize.values import INDEXED_BY_MASKS, NONZERO, READ, Values
 from featurize.waiting_blocks import WaitingBlocks
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 _next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
-_PLAIN = (Tensor, nn.Parameter)
 KERNEL = object()  # what `Ranks.ran` gives for an operator that this GPU computes
 
 
@@ -329,6 +329,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.ranks is not None and (ran := self.ranks.ran(func, types, args, kwargs)) is not KERNEL:
             return ran
+        if wrap_others(types):
+            return NotImplemented  # which runs what it makes of it
         if self.paused:
             return self.unrecorded(func, args, kwargs)
         if self.phase == "backward":
@@ -336,6 +338,9 @@ class Recorder(TorchDispatchMode):
             if (kept := taken_over(func, args)) is not None:
                 return kept
         traits = self.traits_of(func)
+        if traits.composite:  # runs below a tensor that wraps others, where autograd did not take it apart
+            with self:
+                return func.decompose(*args, **kwargs)
         try:
             if traits.takes_masks:
                 args = self.without_masks(traits, args, lambda mask: self.__torch_dispatch__(NONZERO, (), (mask,)))
@@ -541,15 +546,15 @@ class _Watch(TorchDispatchMode):
         recorder, kwargs = self._recorder, kwargs or {}
         if recorder.ranks is not None and (ran := recorder.ranks.ran(func, types, args, kwargs)) is not KERNEL:
             return ran
-        return recorder.unrecorded(func, args, kwargs)
+        return NotImplemented if wrap_others(types) else recorder.unrecorded(func, args, kwargs)
 
 
 class Traits:
     """What is the same for every call of one operator overload."""
 
     __slots__ = (
-        "adds", "calls_library", "foreach", "gathers", "kernel", "mutates", "name", "random", "takes_masks", "view",
-        "write_only", "written", "written_names",
+        "adds", "calls_library", "composite", "foreach", "gathers", "kernel", "mutates", "name", "random",
+        "takes_masks", "view", "write_only", "written", "written_names",
     )  # fmt: skip
 
     def __init__(self, func: OpOverload) -> None:
@@ -567,6 +572,16 @@ class Traits:
         self.write_only = self.name in op_cost.WRITE_ONLY
         self.foreach = self.name.startswith(op_cost.MULTI_TENSOR)
         self.calls_library = has_library_calls(self.name)
+        self.composite = self.name.startswith("aten::") and is_composite(func) and not _has_kernel(func, "Meta")
+
+
+def is_composite(func: OpOverload) -> bool:
+    """Return whether an operator is made of others, of which autograd takes it apart."""
+    return _has_kernel(func, "CompositeImplicitAutograd")
+
+
+def _has_kernel(func: OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 def _meta_tensors(values: Iterable) -> list[Tensor]:
@@ -577,22 +592,17 @@ def _meta_tensors(values: Iterable) -> list[Tensor]:
             if value.is_sparse:
                 tensors.extend(_meta_tensors((value._indices(), value._values())))
             elif value.is_meta:
-                tensors.append(value if type(value) in _PLAIN else local_tensor(value))
+                tensors.extend(plain_parts(value))
         elif isinstance(value, list | tuple):
             for item in value:
                 if isinstance(item, Tensor):
                     if item.is_sparse:
                         tensors.extend(_meta_tensors((item,)))
                     elif item.is_meta:
-                        tensors.append(item)
+                        tensors.extend(plain_parts(item))
                 elif isinstance(item, list | tuple):  # an operator that returns lists among others
                     tensors.extend(_meta_tensors(item))
     return tensors
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what a rank holds of a distributed tensor; another one as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _nbytes(tensor: Tensor) -> int:

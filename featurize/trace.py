@@ -24,6 +24,7 @@ from featurize.compiled import CompiledRegions
 from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.float8 import PRICED, multiplies_8_bits, require_8_bits
 from featurize.parallel.buckets import limits_of
 from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.layout import Parallel
@@ -186,6 +187,10 @@ def trace_step(
             if sharded is not None:
                 model = sharded.parts_of(model)
         training = training_of(settings)
+        if training.float8 is not None:
+            require_8_bits(spec)
+        if training.float8_all_gather and (parallel is None or parallel.fsdp == 1):
+            raise UsageError("float8_all_gather is FSDP2's: it needs parallel=fsdp=N")
         if parallel is not None and parallel.cpu_offload:
             settings = training = replace(training, offload_optimizer=True, implementation=None)
         zero = None
@@ -264,6 +269,7 @@ def trace_step(
             operators = sequence.operators
             steps = tuple(met_at[shape] for shape in sequence.shapes)
             mix = BatchMix(given=len(order), shapes=len(shapes), longest=longest, order=steps)
+        notes.update(dict.fromkeys([PRICED] * multiplies_8_bits(operators)))
         return StepTrace(
             operators=operators,
             events=events,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from conf.errors import UsageError
 from featurize.batches import Inputs, arguments, call, mapped, own_loss
 from featurize.checkpointing import checkpoint_blocks
+from featurize.float8 import convert
 from featurize.offloading import saved_on_host
 from featurize.optimizers import (
     MovingAverage,
@@ -284,6 +285,8 @@ def _prepared(model: nn.Module, settings: Training) -> nn.Module:
         model = model.to(**layout)
     if (dtype := WEIGHT_DTYPES.get(settings.precision)) is not None:
         model = model.to(dtype)
+    if settings.float8 is not None:
+        convert(model, settings.float8, settings.float8_skip, all_gather=settings.float8_all_gather)
     if settings.quantize is not None:
         keeps = settings.quantize_keeps_inputs
         quantize(model, settings.quantize, settings.quantize_skip, keeps_inputs=keeps)

@@ -33,6 +33,7 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CHECKPOINTING = ("full", "selective")
 ZERO_GRADS = ("before_forward", "after_forward")
 _ON_HOST = (*OPTIMIZERS, "nesterov", "adagrad")  # optimizers with an implementation for the CPU
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.float8.Float8LinearRecipeName
 QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 
 
@@ -79,6 +80,10 @@ class Training:
         offload_optimizer: State and step of the optimizer are on the host; weights are copied back.
         compile: The model is compiled (`torch.compile`), with Inductor. The loss and the optimizer are not. A text of
             `COMPILE_MODES` is torch.compile's mode; True is `default`.
+        float8: Linear layers multiply 8-bit floats, as torchao's `convert_to_float8_training` makes them: one of its
+            recipes. Layers of which a size is no multiple of 16 stay as they are.
+        float8_skip: Names of the linear layers that are not converted. None: the output layer.
+        float8_all_gather: FSDP2 casts weights before it gathers them, torchao's `enable_fsdp_float8_all_gather`.
         quantize: Frozen weights of linear layers are stored in 4 or 8 bits; `-dq` quantizes the block constants too.
         quantize_skip: Names of the linear layers that stay as they are. None: the output layer, as in transformers.
         quantize_keeps_inputs: 4-bit layers keep their inputs for the backward pass, as in bitsandbytes before 0.43.2.
@@ -107,6 +112,9 @@ class Training:
     offload_activations: bool = False
     offload_optimizer: bool = False
     compile: bool | str = False
+    float8: str | None = None
+    float8_skip: tuple[str, ...] | None = None
+    float8_all_gather: bool = False
     quantize: str | None = None
     quantize_skip: tuple[str, ...] | None = None
     quantize_keeps_inputs: bool = False
@@ -119,8 +127,9 @@ class Training:
         problems = [*self._wrong_values(), *self._exclusions()]
         if problems:
             raise UsageError("; ".join(problems))
-        if isinstance(self.quantize_skip, list):
-            object.__setattr__(self, "quantize_skip", tuple(self.quantize_skip))
+        for name in _LISTS:
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
 
     @property
     def scales_loss(self) -> bool:
@@ -183,9 +192,10 @@ class Training:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (number and math.isfinite(value) and value > 0):
                 problems.append(f"{name} must be a number > 0, got {value!r}")
-        skip = self.quantize_skip
-        if skip is not None and not (isinstance(skip, tuple | list) and all(isinstance(name, str) for name in skip)):
-            problems.append(f"quantize_skip is a list of modules' names, got {skip!r}")
+        for name in _LISTS:
+            skip = getattr(self, name)
+            if skip is not None and not (isinstance(skip, tuple | list) and all(isinstance(one, str) for one in skip)):
+                problems.append(f"{name} is a list of modules' names, got {skip!r}")
         return problems
 
     def _exclusions(self) -> list[str]:
@@ -200,6 +210,9 @@ class Training:
              "checkpointing=selective is not reentrant: leave checkpoint_reentrant out"),
             (self.quantize is None and self.quantize_skip is not None, "quantize_skip needs quantize"),
             (self.quantize is None and self.quantize_keeps_inputs, "quantize_keeps_inputs needs quantize"),
+            (self.float8 is None and self.float8_skip is not None, "float8_skip needs float8"),
+            (self.float8_all_gather and self.float8 != "tensorwise", "float8_all_gather needs float8=tensorwise"),
+            (self.float8 is not None and self.quantize is not None, "give either float8 or quantize"),
             (self.grad_scaler is True and self.precision == "fp16-true",
              "grad_scaler refuses fp16 gradients: take precision=fp16 with it"),
             (self.offload_optimizer and self.optimizer not in _ON_HOST,
@@ -229,12 +242,14 @@ _CHOICES = {
     "implementation": IMPLEMENTATIONS,
     "checkpointing": CHECKPOINTING,
     "zero_grad": ZERO_GRADS,
+    "float8": FLOAT8_RECIPES,
     "quantize": QUANTIZATIONS,
 }
-_MAY_BE_NONE = ("implementation", "checkpointing", "quantize")
+_MAY_BE_NONE = ("implementation", "checkpointing", "float8", "quantize")
+_LISTS = ("float8_skip", "quantize_skip")
 _BOOLEANS = (
     "cudnn_benchmark", "channels_last", "set_to_none", "ema", "optimizer_in_backward", "checkpoint_reentrant",
-    "offload_activations", "offload_optimizer", "quantize_keeps_inputs", "holds_output",
+    "offload_activations", "offload_optimizer", "quantize_keeps_inputs", "holds_output", "float8_all_gather",
 )  # fmt: skip
 
 

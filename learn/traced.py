@@ -96,6 +96,7 @@ def step_of(
 
 def trace_of(job: Workload, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:
     """Trace a job's training step, or take it from `traces`, which keeps it. Raises as `step_of`."""
+    from featurize.float8 import multiplies_8_bits, require_8_bits
     from featurize.releases import complete
     from featurize.trace import TraceError, trace_step
 
@@ -113,6 +114,8 @@ def trace_of(job: Workload, spec: DeviceSpec, traces: Traces | None = None) -> S
             raise _explained(error) from error
         if traces is not None:
             traces[kind] = trace
+    if multiplies_8_bits(trace.operators):
+        require_8_bits(spec)
     return trace
 
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from featurize.kernel_constants import SCALED_PRODUCT
 from featurize.step_trace import Operator
 
 HALF = ("float16", "bfloat16")
-FP32, TF32, TENSOR = PIPES = ("fp32", "tf32", "tensor")
+FP32, TF32, TENSOR, FP8 = PIPES = ("fp32", "tf32", "tensor", "fp8")
 # How the tiles of a kernel's work lie: each group has its own constants.
 PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
     "product", "convolution", "attention", "grouped", "depthwise", "stream",
@@ -28,7 +29,7 @@ _WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 20
 _NARROW_GROUP = 2  # channels of a group, at most, for which PyTorch and cuDNN run depthwise kernels
 
 _KINDS = {
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "liger_add_product_"), "product"),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm", "liger_add_product_"), "product"),
     **dict.fromkeys(
         ("sum", "mean", "amax", "nll_loss_forward", "linalg_vector_norm", "var", "var_mean", "std"), "reduction"
     ),
@@ -64,7 +65,7 @@ class KernelCall(NamedTuple):
 
     kind      what it does: `product`, `convolution_weight`, `batch_norm_backward`, ...
     group     one of `GROUPS`: how it fills the GPU
-    pipe      one of `PIPES`: which units do the arithmetic. `tensor`: half precision
+    pipe      one of `PIPES`: which units do the arithmetic. `tensor`: half precision; `fp8`: 8-bit floats
     flops     of its arithmetic, a multiply-add counted as 2, after the algorithm's own savings
     nbytes    of distinct tensors, read and written
     rows, columns, depth, batch   of the product that it is: output sizes, inner size, how many of them. Of attention:
@@ -230,7 +231,7 @@ def _distinct(
     """Return an operator's kernels but the empty ones, how many the host launches, and of how many tensors."""
     name = op.name.rpartition("::")[2]
     nbytes = op.bytes_read + op.bytes_written
-    pipe = TENSOR if op.dtype in HALF else FP32
+    pipe = FP8 if op.name == SCALED_PRODUCT else TENSOR if op.dtype in HALF else FP32
     if name in ("convolution", "convolution_backward"):
         if pipe == FP32 and tf32_convolutions and op.dtype == "float32":
             pipe = TF32

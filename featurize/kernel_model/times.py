@@ -19,6 +19,7 @@ from featurize.kernel_model.calls import (
     ATTENTION,
     CONVOLUTION,
     DEPTHWISE,
+    FP8,
     FP32,
     GROUPED,
     GROUPS,
@@ -31,7 +32,7 @@ from featurize.kernel_model.calls import (
 
 # The logarithm of an efficiency is at most this: no kernel is faster than the roofline.
 _MOST_LOG = math.log(0.98)
-_TILE = {FP32: 64.0, TF32: 128.0, TENSOR: 128.0}
+_TILE = {FP32: 64.0, TF32: 128.0, TENSOR: 128.0, FP8: 128.0}
 _LEAST_WIDTH = 16.0
 _SPLIT_DEPTH = 256.0  # depth that is worth a block of its own, where a product has too few tiles
 _MOST_SPLITS = 8.0
@@ -138,6 +139,8 @@ def kernels_on(
     tiled = in_group[PRODUCT] | convolution
     computes = tiled | attention | in_group[DEPTHWISE]
     pipe, tensor, peak = _units_on(calls, spec, convolution, tiled | attention, half)
+    # Operands of 8 bits are half as wide as those of 16: at twice the rate, the units are fed as many bytes.
+    fed = peak / np.where(pipe == PIPES.index(FP8), 2.0, 1.0)
 
     wide, narrow = np.maximum(calls.rows, calls.columns), np.minimum(calls.rows, calls.columns)
     tile = np.array([_TILE[pipe] for pipe in PIPES])[np.where(tensor, pipe, 0)]
@@ -166,7 +169,7 @@ def kernels_on(
         memory_s=calls.nbytes / bandwidth,
         known=np.where(tiled, _OF_PADDING * np.log(padded), 0.0) - np.where(attention, short, 0.0),
         log_filled=np.where(tiled, np.log(np.clip(filled, 1 / 256, 1.0)), 0.0),
-        log_sm_rate=np.log(peak / (spec.sm_count * clock_ghz(spec) * 1e9) / _USUAL_SM_RATE),
+        log_sm_rate=np.log(fed / (spec.sm_count * clock_ghz(spec) * 1e9) / _USUAL_SM_RATE),
         log_power=np.full(len(peak), _log_power(spec)),
         depth=np.where(tiled, np.maximum(calls.depth, 1.0), np.inf),
         width=np.where(tiled, np.maximum(narrow, 1.0), np.inf),
@@ -185,8 +188,10 @@ def _units_on(
     takes_tf32 = (rates.tf32 is not None) & (~convolution | spec.architecture.tf32_convolutions)
     pipe = np.where((pipe == PIPES.index(TF32)) & ~takes_tf32, PIPES.index(FP32), pipe)
     in_half = rates.bf16 or rates.fp16 if half == "bf16" else rates.fp16 or rates.bf16
-    has_units = np.array([rates.fp32_matrix is not None, rates.tf32 is not None, in_half is not None])
-    tflops = np.array([spec.tflops("fp32"), spec.tflops("tf32"), in_half or spec.tflops("fp32")])
+    pipe = np.where((pipe == PIPES.index(FP8)) & (rates.fp8 is None), PIPES.index(TENSOR), pipe)
+    has_units = np.array([one is not None for one in (rates.fp32_matrix, rates.tf32, in_half, rates.fp8)])
+    fp32 = spec.tflops("fp32")
+    tflops = np.array([fp32, spec.tflops("tf32"), in_half or fp32, rates.fp8 or fp32])
     vectors = ~product & (pipe == PIPES.index(FP32))
     return pipe, has_units[pipe] & ~vectors, np.where(vectors, rates.fp32, tflops[pipe]) * 1e12
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from featurize.optimizers import run_step
-from featurize.recorder import local_tensor
+from featurize.tensor_parts import local_tensor
 
 # Each element is updated by itself, so that parts of parameters are updated as whole ones are.
 ELEMENTWISE = frozenset({"adam", "adamw", "adagrad", "lion", "momentum", "nesterov", "rmsprop", "sgd"})

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from featurize.batches import tensors_of
 from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, SEND
 from featurize.parallel.streams import Streams
-from featurize.recorder import KERNEL
+from featurize.recorder import KERNEL, is_composite
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 # torch/csrc/distributed/c10d/Ops.cpp: what process groups run, into tensors that they are given.
@@ -139,9 +139,7 @@ class Ranks:
         return self._axes.get(name) or own_axis(name)
 
 
-@functools.cache
-def _is_composite(func: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+_is_composite = functools.cache(is_composite)
 
 
 def _is_message(split_sizes: Sequence[int]) -> bool:

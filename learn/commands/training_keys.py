@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.settings import key
-from featurize.training_settings import ALL_OPTIMIZERS, COMPILE_MODES, IMPLEMENTATIONS, QUANTIZATIONS
+from featurize.training_settings import ALL_OPTIMIZERS, COMPILE_MODES, FLOAT8_RECIPES, IMPLEMENTATIONS, QUANTIZATIONS
 
 
 def _any_of(names: Sequence[str]) -> str:
@@ -79,6 +79,16 @@ class TrainingKeys:
         None,
         f"for model: true where torch.compile compiles the model, or its mode: {_any_of(COMPILE_MODES)}; default false",
         "bool | text | null",
+    )
+    float8: str | None = key(
+        None,
+        f"for model: linear layers multiply 8-bit floats, by torchao's recipe {_any_of(FLOAT8_RECIPES)}; default not",
+    )
+    float8_skip: list[str] | None = key(
+        None, "for model: linear layers that are not converted; default the output layer", "list of text | null"
+    )
+    float8_all_gather: bool | None = key(
+        None, "for model: true where FSDP2 gathers weights as 8-bit floats (float8=tensorwise); default false"
     )
     quantize: str | None = key(
         None, f"for model: store the frozen weights of linear layers as {_any_of(QUANTIZATIONS)}; default not"

@@ -17,7 +17,7 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.extras import naming_the_extra
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec
+from featurize.device_spec import DeviceSpec, UnsuitableDevice
 from featurize.machine import MachineProfile
 from featurize.training_settings import training_of
 from learn.cases import Case
@@ -277,7 +277,7 @@ class Question:
 
 def is_of_job(error: CommandError) -> bool:
     """Whether an error of `Question.answered` is of the job, whatever the GPU model: its step cannot be traced."""
-    return isinstance(error.__cause__, CommandError)
+    return isinstance(error.__cause__, CommandError) and not isinstance(error.__cause__, UnsuitableDevice)
 
 
 def _bound_by_causes(

@@ -126,7 +126,7 @@ def estimate(
         parallel: Several GPUs, of which `inputs` is one's batch: `"ddp=8"`, `{"ddp": 8, "gpus_per_node": 4}` or a
             `learn.Parallel`, which describes the settings. One GPU is a job without a wrapper.
         **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
-            as accumulation=4, checkpointing="full" or quantize="nf4".
+            as accumulation=4, checkpointing="full", float8="tensorwise" or quantize="nf4".
 
     Returns:
         The estimate, with the source of each figure (`Estimate.answered_by`).

@@ -244,7 +244,8 @@ def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ..
     for row in rows:
         layout = "/channels_last" if row.channels_last else ""
         rates = row.device.peak_tflops
-        has = (False, rates.tf32 is not None, (rates.fp16 or rates.bf16) is not None)
+        half = (rates.fp16 or rates.bf16) is not None
+        has = (False, rates.tf32 is not None, half, half)
         for kind, group, pipe in zip(row.calls.kind, row.calls.group.tolist(), row.calls.pipe.tolist(), strict=True):
             in_layout = layout if _in_layouts(kind) else ""
             bandwidth.add(f"{kind}{in_layout}")

@@ -322,8 +322,10 @@ def _units(calls: Calls, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
     """Return which kernels run on tensor cores, and the rate of each one's units in FLOP/s."""
     rates = device.peak_tflops
     half = rates.fp16 or rates.bf16
-    tensor = np.array([False, rates.tf32 is not None, half is not None])[calls.pipe]
-    return tensor, (np.array([rates.fp32, rates.tf32 or rates.fp32, half or rates.fp32]) * 1e12)[calls.pipe]
+    fp8 = rates.fp8 or half
+    tensor = np.array([False, rates.tf32 is not None, half is not None, fp8 is not None])[calls.pipe]
+    of_pipes = np.array([rates.fp32, rates.tf32 or rates.fp32, half or rates.fp32, fp8 or rates.fp32])
+    return tensor, (of_pipes * 1e12)[calls.pipe]
 
 
 def _blocks(calls: Calls, tensor: np.ndarray, sm_count: int) -> np.ndarray:

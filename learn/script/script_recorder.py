@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from featurize.flat_parameters import whole_elements
-from featurize.recorder import Recorder, Traits, local_tensor
+from featurize.recorder import Recorder, Traits
 from featurize.replacing import replace_attribute
 from featurize.step_trace import BATCH
+from featurize.tensor_parts import local_tensor, wrap_others
 from featurize.values import ALL_KEPT, READ, UnknownValue
 
 _TO_COPY, _COPY = "aten::_to_copy", "aten::copy_"
@@ -153,8 +154,8 @@ class ScriptRecorder(Recorder):
         self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
-            if self.ranks is not None and self.ranks.are_shared(types):
-                return NotImplemented  # PyTorch then runs it on this rank's part
+            if wrap_others(types):
+                return NotImplemented  # PyTorch then runs what these make of it: of a distributed one, on its part
             if not _concerns_meta(args, kwargs):
                 if _only_initialises(func, args):
                     return args[0]

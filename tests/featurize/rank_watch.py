@@ -8,11 +8,10 @@ import weakref
 
 import torch
 from torch._C._distributed_c10d import FakeWork
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from featurize.replacing import replaced
+from featurize.tensor_parts import local_tensor, wrap_others
 
 SENT = {
     "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
@@ -52,7 +51,7 @@ class Watch(TorchDispatchMode):
         self.under_way = {}  # storage of what is received -> what is sent, which NCCL keeps until it was waited for
 
     def hold(self, tensor):
-        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        tensor = local_tensor(tensor)
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self.live:
             self.live[key] = storage.nbytes(), weakref.ref(storage, lambda _: self.change(key, 0, ends=True))
@@ -90,7 +89,7 @@ class Watch(TorchDispatchMode):
         self.sent.append([kind, max(sum(t.nbytes for t in as_list(side)) for side in sides)])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(one, DTensor | AsyncCollectiveTensor) for one in types):
+        if wrap_others(types):
             return NotImplemented
         name = func._schema.name
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):

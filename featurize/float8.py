@@ -1,0 +1,104 @@
+"""Linear layers that multiply 8-bit floats in training, as torchao converts them.
+
+Start reading at `convert`. torchao's own layers and tensors run in the trace, so it has to be installed; a model that
+comes converted needs no setting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+
+from torch import nn
+
+from conf.errors import EnvironmentProblem, UsageError
+from featurize.device_spec import DeviceSpec, UnsuitableDevice
+from featurize.kernel_constants import SCALED_PRODUCT
+from featurize.quantized import is_named, output_layer
+from featurize.step_trace import Operator
+
+PRICED = (
+    "products of 8-bit floats (torch._scaled_mm) are priced at the share of the peak rate that bf16 products reach: "
+    "none was measured"
+)
+_MULTIPLE = 16  # of both sizes of a weight (ATen/native/cuda/ScaledBlas.cpp)
+
+
+def convert(model: nn.Module, recipe: str, skip: tuple[str, ...] | None = None, *, all_gather: bool = False) -> None:
+    """Replace the model's linear layers by torchao's for float8 training. Changes the model.
+
+    Layers of which a size is no multiple of 16 stay as they are, as in torchtitan.
+
+    Args:
+        model: Not yet converted.
+        recipe: One of `featurize.training_settings.FLOAT8_RECIPES`.
+        skip: Names of layers that stay, whole or their last part. None: the output layer, as torchtitan's
+            configurations have it.
+        all_gather: FSDP2 casts weights before it gathers them (`enable_fsdp_float8_all_gather`).
+
+    Raises:
+        EnvironmentProblem: torchao is not installed.
+        UsageError: A name of `skip` is no linear layer's, the model is converted already, or nothing is left to
+            convert.
+    """
+    package = _torchao()
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if any(type(layer).__name__ == "Float8Linear" for layer in layers.values()):
+        raise UsageError("float8: the model holds layers that torchao converted already: leave float8 out")
+    for name in skip or ():
+        if not any(is_named(layer, name) for layer in layers):
+            raise UsageError(f"float8_skip: the model has no linear layer {name!r}")
+    output = output_layer(model, layers) if skip is None else None
+    chosen = {
+        name
+        for name, layer in layers.items()
+        if name
+        and layer is not output
+        and not any(is_named(name, kept) for kept in skip or ())
+        and layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0
+    }
+    if not chosen:
+        raise UsageError(
+            f"float8={recipe}: the model has no linear layer to convert: both sizes are multiples of {_MULTIPLE}, and "
+            "the output layer stays unless float8_skip=[] says otherwise"
+        )
+    config = package.Float8LinearConfig.from_recipe_name(recipe)
+    if all_gather:
+        config = package.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    package.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
+
+
+def multiplies_8_bits(operators: Iterable[Operator]) -> bool:
+    """Return whether some of a step's operators are products of 8-bit floats."""
+    return any(op.name == SCALED_PRODUCT for op in operators)
+
+
+def require_8_bits(spec: DeviceSpec) -> None:
+    """Raise `UnsuitableDevice` for a GPU model that does not multiply 8-bit floats."""
+    if spec.peak_tflops.fp8 is None:
+        raise UnsuitableDevice(
+            f"float8 needs a GPU that multiplies 8-bit floats (compute capability 8.9 or later, AMD MI300), and "
+            f"{spec.name} ({spec.architecture.title}) does not: choose another device, or leave float8 out"
+        )
+
+
+def _torchao() -> ModuleType:
+    if importlib.util.find_spec("torchao") is None:
+        raise EnvironmentProblem("float8 runs torchao's layers, and torchao is not installed: pip install torchao")
+    with _quiet():
+        return importlib.import_module("torchao.float8")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what torchao's import says of its libraries for GPUs, which a trace does not call."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

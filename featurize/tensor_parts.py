@@ -1,0 +1,43 @@
+"""Tensors that are made of other tensors: one rank's part of a distributed tensor, float8 values and their scale.
+
+Start reading at `plain_parts`. PyTorch calls them traceable wrapper subclasses; operators on them run as operators on
+their parts, and only these have memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors with memory of their own that a tensor is made of: itself, where it wraps no others."""
+    if type(tensor) in _PLAIN or not _is_wrapper(type(tensor)):
+        return [tensor]
+    # Not by __tensor_flatten__: torchao's weights read a value there, which tensors on meta have not.
+    held = [getattr(tensor, name, None) for name in (*_slots(type(tensor)), *vars(tensor))]
+    return [part for one in held if isinstance(one, Tensor) for part in plain_parts(one)]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return what a rank holds of a distributed tensor; another one as it is."""
+    return plain_parts(tensor)[0]
+
+
+def wrap_others(types: Sequence[type]) -> bool:
+    """Return whether some of these types of tensors wrap others."""
+    return any(map(_is_wrapper, types))
+
+
+@functools.cache
+def _is_wrapper(kind: type) -> bool:
+    return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(name for one in kind.__mro__ for name in vars(one).get("__slots__", ()))

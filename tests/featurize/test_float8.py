@@ -1,0 +1,279 @@
+"""Float8 training: torchao's layers in a trace take the bytes that they take on the CPU and on real ranks."""
+
+from functools import partial
+
+import pytest
+import torch
+from rank_watch import watched_steps
+from real_ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from conf.errors import EnvironmentProblem, UsageError
+from featurize.device_spec import device_from_mapping, load_device
+from featurize.kernel_constants import SCALED_PRODUCT
+from featurize.kernel_model.calls import FP8, TENSOR, as_calls, product
+from featurize.kernel_model.step_time import load_efficiencies, timed_kernels
+from featurize.model_flops import model_flops
+from featurize.parallel.layout import Parallel
+from featurize.parallel.sharding import shard
+from featurize.trace import trace_step
+from featurize.training import Training, TrainingStep
+from learn import devices_that_fit, estimate
+
+WIDTH, HIDDEN, BATCH, CLASSES = 64, 160, 32, 5
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+H100 = "H100-SXM5-80GB"
+PRODUCT_US = 527.49  # of 16,384 x 4,096 x 4,096
+# Of `Parallel`, and of `Training`.
+RANKS = {
+    "plain": ({"fsdp": 2}, {"float8": "tensorwise"}),
+    "gathered": ({"fsdp": 2}, {"float8": "tensorwise", "float8_all_gather": True}),
+    "gathered halves": (
+        {"fsdp": 2, "param_dtype": "bf16", "reduce_dtype": "fp32"},
+        {"float8": "tensorwise", "float8_all_gather": True, "checkpointing": "full"},
+    ),
+    "kept": ({"fsdp": 2, "reshard_after_forward": False}, {"float8": "tensorwise", "float8_all_gather": True}),
+    "rowwise": ({"fsdp": 2, "param_dtype": "bf16"}, {"float8": "rowwise"}),
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.narrow(torch.relu(self.wide(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(output, _target):
+    return output.square().sum()
+
+
+def training(**settings):
+    return Training(optimizer="momentum", implementation="foreach", **settings)
+
+
+def traced(factory=Net, device=H100, parallel=None, **settings):
+    return trace_step(
+        factory, torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta"), loss_of, device=device,
+        settings=training(**settings), training_loop=False, parallel=None if parallel is None else Parallel(**parallel),
+    )  # fmt: skip
+
+
+def measured_on_cpu(settings, wrap=None):
+    step = TrainingStep(Net(), settings, "cpu", loss=loss_of, wrap=wrap)
+    batch, target = torch.randn(BATCH, WIDTH), torch.zeros(())
+    return watched_steps(step.model, (batch, target), lambda: step((batch,), target))
+
+
+def train_real(_rank):
+    """One of two real processes."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    return {
+        name: measured_on_cpu(training(**settings), partial(shard, parallel=Parallel(**options), mesh=mesh))
+        for name, (options, settings) in RANKS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 2)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_bytes_and_collectives_of_converted_shards_are_those_of_real_ranks(measured, name):
+    options, settings = RANKS[name]
+    trace = traced(parallel=options, **settings)
+    assert [[one.kind, one.nbytes] for one in trace.collectives] == measured[0][name]["sent"]
+    assert trace.peak_live_bytes == measured[0][name]["peak"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("more", [{}, {"precision": "bf16-true"}, {"checkpointing": "full"}], ids=str)
+def test_a_step_takes_the_bytes_that_it_takes_on_the_cpu(recipe, more):
+    real = measured_on_cpu(training(float8=recipe, **more))
+    assert traced(float8=recipe, **more).peak_live_bytes == real["peak"]
+
+
+def test_a_converted_module_is_taken_as_it_is_and_the_setting_converts_what_torchtitan_does():
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def converted():
+        config = Float8LinearConfig.from_recipe_name("rowwise")
+        return convert_to_float8_training(Net(), config=config, module_filter_fn=lambda _, name: name != "head")
+
+    by_setting = traced(float8="rowwise")
+    for factory in (converted, converted()):
+        own = traced(factory)
+        assert own.operators == by_setting.operators and own.events == by_setting.events
+    with pytest.raises(UsageError, match="torchao converted already: leave float8 out"):
+        traced(converted, float8="rowwise")
+
+
+def test_products_are_scaled_but_for_the_output_layer_what_is_skipped_and_odd_sizes():
+    def layers(**more):
+        class Odd(Net):
+            def __init__(self):
+                super().__init__()
+                self.blocks.append(nn.Linear(WIDTH, WIDTH))
+                self.blocks[2].wide = nn.Linear(WIDTH, 24, bias=False)
+                self.blocks[2].narrow = nn.Linear(24, WIDTH)
+
+        trace = traced(Odd, float8="tensorwise", **more)
+        return {op.module for op in trace.operators if op.name == SCALED_PRODUCT}
+
+    everywhere = {"blocks.0.wide", "blocks.0.narrow", "blocks.1.wide", "blocks.1.narrow", "blocks.3"}
+    assert layers() == everywhere
+    assert layers(float8_skip=("narrow", "blocks.3")) == {"blocks.0.wide", "blocks.1.wide"}
+
+
+def test_what_is_kept_for_the_backward_pass_is_the_input_in_full_width():
+    def kept(trace):
+        return sorted(block.nbytes for block in trace.blocks if block.kind == "activation" and block.nbytes > 4)
+
+    plain, converted = traced(precision="bf16-true"), traced(precision="bf16-true", float8="tensorwise")
+    assert kept(converted) == kept(plain)
+    casts = {op.dtype for op in converted.operators if op.dtype.startswith("float8")}
+    assert casts == {"float8_e4m3fn", "float8_e5m2"}
+
+
+def test_autocast_casts_the_input_of_a_converted_layer_and_not_its_weight():
+    trace = traced(precision="bf16", float8="tensorwise")
+    largest = [op for op in trace.operators if op.name == "aten::abs" and op.phase == "forward"]
+    types = {(op.input_shapes[0], op.dtype) for op in largest}
+    assert ((BATCH, HIDDEN), "bfloat16") in types and ((WIDTH, HIDDEN), "float32") in types
+
+
+def test_a_product_of_8_bits_counts_the_flops_of_the_plain_one():
+    plain, converted = traced(), traced(float8="tensorwise")
+    more = 2 * BATCH * WIDTH * HIDDEN  # torchao's layer computes the gradient of its input, wanted or not
+    assert sum(map(model_flops, converted.operators)) == sum(map(model_flops, plain.operators)) + more
+
+
+def seconds(device, pipe, size=4096):
+    calls = as_calls({product(4 * size, size, size, 1, pipe, 2 * size * size): 1}, 1)
+    return timed_kernels(calls, device, Training(precision="bf16"), load_efficiencies()).seconds[0]
+
+
+@pytest.mark.parametrize("name", [H100, "L40S", "MI300X", "RTX-5090"])
+def test_a_product_of_8_bits_reaches_the_share_of_the_peak_that_one_of_bf16_does(name):
+    device = load_device(name)
+    ratio = device.tflops("fp8") / device.tflops("bf16")
+    assert seconds(device, TENSOR) / seconds(device, FP8) == pytest.approx(ratio, rel=0.02)
+
+
+def test_a_product_of_8_bits_on_an_h100_takes_as_long_as_it_did():
+    assert seconds(load_device(H100), FP8) * 1e6 == pytest.approx(PRODUCT_US, rel=1e-3)
+
+
+def test_a_described_rate_of_8_bits_is_no_part_of_an_identity_but_a_changed_one_is():
+    device = load_device(H100)
+    mapping = device.to_mapping()
+    assert "fp8" not in mapping["peak_tflops"] and device_from_mapping(mapping) == device
+    changed = device_from_mapping({**mapping, "peak_tflops": {**mapping["peak_tflops"], "fp8": 1000}})
+    assert device_from_mapping(changed.to_mapping()).tflops("fp8") == 1000
+    part = load_device(f"{H100}:1g.10gb")
+    assert part.tflops("fp8") < device.tflops("fp8") / 6 and device_from_mapping(part.to_mapping()) == part
+
+
+class Scaled(nn.Module):
+    """A model that calls the product itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, WIDTH))
+        self.head = nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, x):
+        one = torch.ones((), device=x.device)
+        rows, columns = x.to(torch.float8_e4m3fn), self.weight.detach().to(torch.float8_e4m3fn).t()
+        product = torch._scaled_mm(rows, columns, scale_a=one, scale_b=one, out_dtype=torch.float32)
+        return self.head(product + nn.functional.linear(x, self.weight))
+
+
+@pytest.mark.parametrize("device", ["A100-SXM4-40GB", "RTX-3090", "MI250-GCD"])
+def test_a_gpu_without_8_bit_products_is_refused_in_one_line(device):
+    for model, more in ((Net, {"float8": "tensorwise"}), (Scaled, {})):
+        with pytest.raises(UsageError, match="float8 needs a GPU that multiplies 8-bit floats") as caught:
+            estimate(model, [BATCH, WIDTH], device=device, **more)
+        assert "\n" not in str(caught.value) and device in str(caught.value)
+
+
+def test_gpus_without_8_bit_products_are_listed_with_the_reason_beside_those_that_fit():
+    for model, more in ((Net, {"float8": "tensorwise"}), (Scaled, {})):
+        answers = devices_that_fit(model, [BATCH, WIDTH], devices=["A100-SXM4-40GB", "L4"], **more)
+        assert {one.device: one.fits for one in answers} == {"A100-SXM4-40GB": None, "L4": True}
+        assert ["does not" in (one.problem or "") for one in answers] == [one.fits is None for one in answers]
+
+
+def test_a_model_that_calls_the_product_itself_is_priced_and_says_on_what_that_rests():
+    answer = estimate(Scaled, [BATCH, WIDTH], device=H100)
+    assert answer.step_time_ms > 0 and any("priced at the share" in warning for warning in answer.warnings)
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({"float8": "delayed"}, "known: rowwise, rowwise_with_gw_hp, tensorwise"),
+        ({"float8_skip": ["head"]}, "float8_skip needs float8"),
+        ({"float8": "rowwise", "float8_all_gather": True}, "float8_all_gather needs float8=tensorwise"),
+        ({"float8": "rowwise", "quantize": "nf4"}, "give either float8 or quantize"),
+        ({"float8": "rowwise", "float8_skip": "head"}, "float8_skip is a list"),
+        ({"float8": "rowwise", "float8_skip": ["tail"]}, "no linear layer 'tail'"),
+        ({"float8": "rowwise", "float8_skip": ["wide", "narrow", "head"]}, "no linear layer to convert"),
+        ({"float8": "tensorwise", "float8_all_gather": True}, "needs parallel=fsdp=N"),
+        ({"float8": "tensorwise", "parallel": {"ddp": 2, "zero": 2}}, "zero=2 does not go with float8"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_with_the_choices(settings, text):
+    with pytest.raises(UsageError, match=text):
+        estimate(Net, [BATCH, WIDTH], device=H100, **settings)
+
+
+def test_without_torchao_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem, match="pip install torchao"):
+        traced(float8="tensorwise")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiled_step_fuses_the_casts_and_saves_no_more(recipe):
+    eager, compiled = (traced(precision="bf16", float8=recipe, compile=on) for on in (False, True))
+    products = [sum(op.name == SCALED_PRODUCT for op in trace.operators) for trace in (eager, compiled)]
+    assert products[1] == products[0] - 1  # the gradient of the first layer's input, which nobody reads
+    assert len(compiled.operators) < len(eager.operators) / 2
+    assert compiled.peak_live_bytes <= eager.peak_live_bytes
+    assert not any("not captured" in note for note in compiled.notes)
+
+
+def test_compiled_blocks_take_gathered_8_bit_weights_as_inputs():
+    options = {"fsdp": 2, "param_dtype": "bf16"}
+    trace = traced(parallel=options, float8="tensorwise", float8_all_gather=True, compile=True)
+    assert not any("not captured" in note for note in trace.notes)
+    # Of a block: its two weights, and the bias in bf16; one element a byte.
+    block = 2 * WIDTH * HIDDEN + 2 * WIDTH
+    assert block in {one.nbytes for one in trace.collectives if one.kind == "all_gather"}
+
+
+def test_the_largest_value_of_a_whole_tensor_is_known_before_its_cast_begins():
+    """Inductor splits such a reduction, so that the tensor is read twice."""
+    wide = lambda: nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, CLASSES))  # noqa: E731
+    trace = trace_step(
+        wide, torch.empty(256, 512, device="meta"), device=H100, settings=Training(float8="tensorwise", compile=True)
+    )
+    reads = [op for op in trace.operators if op.phase == "forward" and (1024, 512) in op.input_shapes]
+    assert len(reads) == 2 and "float8_e4m3fn" in {op.dtype for op in reads}
