@@ -82,14 +82,15 @@ def read_deepspeed(
         UsageError: The file cannot be read; a key is unknown, has a wrong value, or one that is not estimated; all of
             them are named.
     """
-    reader = _Reader(_settings(given), ranks, hidden_size)
+    reader = _Reader(settings_of(given), ranks, hidden_size)
     file = reader.read()
     if reader.problems:
         raise UsageError(f"deepspeed: {'; '.join(reader.problems)}")
     return file
 
 
-def _settings(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+def settings_of(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """Return settings as they are, or those of a JSON file. Raises `UsageError` for a file that cannot be read."""
     if isinstance(given, Mapping):
         return given
     if not isinstance(given, str | Path):
