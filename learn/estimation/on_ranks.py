@@ -57,7 +57,7 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
     Raises:
         UsageError: What several ranks do not go with.
     """
-    parallel = parse_parallel(given, files=True)
+    parallel = parse_parallel(given)
     if parallel is None:
         return job
     if estimator not in (None, "trace"):
@@ -88,18 +88,19 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
     return replace(job, parallel=parallel)
 
 
-def training_of_file(parallel: object, training: Mapping[str, Any], config: TrialConfig | None) -> dict[str, Any]:
+def training_of_file(
+    layout: Parallel | None, training: Mapping[str, Any], config: TrialConfig | None
+) -> dict[str, Any]:
     """Return training settings with those of the DeepSpeed file that a layout names.
 
     Args:
-        parallel: As `parallel_job` takes it.
+        layout: Of the job's ranks.
         training: Settings that were given, by name.
         config: A trial config, which has its own.
 
     Raises:
         UsageError: Both say something else of the same setting.
     """
-    layout = parse_parallel(parallel, files=True) if isinstance(parallel, str | Mapping | Parallel) else None
     if layout is None or layout.deepspeed is None:
         return dict(training)
     own = dict(training) if config is None else {**vars(training_of(config)), **training}

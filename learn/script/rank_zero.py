@@ -69,8 +69,8 @@ class RankZero:
     def _gpus_per_node(self) -> int:
         return self._of_node or max(Parallel.gpus_per_node, self.launched)
 
-    def add(self, replica: Replica, settings: Parallel) -> None:
-        """Hear of a wrapped model."""
+    def add(self, replica: Replica, settings: Parallel | None) -> None:
+        """Hear of a wrapped model; of replicas on some of the ranks with None."""
         self._replicas.append(replica)
         self._wrapper = self._wrapper or settings
 
