@@ -88,6 +88,20 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
     return replace(job, parallel=parallel)
 
 
+def require_whole(model: object) -> None:
+    """Raise `UsageError` for a module whose parameters are spread over ranks already: FSDP2 makes no copies of such a
+    one, and its steps would run in the caller's own process groups."""
+    parameters = getattr(model, "parameters", None)
+    meshes = (getattr(one, "device_mesh", None) for one in (parameters() if callable(parameters) else ()))
+    if (mesh := next((one for one in meshes if one is not None), None)) is not None:
+        ranks = mesh.size()
+        raise UsageError(
+            f"the model's parameters are spread over {ranks} ranks already (DTensor); give the factory that makes and "
+            "spreads it, as in def build(): model = Net(); fully_shard(model); return model, and "
+            f"estimate(build, inputs, parallel='own={ranks}')"
+        )
+
+
 def training_of_file(
     layout: Parallel | None, training: Mapping[str, Any], config: TrialConfig | None
 ) -> dict[str, Any]:

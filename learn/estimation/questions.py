@@ -25,7 +25,7 @@ from learn.estimation.known_runs import RUNS, KnownRun, known_runs, leaves_out, 
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import require_workspaces
-from learn.estimation.on_ranks import parallel_job, training_of_file
+from learn.estimation.on_ranks import parallel_job, require_whole, training_of_file
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def question_of(
         job = of_config(trusting(model, parse_trust(trust)))
         job = job if name is None else replace(job, name=name)
     elif callable(model):
+        require_whole(model)
         job, jobs = _jobs_of_module(
             model, inputs, target, batches, {run.batch_size for run in runs}, settings=Training(**training),
             input_dtype=input_dtype, loss=loss, name=name,

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 
 from conf import cli
 from conf.errors import UsageError
 from featurize.families import gpt, mlp, moe
 from featurize.parallel.layout import Parallel
+from featurize.parallel.world import pretended_mesh
 from learn import devices_that_fit, estimate
 from learn.commands.estimate import entry
 from learn.estimation.estimate_view import print_table
@@ -157,6 +160,16 @@ def test_the_report_draws_what_ranks_gather_and_send(layout, tmp_path):
 def test_what_several_gpus_do_not_go_with_is_refused(options, problem):
     with pytest.raises(ValueError, match=problem):
         of_net(**{"parallel": "ddp=8", **options})
+
+
+@pytest.mark.parametrize("parallel", [None, "own=4"])
+@pytest.mark.parametrize("spread", [lambda net, mesh: fully_shard(net, mesh=mesh), distribute_module])
+def test_a_module_that_is_spread_already_is_wanted_as_its_factory(parallel, spread):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with pretended_mesh(Parallel(own=4)) as mesh:
+        spread(model, mesh)
+    with pytest.raises(UsageError, match=r"over 4 ranks already .DTensor.; give the factory .*, parallel='own=4'"):
+        estimate(model, [4, 64], parallel=parallel)
 
 
 def test_only_traced_estimates_know_several_gpus():
