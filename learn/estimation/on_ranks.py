@@ -91,7 +91,7 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
 def require_whole(model: object) -> None:
     """Raise `UsageError` for a module whose parameters are spread over ranks already: FSDP2 makes no copies of such a
     one, and its steps would run in the caller's own process groups."""
-    parameters = getattr(model, "parameters", None)
+    parameters = None if isinstance(model, type) else getattr(model, "parameters", None)  # a class is a factory
     meshes = (getattr(one, "device_mesh", None) for one in (parameters() if callable(parameters) else ()))
     if (mesh := next((one for one in meshes if one is not None), None)) is not None:
         ranks = mesh.size()
