@@ -7,9 +7,10 @@ deepspeed/runtime/zero/config.py); "auto" is what Hugging Face's Trainer fills i
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,12 @@ _OPTIMIZERS = {
     "adam": "adamw", "adamw": "adamw", "torchadam": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion",
     "rmsprop": "rmsprop",
 }  # fmt: skip
-_TYPES = ("bf16", "fp16")
+# Sizes that Hugging Face's Trainer fills in, by the model's width.
+_OF_WIDTH: Mapping[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda width: width * width,
+    "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "stage3_param_persistence_threshold": lambda width: 10 * width,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,27 +75,43 @@ class DeepSpeedFile:
 
 
 def read_deepspeed(
-    given: Mapping[str, Any] | str | Path, *, ranks: int, hidden_size: int | None = None
+    given: Mapping[str, Any] | str | Path, *, ranks: int, hidden_size: Callable[[], int | None] | None = None
 ) -> DeepSpeedFile:
     """Return what DeepSpeed's settings say of a job.
 
     Args:
         given: The settings, or the path of their JSON file.
         ranks: GPUs of the job.
-        hidden_size: Of the model: what Hugging Face computes buckets from where they are "auto". None leaves them open.
+        hidden_size: Gives that of the model, from which Hugging Face computes buckets where they are "auto"; asked only
+            there. None leaves them open.
 
     Raises:
         UsageError: The file cannot be read; a key is unknown, has a wrong value, or one that is not estimated; all of
             them are named.
     """
-    reader = _Reader(_settings(given), ranks, hidden_size)
+    reader = _Reader(settings_of(given), ranks, hidden_size)
     file = reader.read()
     if reader.problems:
         raise UsageError(f"deepspeed: {'; '.join(reader.problems)}")
     return file
 
 
-def _settings(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+def hidden_size_of(config: object) -> int | None:
+    """Return the width of a model by its `config`, as Hugging Face's Trainer finds it; None where it has none.
+
+    Args:
+        config: With `hidden_size`, `hidden_sizes`, or a `text_config` that has either.
+    """
+    for one in (config, getattr(config, "text_config", None)):
+        if isinstance(size := getattr(one, "hidden_size", None), int):
+            return size
+        if isinstance(sizes := getattr(one, "hidden_sizes", None), list | tuple) and sizes:
+            return max(sizes)
+    return None
+
+
+def settings_of(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """Return settings as they are, or those of a JSON file. Raises `UsageError` for a file that cannot be read."""
     if isinstance(given, Mapping):
         return given
     if not isinstance(given, str | Path):
@@ -110,8 +132,9 @@ def _settings(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 class _Reader:
     """Collects what the settings say, and every problem of theirs."""
 
-    def __init__(self, given: Mapping[str, Any], ranks: int, hidden_size: int | None) -> None:
-        self._given, self._ranks, self._hidden_size = given, ranks, hidden_size
+    def __init__(self, given: Mapping[str, Any], ranks: int, hidden_size: Callable[[], int | None] | None) -> None:
+        self._given, self._ranks = given, ranks
+        self._hidden_size = functools.cache(hidden_size or (lambda: None))
         self._zero: dict[str, Any] = {}
         self._training: dict[str, Any] = {}
         self._open: list[str] = []
@@ -180,16 +203,12 @@ class _Reader:
             self.problems.append(f"{_ZERO}: not estimated: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
 
     def _resolved(self, name: str) -> int | None:
-        """What Hugging Face's Trainer fills in for a bucket."""
-        size = self._hidden_size
+        """What Hugging Face's Trainer fills in for a bucket; None for what it leaves open."""
+        size = self._hidden_size() if name in _OF_WIDTH else None
         if size is None:
             self._open.append(f"{_ZERO}.{name}")
             return None
-        sizes = {
-            "reduce_bucket_size": size * size, "stage3_prefetch_bucket_size": int(0.9 * size * size),
-            "stage3_param_persistence_threshold": 10 * size,
-        }  # fmt: skip
-        return sizes.get(name)
+        return _OF_WIDTH[name](size)
 
     def _offloads(self, block: Mapping[str, Any], name: str, old_name: str) -> bool:
         value = block.get(name)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from conf.errors import UsageError
 from featurize.nets.prenorm import RoutedExperts
 from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import EXPERT_SHARDS, EXPERTS
+from featurize.parallel.layout_modes import EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS
 from featurize.parallel.world import mesh_of_sizes
 
 _NAME = "experts"  # of the module that holds a mixture's experts
@@ -36,7 +36,7 @@ _KNOWN = (
 def expert_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
     """Return the ranks as experts are divided among them: replicas, shards of an expert, ranks with different experts.
     Every rank of the job has to call it."""
-    sizes = {"ddp": parallel.ddp, EXPERT_SHARDS: parallel.expert_shards, EXPERTS: parallel.ep}
+    sizes = {EXPERT_REPLICAS: parallel.ddp, EXPERT_SHARDS: parallel.expert_shards, EXPERTS: parallel.ep}
     return mesh_of_sizes(mesh, sizes)
 
 

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
-from featurize.parallel.layout_modes import EXPERT_SHARDS, EXPERTS, FLAT, INTERLEAVED, MODES, ONE_F_ONE_B, OWN
+from featurize.parallel.layout_modes import (
+    EXPERT_REPLICAS,
+    EXPERT_SHARDS,
+    EXPERTS,
+    FLAT,
+    INTERLEAVED,
+    MODES,
+    ONE_F_ONE_B,
+    OWN,
+)
 from featurize.parallel.layout_problems import problems_of
 
 if TYPE_CHECKING:
@@ -200,6 +209,8 @@ class Parallel:
         if self.cp > 1:
             groups["cp"] = self.cp, self.tp
         if self.ep > 1:
+            if self.ddp > 1:
+                groups[EXPERT_REPLICAS] = groups["ddp"]
             groups[EXPERTS] = self.ep, 1
             groups[EXPERT_SHARDS] = self.expert_shards, self.ep
         # A dimension that is the whole mesh talks within the default group (torch/distributed/device_mesh.py).

@@ -12,6 +12,7 @@ MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the l
 WRAPPED = ("ddp", "fsdp", "tp")  # of these, those that real ranks run in
 EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
 EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
+EXPERT_REPLICAS = "eddp"  # that of the replicas of these shards, the same ranks as ddp's in groups of their own
 OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
 GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # of pipelines
@@ -43,7 +44,7 @@ OF_MODES = (
     OfMode(
         ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
         "ddp without fsdp, cp, tp and zero",
-        lambda degrees: not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees)),
+        lambda degrees: not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees) or _without_replicas(degrees)),
     ),
     OfMode(("fsdp_version",), "fsdp", lambda degrees: _takes_part(degrees, "fsdp")),
     OfMode(
@@ -87,6 +88,10 @@ def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[s
 
 def _takes_part(degrees: Mapping[str, Any], *modes: str) -> bool:
     return any(degrees.get(mode, 1) != 1 for mode in modes)
+
+
+def _without_replicas(degrees: Mapping[str, Any]) -> bool:
+    return _takes_part(degrees, "pp", OWN) and not _takes_part(degrees, "ddp")
 
 
 def _stage(degrees: Mapping[str, Any]) -> bool:

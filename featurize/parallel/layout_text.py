@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
@@ -22,12 +22,15 @@ PREFETCH = "backward_prefetch"
 _QUOTED = " '\""
 
 
-def parse_parallel(given: object, *, files: bool = False) -> Parallel | None:
+def parse_parallel(
+    given: object, *, files: bool = False, hidden_size: Callable[[], int | None] | None = None
+) -> Parallel | None:
     """Return how a job is spread over GPUs; None for a job on one GPU, which no wrapper changes.
 
     Args:
         given: A `Parallel`, a mapping of its fields, or text such as `ddp=8` and `ddp=8,gradient_as_bucket_view=true`.
         files: `deepspeed=FILE` may name DeepSpeed's own settings: where they are, as a job's config holds no files.
+        hidden_size: Gives that of the model, where such a file leaves sizes to it.
 
     Raises:
         UsageError: An unknown mode or setting, with the known ones; a value out of range; a file that cannot be read.
@@ -36,7 +39,7 @@ def parse_parallel(given: object, *, files: bool = False) -> Parallel | None:
         return None
     if isinstance(given, str | Mapping):
         settings = named_settings(given)
-        given = _of_mapping(_with_file(settings, files=files) if DEEPSPEED in settings else settings)
+        given = _of_mapping(_with_file(settings, hidden_size, files=files) if DEEPSPEED in settings else settings)
     if not isinstance(given, Parallel):
         raise UsageError(f"parallel is text, a mapping or a Parallel, as in {EXAMPLE}, got {type(given).__name__}")
     return given if given.ranks > 1 else None
@@ -52,7 +55,7 @@ def named_settings(given: str | Mapping[Any, Any]) -> dict[Any, Any]:
     return dict(_pairs(given) if isinstance(given, str) else given)
 
 
-def _with_file(given: dict[Any, Any], *, files: bool) -> dict[Any, Any]:
+def _with_file(given: dict[Any, Any], hidden_size: Callable[[], int | None] | None, *, files: bool) -> dict[Any, Any]:
     """Settings with what DeepSpeed's file says; those that are given beside it say the same, or what it does not."""
     if not files:
         raise UsageError(
@@ -63,7 +66,7 @@ def _with_file(given: dict[Any, Any], *, files: bool) -> dict[Any, Any]:
         raise UsageError(
             "parallel: deepspeed needs the number of GPUs as ddp, as in parallel='deepspeed=ds_config.json,ddp=8'"
         )
-    file = read_deepspeed(given[DEEPSPEED], ranks=ranks)
+    file = read_deepspeed(given[DEEPSPEED], ranks=ranks, hidden_size=hidden_size)
     if others := [name for name, value in file.zero.items() if given.get(name, value) != value]:
         raise UsageError(
             f"parallel: {', '.join(f'{name}={shown(given[name])}' for name in others)} contradicts the DeepSpeed file, "

@@ -81,29 +81,35 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
         )
 
 
+def sequence_length(inputs: object) -> int:
+    """Return the length of a batch's sequences: that of `input_ids`, or of the first tensor with two dimensions. Raises
+    `UsageError` where there is none."""
+    named = dict(named_tensors(inputs))
+    first = named.get(_TOKENS) if _TOKENS in named else next((t for t in named.values() if t.dim() > _LENGTH), None)
+    if first is None or first.dim() <= _LENGTH:
+        raise UsageError("parallel: cp: no input has a sequence in its second dimension, as [batch, length] has")
+    return first.shape[_LENGTH]
+
+
 def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, parallel: Parallel) -> tuple:
     """Return this rank's part of a batch: of each tensor that has the sequence's length in its second dimension.
 
     Args:
-        inputs: The batch of the ranks that share it. The length is that of `input_ids`, or of the first tensor with two
-            dimensions.
+        inputs: The batch of the ranks that share it.
         target: Likewise; None is none.
         mesh: As `sequence_mesh` returns it.
         parallel: The job's layout.
 
     Raises:
-        UsageError: The parts are not of the same length.
+        UsageError: As `sequence_length`; the parts are not of the same length.
     """
-    named = dict(named_tensors(inputs))
-    first = named.get(_TOKENS) if _TOKENS in named else next((t for t in named.values() if t.dim() > _LENGTH), None)
-    if first is None or first.dim() <= _LENGTH:
-        raise UsageError("parallel: cp: no input has a sequence in its second dimension, as [batch, length] has")
-    length, parts = first.shape[_LENGTH], parallel.cp * (2 if _is_balanced(parallel) else 1)
+    length, parts = sequence_length(inputs), parallel.cp * (2 if _is_balanced(parallel) else 1)
     if length % parts:
         why = "two parts for each rank" if _is_balanced(parallel) else "a part for each rank"
+        shorter, longer = length - length % parts, length - length % parts + parts
+        lengths = f"the next lengths that do are {shorter} and {longer}" if shorter else f"the shortest one is {longer}"
         raise UsageError(
-            f"parallel: cp={parallel.cp}: a sequence of {length} does not divide into {parts} parts ({why}); the "
-            f"next lengths that do are {length - length % parts or parts} and {length - length % parts + parts}"
+            f"parallel: cp={parallel.cp}: a sequence of {length} does not divide into {parts} parts ({why}); {lengths}"
         )
     place = mesh.get_local_rank()
     chosen = [place, parts - 1 - place] if _is_balanced(parallel) else [place]

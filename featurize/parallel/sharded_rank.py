@@ -16,16 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from conf.errors import CommandError, UsageError
+from conf.plain_text import exception_line
 from featurize.batches import Inputs
+from featurize.optimizers import is_shared
 from featurize.parallel.experts import expert_mesh
 from featurize.parallel.layout import Parallel
 from featurize.parallel.ranks import Ranks
-from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_mesh
+from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_length, sequence_mesh
 from featurize.parallel.sharding import shard
 from featurize.parallel.shards_on_meta import shards_on_meta
 from featurize.parallel.streams import Streams
 from featurize.parallel.world import axes_of_groups, pretended_mesh
-from featurize.recorder import Recorder
+from featurize.recorder import Recorder, origin
 from featurize.step_trace import Collective, PipelinePart
 
 if TYPE_CHECKING:
@@ -80,6 +83,8 @@ class ShardedRank:
     ) -> None:
         self._parallel, self._mesh, self._streams, self.pipeline = parallel, mesh, streams, pipeline
         self._ranks: Ranks | None = None
+        self._spreads = True
+        self._length = 0  # of the sequence that ranks share
         self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
         self._experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
 
@@ -88,6 +93,7 @@ class ShardedRank:
         for each."""
         if self._sequence is None:
             return inputs, target
+        self._length = sequence_length(inputs)
         return part_of_sequence(inputs, target, self._sequence, self._parallel)
 
     @contextlib.contextmanager
@@ -97,8 +103,18 @@ class ShardedRank:
         if self._sequence is None:
             yield
             return
-        with ring_attention(self._sequence, self._parallel):
-            yield
+        try:
+            with ring_attention(self._sequence, self._parallel):
+                yield
+        except CommandError:
+            raise
+        except Exception as error:  # a model may raise anything of a part
+            operator, module = origin(error)
+            raise UsageError(
+                f"parallel: cp divides the second dimension of the inputs, here of {self._length}, which has to be the "
+                f"sequence, as in [batch, length]; on its part the model fails in operator {operator or 'none'} of "
+                f"module {module!r}: {exception_line(error)}"
+            ) from error
 
     def attach(self, recorder: Recorder) -> None:
         """Tell a recorder, which hears nothing before, of ranks and streams from now on."""
@@ -128,6 +144,7 @@ class ShardedRank:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # a forward pass that looked for the target left the outermost one gathered
+            self._spreads = any(is_shared(parameter) for parameter in model.parameters())
             return model
         return shard(model, self._parallel, self._mesh, self._experts)
 
@@ -153,6 +170,13 @@ class ShardedRank:
             self.pipeline.begin_phase(phase)
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent in the last step."""
-        more = () if self.pipeline is None else self.pipeline.collectives()
-        return (*self._streams.collectives(), *more)
+        """Return what the ranks sent in the last step. Raises `UsageError` for a model of `own` that has nothing to do
+        with other ranks."""
+        sent = self._streams.collectives()
+        if not (self._spreads or sent):
+            raise UsageError(
+                f"parallel: own={self._parallel.own}: the factory spreads nothing: no parameter is a DTensor, and "
+                f"ranks send nothing; spread it there, as in own={self._parallel.own} with fully_shard(model), or give "
+                f"fsdp={self._parallel.own}"
+            )
+        return (*sent, *(() if self.pipeline is None else self.pipeline.collectives()))

@@ -26,7 +26,7 @@ from featurize.checkpointing import repeated_blocks
 from featurize.parallel.experts import divide_experts
 from featurize.parallel.flat_sharding import shard_flat
 from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import EXPERT_SHARDS, EXPERTS
+from featurize.parallel.layout_modes import EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS
 from featurize.parallel.tensor_plan import apply_plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,7 +103,7 @@ def _shard_experts(
     """Spread each rank's experts over those that have the same ones, in units of their own."""
     if isinstance(options["reshard_after_forward"], int) and not isinstance(options["reshard_after_forward"], bool):
         options = {**options, "reshard_after_forward": True}
-    own = mesh["ddp", EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
+    own = mesh[EXPERT_REPLICAS, EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
     for modules in mixtures:
         unit = fully_shard(modules, mesh=own, shard_placement_fn=_placement(mesh[EXPERT_SHARDS].size()), **options)
         for one in unit:

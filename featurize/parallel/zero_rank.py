@@ -43,6 +43,8 @@ class Passes:
         self._streams = Streams()
         self._passes = 0  # forward passes of the step so far
         self._in_backward = False
+        # Says whether a micro-step is the last one of its step, where the settings do not.
+        self.is_boundary: Callable[[], bool] | None = None
 
     def attach(self, recorder: Recorder) -> None:
         """Tell a recorder of streams from now on."""
@@ -68,6 +70,8 @@ class Passes:
         raise NotImplementedError
 
     def _is_last(self) -> bool:
+        if self.is_boundary is not None:
+            return self.is_boundary()
         return self._passes == self._settings.accumulation
 
 

@@ -56,7 +56,7 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
     Raises:
         UsageError: What several ranks do not go with.
     """
-    parallel = parse_parallel(given, files=True)
+    parallel = parse_parallel(given)
     if parallel is None:
         return job
     if estimator not in (None, "trace"):
@@ -87,18 +87,33 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
     return replace(job, parallel=parallel)
 
 
-def training_of_file(parallel: object, training: Mapping[str, Any], config: TrialConfig | None) -> dict[str, Any]:
+def require_whole(model: object) -> None:
+    """Raise `UsageError` for a module whose parameters are spread over ranks already: FSDP2 makes no copies of such a
+    one, and its steps would run in the caller's own process groups."""
+    parameters = None if isinstance(model, type) else getattr(model, "parameters", None)  # a class is a factory
+    meshes = (getattr(one, "device_mesh", None) for one in (parameters() if callable(parameters) else ()))
+    if (mesh := next((one for one in meshes if one is not None), None)) is not None:
+        ranks = mesh.size()
+        raise UsageError(
+            f"the model's parameters are spread over {ranks} ranks already (DTensor); give the factory that makes and "
+            "spreads it, as in def build(): model = Net(); fully_shard(model); return model, and "
+            f"estimate(build, inputs, parallel='own={ranks}')"
+        )
+
+
+def training_of_file(
+    layout: Parallel | None, training: Mapping[str, Any], config: TrialConfig | None
+) -> dict[str, Any]:
     """Return training settings with those of the DeepSpeed file that a layout names.
 
     Args:
-        parallel: As `parallel_job` takes it.
+        layout: Of the job's ranks.
         training: Settings that were given, by name.
         config: A trial config, which has its own.
 
     Raises:
         UsageError: Both say something else of the same setting.
     """
-    layout = parse_parallel(parallel, files=True) if isinstance(parallel, str | Mapping | Parallel) else None
     if layout is None or layout.deepspeed is None:
         return dict(training)
     own = dict(training) if config is None else {**vars(training_of(config)), **training}

@@ -14,6 +14,8 @@ from conf.errors import UsageError, unknown_name
 from featurize.allocator_settings import AllocatorSettings
 from featurize.machine import MachineProfile
 from featurize.own_code import parse_trust, trusting
+from featurize.parallel.deepspeed_config import hidden_size_of
+from featurize.parallel.layout_text import parse_parallel
 from featurize.training_settings import Training
 from featurize.trial import TrialConfig
 from featurize.trial_config import TRAINING_FIELDS
@@ -23,7 +25,7 @@ from learn.estimation.known_runs import RUNS, KnownRun, known_runs, leaves_out, 
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import require_workspaces
-from learn.estimation.on_ranks import parallel_job, training_of_file
+from learn.estimation.on_ranks import parallel_job, require_whole, training_of_file
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -99,7 +101,8 @@ def question_of(
         raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
     runs = known_runs(known)
     _require_job_of_known(known, model, estimator, batches)
-    training = training_of_file(parallel, training, model if isinstance(model, TrialConfig) else None)
+    layout = parse_parallel(parallel, files=True, hidden_size=lambda: _hidden_size_of(model))
+    training = training_of_file(layout, training, model if isinstance(model, TrialConfig) else None)
     jobs: dict[int, Workload] = {}
     if isinstance(model, TrialConfig):
         require_same(model, training)
@@ -109,6 +112,7 @@ def question_of(
         job = of_config(trusting(model, parse_trust(trust)))
         job = job if name is None else replace(job, name=name)
     elif callable(model):
+        require_whole(model)
         job, jobs = _jobs_of_module(
             model, inputs, target, batches, {run.batch_size for run in runs}, settings=Training(**training),
             input_dtype=input_dtype, loss=loss, name=name,
@@ -117,10 +121,9 @@ def question_of(
         raise UsageError(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
         )
-    if parallel is None and job.config is not None:
-        parallel = job.config.parallel
+    given = layout if parallel is not None or job.config is None else job.config.parallel
     job = parallel_job(
-        job, parallel, estimator=estimator, others={"batches": batches, "known": None if leaves_out(known) else known}
+        job, given, estimator=estimator, others={"batches": batches, "known": None if leaves_out(known) else known}
     )
     return Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
@@ -128,6 +131,24 @@ def question_of(
         known_jobs=jobs, own_runs=_own_runs(known, data, job, estimator, allocator, torch_version, job.parallel),
         torch_version=require_release(torch_version),
     )  # fmt: skip
+
+
+def _hidden_size_of(model: Model | TrialConfig) -> int | None:
+    """The width of a model that Hugging Face's libraries would find; a factory is built for it, without memory."""
+    if isinstance(model, TrialConfig):
+        return None
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        from featurize import flash_attention
+        from featurize.skeleton import build_on_meta
+
+        factory = model
+        try:
+            model = flash_attention.building(lambda: build_on_meta(factory))
+        except Exception:  # a factory may raise anything, and raises it again where the model is traced
+            return None
+    return hidden_size_of(getattr(model, "config", None))
 
 
 def question_from(

@@ -13,12 +13,12 @@ import sys
 from typing import Any, NoReturn
 
 _REFUSED = {
-    "use_deepspeed": "DeepSpeed is not followed; use --multi_gpu, or --use_fsdp --fsdp_version 2",
     "use_megatron_lm": "Megatron-LM is not followed",
     "tpu": "TPUs are not estimated",
     "cpu": "a job on the CPU takes nothing of a GPU",
     "no_python": "--no_python is not followed; give a Python script, or a module with --module",
 }
+_UNCOUNTED = "--num_processes is missing: without it accelerate counts the GPUs of this machine"
 
 
 def main(words: list[str]) -> None:
@@ -45,18 +45,27 @@ def _launched(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]
 
     args.machine_rank = 0  # the one that is estimated; nothing is sent from here
     vars(preparing)["is_port_in_use"] = lambda *_: False
-    args, _defaults, _ = launch._validate_launch_command(args)
+    args, defaults, is_precision_of_file = launch._validate_launch_command(args)
     for name, reason in _REFUSED.items():
         if getattr(args, name, False):
             _end(reason)
     options = {"script": args.training_script, "module": bool(args.module), "arguments": args.training_script_args}
+    if args.use_deepspeed:
+        fields = [] if defaults is None else list(defaults.deepspeed_config)
+        args.deepspeed_fields_from_accelerate_config = ",".join([*fields, *["mixed_precision"] * is_precision_of_file])
+        return {**options, **_sizes(args)}, preparing.prepare_deepspeed_cmd_env(args)[1]
     if not (args.use_fsdp or args.multi_gpu):
         if (args.num_processes or 1) > 1:
             _end(f"--num_processes {args.num_processes} wants --multi_gpu, or a file of options that says so")
         return {**options, "nodes": 1, "per_node": 1}, preparing.prepare_simple_launcher_cmd_env(args)[1]
-    environment = preparing.prepare_multi_gpu_env(args)
+    return {**options, **_sizes(args)}, preparing.prepare_multi_gpu_env(args)
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, int]:
+    if args.num_processes is None:
+        _end(_UNCOUNTED)
     nodes = args.num_machines or 1
-    return {**options, "nodes": nodes, "per_node": args.num_processes // nodes}, environment
+    return {"nodes": nodes, "per_node": args.num_processes // nodes}
 
 
 def _pretend_gpus(args: argparse.Namespace) -> None:
@@ -65,7 +74,7 @@ def _pretend_gpus(args: argparse.Namespace) -> None:
 
     def device_count() -> int:
         if args.num_processes is None:
-            _end("--num_processes is missing: without it accelerate counts the GPUs of this machine")
+            _end(_UNCOUNTED)
         return max(1, args.num_processes // (args.num_machines or 1))
 
     for name, value in (

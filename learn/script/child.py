@@ -80,6 +80,7 @@ class _Run:
         from featurize.vision import mend_torchvision
         from learn.script.compiling import ScriptCompiler
         from learn.script.containment import contain
+        from learn.script.deepspeed_modules import install_deepspeed
         from learn.script.device_mode import PretendCuda, enter_everywhere
         from learn.script.explaining import explained
         from learn.script.fake_cuda import install
@@ -101,7 +102,9 @@ class _Run:
             install(self.spec, self.recorder, autocast, gpus=self.gpus)
             self.watch.install()
             self.watch.on_end, self.watch.on_begin = self.rank.end_step, self.rank.begin_step
+            self.watch.on_backward, self.watch.on_backward_end = self.rank.begin_backward, self.rank.end_backward
             install_process_group(self.rank, self.notes.add)
+            install_deepspeed(self.rank, self.watch, self.notes.add)
             self.compiler = ScriptCompiler(self.recorder, self.notes.add)
             self.compiler.install()
             self._follow_threads()
@@ -212,7 +215,7 @@ class _Run:
             operators=tuple(recorder.operators),
             events=tuple(recorder.events),
             blocks=tuple(blocks),
-            parameters=recorder.parameters(),
+            parameters=self.rank.parameters(),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=self.spec.compute_capability,
             assumed=tuple(recorder.values.assumed),

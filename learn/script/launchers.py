@@ -1,4 +1,4 @@
-"""What starts the processes of a training job: torchrun and accelerate, read by their own parsers.
+"""What starts the processes of a training job: torchrun and accelerate, read by their own parsers, and DeepSpeed's.
 
 Start reading at `launched`. The first process is the one that is estimated.
 """
@@ -11,53 +11,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from conf.errors import UsageError
 from conf.plain_text import one_line
 from featurize.device_spec import DeviceSpec
 from featurize.parallel.collectives import fabric_of
 from featurize.parallel.layout import Parallel
+from learn.script.deepspeed_launcher import deepspeed_launch
+from learn.script.launch import PORT, Launch, Started, count_of, parsed_options
 
-_GPUS = Parallel.gpus_per_node  # of a node that is not full
-_PORT = "29500"
 _ACCELERATE_S = 120.0
 _BY_COUNT = ("auto", "gpu", "cuda")  # of the GPUs that the machine has
 _OTHER_LAUNCHERS = (
     "is not followed; give the same job to torchrun, as in torchrun --nproc-per-node 8 train.py, where the script runs "
     "under it"
 )
-
-
-class Started(NamedTuple):
-    """What each process runs."""
-
-    script: str
-    module: bool
-    arguments: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """The processes of a job, one GPU each.
-
-    launcher      its name, for people
-    ranks         all processes
-    per_node      those of a node
-    environment   variables that the launcher sets for the first one
-    """
-
-    launcher: str
-    ranks: int
-    per_node: int
-    environment: Mapping[str, str]
-
-    @property
-    def gpus_per_node(self) -> int:
-        """GPUs of a node: several nodes are full."""
-        return max(self.per_node, _GPUS) if self.ranks == self.per_node else self.per_node
 
 
 def require_interconnect(spec: DeviceSpec, launch: Launch) -> None:
@@ -82,7 +52,7 @@ def launched(launcher: str, words: Sequence[str]) -> tuple[Started, Launch | Non
 def _torchrun(launcher: str, words: list[str]) -> tuple[Started, Launch]:
     from torch.distributed.run import get_args_parser
 
-    return _of_torchrun(_parsed(get_args_parser(), launcher, words), launcher)
+    return _of_torchrun(parsed_options(get_args_parser(), launcher, words), launcher)
 
 
 def _torch_launch(launcher: str, words: list[str]) -> tuple[Started, Launch]:
@@ -91,7 +61,7 @@ def _torch_launch(launcher: str, words: list[str]) -> tuple[Started, Launch]:
 
     parser = get_args_parser()
     parser.add_argument("--use-env", "--use_env", action="store_true")
-    options = _parsed(parser, launcher, words)
+    options = parsed_options(parser, launcher, words)
     started, launch = _of_torchrun(options, launcher)
     if options.use_env:
         return started, launch
@@ -107,18 +77,15 @@ def _of_torchrun(options: argparse.Namespace, launcher: str) -> tuple[Started, L
             f"{launcher} --nproc-per-node {options.nproc_per_node} counts the GPUs of a node, and this machine is not "
             "the one that is estimated; give their number"
         )
-    per_node = _count(options.nproc_per_node, f"{launcher} --nproc-per-node")
+    per_node = count_of(options.nproc_per_node, f"{launcher} --nproc-per-node")
     fewest, _, most = str(options.nnodes).partition(":")
     if most and most != fewest:
         raise UsageError(
             f"{launcher} --nnodes {options.nnodes} leaves the number of nodes open; give the one to estimate"
         )
-    nodes = _count(fewest, f"{launcher} --nnodes")
-    launch = Launch(
-        launcher=launcher, ranks=nodes * per_node, per_node=per_node,
-        environment=_environment(nodes, per_node, options.role, options.rdzv_id, options.max_restarts),
-    )  # fmt: skip
-    Parallel(own=launch.ranks, gpus_per_node=launch.gpus_per_node)  # refuses what is out of range
+    nodes = count_of(fewest, f"{launcher} --nnodes")
+    environment = _environment(nodes, per_node, options.role, options.rdzv_id, options.max_restarts)
+    launch = Launch(launcher=launcher, ranks=nodes * per_node, per_node=per_node, environment=environment)
     return Started(options.training_script, options.module, tuple(options.training_script_args)), launch
 
 
@@ -129,32 +96,10 @@ def _environment(nodes: int, per_node: int, role: str, run_id: str, restarts: in
     return {
         "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "ROLE_NAME": role,
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_WORLD_SIZE": str(nodes),
-        "ROLE_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT,
+        "ROLE_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT,
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": str(restarts),
         "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "True", **threads,
     }  # fmt: skip
-
-
-def _count(text: object, option: str) -> int:
-    try:
-        number = int(str(text))
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise UsageError(f"{option} must be a whole number >= 1, got {text}")
-    return number
-
-
-def _parsed(parser: argparse.ArgumentParser, launcher: str, words: list[str]) -> argparse.Namespace:
-    """Parse with a launcher's own parser, whose errors are ours."""
-
-    def refuse(message: str) -> NoReturn:
-        raise UsageError(f"{launcher}: {one_line(message)}")
-
-    vars(parser)["error"] = refuse
-    if "-h" in words[:1] or "--help" in words[:1]:
-        refuse("give the command line that starts a script")
-    return parser.parse_args(words)
 
 
 def _accelerate(launcher: str, words: list[str]) -> tuple[Started, Launch | None]:
@@ -171,7 +116,6 @@ def _accelerate(launcher: str, words: list[str]) -> tuple[Started, Launch | None
     launch = Launch(
         launcher="accelerate launch", ranks=nodes * per_node, per_node=per_node, environment=environment
     )  # fmt: skip
-    Parallel(own=launch.ranks, gpus_per_node=launch.gpus_per_node)
     return started, launch
 
 
@@ -201,7 +145,8 @@ LAUNCHERS: Mapping[str, Callable[[str, list[str]], tuple[Started, Launch | None]
     "accelerate-launch": _accelerate,
     "torch.distributed.run": _torchrun,
     "torch.distributed.launch": _torch_launch,
-    **dict.fromkeys(("deepspeed", "mpirun", "mpiexec", "srun", "horovodrun"), _refused),
+    "deepspeed": deepspeed_launch,
+    **dict.fromkeys(("mpirun", "mpiexec", "srun", "horovodrun"), _refused),
 }
 LAUNCHER_MODULES: Mapping[str, str] = {
     "torch.distributed.run": "torch.distributed.run",

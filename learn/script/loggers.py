@@ -43,7 +43,7 @@ class SilentLoggers(MetaPathFinder, Loader):
         logger = _logger_of(fullname)
         if logger is None:
             return None
-        if not _is_installed(logger) and _is_ready_for_its_absence():
+        if not _is_installed(logger) and is_ready_for_its_absence():
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
@@ -98,7 +98,7 @@ def _is_installed(logger: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _is_ready_for_its_absence() -> bool:
+def is_ready_for_its_absence() -> bool:
     """Whether who imports catches the failure, or only asks whether there is such a module."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):

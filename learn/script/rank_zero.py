@@ -15,6 +15,7 @@ from torch import Tensor
 from featurize.parallel.data_parallel import Replica
 from featurize.parallel.layout import Parallel
 from featurize.step_trace import Collective
+from featurize.training_settings import Training
 from featurize.values import remember
 from learn.script.device_mode import CUDA
 from learn.script.script_recorder import ScriptRecorder
@@ -22,6 +23,8 @@ from learn.script.script_recorder import ScriptRecorder
 if TYPE_CHECKING:
     from featurize.parallel.ranks import Ranks
     from featurize.parallel.streams import Streams
+    from featurize.parallel.zero_rank import ZeroRank
+    from featurize.parallel.zero_sharded_rank import ZeroShardedRank
 
 
 class RankZero:
@@ -37,6 +40,7 @@ class RankZero:
         self.launched, self.recorder = launched, recorder
         self._of_node = gpus_per_node
         self._replicas: list[Replica] = []
+        self._zero: ZeroRank | ZeroShardedRank | None = None
         self._wrapper: Parallel | None = None  # of the first replica
         self._streams: Streams | None = None
         self._ranks: Ranks | None = None
@@ -58,17 +62,41 @@ class RankZero:
         self._entered.enter_context(shards_on_meta(streams, CUDA))
 
     def settings(self, **given: Any) -> Parallel:
-        """Return the layout of a replica with these settings of DistributedDataParallel."""
+        """Return the layout of a replica with these settings of DistributedDataParallel, or of ZeRO."""
         return Parallel(ddp=self.launched, gpus_per_node=self._gpus_per_node, **given)
 
     @property
     def _gpus_per_node(self) -> int:
         return self._of_node or max(Parallel.gpus_per_node, self.launched)
 
-    def add(self, replica: Replica, settings: Parallel) -> None:
-        """Hear of a wrapped model."""
+    def add(self, replica: Replica, settings: Parallel | None) -> None:
+        """Hear of a wrapped model; of replicas on some of the ranks with None."""
         self._replicas.append(replica)
         self._wrapper = self._wrapper or settings
+
+    def play(self, layout: Parallel, settings: Training) -> ZeroRank | ZeroShardedRank:
+        """Return what plays a rank of ZeRO from now on, with the script's recorder."""
+        from featurize.parallel.zero_sharded_rank import zero_rank
+
+        self._wrapper = layout
+        self._zero = self._entered.enter_context(zero_rank(layout, 0, settings))
+        self._zero.attach(self.recorder)
+        return self._zero
+
+    def begin_backward(self) -> None:
+        """Hear that a backward pass begins."""
+        if self._zero is not None:
+            self._zero.begin_phase("forward")
+            self._zero.begin_phase("backward")
+
+    def end_backward(self) -> None:
+        """Hear that a backward pass is over."""
+        if self._zero is not None:
+            self._zero.begin_phase("optimizer")
+
+    def parameters(self) -> int:
+        """Return the elements of the model's parameters, also of those that the rank holds a part of."""
+        return self.recorder.parameters() if self._zero is None else self._zero.elements
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""
@@ -78,15 +106,18 @@ class RankZero:
 
     def begin_step(self) -> None:
         """Hear that a step begins."""
-        for replica in self._replicas:
-            replica.begin_step()
+        for wrapper in self._wrappers():
+            wrapper.begin_step()
         if self._ranks is not None:
             self._ranks.begin_step()
 
     def end_step(self) -> None:
         """Hear that a step ends: the last one's collectives count."""
         sent = () if self._streams is None else self._streams.collectives()
-        self._collectives = (*sent, *(one for replica in self._replicas for one in replica.collectives()))
+        self._collectives = (*sent, *(one for wrapper in self._wrappers() for one in wrapper.collectives()))
+
+    def _wrappers(self) -> list[Replica | ZeroRank | ZeroShardedRank]:
+        return [*self._replicas, *([] if self._zero is None else [self._zero])]
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what was sent in the last step; nothing of one process alone."""

@@ -24,6 +24,7 @@ from featurize.step_trace import (
     BUCKET,
     COMMUNICATION,
     GATHERED,
+    MASTER,
     PHASES,
     UNREDUCED,
     Block,
@@ -37,7 +38,7 @@ LARGEST_FILE_BYTES = 2**30
 _LARGEST_INT = 2**62
 _LONGEST_TEXT = 2000
 _STEPS = 3
-_KINDS_OF_BLOCKS = (*BLOCK_KINDS, BUCKET, GATHERED, UNREDUCED, COMMUNICATION)
+_KINDS_OF_BLOCKS = (*BLOCK_KINDS, BUCKET, GATHERED, UNREDUCED, COMMUNICATION, MASTER)
 _AXIS = re.compile(r"([1-9]\d{0,5}x[1-9]\d{0,5})?")  # ranks, and how far they are apart; empty: all
 # What a script is seen to choose, as `learn.script.estimating.ScriptSettings` has it.
 SETTINGS: Mapping[str, type] = {

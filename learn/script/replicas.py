@@ -64,7 +64,7 @@ def install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
         )  # fmt: skip
         object.__setattr__(self, "_gpufarm_replica", replica)
         object.__setattr__(self, BUCKETS, limits_of(bucket_cap_mb))
-        rank.add(replica, settings)
+        rank.add(replica, settings if dist.get_world_size(process_group) == rank.launched else None)
 
     def register_comm_hook(self: Any, *_: Any, **__: Any) -> None:
         note(_HOOK)

@@ -5,9 +5,10 @@ Start reading at `StepWatch.install`. After `STEPS` steps the next forward pass 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class StepWatch:
         self, recorder: ScriptRecorder, enter_policy: Callable[[str], None], on_done: Callable[[], None]
     ) -> None:
         self.steps = 0  # done
+        self._by_engine = False  # which updates the model
         self._in_backward = False
         self._in_forward = False  # a forward pass of the step has begun, and no backward pass
         self.backwards = 0  # of the step that runs
@@ -42,6 +44,8 @@ class StepWatch:
         self.choices = Choices()
         self.on_begin: Callable[[], None] = lambda: None  # of a step
         self.on_end: Callable[[], None] = lambda: None
+        self.on_backward: Callable[[], None] = lambda: None  # a backward pass begins
+        self.on_backward_end: Callable[[], None] = lambda: None
         self._recorder, self._enter_policy, self._on_done = recorder, enter_policy, on_done
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -65,12 +69,14 @@ class StepWatch:
             if self._in_backward:  # of a checkpoint that is recomputed
                 backward(*args, **kwargs)
                 return
+            self.on_backward()
             self._begin("backward")
             self._in_backward = True
             try:
                 backward(*args, **kwargs)
             finally:
                 self._in_backward = False
+            self.on_backward_end()
             self._after_backward()
 
         @functools.wraps(zero_grad)
@@ -124,11 +130,26 @@ class StepWatch:
         self._recorder.name_gradients(parameters)
         self._begin("optimizer")
 
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """While entered, an engine updates the model, by optimizers of its own; the step ends with it."""
+        self._begin("optimizer")
+        self._by_engine = self._recorder.updating = True
+        try:
+            yield
+        finally:
+            self._by_engine = self._recorder.updating = False
+        self._end_step()
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._by_engine:
+            return
         self._begin("optimizer")
         self._recorder.updating = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._by_engine:
+            return
         recorder = self._recorder
         recorder.updating = False
         with torch._C.DisableTorchFunction():

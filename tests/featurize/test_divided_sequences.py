@@ -128,5 +128,6 @@ def test_a_mixture_of_transformers_is_divided(options, kinds):
 
 def test_what_ranks_talk_about_has_a_group_for_each_kind():
     layout = Parallel(ddp=2, fsdp=4, cp=2, tp=2, ep=8)
-    assert layout.groups == {"ddp": (2, 16), "fsdp": (8, 2), "tp": (2, 1), "cp": (2, 2), "ep": (8, 1), "efsdp": (2, 8)}
+    dense = {"ddp": (2, 16), "fsdp": (8, 2), "tp": (2, 1), "cp": (2, 2)}
+    assert layout.groups == {**dense, "eddp": (2, 16), "ep": (8, 1), "efsdp": (2, 8)}
     assert Parallel(cp=8).groups == {"fsdp": (8, 1)}  # all ranks talk in one group, whatever about

@@ -301,7 +301,7 @@ def test_a_file_says_what_zero_and_the_training_are(tmp_path):
             "accumulation": 8, "clip_norm": 1.0, "optimizer": "adamw", "implementation": "fused",
         }  # fmt: skip
         assert file.micro_batch == 4 and len(file.left_open) == 3
-    sized = read_deepspeed(FILE, ranks=16, hidden_size=1000)
+    sized = read_deepspeed(FILE, ranks=16, hidden_size=lambda: 1000)
     assert sized.zero["stage3_prefetch_bucket_size"] == 900_000
     assert sized.zero["stage3_param_persistence_threshold"] == 10_000 and sized.left_open == ("train_batch_size",)
 

@@ -21,12 +21,25 @@ fsdp_config:
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
   fsdp_transformer_layer_cls_to_wrap: Block
 """
+ZERO2 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+deepspeed_config:
+  zero_stage: 2
+  gradient_accumulation_steps: 4
+  offload_optimizer_device: none
+"""
 
 
 @pytest.fixture(autouse=True)
 def _with_a_script(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("print('never run here')\n")
     (tmp_path / "fsdp.yaml").write_text(FSDP2)
+    (tmp_path / "zero2.yaml").write_text(ZERO2)
+    (tmp_path / "hosts").write_text("worker-1 slots=4  # the first\n\nworker-2 slots=4\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))  # where accelerate looks for its own file of options
@@ -55,6 +68,25 @@ def test_torchrun_starts_as_many_ranks_as_its_options_say(command, ranks, per_no
     assert (read.launch.ranks, read.launch.per_node) == (ranks, per_node)
 
 
+@pytest.mark.parametrize(
+    ("command", "ranks", "per_node", "arguments"),
+    [
+        ("deepspeed --num_gpus 8 train.py --deepspeed ds.json", 8, 8, ("--local_rank=0", "--deepspeed", "ds.json")),
+        ("deepspeed --num_gpus=4 --num_nodes 2 --master_port 29501 train.py", 8, 4, ("--local_rank=0",)),
+        ("deepspeed --no_local_rank --include localhost:0,1,5 train.py", 3, 3, ()),
+        ("deepspeed -H hosts train.py", 8, 4, ("--local_rank=0",)),
+        ("deepspeed -H hosts -i worker-2@worker-1:0,1,2,3 train.py", 8, 4, ("--local_rank=0",)),
+        ("python -m deepspeed.launcher.runner -H hosts --num_nodes 1 train.py", 4, 4, ("--local_rank=0",)),
+    ],
+)
+def test_deepspeed_starts_as_many_ranks_as_its_options_say(command, ranks, per_node, arguments):
+    read = parsed(command)
+    assert (read.script, read.arguments, read.module) == ("train.py", arguments, False)
+    assert (read.launch.ranks, read.launch.per_node) == (ranks, per_node)
+    wanted = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(per_node)}
+    assert wanted.items() <= read.launch.environment.items()
+
+
 def test_the_first_rank_gets_the_variables_of_torchrun():
     environment = parsed("torchrun --nnodes 2 --nproc-per-node 4 --rdzv-id job7 --max-restarts 3 train.py").launch
     wanted = {
@@ -80,8 +112,19 @@ def test_the_first_rank_gets_the_variables_of_torchrun():
         ("torchrun --nproc-per-node=8 absent.py", "absent.py: there is no such file"),
         ("torchrun --no-python --nproc-per-node=8 train.sh", "torchrun --no-python is not followed"),
         ("accelerate config", "of accelerate, `accelerate launch OPTIONS train.py ARGUMENTS` is estimated"),
-        ("deepspeed --num_gpus 8 train.py --deepspeed ds.json", "deepspeed is not followed; give the same job to"),
-        ("python -m deepspeed.launcher.runner train.py", "deepspeed is not followed"),
+        ("deepspeed train.py", "deepspeed without --num_gpus is not followed: it counts the GPUs of this machine"),
+        ("python -m deepspeed.launcher.runner --num_gpus x train.py", "--num_gpus must be a whole number >= 1, got x"),
+        ("deepspeed --include a --num_gpus 2 train.py", "--include goes with neither --num_nodes nor --num_gpus"),
+        ("deepspeed --include worker-1 train.py", "--include worker-1 names no GPUs; write worker-1:0,1"),
+        ("deepspeed --include a:0@b:0,1 train.py", "nodes with different numbers of GPUs .1, 2. are not followed"),
+        ("deepspeed --hostfile absent train.py", "deepspeed --hostfile absent cannot be read"),
+        (
+            "deepspeed --hostfile fsdp.yaml train.py",
+            "--hostfile fsdp.yaml: 'compute_environment: LOCAL_MACHINE' is not",
+        ),
+        ("deepspeed --hostfile hosts --num_nodes 3 train.py", "--num_nodes 3: hosts has 2 nodes"),
+        ("deepspeed --autotuning run --num_gpus 2 train.py", "--autotuning tries several settings"),
+        ("deepspeed --colour train.py", "deepspeed: .*--colour"),
         ("srun -n 8 python train.py", "srun is not followed"),
     ],
 )
@@ -110,6 +153,8 @@ def test_accelerate_reads_its_own_options_and_file():
     [
         ("accelerate launch --num_processes 8 --mixed_precision bf16 train.py", 8),
         ("accelerate-launch --multi_gpu --num_processes 4 --num_machines 2 train.py", 4),
+        ("accelerate launch --use_deepspeed --zero_stage 3 --num_processes 4 train.py", 4),
+        ("accelerate launch --config_file zero2.yaml train.py", 8),
         ("python -m accelerate.commands.launch --num_processes 1 train.py", 1),
     ],
 )
@@ -117,6 +162,9 @@ def test_accelerate_starts_as_many_ranks_as_its_options_say(command, ranks):
     launch = parsed(command).launch
     assert launch.ranks == ranks
     assert ("WORLD_SIZE" in launch.environment) == (ranks > 1)
+    if "zero2" in command:
+        assert launch.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
+        assert "mixed_precision" in launch.environment["ACCELERATE_CONFIG_DS_FIELDS"].split(",")
 
 
 @pytest.mark.slow
@@ -124,7 +172,7 @@ def test_accelerate_starts_as_many_ranks_as_its_options_say(command, ranks):
     ("options", "message"),
     [
         ("train.py", "--num_processes is missing"),
-        ("--num_processes 8 --use_deepspeed train.py", "accelerate launch: DeepSpeed is not followed"),
+        ("--use_deepspeed train.py", "--num_processes is missing"),
         ("--num_processes 8 --use_megatron_lm train.py", "accelerate launch: Megatron-LM is not followed"),
         ("--num_processes 8 --mixed_precision bf17 train.py", "accelerate launch: .*invalid choice: 'bf17'"),
         ("--num_processes 8 --colour train.py", "accelerate launch: .*--colour"),

@@ -284,6 +284,17 @@ def test_processes_that_a_script_starts_itself_are_ranks(tmp_path):
 
 
 @pytest.mark.slow
+def test_replicas_of_some_ranks_talk_among_these(tmp_path):
+    some, two = (
+        run(tmp_path, f"(lambda net: DDP(net{more}))", command=("torchrun", f"--nproc-per-node={ranks}"))
+        for more, ranks in ((", process_group=dist.new_group([0, 1])", 4), ("", 2))
+    )
+    assert some.breakdown == two.breakdown and some.sent_mib == two.sent_mib
+    assert some.communication_ms == two.communication_ms
+    assert any("a batch each (own=4)" in note for note in some.warnings)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("adapt", ["DDP(torch.compile(net), {0})", "torch.compile(DDP(net, {0}))"])
 def test_the_graph_of_a_compiled_replica_is_cut_where_its_buckets_end(tmp_path, adapt):
     scripts, modules = (

@@ -5,17 +5,24 @@ from dataclasses import replace
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 
 from conf import cli
 from conf.errors import UsageError
 from featurize.families import gpt, mlp, moe
 from featurize.parallel.layout import Parallel
+from featurize.parallel.world import pretended_mesh
 from learn import devices_that_fit, estimate
 from learn.commands.estimate import entry
 from learn.estimation.estimate_view import print_table
 from learn.estimation.memory_causes import COMMUNICATION
 
 CONFIG = mlp.Config(batch_size=64, input_size=1024, classes=10, depth=3)
+MIXTURES = moe.Config(
+    batch_size=4, vocabulary_size=1000, sequence_length=128, embedding_size=128, heads=2, depth=2, feed_forward=512,
+    experts=8,
+)  # fmt: skip
 INPUTS = [32, 3, 32, 32]
 
 
@@ -24,8 +31,8 @@ def net():
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 24 * 24, 100))
 
 
-def of_net(parallel=None, **options):
-    return estimate(net, INPUTS, parallel=parallel, **{"estimator": "trace", **options})
+def of_net(parallel=None, model=net, inputs=INPUTS, **options):
+    return estimate(model, inputs, parallel=parallel, **{"estimator": "trace", **options})
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +143,33 @@ def test_the_report_draws_what_ranks_gather_and_send(layout, tmp_path):
             {"parallel": "fsdp=8,ep=8", "compile": True},
             "compile with parallel=ep is not estimated yet; leave either out",
         ),
+        (
+            {"parallel": "own=8"},
+            "own=8: the factory spreads nothing: .* as in own=8 with fully_shard.model., or give fsdp=8",
+        ),
+        ({"parallel": "pp=2,bucket_cap_mb=5"}, "bucket_cap_mb: of ddp without fsdp, cp, tp and zero only"),
+        ({"parallel": "own=8,static_graph=true"}, "static_graph: of ddp without fsdp, cp, tp and zero only"),
+        (
+            {"parallel": "cp=4,cp_load_balance=false", "inputs": [8, 32], "model": lambda: nn.Linear(32, 8)},
+            r"cp divides the second dimension of the inputs, here of 32, which has to be the sequence, as in \[batch, "
+            r"length\]; on its part the model fails in operator aten::addmm of module 'Linear': RuntimeError",
+        ),
         ({"parallel": "pp=8"}, r"8 stages need as many blocks at least, and the model has 4 \(0, 1, 2, 3\)"),
     ],
 )
 def test_what_several_gpus_do_not_go_with_is_refused(options, problem):
     with pytest.raises(ValueError, match=problem):
         of_net(**{"parallel": "ddp=8", **options})
+
+
+@pytest.mark.parametrize("parallel", [None, "own=4"])
+@pytest.mark.parametrize("spread", [lambda net, mesh: fully_shard(net, mesh=mesh), distribute_module])
+def test_a_module_that_is_spread_already_is_wanted_as_its_factory(parallel, spread):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with pretended_mesh(Parallel(own=4)) as mesh:
+        spread(model, mesh)
+    with pytest.raises(UsageError, match=r"over 4 ranks already .DTensor.; give the factory .*, parallel='own=4'"):
+        estimate(model, [4, 64], parallel=parallel)
 
 
 def test_only_traced_estimates_know_several_gpus():
@@ -197,12 +225,16 @@ def test_ranks_that_share_a_sequence_hold_a_part_of_its_activations():
     assert both.breakdown["communication"] == 2 * parts.breakdown["communication"]
 
 
+def test_replicas_of_experts_talk_in_a_group_of_their_own():
+    taken = [
+        estimate(MIXTURES, parallel=layout, estimator="trace").breakdown["communication"]
+        for layout in ("fsdp=4,ep=2", "ddp=2,fsdp=4,ep=2")
+    ]
+    assert taken == [3 * 576, 5 * 576]  # fsdp, ep and efsdp; besides replicas of experts, and of all else
+
+
 def test_divided_experts_are_gathered_by_fewer_ranks_and_exchange_tokens():
-    config = moe.Config(
-        batch_size=4, vocabulary_size=1000, sequence_length=128, embedding_size=128, heads=2, depth=2, feed_forward=512,
-        experts=8,
-    )  # fmt: skip
-    shards, divided = (estimate(config, parallel=one, estimator="trace") for one in ("fsdp=8", "fsdp=8,ep=4"))
+    shards, divided = (estimate(MIXTURES, parallel=one, estimator="trace") for one in ("fsdp=8", "fsdp=8,ep=4"))
     assert divided.breakdown["parameters"] == pytest.approx(shards.breakdown["parameters"], rel=0.01)
     assert divided.breakdown["gathered parameters"] < shards.breakdown["gathered parameters"]
     assert divided.parameters == shards.parameters, "of the model, whoever holds its experts"

@@ -1,12 +1,16 @@
 """`estimate(..., parallel="ddp=8,zero=2")`: what a job under DeepSpeed takes from each of its GPUs."""
 
+import functools
 import json
+import types
 
 import pytest
 from torch import nn
 
 from conf.errors import UsageError
 from featurize.families import mlp
+from featurize.parallel import layout_text
+from featurize.parallel.deepspeed_config import read_deepspeed
 from learn import estimate, plan
 
 INPUTS = [4, 2048]
@@ -51,6 +55,41 @@ def test_a_file_is_the_settings_that_it_has(tmp_path):
     given = of_net("ddp=8,zero=2,param_dtype=bf16", accumulation=2, implementation="fused")
     assert read.breakdown == given.breakdown and read.step_time_ms == given.step_time_ms
     assert any("auto in the DeepSpeed file" in note and "reduce_bucket_size" in note for note in read.warnings)
+
+
+def test_a_file_is_read_once_for_each_estimate(tmp_path, monkeypatch):
+    (tmp_path / "ds.json").write_text(json.dumps(FILE))
+    read = []
+    monkeypatch.setattr(
+        layout_text, "read_deepspeed", lambda *given, **more: read.append(1) or read_deepspeed(*given, **more)
+    )
+    estimate(net, INPUTS, parallel=f"deepspeed={tmp_path}/ds.json,ddp=8")
+    assert read == [1]
+
+
+class Configured(nn.Module):
+    def __init__(self, **sizes):
+        super().__init__()
+        self.config = types.SimpleNamespace(**sizes)
+        self.layers = net()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"hidden_size": 1024}, {"text_config": types.SimpleNamespace(hidden_sizes=[8, 1024])}]
+)
+@pytest.mark.parametrize("is_made", [True, False])
+def test_buckets_that_are_auto_follow_the_width_of_the_model(sizes, is_made):
+    model = functools.partial(Configured, **sizes)
+    auto = estimate(model() if is_made else model, INPUTS, parallel={"deepspeed": FILE, "ddp": 8})
+    given = estimate(
+        model, INPUTS, accumulation=2, optimizer="adamw", implementation="fused",
+        parallel=f"ddp=8,zero=2,param_dtype=bf16,reduce_bucket_size={1024**2}",
+    )  # fmt: skip
+    assert auto.breakdown == given.breakdown
+    assert not any("auto in the DeepSpeed file" in note for note in auto.warnings)
 
 
 def test_what_the_host_does_is_said_to_take_no_time():

@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 parser = argparse.ArgumentParser()
 parser.add_argument("--bf16", action="store_true")
 parser.add_argument("--fsdp", action="store_true")
+parser.add_argument("--deepspeed")
+parser.add_argument("--local_rank")
 arguments = parser.parse_args()
 
 
@@ -31,7 +33,7 @@ shards = {
 training = TrainingArguments(
     "output", per_device_train_batch_size=8, max_steps=20, logging_steps=1, save_steps=5, report_to="none",
     bf16=arguments.bf16, dataloader_num_workers=2, optim="adamw_torch", max_grad_norm=1.0,
-    **(shards if arguments.fsdp else {}),
+    deepspeed=arguments.deepspeed, **(shards if arguments.fsdp else {}),
 )  # fmt: skip
 trainer = Trainer(LlamaForCausalLM(config), training, train_dataset=Sentences(), eval_dataset=Sentences())
 assert trainer.args.device.type == "cuda"
