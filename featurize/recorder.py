@@ -23,7 +23,7 @@ from featurize.flat_parameters import unwrapped_name
 from featurize.library_calls import CUBLAS, has_library_calls, library_calls
 from featurize.meta_results import MetaResults
 from featurize.step_trace import BATCH, Block, Event, Operator, joined
-from featurize.tensor_parts import plain_parts, wrap_others
+from featurize.tensor_parts import local_tensor, plain_parts, wrap_others
 from featurize.values import INDEXED_BY_MASKS, NONZERO, READ, Values
 from featurize.waiting_blocks import WaitingBlocks
 
