@@ -75,9 +75,9 @@ class Watch(TorchDispatchMode):
         return resize_
 
     def send(self, func, args):
-        """Run a functional collective on a copy, which gloo's threads may keep."""
+        """Run a functional collective between copies, since gloo's threads keep both sides for some moments more."""
         with _disable_current_modes():
-            out = func(args[0].clone(), *args[1:])
+            out = torch.ops._c10d_functional.wait_tensor(func(args[0].clone(), *args[1:])).clone()
         self.hold(out)
         self.under_way[out.untyped_storage()._cdata] = args[0]
         splits = args[2] if "all_to_all" in func.name() else ()
