@@ -31,6 +31,8 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "estimator=constant": "the estimator of a walk-through, which is not there",
     "host_load": "the sensor of a walk-through, which is not there",
     "-- python train.py": "needs a training script; tests/learn/test_script_kinds.py runs some",
+    "--nnodes 2": "needs a training script; tests/learn/test_script_ranks.py runs some",
+    "-- accelerate launch": "needs a training script; tests/learn/test_script_ranks.py runs some",
     "deepspeed --": "needs a script under DeepSpeed; tests/learn/test_script_deepspeed.py runs some",
     "--use_deepspeed": "needs a script under DeepSpeed; tests/learn/test_script_deepspeed.py runs one",
     "--deepspeed ds_config.json": "needs a script under DeepSpeed; tests/learn/test_script_deepspeed.py runs some",

@@ -31,6 +31,7 @@ LOADERS = {
     ("workers/devices/__init__.py", "make_device"): "names of the table of backends",
     ("featurize/families/__init__.py", "get_family"): "names of files of our own folder; others raise first",
     ("featurize/families/zoo.py", "_load"): "behind `own_code.library_problem`: the user's names, libraries' models",
+    ("featurize/float8.py", "_torchao"): "a literal: torchao.float8",
     ("featurize/own_code.py", "_download"): "a literal: timm",
     ("featurize/training.py", "preload"): "literals: what the first step imports",
     ("featurize/vision.py", "import_library"): "the three libraries' models, behind `own_code.library_problem`",

@@ -74,7 +74,7 @@ def what_happens(trace):
         {"precision": "bf16"},
         {"accumulation": 2, "set_to_none": False, "optimizer": "adagrad"},
         {"checkpointing": "full", "clip_norm": 1.0},
-        {"compile": True},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: next(iter(settings)),
 )

@@ -109,7 +109,9 @@ for _ in range(3):
     "device, expected",
     [
         ("MI300X", (True, None, "gfx942:sramecc+:xnack-", 64, (9, 4), ["gfx942"], True)),
-        ("MI210", (True, None, "gfx90a:sramecc+:xnack-", 64, (9, 0), ["gfx90a"], True)),
+        pytest.param(
+            "MI210", (True, None, "gfx90a:sramecc+:xnack-", 64, (9, 0), ["gfx90a"], True), marks=pytest.mark.slow
+        ),
         ("T4", (False, "12.8", "", 32, (7, 5), ["sm_75"], False)),
     ],
 )

@@ -156,6 +156,7 @@ def test_the_same_build_gives_the_same_models_and_takes_the_place_of_older_ones(
             assert content == second[name], name
 
 
+@pytest.mark.slow
 def test_models_that_path_names_are_kept_and_the_fast_path_is_distilled_from_them(built, place, monkeypatch):
     small(monkeypatch)
     home = place / "kept" / "models"

@@ -517,5 +517,5 @@ def test_settings_of_a_mode_go_to_the_layouts_that_have_it():
     assert {one.network_gb_s for one in layouts} == {50}
     for one in layouts:
         assert (one.param_dtype, one.wrap) == (("bf16", ("Block", "Head")) if one.fsdp > 1 else (None, None))
-        assert one.static_graph == (one.fsdp == one.tp == 1)
+        assert one.static_graph == (one.ddp > 1 and one.fsdp == one.tp == 1)
     assert {(one.ddp, one.fsdp, one.tp) for one in layouts} >= {(8, 1, 1), (1, 8, 1), (2, 4, 1), (1, 4, 2), (1, 1, 8)}

@@ -360,6 +360,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_cuda_graphs_of_a_script_cost_one_launch_each(tmp_path):
     graphed = ', mode="reduce-overhead"'
     scripts = []
