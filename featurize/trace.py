@@ -189,8 +189,8 @@ def trace_step(
         training = training_of(settings)
         if training.float8 is not None:
             require_8_bits(spec)
-        if training.float8_all_gather and (parallel is None or parallel.fsdp == 1):
-            raise UsageError("float8_all_gather is FSDP2's: it needs parallel=fsdp=N")
+        if training.float8_all_gather and (parallel is None or parallel.fsdp == 1 or parallel.flat):
+            raise UsageError("float8_all_gather is FSDP2's: it needs parallel=fsdp=N without fsdp_version=1")
         if parallel is not None and parallel.cpu_offload:
             settings = training = replace(training, offload_optimizer=True, implementation=None)
         zero = None

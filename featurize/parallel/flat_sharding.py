@@ -78,9 +78,11 @@ def shard_flat(
         if "uniform" not in str(error) and "requires_grad" not in str(error):
             raise
         reason = str(error).partition("\n")[0]
+        way_out = "give its parameters one type, or use fsdp_version=2"
+        if "requires_grad" in reason:
+            way_out = "a unit with frozen and other parameters needs use_orig_params=true"
         raise UsageError(
-            f"parallel: FullyShardedDataParallel does not flatten what a unit holds ({reason}); a unit with frozen and "
-            "other parameters needs use_orig_params=true"
+            f"parallel: FullyShardedDataParallel does not flatten what a unit holds ({reason}); {way_out}"
         ) from error
     wrapper.accumulates = parallel.no_sync
     return wrapper

@@ -169,8 +169,10 @@ class RepeatedPasses:
                 elif change.of == _KEPT:
                     batch.kept.append(block)
                     batch.signatures.append(recorder.signature(change.like))
-                else:
+                elif recorder.block_in(change.number) is not None:
                     recorder.hold_in(change.number, block)
+                else:
+                    raise DoesNotRepeat("a storage that was to hold memory is gone")
             else:
                 recorder.give_back(self._given_back(change, own, batch))
         if batch.signatures != note.kept:
@@ -195,8 +197,8 @@ class RepeatedPasses:
         block = self._recorder.block_in(change.number) if change.of == _HELD else None
         if change.of == _KEPT and change.number < len(batch.kept):
             block, batch.kept[change.number] = batch.kept[change.number], None
-        if block is None:
-            raise DoesNotRepeat("there is nothing to give back")
+        if block is None or self._recorder.size_of(block) != self._recorder.size_of(change.like):
+            raise DoesNotRepeat("there is nothing alike to give back")
         return block
 
     def _result(

@@ -177,3 +177,11 @@ def test_frozen_parameters_beside_others_need_the_original_ones():
 def test_no_prefetch_is_none_as_text_has_it():
     assert parse_parallel("fsdp=2,fsdp_version=1,backward_prefetch=none").backward_prefetch == "none"
     assert parse_parallel({"fsdp": 2, "fsdp_version": 1, "backward_prefetch": None}).backward_prefetch == "none"
+
+
+def test_a_unit_with_parameters_of_two_types_is_told_what_helps():
+    def mixed():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16))
+
+    with pytest.raises(UsageError, match="give its parameters one type, or use fsdp_version=2"):
+        trace_step(mixed, torch.empty(BATCH, WIDTH, device="meta"), parallel=Parallel(fsdp=2, fsdp_version=1))

@@ -59,6 +59,14 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Blocks(Net):
+    """Of as many as an interleaved schedule has stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+
 def loss_of(output, _target):
     return output.square().sum()
 
@@ -67,10 +75,11 @@ def training(**settings):
     return Training(optimizer="momentum", implementation="foreach", **settings)
 
 
-def traced(factory=Net, device=H100, parallel=None, **settings):
+def traced(factory=Net, device=H100, parallel=None, batch=BATCH, every_pass=None, rank=None, **settings):
     return trace_step(
-        factory, torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta"), loss_of, device=device,
+        factory, torch.empty(batch, WIDTH, device="meta"), torch.empty((), device="meta"), loss_of, device=device,
         settings=training(**settings), training_loop=False, parallel=None if parallel is None else Parallel(**parallel),
+        every_pass=every_pass, rank=rank,
     )  # fmt: skip
 
 
@@ -236,12 +245,29 @@ def test_a_model_that_calls_the_product_itself_is_priced_and_says_on_what_that_r
         ({"float8": "rowwise", "float8_skip": ["tail"]}, "no linear layer 'tail'"),
         ({"float8": "rowwise", "float8_skip": ["wide", "narrow", "head"]}, "no linear layer to convert"),
         ({"float8": "tensorwise", "float8_all_gather": True}, "needs parallel=fsdp=N"),
+        (
+            {"float8": "tensorwise", "float8_all_gather": True, "parallel": {"fsdp": 2, "fsdp_version": 1}},
+            "FSDP2's: it needs parallel=fsdp=N without fsdp_version=1",
+        ),
         ({"float8": "tensorwise", "parallel": {"ddp": 2, "zero": 2}}, "zero=2 does not go with float8"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_with_the_choices(settings, text):
     with pytest.raises(UsageError, match=text):
         estimate(Net, [BATCH, WIDTH], device=H100, **settings)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_stages_of_a_pipeline_that_gather_8_bit_weights_take_what_they_take_where_each_pass_runs(schedule, rank):
+    options = {"pp": 2, "fsdp": 2, "schedule": schedule, "micro_batches": 8}
+    settings = {"float8": "tensorwise", "float8_all_gather": True}
+    whole, first = (
+        traced(Blocks, parallel=options, batch=8 * 16, rank=rank, every_pass=every, **settings)
+        for every in (True, None)
+    )
+    assert (first.peak_live_bytes, first.collectives) == (whole.peak_live_bytes, whole.collectives)
+    assert first.blocks == whole.blocks
 
 
 def test_without_torchao_the_message_says_what_to_install(monkeypatch):
