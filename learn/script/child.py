@@ -41,7 +41,8 @@ def main(request_path: str) -> None:
     from featurize.light_imports import without_compiler
     from learn.script.containment import leave_out_distributed
 
-    without_compiler()  # most scripts compile nothing
+    if request["launch"] is None:  # wrappers of several ranks import it in any case
+        without_compiler()
     leave_out_distributed()
     os.environ.update(request["environment"])
     _Run(request).run()
