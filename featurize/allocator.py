@@ -61,8 +61,8 @@ class CachingAllocator:
     retries, ooms      how often all cached segments were given back for a request, and how often that did not help
     segment_events     every segment taken and given back, and every out-of-memory, in order
 
-    Not modelled: private pools of CUDA graphs and
-    `MemPool`, the backend `cudaMallocAsync`, and the driver's own fragmentation: a segment fits where its bytes do.
+    Not modelled: private pools of CUDA graphs and `MemPool`, the backend `cudaMallocAsync`, and the driver's own
+    fragmentation: a segment fits where its bytes do.
     Where PyTorch's rules changed, the newest hold; they differ from those of 2.4 in settings out of the ordinary only.
     """
 

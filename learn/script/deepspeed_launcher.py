@@ -7,11 +7,10 @@ the variables are those of deepspeed/launcher/launch.py.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from conf.errors import UsageError
-from learn.script.launch import PORT, Launch, Started, count_of, parsed_options
+from learn.script.launch import PORT, Launch, Started, count_of, parsed_options, thread_limit
 
 _WANTED = "it counts the GPUs of this machine, which is not the one that is estimated; give --num_gpus"
 _TEXTS = (
@@ -45,10 +44,9 @@ def deepspeed_launch(launcher: str, words: list[str]) -> tuple[Started, Launch]:
     if not options.no_local_rank:
         arguments = ("--local_rank=0", *arguments)
     ranks = nodes * per_node
-    threads = {} if "OMP_NUM_THREADS" in os.environ or per_node == 1 else {"OMP_NUM_THREADS": "1"}
     environment = {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(per_node), "CROSS_RANK": "0",
-        "CROSS_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, **threads,
+        "CROSS_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, **thread_limit(per_node),
     }  # fmt: skip
     launch = Launch(launcher=launcher, ranks=ranks, per_node=per_node, environment=environment)
     return Started(options.user_script, options.module, arguments), launch

@@ -44,12 +44,11 @@ def kind_of(name: str, our_name: str, implementation: str | None = None) -> type
 
 def adam_of(name: str, implementation: str | None, mode: str) -> Callable[..., EngineOptimizer]:
     """Return the class of an Adam that decays weights as AdamW, unless its keyword `mode` is false."""
-    plain = kind_of(name, "adam", implementation)
 
     class Adam(kind_of(name, "adamw", implementation)):  # type: ignore[misc]
         def __init__(self, params: Iterable[Any], *args: Any, **options: Any) -> None:
             super().__init__(params, *args, **options)
-            self.our_name = "adamw" if options.get(mode, True) else plain.our_name  # type: ignore[misc]
+            self.our_name = "adamw" if options.get(mode, True) else "adam"  # type: ignore[misc]
 
     Adam.__name__ = Adam.__qualname__ = name
     return Adam

@@ -6,6 +6,7 @@ Start reading at `Launch`; `learn.script.launchers` has the launchers.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
@@ -48,6 +49,11 @@ class Launch:
     def gpus_per_node(self) -> int:
         """GPUs of a node: several nodes are full."""
         return max(self.per_node, _GPUS) if self.ranks == self.per_node else self.per_node
+
+
+def thread_limit(per_node: int) -> dict[str, str]:
+    """Return the variable that launchers set for several processes of a node, unless it is set."""
+    return {} if "OMP_NUM_THREADS" in os.environ or per_node == 1 else {"OMP_NUM_THREADS": "1"}
 
 
 def count_of(text: object, option: str) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from featurize.device_spec import DeviceSpec
 from featurize.parallel.collectives import fabric_of
 from featurize.parallel.layout import Parallel
 from learn.script.deepspeed_launcher import deepspeed_launch
-from learn.script.launch import PORT, Launch, Started, count_of, parsed_options
+from learn.script.launch import PORT, Launch, Started, count_of, parsed_options, thread_limit
 
 _ACCELERATE_S = 120.0
 _BY_COUNT = ("auto", "gpu", "cuda")  # of the GPUs that the machine has
@@ -92,13 +91,12 @@ def _of_torchrun(options: argparse.Namespace, launcher: str) -> tuple[Started, L
 def _environment(nodes: int, per_node: int, role: str, run_id: str, restarts: int) -> dict[str, str]:
     """The variables that torchrun sets for a worker (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
     ranks = nodes * per_node
-    threads = {} if "OMP_NUM_THREADS" in os.environ or per_node == 1 else {"OMP_NUM_THREADS": "1"}
     return {
         "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "ROLE_NAME": role,
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_WORLD_SIZE": str(nodes),
         "ROLE_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT,
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": str(restarts),
-        "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "True", **threads,
+        "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "True", **thread_limit(per_node),
     }  # fmt: skip
 
 

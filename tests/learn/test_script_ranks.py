@@ -30,7 +30,9 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def names_of(script):
-    return runpy.run_path(str(SCRIPTS / f"{script}.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        return runpy.run_path(str(SCRIPTS / f"{script}.py"))
 
 
 def launched(script, options="", *, ranks=8, launcher=("torchrun", "--nproc_per_node"), before="", **given):
@@ -62,6 +64,7 @@ def of_fsdp2(parallel, **settings):
 
 
 def test_a_script_under_torchrun_takes_what_its_model_takes_under_ddp():
+    of_ddp("ddp=8")  # torch's compiler, which is imported once, sets a variable of its own
     before = dict(os.environ), torch.distributed.is_initialized()
     script, module = launched("torchrun_ddp"), of_ddp("ddp=8")
     check_same(script, module)
