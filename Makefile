@@ -12,11 +12,12 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 TEST_WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-faults test-gpu test-torch bench bench-gpu collect-gpu docs readme readme-check lint clean
+.PHONY: help venv demo test test-wide test-faults test-gpu test-torch bench bench-gpu collect-gpu docs readme readme-check lint clean
 
 help:
 	@echo "make demo         set up, then do the main job small (a few minutes)"
 	@echo "make test         set up, then run the tests"
+	@echo "make test-wide    run the cases that \`make test\` leaves out: more families, commands and damage of the same kinds"
 	@echo "make test-faults  kill trials, workers and dispatchers in the middle of jobs (slow)"
 	@echo "make test-gpu     the tests that need an NVIDIA GPU"
 	@echo "make test-torch   trace golden steps under other releases of torch; VERSIONS='2.12.1 2.15.0', some GB each"
@@ -49,7 +50,10 @@ demo: venv
 	PATH="$(abspath $(BIN)):$$PATH" bash infra/demo.sh
 
 test: venv
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not slow and not wide and not gpu"
+
+test-wide: venv
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "wide and not slow and not gpu"
 
 test-faults: venv
 	$(BIN)/python -m pytest -m slow

@@ -6,6 +6,8 @@ import importlib
 import os
 import signal
 import sys
+import zlib
+from collections import defaultdict
 
 import pytest
 
@@ -43,3 +45,23 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `spread(n)`, mark all but about each n-th, and one at least, as `wide`.
+
+    `make test` runs these few, `make test-wide` the others. They are drawn by their names, so that no kind of case is
+    always among the others where a test has several kinds.
+    """
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("spread") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        drawn = {item.nodeid: zlib.crc32(item.nodeid.encode()) for item in of_test}
+        n = of_test[0].get_closest_marker("spread").args[0]
+        kept = sorted(drawn, key=drawn.__getitem__)[: -(-len(drawn) // n)]
+        for item in of_test:
+            if item.nodeid not in kept:
+                item.add_marker(pytest.mark.wide)

@@ -5,7 +5,6 @@ Start reading at `view_statements`; `_partitioned_view` is where a file is decid
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,8 @@ from warehouse.sql_text import escaped_glob, sql_text
 
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "jobs", "stale")
 
+# By path: the file's state when it was read or written, and the fingerprint in it.
+_FINGERPRINTS: dict[Path, tuple[tuple[int, ...], str | None]] = {}
 _FIRST_KINDS = ("runs", "telemetry")  # of which every data folder has a file
 _SQL_TYPES = {
     pa.string(): "VARCHAR",
@@ -55,6 +56,7 @@ def refresh(folder: FolderLayout) -> None:
         except duckdb.Error:  # a torn file keeps DuckDB from planning over all: other clients fail on it as well
             return
         write_bytes(folder.warehouse, built.read_bytes())
+    _remember(folder.warehouse, _fingerprint(statements))
 
 
 def view_statements(folder: FolderLayout) -> list[str]:
@@ -199,16 +201,29 @@ def _fingerprint(statements: Sequence[str]) -> str:
 
 
 def _fingerprint_in(path: Path) -> str | None:
+    state = _state_of(path)
+    if state is None:
+        return None
+    if _FINGERPRINTS.get(path, (None, None))[0] != state:
+        _FINGERPRINTS[path] = state, _read_fingerprint(path)
+    return _FINGERPRINTS[path][1]
+
+
+def _remember(path: Path, fingerprint: str) -> None:
+    """What was just written need not be read: opening a database takes longer than a query of a small folder."""
+    if (state := _state_of(path)) is not None:
+        _FINGERPRINTS[path] = state, fingerprint
+
+
+def _state_of(path: Path) -> tuple[int, ...] | None:
     try:
         state = path.stat()
     except OSError:
         return None
-    return _fingerprint_of(path, (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
-@functools.lru_cache(64)
-def _fingerprint_of(path: Path, _state: tuple[int, ...]) -> str | None:
-    """Read it once for each state of the file: opening a database takes longer than a query of a small folder."""
+def _read_fingerprint(path: Path) -> str | None:
     try:
         with existing_database(path) as connection:
             row = connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()

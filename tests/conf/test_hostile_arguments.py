@@ -276,16 +276,15 @@ def test_a_command_that_reads_refuses_what_is_no_data_folder_in_one_line(invoke,
     assert not wrong and contents(invoke.place) == before, "\n".join(wrong)
 
 
-def test_what_only_the_command_can_refuse_is_one_line_each_and_changes_nothing(invoke):
+def test_every_command_has_lines_that_only_it_can_refuse():
     assert set(REFUSED_BY_THE_COMMAND) == set(COMMANDS)
-    wrong = refusal_problems(
-        invoke,
-        (
-            Case(name, tuple(line.split(" ")), "")
-            for name, several in REFUSED_BY_THE_COMMAND.items()
-            for line in several
-        ),
-    )
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_only_the_command_can_refuse_is_one_line_each_and_changes_nothing(invoke, name):
+    lines = REFUSED_BY_THE_COMMAND[name]
+    wrong = refusal_problems(invoke, (Case(name, tuple(line.split(" ")), "") for line in lines))
     assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong[:40])
 
 
@@ -348,6 +347,7 @@ RIGHT = [
 ]  # fmt: skip
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("name", "arguments", "key", "value"), RIGHT)
 def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, arguments, key, value):
     from omegaconf import OmegaConf

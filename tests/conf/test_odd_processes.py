@@ -91,6 +91,7 @@ ODD_ENVIRONMENTS = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("environment", ODD_ENVIRONMENTS)
 @pytest.mark.parametrize("name", ["table", "csv"])
 def test_an_odd_environment_changes_nothing_but_how_things_are_shown(queued, environment, name):
@@ -130,6 +131,7 @@ def test_closed_input_and_closed_errors_do_no_harm(place):
     assert (code, out.split(), err) == (0, [b"n", b"1"], b"")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
     "arguments",

@@ -153,10 +153,12 @@ def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
     assert (prediction.upper(0.5) <= upper).all()
 
 
+@pytest.mark.spread(2)
 def test_same_seed_same_figures(name, fitted, rows):
     same(fitted.predict(rows.cases, STEPS), make_estimator(name, seed=3).fit(rows, STEPS).predict(rows.cases, STEPS))
 
 
+@pytest.mark.spread(2)
 def test_order_of_rows_changes_nothing(name, fitted, rows):
     shuffled = rows.subset(np.random.default_rng(0).permutation(N))
     same(

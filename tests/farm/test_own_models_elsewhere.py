@@ -56,6 +56,7 @@ def run(name, module, data, capsys, *arguments):
     return code, " ".join(printed.out.split()), printed.err
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("trust", [(), (f"trust=[{MODULE}]",)])
 def test_a_fit_takes_the_other_rows(data, capsys, trust):
     code, out, err = run("fit", fit_module, data, capsys, "target=memory", "estimator=lightgbm", *trust)

@@ -71,6 +71,7 @@ def pieces_of(model: nn.Module, limits: list[float]) -> tuple[Any, list[int], li
     return in_pieces(forward, tensors, len(held), limits, compiled), ran, tensors
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("limits", [[1_000, 60_000], [20_000, 20_000], [1_000, 1_000], [70_000, 70_000]])
 def test_pieces_hold_the_parameters_that_dynamo_gives_them(limits):
     from torch._dynamo.backends.distributed import DDPOptimizer  # with all of the compiler

@@ -13,6 +13,7 @@ from featurize.trace import trace_config
 from tests.family_cases import FAMILIES
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("index", range(2))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_figures_stay_in_their_ranges_on_every_device(family, index):

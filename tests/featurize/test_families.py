@@ -139,6 +139,7 @@ def test_default_space_holds_training_settings_constant_and_reaches_every_topolo
         assert seen == set(get_family(family).TOPOLOGIES)
 
 
+@pytest.mark.spread(2)
 @over_families
 def test_plan_parameters_equal_the_modules_for_sampled_configs(family):
     for config in sample_range(space_of(family), 3, 0, 8 if family in ("timm", "zoo") else 30):
@@ -183,6 +184,7 @@ def test_plan_flops_equal_torchs_flop_counter(config):
     assert counter.get_total_flops() == config.batch_size * totals(family.layers(config)).flops
 
 
+@pytest.mark.spread(2)
 @over_small_cases
 def test_one_training_step_on_the_cpu_gives_finite_loss_and_gradients(config):
     torch.manual_seed(0)
@@ -211,6 +213,7 @@ def test_batch_fits_the_model(family, device):
 CHECKPOINTED = [small(f, topology=t, dropout=0.0) for f in DESCRIBED for t in get_family(f).TOPOLOGIES]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("config", CHECKPOINTED, ids=case_name)
 def test_activation_checkpointing_runs_blocks_twice_and_keeps_the_gradients(config):
     def gradients_and_calls(config):

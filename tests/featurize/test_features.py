@@ -24,6 +24,7 @@ def sampled(family, n):
     return list(sample_range(parse_space(family, OmegaConf.to_container(arch.space)), 11, 0, n))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("family", family_names())
 def test_features_are_finite_numbers_or_text_and_the_same_columns_for_a_family(family):
     tables = [scalar_features(config) for config in sampled(family, 50)]

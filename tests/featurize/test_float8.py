@@ -276,6 +276,7 @@ def test_without_torchao_the_message_says_what_to_install(monkeypatch):
         traced(float8="tensorwise")
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_compiled_step_fuses_the_casts_and_saves_no_more(recipe):
     eager, compiled = (traced(precision="bf16", float8=recipe, compile=on) for on in (False, True))

@@ -51,6 +51,7 @@ def test_a_varied_model_is_traced_the_same(monkeypatch, precision, optimizer):
     same(quick, trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("number", [0, 1])
 def test_families_are_traced_the_same(monkeypatch, family, number):

@@ -129,6 +129,7 @@ def test_operators_have_a_class(name, kind):
     assert VOCABULARY[category(name)] == kind
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(("index", "priced"), [(0, False), (1, True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_of_every_family_are_finite_acyclic_and_the_same_each_time(family, index, priced):

@@ -66,6 +66,7 @@ METHODS = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_of_peft_has_state_for_what_it_trains_and_takes_quantized_weights(method):
     peft = pytest.importorskip("peft")

@@ -185,6 +185,7 @@ class CountedNet(Net):
         self.blocks = nn.ModuleList(Counted() for _ in range(BLOCKS))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("options", "training_options"),
     [
@@ -303,6 +304,7 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("options", "checkpointing"),
     [

@@ -59,6 +59,7 @@ def network(found):
     return {name: value for name, value in found.items() if name.startswith("net_")}
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("training_loop", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_network_is_does_not_hang_on_the_batch_size(name, training_loop):
@@ -80,6 +81,7 @@ def test_what_a_job_takes_grows_with_the_batch(name):
     assert len({one["job_weights_mib"] for one in found}) == len({one["job_outside_mib"] for one in found}) == 1
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_finite_numbers_and_the_same_columns_for_every_job_and_device(family):
     columns = list(by_batch("mlp")[0])

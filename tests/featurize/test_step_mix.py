@@ -68,6 +68,7 @@ def what_happens(trace):
     return [(e.nbytes, e.step, e.phase, of_block(e.block).kind, of_block(e.block).operator) for e in trace.events]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -25,6 +25,7 @@ def config(model="resnet10t", **changes):
     return timm.Config(**{"model": model, "batch_size": 2, **changes})
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("model", "size"),
     [

@@ -450,6 +450,7 @@ def test_a_model_far_larger_than_the_machine_is_traced_without_allocating_it():
     assert psutil.Process(os.getpid()).memory_info().rss - rss < 100 * 2**20
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(("precision", "index"), [("fp32", 0), ("bf16", 1), ("fp16", 0)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_traces_twice_to_the_same(name, precision, index):

@@ -62,6 +62,7 @@ def test_when_the_time_is_up_it_leaves_and_goes_on_later(collect, tmp_path):
     assert messages == ["nothing has been measured yet; the same command goes on"]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("family", family_names())
 def test_every_family_has_its_jobs_with_every_training_setting_sampled(collect, tmp_path, family):
     jobs = collect.jobs_of(family, settings(collect, tmp_path))

@@ -105,6 +105,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "device, expected",
     [

@@ -151,6 +151,7 @@ def damage_report(version):
 DAMAGES = [value for name, value in sorted(globals().items()) if name.startswith("damage_")]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_version_is_named_in_one_line_and_the_older_one_answers(data, damage, capsys):
     older, newer = both(data)

@@ -51,6 +51,7 @@ def figures_by_name(done, file):
     return {figures.estimator: figures for figures in done.figures if figures.file == file}
 
 
+@pytest.mark.wide
 def test_every_formula_and_the_hybrid_answer_for_a_gpu_model_that_was_left_out(folder):
     done = asked(folder, split="leave_one_out", by="device")
     of_farm = figures_by_name(done, "farm")

@@ -74,6 +74,7 @@ def test_it_says_what_the_teacher_says_of_jobs_it_was_not_taught():
         assert np.mean(wanted["memory"].needs <= got.upper_mib[:, None]) > 0.97
 
 
+@pytest.mark.wide
 def test_its_bound_is_about_as_wide_as_the_teachers_where_that_is_sure_and_where_it_is_not(distilled):
     _, fast = distilled
     new = [Case(config, DEVICES[0]) for config in distillation_configs(150, seed=2)]

@@ -74,6 +74,7 @@ def test_rows_that_were_left_out_have_no_part_in_the_fit(fit):
     assert np.array_equal(clean.compute, other.compute) and np.array_equal(clean.bandwidth, other.bandwidth)
 
 
+@pytest.mark.wide
 def test_every_split_is_judged_and_printed(fit):
     small = TimeFit(fit.rows[:12], {})
     scores, held_out = judged(small, 2, silent)

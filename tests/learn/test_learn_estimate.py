@@ -258,6 +258,7 @@ def graphs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.wide
 def test_a_fitted_graph_network_answers_configs_and_modules(graphs):
     new = mlp.Config(batch_size=48, input_size=80, classes=10, depth=2)
     done = estimate(new, estimator="gnn", data=graphs)

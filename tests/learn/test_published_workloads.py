@@ -85,6 +85,7 @@ def test_a_model_that_timm_does_not_have_is_told_with_the_release():
         workload_of(timm_row("resnet_of_tomorrow"))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", [name for name in KNOWN_MODELS if name not in LARGE])
 def test_every_known_model_trains_a_step(name):
     library = getattr(KNOWN_MODELS[name], "library", "transformers").partition(".")[0]

@@ -181,6 +181,7 @@ def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.wide
 def test_a_compiled_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_module():
     settings = {
         "optimizer": "adamw", "precision": "bf16", "compile": True, "implementation": "fused", "clip_norm": 1.0,

@@ -49,6 +49,7 @@ def test_what_fails_within_hydra_is_named_at_the_applications_line(tmp_path):
         estimate_script(["python", "app/train.py"])
 
 
+@pytest.mark.wide
 def test_evaluations_torchscript_and_an_optimizer_of_its_own_are_followed(tmp_path):
     script = kinds.run("many_habits", estimator="trace")
     samples = "32 samples in a forward pass, 2 backward passes in a step"

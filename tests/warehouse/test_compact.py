@@ -298,6 +298,7 @@ def test_killed_while_merging_two_families(folder, step):
     assert [len(files(folder, kind, family)) for kind in KINDS for family in ("cnn", "mlp")] == [1] * 8
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 8])
 def test_killed_while_deleting_then_compacted_again(folder, step):
     fill(folder, range(3))
@@ -306,6 +307,7 @@ def test_killed_while_deleting_then_compacted_again(folder, step):
     settle(folder, 3)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
 def test_killed_while_deleting_files_that_were_merged_before(folder, step):
     fill(folder, range(4))

@@ -450,6 +450,7 @@ def test_the_project_s_own_card_is_true():
     assert sum(path.stat().st_size for path in root.rglob("*.parquet")) <= 20e6
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", dataset.KINDS)
 @pytest.mark.parametrize("leads", ["a file", "a folder", "a pipe"])
 def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(filled, out, tmp_path, kind, leads):

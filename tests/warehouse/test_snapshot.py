@@ -301,6 +301,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("rule", WRONG)
 def test_what_cannot_be_is_found_and_kept(folder, rule):
     fill(folder, [0], config_hash="x")

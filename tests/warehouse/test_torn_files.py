@@ -57,6 +57,7 @@ def plant(folder, kind, name, hidden, table=None):
     Listing(listing_file(folder, kind, name), f"family=cnn/{name}", tuple(hidden), 1.0).write()
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("how", ["empty", "cut", "garbage", "flipped"])
 @pytest.mark.parametrize(
     ("kind", "counts"), [("runs", (9, 20, 9)), ("telemetry", (10, 18, 10)), ("jobs", (10, 20, None))]
@@ -120,6 +121,7 @@ def test_flipped_bytes_anywhere_never_end_the_process_and_never_cost_another_run
             assert {"J-000000", "J-000001", "J-000003"} <= ids and len(ids) <= 4
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("how", ["empty", "garbage", "gone"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_torn_listing_costs_no_row(folder, kind, how, capsys):
@@ -225,6 +227,7 @@ def test_a_planted_listing_hides_no_run_that_lands_later(folder):
     assert ask(folder) == [(10, 20, 10, 20, 20)]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "table",
     [pa.table({"x": [1]}), pa.table({"run_id": [1, 2]}), pa.table({"run_id": [b"J-000001"]})],

@@ -253,6 +253,7 @@ def test_what_a_killed_trial_leaves_behind_is_killed(worker, notes):
     assert "processes_left" in run.quality_reasons
 
 
+@pytest.mark.wide
 def test_a_process_that_forks_for_ever_is_ended(worker):
     run = ends_well(worker, hostile("forks_for_ever")).run
     assert run.status == "ok", run.error

@@ -134,6 +134,7 @@ SIGNALS = {
 }
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", SIGNALS)
 def test_a_window_ends_soon_and_its_interval_holds_the_true_mean(name):
     step_s, wave, read, limit_s = SIGNALS[name]

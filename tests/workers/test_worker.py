@@ -271,6 +271,7 @@ def test_a_device_fault_is_torchs_word_on_a_real_device(backend, error_type, err
     assert is_device_fault(backend, error_type, error) == expected
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("error", "host_is_device", "expected"),
     [
