@@ -25,6 +25,7 @@ from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.float8 import PRICED, multiplies_8_bits, require_8_bits
+from featurize.module_stack import origin
 from featurize.parallel.buckets import limits_of
 from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.layout import Parallel
@@ -32,7 +33,7 @@ from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.parallel.zero_settings import settings_of_ranks
 from featurize.parallel.zero_sharded_rank import zero_rank
 from featurize.quantized import elements, replace_bitsandbytes
-from featurize.recorder import Recorder, origin
+from featurize.recorder import Recorder
 from featurize.skeleton import build_on_meta, on_meta
 from featurize.step_mix import StepSequence
 from featurize.step_trace import BATCH as BATCH
