@@ -5,7 +5,8 @@ Start reading at `OperatorRecord`; `featurize.op_traffic` and `featurize.op_cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class OperatorRecord(BlockRecord):
         super().__init__()
         self.operators: list[Operator] = []
         self.keep_operators = False
-        self.recomputing = False  # a compiled graph's backward pass runs what its forward pass ran already
+        self._again = False  # a compiled graph computes what was computed already
         self.stack = ModuleStack(model)
         self._traits: dict[OpOverload, Traits] = {}
 
@@ -37,6 +38,15 @@ class OperatorRecord(BlockRecord):
         if traits is None:
             traits = self._traits[func] = Traits(func)
         return traits
+
+    @contextlib.contextmanager
+    def computing_again(self, again: bool) -> Iterator[None]:
+        """Say that what a compiled graph runs within was computed already in this step, where `again` says so."""
+        before, self._again = self._again, self._again or again
+        try:
+            yield
+        finally:
+            self._again = before
 
     def begin_step(self, number: int, *, keep_operators: bool) -> None:
         """A step begins. Operators of an earlier one are dropped, so that none counts as a source of this one's."""
@@ -126,4 +136,4 @@ class OperatorRecord(BlockRecord):
     def _recomputes(self) -> bool:
         """Whether a checkpoint runs its part of the forward pass again, which the engine alone never does: a module's
         forward pass runs, or gradients are recorded."""
-        return self.recomputing or bool(self.stack.running) or torch.is_grad_enabled()
+        return self._again or bool(self.stack.running) or torch.is_grad_enabled()

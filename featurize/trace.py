@@ -28,9 +28,9 @@ from featurize.step_trace import Block as Block
 from featurize.step_trace import Event as Event
 from featurize.step_trace import Operator as Operator
 from featurize.step_trace import StepTrace as StepTrace
-from featurize.traced_step import COMPILED_SHAPES as COMPILED_SHAPES
-from featurize.traced_step import STEPS as STEPS
-from featurize.traced_step import StepRequest, TracedStep
+from featurize.tracing import COMPILED_SHAPES as COMPILED_SHAPES
+from featurize.tracing import STEPS as STEPS
+from featurize.tracing import StepRequest, Tracing
 from featurize.training import Training, TrainingSettings
 from featurize.trial_config import TrialConfig
 
@@ -137,7 +137,7 @@ def trace_step(
         batches=batches, parallel=parallel, rank=rank or 0, every_pass=every_pass is not False,
     )  # fmt: skip
     with _without_collection(), contextlib.ExitStack() as entered:
-        tracing = TracedStep(request, entered)
+        tracing = Tracing(request, entered)
         try:
             tracing.build(model)
             tracing.run()

@@ -1,6 +1,6 @@
 """A trace under way: the model on meta, its wrapper and training step, the recorded steps, and what they show.
 
-Start reading at `TracedStep`; `featurize.trace` calls it.
+Start reading at `Tracing`; `featurize.trace` calls it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from featurize.compiled import CompiledRegions
 from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DeviceSpec
-from featurize.float8 import PRICED, multiplies_8_bits, require_8_bits
+from featurize.float8 import PRICED, is_converted, multiplies_8_bits, refuse_odd_tokens, require_8_bits
 from featurize.parallel.buckets import limits_of
 from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.layout import Parallel
@@ -61,7 +61,7 @@ class StepRequest:
     every_pass: bool
 
 
-class TracedStep:
+class Tracing:
     """One trace. `build`, `run` and `result` are called once each, in this order; `doing` says what fails meanwhile.
 
     Args:
@@ -85,6 +85,7 @@ class TracedStep:
         built = self._on_meta(model)
         self._step = self._training_step(built, settings)
         _require_trainable(self._step.model)  # quantized weights are frozen
+        refuse_odd_tokens(self._step.model)
         recorder = self._recorder = self._regions.recorder = Recorder(self._step.model)
         recorder.graphs = self._graphs
         if self._sharded is not None:
@@ -196,6 +197,11 @@ class TracedStep:
         if parallel is not None and parallel.cpu_offload:
             settings = training = replace(training, offload_optimizer=True, implementation=None)
         if parallel is not None and parallel.zero:
+            if any(map(is_converted, model.modules())):
+                raise UsageError(
+                    f"parallel: zero={parallel.zero} does not go with float8: the model holds linear layers that "
+                    "torchao converted; leave either out"
+                )
             self._zero = self._entered.enter_context(zero_rank(parallel, request.rank, training))
         if training.compile:
             self._compiled[""] = None
