@@ -149,7 +149,8 @@ class _Region:
         @functools.wraps(self._forward)
         def compiled(*args: Any, **kwargs: Any) -> Any:
             regions = self._regions
-            if regions.recorder_now() is None or not torch.is_grad_enabled():
+            recorder = regions.recorder_now()
+            if recorder is None or not torch.is_grad_enabled():
                 return self._forward(*args, **kwargs)
             leaves, structure = pytree.tree_flatten((args, kwargs))
             held = {**dict(self._holder.named_parameters()), **dict(self._holder.named_buffers())}
@@ -159,7 +160,11 @@ class _Region:
             if key not in self._captured:
                 self._captured[key] = self._capture(key, list(held), leaves, structure, tensors)
             capture = self._captured[key]
-            return self._forward(*args, **kwargs) if capture is None else capture(tensors)
+            if capture is None:
+                return self._forward(*args, **kwargs)
+            # Its graphs run without gradients and below no module's hooks: they do not tell a checkpoint's second pass.
+            with recorder.computing_again(recorder.phase == "backward"):
+                return capture(tensors)
 
         return compiled
 

@@ -14,6 +14,7 @@ Values that `featurize.compiled_fusion` puts together are one kernel, which read
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -198,11 +199,9 @@ class GraphReplay:
 
     def _run_extern(self, node: Node, values: dict[Node, Any]) -> None:
         recorder = self._regions.recorder_now()
-        if recorder is not None:
-            recorder.recomputing = "recompute" in node.meta
-        result = _call(node, values)
-        if recorder is not None:
-            recorder.recomputing = False
+        again = recorder is not None and "recompute" in node.meta
+        with recorder.computing_again(again) if recorder is not None and again else contextlib.nullcontext():
+            result = _call(node, values)
         self._keep(node, result, values)
         del result
         self._end(self._ends[node], values)

@@ -7,12 +7,15 @@ comes converted needs no setting.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
 from collections.abc import Iterable, Iterator
 from types import ModuleType
+from typing import Any
 
+import torch
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
@@ -25,7 +28,7 @@ PRICED = (
     "products of 8-bit floats (torch._scaled_mm) are priced at the share of the peak rate that bf16 products reach: "
     "none was measured"
 )
-_MULTIPLE = 16  # of both sizes of a weight (ATen/native/cuda/ScaledBlas.cpp)
+_MULTIPLE = 16  # of both sizes of a weight, and of what a product sums over (ATen/native/cuda/ScaledBlas.cpp)
 
 
 def convert(model: nn.Module, recipe: str, skip: tuple[str, ...] | None = None, *, all_gather: bool = False) -> None:
@@ -47,7 +50,7 @@ def convert(model: nn.Module, recipe: str, skip: tuple[str, ...] | None = None, 
     """
     package = _torchao()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if any(type(layer).__name__ == "Float8Linear" for layer in layers.values()):
+    if any(map(is_converted, layers.values())):
         raise UsageError("float8: the model holds layers that torchao converted already: leave float8 out")
     for name in skip or ():
         if not any(is_named(layer, name) for layer in layers):
@@ -70,6 +73,42 @@ def convert(model: nn.Module, recipe: str, skip: tuple[str, ...] | None = None, 
     if all_gather:
         config = package.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     package.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
+
+
+def refuse_odd_tokens(model: nn.Module) -> None:
+    """Let layers that torchao converted refuse a number of tokens that their 8-bit weight gradients do not sum over.
+
+    The shape of what a layer is given is known when it is called, before its products run. A compiled graph is not
+    asked: it leaves products out that nobody reads.
+
+    Args:
+        model: That is traced; its layers' calls raise `UsageError`.
+    """
+    for name, layer in model.named_modules():
+        if is_converted(layer) and _sums_8_bits(layer):
+            layer.register_forward_pre_hook(functools.partial(_require_whole_tokens, name))
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer that torchao converted."""
+    return type(module).__name__ == "Float8Linear"
+
+
+def _sums_8_bits(layer: nn.Module) -> bool:
+    config: Any = layer.config
+    return config.cast_config_input_for_grad_weight.scaling_type.name != "DISABLED" and not config.pad_inner_dim
+
+
+def _require_whole_tokens(name: str, _layer: nn.Module, args: tuple[Any, ...]) -> None:
+    if not args or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    tokens = args[0].numel() // args[0].shape[-1]
+    if tokens % _MULTIPLE:
+        raise UsageError(
+            f"float8: layer {name!r} is given {tokens} tokens (batch times length) at a time, and products of 8-bit "
+            f"floats sum over multiples of {_MULTIPLE}: choose another batch, length or number of micro-batches, or "
+            "float8=rowwise_with_gw_hp, which computes the gradients of weights in full width"
+        )
 
 
 def multiplies_8_bits(operators: Iterable[Operator]) -> bool:

@@ -7,7 +7,7 @@ their parts, and only these have memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -31,6 +31,33 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def wrap_others(types: Sequence[type]) -> bool:
     """Return whether some of these types of tensors wrap others."""
     return any(map(_is_wrapper, types))
+
+
+def meta_tensors(values: Iterable) -> list[Tensor]:
+    """Return those on meta that have memory of their own, also of lists of them; of a sparse one, its indices and its
+    values."""
+    tensors = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_sparse:
+                tensors.extend(meta_tensors((value._indices(), value._values())))
+            elif value.is_meta:
+                tensors.extend(plain_parts(value))
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, Tensor):
+                    if item.is_sparse:
+                        tensors.extend(meta_tensors((item,)))
+                    elif item.is_meta:
+                        tensors.extend(plain_parts(item))
+                elif isinstance(item, list | tuple):  # an operator that returns lists among others
+                    tensors.extend(meta_tensors(item))
+    return tensors
+
+
+def bytes_read(tensor: Tensor) -> int:
+    """Return how many bytes reading a tensor once takes; an expanded one is no larger than its storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 @functools.cache

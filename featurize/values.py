@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from featurize.replacing import replaced
 
 if TYPE_CHECKING:
-    from featurize.recorder import Traits
+    from featurize.operator_traits import Traits
 
 LARGEST = 2**20  # elements up to which values are kept: masks, positions, a detector's anchors
 READ = "aten::_local_scalar_dense"

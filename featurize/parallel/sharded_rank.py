@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
 from featurize.batches import Inputs
+from featurize.module_stack import origin
 from featurize.optimizers import is_shared
 from featurize.parallel.experts import expert_mesh
 from featurize.parallel.layout import Parallel
@@ -28,7 +29,7 @@ from featurize.parallel.sharding import shard
 from featurize.parallel.shards_on_meta import shards_on_meta
 from featurize.parallel.streams import Streams
 from featurize.parallel.world import axes_of_groups, pretended_mesh
-from featurize.recorder import Recorder, origin
+from featurize.recorder import Recorder
 from featurize.step_trace import Collective, PipelinePart
 
 if TYPE_CHECKING:

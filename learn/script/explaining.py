@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from conf.plain_text import first_line
-from featurize.recorder import origin
+from featurize.module_stack import origin
 from learn.script.containment import DISTRIBUTED
 
 _ROOT = Path(__file__).resolve().parents[2]

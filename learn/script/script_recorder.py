@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from featurize.flat_parameters import whole_elements
-from featurize.recorder import Recorder, Traits
+from featurize.operator_traits import Traits
+from featurize.recorder import Recorder
 from featurize.replacing import replace_attribute
 from featurize.step_trace import BATCH
 from featurize.tensor_parts import local_tensor, wrap_others
@@ -62,7 +63,7 @@ class ScriptRecorder(Recorder):
         called = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._running:
+            if not self.stack.running:
                 self._keywords = kwargs
             return called(module, *args, **kwargs)
 
@@ -70,14 +71,14 @@ class ScriptRecorder(Recorder):
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         with torch._C.DisableTorchFunction():
-            outermost = not self._running
-            if outermost and id(module) not in self._names:
+            outermost = not self.stack.running
+            if outermost and not self.stack.knows(module):
                 self.add_root(module)
         if outermost and self.on_forward is not None:
             self.on_forward(module, (args, self._keywords))
             self._keywords = {}
         super()._entered(module, args)
-        self.last_module = self._running[-1]
+        self.last_module = self.stack.running[-1]
 
     def add_root(self, module: nn.Module) -> None:
         """Learn the names of a model and of its parts."""

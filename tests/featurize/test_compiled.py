@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from featurize.compiled import AS_EAGER, MODELLED
 from featurize.device_spec import load_device
+from featurize.model_flops import model_flops
 from featurize.replay import replay
 from featurize.step_trace import StepTrace
 from featurize.trace import trace_step
@@ -131,6 +132,17 @@ def test_checkpointed_blocks_are_compiled_each_by_itself():
     compiled = traced(Net(), compile=True, checkpointing="full")
     assert saved_bytes(compiled) <= saved_bytes(traced(Net(), checkpointing="full"))
     assert MODELLED in compiled.notes and len(compiled.notes) == 1
+
+
+@pytest.mark.parametrize("way", [{}, {"checkpoint_reentrant": True}, {"checkpointing": "selective"}], ids=str)
+def test_model_flops_of_compiled_checkpoints_are_those_of_the_model_without_any(way):
+    # A reentrant checkpoint wants an input with a gradient.
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Net())
+    plain = sum(map(model_flops, traced(model).operators))
+    trace = traced(model, compile=True, **{"checkpointing": "full", **way})
+    assert sum(map(model_flops, trace.operators)) == plain
+    products = [op.recomputed for op in trace.operators if op.flops and op.name in ("aten::mm", "aten::addmm")]
+    assert any(products) == (way.get("checkpointing") != "selective")
 
 
 def test_gradients_and_state_are_those_of_the_eager_step():

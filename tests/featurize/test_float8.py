@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import device_from_mapping, load_device
+from featurize.float8 import convert
 from featurize.kernel_constants import SCALED_PRODUCT
 from featurize.kernel_model.calls import FP8, TENSOR, as_calls, product
 from featurize.kernel_model.step_time import load_efficiencies, timed_kernels
@@ -255,6 +256,37 @@ def test_a_model_that_calls_the_product_itself_is_priced_and_says_on_what_that_r
 def test_settings_that_do_not_go_together_are_refused_with_the_choices(settings, text):
     with pytest.raises(UsageError, match=text):
         estimate(Net, [BATCH, WIDTH], device=H100, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"float8": "tensorwise"}, 24),
+        ({"float8": "rowwise", "compile": True}, 24),
+        ({"float8": "tensorwise", "checkpointing": "full"}, 24),
+        ({"float8": "tensorwise", "parallel": {"fsdp": 2}}, 24),
+        ({"float8": "tensorwise", "factory": Blocks, "parallel": {"pp": 2, "micro_batches": 2}}, 12),
+    ],
+    ids=str,
+)
+def test_tokens_that_are_no_multiple_of_16_are_refused_with_the_choices(settings, tokens):
+    with pytest.raises(UsageError, match=rf"blocks.0.wide' is given {tokens} tokens .*rowwise_with_gw_hp") as raised:
+        traced(batch=24, **settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_tokens_may_be_any_number_where_no_8_bit_product_sums_over_them():
+    assert traced(batch=20, float8="rowwise_with_gw_hp").operators
+
+
+def test_zero_refuses_a_model_that_comes_converted_as_it_does_the_setting():
+    def converted():
+        model = Net()
+        convert(model, "tensorwise")
+        return model
+
+    with pytest.raises(UsageError, match=r"zero=2 does not go with float8: .* torchao converted"):
+        traced(converted, parallel={"ddp": 2, "zero": 2})
 
 
 @pytest.mark.parametrize("rank", [0, 2])

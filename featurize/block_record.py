@@ -1,0 +1,220 @@
+"""The memory of a step that is seen: a block for each storage, from its first sight to its end, and what each is for.
+
+Start reading at `BlockRecord`; `featurize.recorder` tells it which storages operators take and make.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from featurize.step_trace import BATCH, Block, Event
+from featurize.tensor_parts import local_tensor, meta_tensors
+from featurize.waiting_blocks import WaitingBlocks
+
+if TYPE_CHECKING:
+    from featurize.cuda_graphs import CudaGraphs
+
+NOBODY = ("", "", None)
+
+
+class BlockRecord:
+    """Notes when blocks are taken and given back, by which operator of which module.
+
+    `step`, `phase` and `stream` are those of whatever is noted next. `graphs` is set where compiled parts run as CUDA
+    graphs.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.step, self.phase = 0, "setup"
+        self.stream = 0  # on which memory is taken
+        self.graphs: CudaGraphs | None = None
+        self._sizes: list[int] = []
+        self._storages: list[int] = []
+        self._kinds: list[str | None] = []
+        self._makers: list[tuple] = []  # operator, module, library call
+        self._streams: list[int] = []
+        self._made_by: list[int] = []  # block -> index of the operator that wrote it last
+        # storage -> its block, and the reference whose callback tells of its end
+        self._live: dict[int, tuple[int, weakref.ref]] = {}
+        self._waiting = WaitingBlocks()
+        self._batch: list[int] = []
+
+    # -- what the caller says of tensors
+
+    def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Blocks that exist before the first step."""
+        for tensor in meta_tensors(tensors):
+            self._see(tensor.untyped_storage(), kind)
+
+    def hold_on_host(self, tensors: Iterable[Tensor]) -> None:
+        """Blocks that exist before the first step and take nothing of the device."""
+        for tensor in meta_tensors(tensors):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                block = self._take(0, "parameter", NOBODY, storage._cdata)
+                self._live[storage._cdata] = block, self._watched(storage)
+
+    def new_batch(self, tensors: Sequence[Tensor]) -> None:
+        """The step's batch is copied to the device, then the last step's is given back."""
+        old, self._batch = self._batch, []
+        for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.is_meta}.values():
+            block = self._take(storage.nbytes(), "batch", NOBODY, storage._cdata)
+            self._live[storage._cdata] = (block, weakref.ref(storage))
+            self._batch.append(block)
+        for block in old:
+            self.give_back(block)
+
+    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what live blocks are."""
+        for tensor in meta_tensors(tensors):
+            self._see(tensor.untyped_storage(), kind)
+            block = self._live[tensor.untyped_storage()._cdata][0]
+            if self._kinds[block] is None:
+                self._kinds[block] = kind
+
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Hear that a storage gives its memory back, and takes as much as it is resized to: one block after another
+        of the same kind."""
+        key = storage._cdata
+        if key not in self._live:
+            return
+        block, _ = self._live[key]
+        if self._sizes[block] == nbytes:
+            return
+        self.give_back(block)
+        self._live[key] = self._take(nbytes, self._kinds[block], self._makers[block], key), self._watched(storage)
+
+    def used_on(self, tensor: Tensor, stream: int) -> None:
+        """Hear that a stream uses a tensor (`record_stream`)."""
+        if (live := self._live.get(tensor.untyped_storage()._cdata)) is not None and stream != self._streams[live[0]]:
+            self._waiting.use(live[0])
+
+    def host_waited(self, until: int) -> None:
+        """Hear that the host has waited for all that came before an event, by its number."""
+        self._waiting.settle(until, len(self.events))
+
+    # -- what is known of blocks
+
+    def kind_of(self, block: int) -> str:
+        """Return what a block was said to be so far; empty for what nobody named."""
+        return self._kinds[block] or ""
+
+    def maker_of(self, block: int) -> tuple[str, str]:
+        """Return the operator and the module that made a block."""
+        return self._makers[block][:2]
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks were taken so far."""
+        return len(self._sizes)
+
+    def block_of(self, tensor: Tensor) -> int:
+        """Return the block of a tensor that is recorded."""
+        return self._live[local_tensor(tensor).untyped_storage()._cdata][0]
+
+    def size_of(self, block: int) -> int:
+        """Return the bytes of a block."""
+        return self._sizes[block]
+
+    def storage_of(self, block: int) -> int:
+        """Return the address of the storage that took a block; 0 for a workspace."""
+        return self._storages[block]
+
+    def signature(self, block: int) -> tuple:
+        """Return what is the same for blocks that stand for each other."""
+        return self._sizes[block], self._kinds[block], self._makers[block], self._streams[block]
+
+    def stays(self, tensor: Tensor, pooled: Collection[int]) -> bool:
+        """Return whether a CUDA graph reads a tensor where it lies: parameters, buffers and the `pooled` blocks."""
+        live = self._live.get(tensor.untyped_storage()._cdata)
+        return live is not None and (self._kinds[live[0]] in ("parameter", "buffer") or live[0] in pooled)
+
+    def block_in(self, storage: int) -> int | None:
+        """Return the block that a storage holds, by its address; None where it does not live."""
+        live = self._live.get(storage)
+        return None if live is None else live[0]
+
+    def final_blocks(self) -> list[Block]:
+        """The blocks, those without a name classified by their lifetime."""
+        kept: dict[int, int] = {}  # taken in a forward pass and not given back in the same -> its step
+        for event in self.events:
+            if event.phase == "forward":
+                if event.nbytes > 0:
+                    kept[event.block] = event.step
+                elif kept.get(event.block) == event.step:
+                    del kept[event.block]
+        pooled = self.graphs.blocks if self.graphs is not None else ()
+        return [
+            Block(
+                size,
+                kind or ("activation" if block in kept else "temporary"),
+                operator,
+                module,
+                call,
+                block in pooled,
+                stream,
+                self._waiting.until(block, len(self.events)),
+            )
+            for block, (size, kind, (operator, module, call), stream) in enumerate(
+                zip(self._sizes, self._kinds, self._makers, self._streams, strict=True)
+            )
+        ]
+
+    # -- blocks that stand for others
+
+    def take_again(self, block: int) -> int:
+        """Note that as much memory is taken as a block has, by the same operator; return the new block."""
+        before, self.stream = self.stream, self._streams[block]
+        again = self._take(self._sizes[block], self._kinds[block], self._makers[block])
+        self.stream = before
+        return again
+
+    def hold_in(self, storage: int, block: int) -> None:
+        """Hear that a storage that lives, by its address, holds another block from now on."""
+        self._storages[block] = storage
+        self._live[storage] = block, self._live[storage][1]
+
+    def stand_for(self, block: int, storage: torch.UntypedStorage) -> None:
+        """Hear that a block lives as long as a storage."""
+        self._storages[block] = storage._cdata
+        self._live[storage._cdata] = block, self._watched(storage)
+
+    # -- blocks come and go
+
+    def _see(self, storage: torch.UntypedStorage, kind: str | None, maker: tuple = NOBODY) -> bool:
+        """Register a storage on first sight; whether it was the first."""
+        key = storage._cdata
+        if key in self._live:
+            return False
+        self._live[key] = self._take(storage.nbytes(), kind, maker, key), self._watched(storage)
+        return True
+
+    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref:
+        def died(_: weakref.ref, key: int = storage._cdata) -> None:
+            if (live := self._live.pop(key, None)) is not None:
+                self.give_back(live[0])
+
+        return weakref.ref(storage, died)
+
+    def _take(self, nbytes: int, kind: str | None, maker: tuple, storage: int = 0) -> int:
+        self._sizes.append(nbytes)
+        self._storages.append(storage)
+        self._kinds.append(kind)
+        self._makers.append(maker)
+        self._streams.append(self.stream)
+        self._made_by.append(BATCH if kind == "batch" else -1)
+        if self.graphs is not None:
+            self.graphs.took(len(self._sizes) - 1)
+        self.events.append(Event(len(self._sizes) - 1, nbytes, self.step, self.phase))
+        return len(self._sizes) - 1
+
+    def give_back(self, block: int) -> None:
+        """Note that a block's memory is given back."""
+        self._waiting.give_back(block, len(self.events))
+        self.events.append(Event(block, -self._sizes[block], self.step, self.phase))

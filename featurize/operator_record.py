@@ -1,0 +1,139 @@
+"""The operators of a step that is seen: what each moves and computes, and which ones its inputs come from.
+
+Start reading at `OperatorRecord`; `featurize.op_traffic` and `featurize.op_cost` price one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+from featurize import op_cost
+from featurize.block_record import BlockRecord
+from featurize.module_stack import ModuleStack
+from featurize.op_traffic import dtype_name, traffic, type_name
+from featurize.operator_traits import Traits
+from featurize.step_trace import BATCH, Operator, joined
+from featurize.tensor_parts import bytes_read, meta_tensors
+
+
+class OperatorRecord(BlockRecord):
+    """Notes operators beside the blocks that they read and make, while `keep_operators` says so."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.operators: list[Operator] = []
+        self.keep_operators = False
+        self._again = False  # a compiled graph computes what was computed already
+        self.stack = ModuleStack(model)
+        self._traits: dict[OpOverload, Traits] = {}
+
+    def traits_of(self, func: OpOverload) -> Traits:
+        """What is known of an operator overload."""
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = Traits(func)
+        return traits
+
+    @contextlib.contextmanager
+    def computing_again(self, again: bool) -> Iterator[None]:
+        """Say that what a compiled graph runs within was computed already in this step, where `again` says so."""
+        before, self._again = self._again, self._again or again
+        try:
+            yield
+        finally:
+            self._again = before
+
+    def begin_step(self, number: int, *, keep_operators: bool) -> None:
+        """A step begins. Operators of an earlier one are dropped, so that none counts as a source of this one's."""
+        self.step, self.phase, self.keep_operators = number, "forward", keep_operators
+        if self.operators:
+            self.operators = []
+            self._made_by = [made if made == BATCH else -1 for made in self._made_by]
+
+    def fused(
+        self, func: OpOverload, args: Sequence, inputs: list[Tensor], outputs: Sequence, *,
+        into: int | None = None, again: Sequence[Tensor] = (), kept: bool = True, leads: bool = False,
+    ) -> int | None:  # fmt: skip
+        """Note a kernel that a compiler wrote: an operator, and all that it computes from the inputs on the way.
+
+        Args:
+            func: The operator.
+            args: Its first argument.
+            inputs: What it is computed from.
+            outputs: What it makes.
+            into: Place of the operator whose kernel computes this one, too.
+            again: Of the inputs, what that kernel has read or made already.
+            kept: It writes its outputs; False: nothing but the kernel itself reads them.
+            leads: The kernel is named after this operator.
+
+        Returns:
+            The place of the kernel's operator; None where operators are not kept.
+        """
+        traits = self.traits_of(func)
+        maker = (traits.name, self.stack.now(), None)
+        made = meta_tensors(outputs)
+        for tensor in inputs:
+            self._see(tensor.untyped_storage(), "buffer")
+        for tensor in made:
+            self._see(tensor.untyped_storage(), None, maker)
+        if not self.keep_operators or not made:
+            return into
+        self._note(traits, maker[1], args, meta_tensors(inputs), made)
+        place, own = len(self.operators) - 1, self.operators[-1]
+        own = own._replace(
+            bytes_read=max(0, own.bytes_read - sum(map(bytes_read, again))),
+            bytes_written=own.bytes_written if kept else 0,
+        )
+        self.operators[-1] = own
+        if into is None:
+            return place
+        self.operators.pop()
+        for tensor in made:
+            self._made_by[self._live[tensor.untyped_storage()._cdata][0]] = into
+        self.operators[into] = joined(self.operators[into], own, into, leads)
+        return into
+
+    def copied(self, tensors: Sequence[Tensor]) -> int:
+        """Note one kernel that copies tensors, and return their bytes (cudagraph_trees: `torch._foreach_copy_`)."""
+        total = sum(map(bytes_read, tensors))
+        if total and self.keep_operators:
+            shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+            dtype = dtype_name(tensors[0].dtype)
+            self.operators.append(Operator("aten::copy_", self.phase, dtype, shapes, (), 0, total, total, 1))
+        return total
+
+    def _note(self, traits: Traits, module: str, args: Sequence, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        live, made_by = self._live, self._made_by
+        changed = [t for i in traits.written for t in meta_tensors(args[i : i + 1])]
+        sources = [made_by[live[tensor.untyped_storage()._cdata][0]] for tensor in inputs]
+        number = len(self.operators)
+        for tensor in (*outputs, *changed):
+            made_by[live[tensor.untyped_storage()._cdata][0]] = number
+        reads, writes, elements, launches = traffic(traits, args, inputs, outputs, changed)
+        self.operators.append(
+            Operator(
+                traits.name,
+                self.phase,
+                type_name((*outputs, *inputs)),
+                tuple(tuple(t.shape) for t in inputs),
+                tuple(tuple(t.shape) for t in outputs),
+                op_cost.flops(traits.name, args, outputs, elements),
+                reads,
+                writes,
+                launches,
+                module,
+                tuple(sources),
+                self.phase == "backward" and self._recomputes(),
+                self.graphs is not None and self.graphs.is_launched(),
+            )
+        )
+
+    def _recomputes(self) -> bool:
+        """Whether a checkpoint runs its part of the forward pass again, which the engine alone never does: a module's
+        forward pass runs, or gradients are recorded."""
+        return self._again or bool(self.stack.running) or torch.is_grad_enabled()
