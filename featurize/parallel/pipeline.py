@@ -23,8 +23,9 @@ from featurize.parallel.pipeline_order import noted_micro_batches, orders_of, sc
 from featurize.parallel.repeated_passes import RepeatedPasses
 from featurize.parallel.shard_states import ShardStates
 from featurize.parallel.sharding import shard_units, split_modules, units
-from featurize.parallel.stages import Stage, Survey, cut, starts_of, surveyed
+from featurize.parallel.stages import Stage, cut
 from featurize.parallel.streams import Streams
+from featurize.parallel.survey import Survey, starts_of, surveyed
 from featurize.parallel.traced_stage import AXIS, Surroundings, TracedStage, example_of
 from featurize.recorder import Recorder
 from featurize.skeleton import on_meta

@@ -231,6 +231,69 @@ def test_a_transformers_decoder_is_cut_between_its_layers(options, checkpointing
     assert embedding and not logits
 
 
+class Patches(nn.Module):
+    """As timm's vision transformers: it computes before and after its blocks, and a hook changes what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.position = nn.Parameter(torch.zeros(1, 17, WIDTH))
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_forward_pre_hook(lambda _model, args: (args[0] * 2,))
+        self.register_forward_hook(lambda _model, _args, out: out.mean(1))
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.position
+        return self.head(self.norm(self.blocks(x)))
+
+
+@pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 3, "fsdp": 2, "gpus_per_node": 6}], ids=str)
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+def test_what_a_model_computes_around_its_blocks_runs_once_on_the_first_or_the_last_stage(options, checkpointing):
+    def run(parallel):
+        images, target = torch.empty(BATCH, 3, 16, 16, device="meta"), torch.empty(BATCH, CLASSES, device="meta")
+        settings = Training(checkpointing=checkpointing)
+        return trace_step(Patches, images, target, loss_of, settings=settings, parallel=parallel)
+
+    stages = [group.trace for group in run(Parallel(**options, micro_batches=4)).pipeline.groups]
+    names = ("aten::convolution", "aten::cat", "aten::native_layer_norm", "aten::mean", "aten::mul")
+    whole = run(None)
+    for name in names:
+        counts = [sum(one.name == name for one in trace.operators if one.phase == "forward") for trace in stages]
+        alone = sum(one.name == name for one in whole.operators if one.phase == "forward")
+        at = 0 if name in ("aten::convolution", "aten::cat", "aten::mul") else -1
+        assert counts[at] == 4 * alone > 0 and sum(counts) == counts[at], name
+
+
+@pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 2, "ddp": 2}, {"pp": 2, "fsdp": 2}], ids=str)
+def test_scaled_gradients_are_unscaled_on_each_stage(options):
+    def multiplied(precision):
+        trace = trace_step(
+            Net, torch.empty(BATCH, WIDTH, device="meta"), torch.empty(BATCH, CLASSES, device="meta"), loss_of,
+            settings=Training(precision=precision, optimizer="sgd"), parallel=Parallel(**options),
+        )  # fmt: skip
+        updates = [[one for one in part.trace.operators if one.phase == "optimizer"] for part in trace.pipeline.groups]
+        return [sum(one.name == "aten::_foreach_mul_" for one in update) for update in updates]
+
+    assert multiplied("fp16") == [1, 1] and multiplied("bf16") == [0, 0]
+
+
+class Widening(nn.Module):
+    """Changes what some blocks give before the next ones take it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH + n, WIDTH + n), nn.ReLU()) for n in range(4))
+        self.last = nn.Linear(WIDTH + 3, CLASSES)
+
+    def forward(self, x):
+        for place, block in enumerate(self.blocks):
+            x = block(nn.functional.pad(x, (0, 1)) if place else x)
+        return self.last(x)
+
+
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()
@@ -289,11 +352,16 @@ def test_stages_send_what_their_last_member_gives():
         (Net, {"pp": 2, "micro_batches": 5}, r"input 1 of shape \[24, 67\] does not divide into 5 micro-batches"),
         (Net, {"pp": 2, "stage_starts": ("last",)}, "a stage cannot begin at last; at these it can: blocks.1, "),
         (Net, {"pp": 3, "stage_starts": ("blocks.2", "blocks.1")}, "in the order in which the modules run"),
+        (
+            Widening,
+            {"pp": 2},
+            r"changes what blocks.2 gives \(\[6, 69\] float32\) before blocks.3 takes it \(\[6, 70\] ",
+        ),
         (GivesTwo, {"pp": 2}, "blocks.0 gives the next block more than one tensor"),
         (Towers, {"pp": 2}, "and this model has them in several"),
         (lambda: nn.Linear(WIDTH, 5), {"pp": 2}, "this model has none of 2 members or more"),
     ],
-    ids=["blocks", "batch", "start", "order", "tensors", "containers", "none"],
+    ids=["blocks", "batch", "start", "order", "between", "tensors", "containers", "none"],
 )
 def test_what_cannot_be_cut_is_refused_with_what_can(model, options, message):
     with pytest.raises(UsageError, match=message):
