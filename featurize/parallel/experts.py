@@ -34,10 +34,10 @@ _KNOWN = (
 
 
 def expert_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
-    """Return the ranks as experts are divided among them: replicas, shards of an expert, ranks with different experts.
-    Every rank of the job has to call it."""
+    """Return the ranks as experts are divided among them: replicas, shards of an expert, ranks with different experts;
+    those of each stage of a pipeline among themselves. Every rank of the job has to call it."""
     sizes = {EXPERT_REPLICAS: parallel.ddp, EXPERT_SHARDS: parallel.expert_shards, EXPERTS: parallel.ep}
-    return mesh_of_sizes(mesh, sizes)
+    return mesh_of_sizes(mesh, {"stages": parallel.pp, **sizes})[tuple(sizes)]
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> list[list[nn.Module]]:
@@ -67,11 +67,28 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | Non
     return held
 
 
+def expert_counts(model: nn.Module) -> set[int]:
+    """Return how many experts the mixtures have that `divide_experts` divides: degrees of `ep` divide all of these."""
+    counts = {module.experts for module in model.modules() if isinstance(module, RoutedExperts)}
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == _NAME and not isinstance(module, nn.ModuleList):
+            sizes = _sizes_of(module)
+            if len(sizes) == 1 and _exchange_of(module) is not None:
+                counts |= sizes
+    return counts
+
+
+def _sizes_of(module: nn.Module) -> set[int]:
+    return {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() > 1}
+
+
+def _exchange_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    return _EXCHANGES.get(len(inspect.signature(module.forward).parameters))
+
+
 def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None) -> list[nn.Module]:
     """Experts side by side in each parameter of one module."""
-    sizes = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() > 1}
-    signature = inspect.signature(module.forward)
-    exchange = _EXCHANGES.get(len(signature.parameters))
+    sizes, exchange, signature = _sizes_of(module), _exchange_of(module), inspect.signature(module.forward)
     if len(sizes) != 1 or exchange is None or (sharing is not None and exchange is not _of_choices):
         raise UsageError(f"parallel: ep: {path} ({type(module).__name__}) is not divided; what is: {_KNOWN}")
     experts = sizes.pop()

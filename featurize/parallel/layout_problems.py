@@ -163,8 +163,6 @@ def _problems_of_pipelines(layout: Parallel) -> Iterator[str]:
 
 def _problems_of_order(layout: Parallel) -> Iterator[str]:
     """What torch's schedules refuse, and what does not fit the number of stages."""
-    if others := [name for name in ("cp", EXPERTS) if getattr(layout, name) != 1]:
-        yield f"pp with {' and '.join(others)} is not estimated yet; leave either out"
     if layout.zero is not None:
         yield "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"
     if layout.stages_per_rank is not None and layout.schedule != INTERLEAVED:

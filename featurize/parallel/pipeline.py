@@ -23,8 +23,9 @@ from featurize.parallel.pipeline_order import noted_micro_batches, orders_of, sc
 from featurize.parallel.repeated_passes import RepeatedPasses
 from featurize.parallel.shard_states import ShardStates
 from featurize.parallel.sharding import shard_units, split_modules, units
-from featurize.parallel.stages import Stage, Survey, cut, starts_of, surveyed
+from featurize.parallel.stages import Stage, cut
 from featurize.parallel.streams import Streams
+from featurize.parallel.survey import Survey, starts_of, surveyed
 from featurize.parallel.traced_stage import AXIS, Surroundings, TracedStage, example_of
 from featurize.recorder import Recorder
 from featurize.skeleton import on_meta
@@ -54,11 +55,21 @@ class PipelineRank:
         mesh: Of all ranks.
         streams: Of the GPU.
         rank: Which of all ranks, from 0.
+        experts: As `featurize.parallel.experts.expert_mesh` returns it, where there is `ep`.
         every_pass: Each pass of each micro-batch runs; False: passes that are alike are repeated.
     """
 
-    def __init__(self, parallel: Parallel, mesh: DeviceMesh, streams: Streams, rank: int, *, every_pass: bool) -> None:
-        self._parallel, self._mesh, self._streams = parallel, mesh, streams
+    def __init__(
+        self,
+        parallel: Parallel,
+        mesh: DeviceMesh,
+        streams: Streams,
+        rank: int,
+        *,
+        experts: DeviceMesh | None,
+        every_pass: bool,
+    ) -> None:
+        self._parallel, self._mesh, self._streams, self._experts = parallel, mesh, streams, experts
         self._place, self._every_pass = rank // parallel.of_stage, every_pass
         self._numbers = [rank // parallel.of_stage + part * parallel.pp for part in range(parallel.parts)]
         self._stages: list[Stage] = []
@@ -104,11 +115,11 @@ class PipelineRank:
 
     def _stage(self, model: nn.Module, number: int, inputs: Inputs) -> Stage:
         parallel = self._parallel
-        split_modules(model, parallel, self._mesh)
+        mixtures = split_modules(model, parallel, self._mesh, self._experts)
         with torch.enable_grad():
             survey = surveyed(model, inputs, parallel.stages)
         starts = starts_of(survey, parallel)
-        gathered = units(model, parallel.wrap) if parallel.fsdp > 1 else []
+        gathered = units(model, parallel.wrap) if parallel.sharded > 1 else []
         if not self._kinds:
             self._kinds = _kinds(survey, starts)
             self._starts = tuple(survey.paths[at] for at in starts[1:-1])
@@ -118,7 +129,9 @@ class PipelineRank:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(f"parallel: pp: stage {number} has nothing to train")
         left = {id(module) for module in model.modules()}
-        shard_units(model, parallel, self._mesh, [module for module in gathered if id(module) in left])
+        own = [module for module in gathered if id(module) in left]
+        held = [modules for modules in mixtures if id(modules[0]) in left]
+        shard_units(model, parallel, self._mesh, own, self._experts, held)
         return stage
 
     def begin(self, step: TrainingStep, recorder: Recorder, inputs: Inputs, target: Tensor | None) -> None:
@@ -131,7 +144,7 @@ class PipelineRank:
             target: Likewise; None where the model computes its loss itself.
         """
         parallel = self._parallel
-        of_data = parallel.ddp > 1 and parallel.fsdp == 1
+        of_data = parallel.ddp > 1 and parallel.sharded == 1
         if of_data:
             self._replicas = [Replica(stage.model, recorder, parallel, axis="ddp") for stage in self._stages]
         self._passes_run = passes = self._repeated_passes(recorder, (*tensors_of(inputs), *tensors_of(target)))

@@ -17,6 +17,7 @@ from featurize.parallel.delays import begin_moments_ms, delays_ms
 from featurize.parallel.layout import Parallel
 from featurize.parallel.pipeline_order import orders_of
 from featurize.parallel.pipeline_time import Compute, Item, Message, Post, Wait, finished_ms
+from featurize.parallel.traced_stage import AXIS
 from featurize.step_trace import PipelinePart, StepTrace
 from featurize.training_settings import TrainingSettings, training_of
 
@@ -86,7 +87,7 @@ def _timed(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, paral
     part = trace.pipeline
     assert part is not None and part.passes, "a rank of a pipeline"
     begins = begin_moments_ms(trace, spec, settings, time_step(trace, spec, settings).step_time_ms)
-    collectives = [one for one in trace.collectives if one.kind != SEND]
+    collectives = [one for one in trace.collectives if one.axis != AXIS]
     fabrics = fabrics_of(spec, parallel, [one.axis for one in collectives])
     lasts = [collective_s(one.kind, one.nbytes, fabrics[one.axis]) * 1e3 for one in collectives]
     delays = delays_ms(collectives, lasts, begins)

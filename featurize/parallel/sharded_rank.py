@@ -50,15 +50,16 @@ def sharded_rank(parallel: Parallel, rank: int = 0, *, every_pass: bool = True) 
     """
     streams = Streams()
     with _lock, pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
+        experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
         if parallel.pp == 1:
-            yield ShardedRank(parallel, mesh, streams)
+            yield ShardedRank(parallel, mesh, streams, experts)
             return
         from featurize.parallel.pipeline import PipelineRank  # its imports take a second
         from featurize.parallel.traced_stage import schedules_on_meta
 
         with schedules_on_meta(streams):
-            pipeline = PipelineRank(parallel, mesh, streams, rank, every_pass=every_pass)
-            yield ShardedRank(parallel, mesh, streams, pipeline)
+            pipeline = PipelineRank(parallel, mesh, streams, rank, experts=experts, every_pass=every_pass)
+            yield ShardedRank(parallel, mesh, streams, experts, pipeline)
 
 
 @contextlib.contextmanager
@@ -80,14 +81,19 @@ class ShardedRank:
     """A model's wrapper in a trace; made by `sharded_rank`."""
 
     def __init__(
-        self, parallel: Parallel, mesh: DeviceMesh, streams: Streams, pipeline: PipelineRank | None = None
+        self,
+        parallel: Parallel,
+        mesh: DeviceMesh,
+        streams: Streams,
+        experts: DeviceMesh | None = None,
+        pipeline: PipelineRank | None = None,
     ) -> None:
         self._parallel, self._mesh, self._streams, self.pipeline = parallel, mesh, streams, pipeline
+        self._experts = experts
         self._ranks: Ranks | None = None
         self._spreads = True
         self._length = 0  # of the sequence that ranks share
         self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
-        self._experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
         """Return what this rank has of the batch of those that share one. Raises `UsageError` where that is not a part
@@ -180,4 +186,5 @@ class ShardedRank:
                 f"ranks send nothing; spread it there, as in own={self._parallel.own} with fully_shard(model), or give "
                 f"fsdp={self._parallel.own}"
             )
-        return (*sent, *(() if self.pipeline is None else self.pipeline.collectives()))
+        of_replicas = () if self.pipeline is None else self.pipeline.collectives()
+        return tuple(sorted((*of_replicas, *sent), key=lambda one: one.after)) if of_replicas else tuple(sent)

@@ -48,19 +48,28 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
     if parallel.flat:
         types = MixedPrecision(param_dtype=_dtype(parallel.param_dtype), reduce_dtype=_dtype(parallel.reduce_dtype))
         return shard_flat(model, parallel, mesh, units(model, parallel.wrap), types)
-    split_modules(model, parallel, mesh)
-    mixtures: list[list[nn.Module]] = []
-    if experts is not None:
-        mixtures = divide_experts(model, experts[EXPERTS], mesh["tp"] if parallel.tp > 1 else None)
+    mixtures = split_modules(model, parallel, mesh, experts)
     if parallel.sharded > 1:
         shard_units(model, parallel, mesh, units(model, parallel.wrap), experts, mixtures)
     return model
 
 
-def split_modules(model: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> None:
-    """Split modules by plan, where the layout has ranks that share them. Changes the model. Arguments: as `shard`."""
+def split_modules(
+    model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: DeviceMesh | None = None
+) -> list[list[nn.Module]]:
+    """Split modules by plan and divide experts, where the layout has ranks that share them. Changes the model.
+
+    Args:
+        model, parallel, mesh, experts: As `shard`.
+
+    Returns:
+        Modules with the experts of each mixture, as `featurize.parallel.experts.divide_experts` does.
+    """
     if parallel.tp > 1:
         apply_plan(model, parallel.tp_plan, mesh["tp"], whole_experts=parallel.ep > 1)
+    if experts is None:
+        return []
+    return divide_experts(model, experts[EXPERTS], mesh["tp"] if parallel.tp > 1 else None)
 
 
 def shard_units(

@@ -165,7 +165,7 @@ def example_of(tensor: Tensor | None, parallel: Parallel) -> Tensor | tuple[()]:
     if tensor is None:
         return ()
     dtype = tensor.dtype
-    if parallel.fsdp > 1 and parallel.param_dtype is not None and tensor.is_floating_point():
+    if parallel.sharded > 1 and parallel.param_dtype is not None and tensor.is_floating_point():
         dtype = DTYPES[parallel.param_dtype]  # in which FSDP2 lets modules compute
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=dtype, device="meta", requires_grad=tensor.requires_grad

@@ -61,7 +61,10 @@ class PlanSettings(TrainingKeys):
         "mapping | text | null",
     )
     modes: tuple[str, ...] | None = key(
-        None, "modes whose degrees are tried, of pp, ddp, fsdp, cp and tp; default all but cp", "list of text | null"
+        None,
+        "modes whose degrees are tried, of pp, ddp, fsdp, cp, tp and ep; default pp, ddp, fsdp and tp, cp for "
+        "long samples and ep for models with experts",
+        "list of text | null",
     )
     model: str | None = same_key(EstimateSettings, "model")
     input: list[Any] | Mapping[str, Any] | None = same_key(EstimateSettings, "input")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UsageError, shown, unknown_name
@@ -17,28 +18,63 @@ from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_para
 
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
-_ASKED_FOR = ("cp",)  # modes that are tried where they are named: a plan takes several times as long
-_LEFT_OUT = "{names}: left out of this plan; modes= names what is tried, as in modes=[ddp,fsdp,tp,{names}]"
+LONG = 32_768  # tokens of a sample from which cp is tried unasked: the shortest length of torchtitan's figures with it
+_LEFT_OUT = "{names}: left out of this plan; modes= names what is tried, as in modes=[{all}]"
+_UNASKED = "{names}: tried beside fsdp alone, within a node; with all other modes where modes= names it"
 _MIXED = "stages of a pipeline are replicated or sharded, not both: pp with ddp and fsdp is left out"
-_EXPERTS_LEFT_OUT = "ep is left out of plans; learn.estimate answers for a layout of it, as in parallel=fsdp=8,ep=4"
 # Fields that decide nothing of what a rank's step runs and takes.
 _OF_THE_NETWORK = ("gpus_per_node", "network_gb_s")
 _REPLICAS = "ddp"
-DEFAULT_MODES = tuple(mode for mode in MODES if mode not in _ASKED_FOR)
+DEFAULT_MODES = tuple(mode for mode in MODES if mode != "cp")
 _OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on samples of their own
+_ALL = (*MODES, EXPERTS)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes whose degrees a plan chooses.
+
+    names    of all of them, the outermost first
+    unasked  those among them that nobody named: they are tried beside fsdp alone
+    experts  numbers of experts of the model's mixtures, which `ep` divides
+    """
+
+    names: tuple[str, ...] = DEFAULT_MODES
+    unasked: tuple[str, ...] = ()
+    experts: tuple[int, ...] = ()
+
+
+def modes_of(given: object, length: int = 0, experts: Iterable[int] = ()) -> Modes:
+    """Return the modes of a plan.
+
+    Args:
+        given: Names of modes, or None: `DEFAULT_MODES`, `cp` where samples are `LONG` or longer, `ep` where the model
+            has experts.
+        length: Tokens of a sample; 0: they are no sequences.
+        experts: Numbers of experts of the model's mixtures.
+
+    Raises:
+        UsageError: As `checked_modes`; `ep` is named, and the model has no experts.
+    """
+    counts = tuple(sorted(experts))
+    if given is not None:
+        names = checked_modes(given)
+        if EXPERTS in names and not counts:
+            raise UsageError("modes: ep: the model has no experts of a known kind, which docs/parallel.md lists")
+        return Modes(names, (), counts)
+    unasked = tuple(name for name, is_apt in (("cp", length >= LONG), (EXPERTS, bool(counts))) if is_apt)
+    return Modes(checked_modes((*DEFAULT_MODES, *unasked)), unasked, counts)
 
 
 def checked_modes(given: object) -> tuple[str, ...]:
-    """Return the modes whose degrees a plan chooses, in the order of `MODES`. Raises `UsageError` for unknown ones."""
-    if given is None:
-        return DEFAULT_MODES
+    """Return names of modes in their order, the outermost first. Raises `UsageError` for unknown ones."""
     names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list | tuple) else ()
     if not names:
         raise UsageError(f"modes must be names of modes, as in modes=[ddp,fsdp,tp], got {shown(given)}")
     for name in names:
-        if name not in MODES:
-            raise unknown_name("mode of a plan", str(name), MODES)
-    return tuple(mode for mode in MODES if mode in names)
+        if name not in _ALL:
+            raise unknown_name("mode of a plan", str(name), _ALL)
+    return tuple(mode for mode in _ALL if mode in names)
 
 
 def layout_settings(
@@ -98,23 +134,19 @@ def checked_gpus(given: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(several))
 
 
-def meshes_of(
-    gpus: int, settings: Mapping[str, Any], modes: Sequence[str] = DEFAULT_MODES
-) -> tuple[list[Parallel], list[str]]:
+def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None) -> tuple[list[Parallel], list[str]]:
     """Return the layouts of so many GPUs, in the order in which they are searched, and notes on what was left out.
 
     Args:
         gpus: Of the job.
         settings: As `layout_settings` returns them.
-        modes: As `checked_modes` returns them.
+        modes: As `modes_of` returns them.
     """
+    modes = modes or Modes()
     of_node = settings.get("gpus_per_node", Parallel.gpus_per_node)
     layouts: list[Parallel] = []
-    notes: dict[str, None] = {_EXPERTS_LEFT_OUT: None}
-    if others := [mode for mode in MODES if mode not in modes]:
-        notes[_LEFT_OUT.format(names=",".join(others))] = None
-    for degrees in _products(gpus, len(modes)):
-        named: dict[str, Any] = dict(zip(modes, degrees, strict=True))
+    notes: dict[str, None] = dict.fromkeys(_notes_on(modes))
+    for named in _all_degrees(gpus, modes, of_node):
         wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > of_node]
         if wide:
             notes[f"{wide[0]} over more than the {of_node} GPUs of a node is left out"] = None
@@ -122,11 +154,45 @@ def meshes_of(
         if all(named.get(mode, 1) > 1 for mode in ("pp", *_OF_DATA)):
             notes[_MIXED] = None
             continue
+        if _is_beside_others(named, modes.unasked, of_node):
+            continue
         try:
             layouts.append(layout_of(named, settings))
         except UsageError as error:
             notes[str(error)] = None
     return sorted(layouts, key=in_search_order), list(notes)
+
+
+def _notes_on(modes: Modes) -> Iterator[str]:
+    known = _ALL if modes.experts else MODES
+    if others := [mode for mode in known if mode not in modes.names]:
+        yield _LEFT_OUT.format(names=",".join(others), all=",".join((*modes.names, *others)))
+    if modes.unasked:
+        yield _UNASKED.format(names=", ".join(modes.unasked))
+
+
+def _all_degrees(gpus: int, modes: Modes, of_node: int) -> Iterator[dict[str, Any]]:
+    """Yield the degrees of all layouts, of which some cannot be. Those of `ep` divide all mixtures' experts, and the
+    ranks of a node at most."""
+    multiplied = [mode for mode in modes.names if mode != EXPERTS]
+    for degrees in _products(gpus, len(multiplied)):
+        named: dict[str, Any] = dict(zip(multiplied, degrees, strict=True))
+        yield named
+        if EXPERTS not in modes.names:
+            continue
+        among, tp = math.prod(named.get(mode, 1) for mode in ("fsdp", "cp", "tp")), named.get("tp", 1)
+        for degree in range(max(tp, 2), min(among, of_node) + 1, tp):
+            if among % degree == 0 and all(count % degree == 0 for count in modes.experts):
+                yield {**named, EXPERTS: degree}
+
+
+def _is_beside_others(named: Mapping[str, int], unasked: Sequence[str], of_node: int) -> bool:
+    """Return whether a mode that nobody named is there beside others than fsdp, or beyond a node."""
+    for mode in unasked:
+        others = [other for other, degree in named.items() if degree > 1 and other not in (mode, "fsdp")]
+        if named.get(mode, 1) > 1 and (others or named[mode] > of_node):
+            return True
+    return False
 
 
 def in_search_order(layout: Parallel) -> tuple[Any, ...]:
@@ -139,18 +205,19 @@ def in_search_order(layout: Parallel) -> tuple[Any, ...]:
 def ranks_within(layout: Parallel) -> tuple[int, ...]:
     """Return the degrees that divide the work on a sample, in the order of the modes: all but those of replicas and of
     their shards."""
-    return tuple(getattr(layout, mode) for mode in MODES if mode not in _OF_DATA)
+    return tuple(getattr(layout, mode, 1) for mode in (*MODES, EXPERTS) if mode not in _OF_DATA)
 
 
 def within_text(degrees: tuple[int, ...]) -> str:
     """Return what `ranks_within` gives, as `tp=2`."""
-    modes = [mode for mode in MODES if mode not in _OF_DATA]
+    modes = [mode for mode in (*MODES, EXPERTS) if mode not in _OF_DATA]
     return ", ".join(f"{mode}={degree}" for mode, degree in zip(modes, degrees, strict=True) if degree > 1)
 
 
 def mesh_text(layout: Parallel) -> str:
     """Return a layout's degrees, as `ddp=8, fsdp=8`."""
-    return ", ".join(f"{mode}={degree}" for mode, degree in layout.degrees.items() if degree > 1)
+    degrees = {**layout.degrees, EXPERTS: getattr(layout, EXPERTS, 1)}
+    return ", ".join(f"{mode}={degree}" for mode, degree in degrees.items() if degree > 1)
 
 
 def shards_of(layout: Parallel) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, shown, unknown_name
 from conf.reports.page_text import count_of
-from featurize.training_settings import CHECKPOINTING
+from featurize.training_settings import CHECKPOINTING, Training, training_of
 from featurize.trial import TrialConfig
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
@@ -23,9 +23,9 @@ from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.questions import checked, question_of, split_options, training_settings
 from learn.estimators import LEVEL
+from learn.planning.job_modes import apt_for_training, modes_of_job
 from learn.planning.meshes import (
     checked_gpus,
-    checked_modes,
     in_search_order,
     layout_settings,
     mesh_text,
@@ -81,7 +81,8 @@ def plan(
             accumulated over as many as it takes. None: any micro-batch, with `accumulation` micro-steps.
         checkpointing: Names of `WAYS` that are tried; by default `none` and `full`.
         parallel: Settings that all layouts share, without degrees: `"gpus_per_node=4,network_gb_s=50"`.
-        modes: Names of the modes whose degrees are tried, of pp, ddp, fsdp, cp and tp; by default all but cp. A
+        modes: Names of the modes whose degrees are tried, of pp, ddp, fsdp, cp, tp and ep. By default pp, ddp, fsdp and
+            tp, and beside fsdp alone: cp where samples have 32,768 tokens or more, ep where the model has experts. A
             pipeline whose bubble alone makes it slower than a layout without one is not traced.
         target: For the batch that is given.
         report: A file to write: one HTML page with the layouts' memory over their throughput.
@@ -106,12 +107,14 @@ def plan(
     counts = checked_gpus(gpus)
     job = _PlannedJob.of(model, inputs, target, spec, global_batch, options)
     ways = _ways(checkpointing, job.training)
-    layouts, notes, chosen = [], [], checked_modes(modes)
-    for count in counts:
-        several, left_out = meshes_of(count, layout_settings(count, parallel, chosen), chosen)
-        layouts += several
-        notes += left_out
     searches = _Searches(job, ways)
+    layouts, notes = [], []
+    chosen = modes_of_job(modes, job.arguments, lambda: searches.model)
+    for count in counts:
+        given, aside = apt_for_training(layout_settings(count, parallel, chosen.names), count, job.settings)
+        several, left_out = meshes_of(count, given, chosen)
+        layouts += several
+        notes += [*aside, *left_out]
     searches.run(layouts, progress)
     searches.confirm()
     ordered = in_order(searches.rows)
@@ -139,14 +142,17 @@ def plan(
 class _PlannedJob:
     """What all layouts have in common.
 
+    arguments  the model's, of the batch that was given
     given     samples of the inputs
     training  settings by name, without checkpointing; `others` are keywords of `question_of`
     """
 
     name: str
     build: Callable[[], torch.nn.Module]
+    settings: Training
     model: Model
     inputs: Inputs
+    arguments: object
     target: Tensors | None
     given: int
     spec: DeviceSpec
@@ -181,8 +187,9 @@ class _PlannedJob:
                 with_batch_size(one, 2 * given, from_size=given)  # refuses what cannot be scaled
         question = question_of(model, inputs, target=target, training=training, **others)
         return _PlannedJob(
-            name=question.job.name, build=question.job.build, model=model, inputs=inputs, target=target,
-            given=given, spec=spec, global_batch=samples, training=training, others=others,
+            name=question.job.name, build=question.job.build, settings=training_of(question.job.settings), model=model,
+            inputs=inputs, arguments=question.job.batch("meta")[0], target=target, given=given,
+            spec=spec, global_batch=samples, training=training, others=others,
         )  # fmt: skip
 
     def batches(self, layout: Parallel) -> MicroBatches | None:
@@ -230,6 +237,11 @@ class _Searches:
         self.rows: list[PlanRow] = []
         self.estimates: dict[PlanRow, Estimate] = {}
         self.refused: dict[str | None, str] = {}
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The job's model on the meta device. None where it cannot be built there."""
+        return self._screening.model
 
     def run(self, layouts: Sequence[Parallel], progress: Progress) -> None:
         """Add the rows of all layouts. Those that share their traces follow each other."""

@@ -40,6 +40,13 @@ class Screening:
         self._blocks: int | None = None
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model on the meta device. None where it cannot be built, or a copy would not be like it."""
+        if self._blocks is None:
+            self._blocks = self._counted()
+        return self._model
+
+    @property
     def blocks(self) -> int:
         """The number of blocks. The model is built when this is first asked."""
         if self._blocks is None:

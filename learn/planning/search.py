@@ -288,7 +288,7 @@ class LayoutSearch:
 def _shards_at_most(layout: Parallel, other: Parallel) -> bool:
     """Return whether a layout has as many shards of each kind as another one or fewer, and so holds as much or more.
     Stages of ZeRO share among replicas."""
-    if layout.zero != other.zero or (layout.zero and layout.ddp > other.ddp):
+    if (layout.zero, layout.ep) != (other.zero, other.ep) or (layout.zero and layout.ddp > other.ddp):
         return False
     return all(one <= more for one, more in zip(shards_of(layout), shards_of(other), strict=True))
 

@@ -16,14 +16,14 @@ from featurize.tensor_parts import local_tensor, wrap_others
 SENT = {
     "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter", "c10d::allreduce_": "all_reduce",
-    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce": "all_reduce", "c10d::broadcast_": "broadcast",
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter", "_c10d_functional::all_to_all_single": "all_to_all",
 }  # fmt: skip
 MESSAGES = ("c10d::send", "c10d::recv_")
 
 
-def watched_steps(model, batch, run, steps=2):
+def watched_steps(model, batch, run=None, steps=2, made_by=None):
     """Run steps, and return the peak of all and what the last one sent.
 
     Args:
@@ -31,15 +31,31 @@ def watched_steps(model, batch, run, steps=2):
         batch: Tensors that are there, too.
         run: One step.
         steps: How many.
+        made_by: Makes `run` of the watch, which sees what that takes.
     """
     watch = Watch()
     for tensor in (*model.parameters(), *model.buffers(), *batch):
         watch.hold(tensor)
     with watch, replaced(torch.UntypedStorage, "resize_", watch.resize(torch.UntypedStorage.resize_)):
+        run = run or made_by(watch)
         for _ in range(steps):
             watch.sent.clear()
             run()
     return {"peak": watch.peak, "sent": watch.sent}
+
+
+def reduced_buckets(replica, watch):
+    """Note each bucket of a DistributedDataParallel that is reduced; its numbers stay as they are. The reducer wants an
+    answer of the group that no watch gives."""
+
+    def reduced(_state, bucket):
+        watch.note("c10d::allreduce_", [bucket.buffer()])
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    replica.register_comm_hook(None, reduced)
+    return replica
 
 
 class Watch(TorchDispatchMode):

@@ -6,137 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_watch import watched_steps
+from pipelined_ranks import (
+    BATCH,
+    BLOCKS,
+    CASES,
+    CLASSES,
+    HALVES,
+    PLAN,
+    WIDTH,
+    Block,
+    Net,
+    loss_of,
+    train_real,
+    training,
+)
 from real_ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 
 from conf.errors import UsageError
 from featurize.parallel.layout import Parallel
-from featurize.parallel.pipeline_order import schedule_class
 from featurize.parallel.repeated_passes import DoesNotRepeat
-from featurize.parallel.sharding import shard_units, split_modules
 from featurize.trace import TraceError, trace_step
-from featurize.training import Training, TrainingStep
-
-WIDTH, HIDDEN, BATCH, BLOCKS = 67, 132, 24, 6
-PLAN = {"blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
-HALVES = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
-# Of `Parallel`, and the blocks of each stage.
-CASES = {
-    "1f1b": ({"pp": 2}, (3, 3)),
-    "gpipe": ({"pp": 2, "schedule": "gpipe", "micro_batches": 3}, (3, 3)),
-    "three": ({"pp": 3, "micro_batches": 8}, (2, 3, 1)),
-    "uneven": (
-        {"pp": 3, "micro_batches": 4, "stage_starts": ("blocks.1", "blocks.2"), "drop_outputs": True},
-        (1, 1, 4),
-    ),
-    "interleaved": ({"pp": 2, "schedule": "interleaved"}, (1, 2, 2, 1)),
-    "sharded": ({"pp": 2, "fsdp": 2}, (3, 3)),
-    "halves": ({"pp": 2, "fsdp": 2, "schedule": "gpipe", **HALVES}, (3, 3)),
-    "interleaved and sharded": ({"pp": 2, "fsdp": 2, "schedule": "interleaved", **HALVES}, (1, 2, 2, 1)),
-    "split": ({"pp": 2, "tp": 2, "tp_plan": PLAN}, (3, 3)),
-}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return self.narrow(torch.relu(self.wide(x)))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.position = nn.Parameter(torch.zeros(WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.last = nn.Linear(WIDTH, 5)
-
-    def forward(self, x):
-        x = self.first(x) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return self.last(self.frozen(x))
-
-
-class OneStage(nn.Module):
-    """As a user writes it."""
-
-    def __init__(self, blocks, first, last):
-        super().__init__()
-        if first:
-            self.first = nn.Linear(WIDTH, WIDTH)
-            self.position = nn.Parameter(torch.zeros(WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        if last:
-            self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-            self.last = nn.Linear(WIDTH, 5)
-        self.ends = first, last
-
-    def forward(self, x):
-        first, last = self.ends
-        if first:
-            x = self.first(x) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return self.last(self.frozen(x)) if last else x
-
-
-def loss_of(output, target):
-    return (output - target).square().mean()
-
-
-def training():
-    return Training(optimizer="momentum", implementation="foreach")
-
-
-def train_real(rank):
-    """One of four real processes, which trains the cases in which it takes part."""
-    measured = {}
-    for name, (options, blocks) in CASES.items():
-        parallel = Parallel(**options)
-        places = torch.arange(parallel.ranks).view(*parallel.axes.values())
-        mesh = DeviceMesh("cpu", places, mesh_dim_names=tuple(parallel.axes))
-        if rank < parallel.ranks:
-            measured[name] = train(parallel, mesh, blocks, rank // parallel.of_stage)
-    return measured
-
-
-def train(parallel, mesh, blocks, place):
-    def micro(width, requires_grad):
-        return torch.empty(BATCH // parallel.chunks, width, device="meta", requires_grad=requires_grad)
-
-    numbers = range(place, parallel.stages, parallel.pp)
-    models = nn.ModuleList(OneStage(blocks[n], n == 0, n == parallel.stages - 1) for n in numbers)
-    for model in models:
-        split_modules(model, parallel, mesh)
-        shard_units(model, parallel, mesh, model.blocks)
-    # With tp, PyTorch's own search for shapes leaves a result that nobody waits for, and that stays.
-    known = {"input_args": micro(WIDTH, place > 0), "output_args": micro(WIDTH if place == 0 else 5, True)}
-    stages = [
-        PipelineStage(
-            model, n, parallel.stages, torch.device("cpu"), group=mesh.get_group("pp"),
-            **(known if parallel.tp > 1 else {}),
-        )
-        for n, model in zip(numbers, models, strict=True)
-    ]  # fmt: skip
-    run = schedule_class(parallel)(stages if parallel.parts > 1 else stages[0], parallel.chunks, loss_fn=loss_of)
-    step = TrainingStep(models, training(), "cpu")
-    batch = [torch.randn(BATCH, WIDTH)] if place == 0 else []
-    target = torch.randn(BATCH, 5) if place == parallel.pp - 1 else None
-
-    def one():
-        step.zero_grad()
-        run.step(*batch, target=target, losses=[], return_outputs=not parallel.drop_outputs)
-        step.update()
-
-    return watched_steps(models, [*batch, *([] if target is None else [target])], one)
+from featurize.training import Training
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +35,10 @@ def measured(tmp_path_factory):
     return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4)
 
 
-def traced(rank=None, model=Net, inputs=None, every_pass=None, **options):
+def traced(rank=None, model=Net, inputs=None, every_pass=None, shape=(BATCH, WIDTH), **options):
     """One GPU without options."""
-    target = torch.empty(BATCH, 5, device="meta")
-    inputs = torch.empty(BATCH, WIDTH, device="meta") if inputs is None else inputs
+    target = torch.empty(*shape[:-1], CLASSES, device="meta")
+    inputs = torch.empty(shape, device="meta") if inputs is None else inputs
     return trace_step(
         model,
         inputs,
@@ -163,9 +54,9 @@ def traced(rank=None, model=Net, inputs=None, every_pass=None, **options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_and_messages_are_those_of_real_ranks(measured, name):
-    options, _ = CASES[name]
-    for rank in range(Parallel(**options).ranks):
-        trace = traced(rank, **options)
+    case = CASES[name]
+    for rank in range(Parallel(**case.options).ranks):
+        trace = traced(rank, case.net, shape=case.shape, **case.options)
         real = measured[rank][name]
         assert [[one.kind, one.nbytes] for one in trace.collectives] == real["sent"]
         assert trace.peak_live_bytes == real["peak"]
@@ -212,6 +103,18 @@ def test_passes_that_are_alike_run_once_and_the_trace_is_that_of_all(options, tr
         (whole, all_runs), (repeated, runs) = run(rank, True), run(rank, False)
         assert repeated == whole
         assert runs < 0.7 * all_runs
+
+
+@pytest.mark.parametrize("name", ["rotated", "sequence and experts"])
+def test_passes_over_shared_sequences_and_experts_repeat_as_they_are(name):
+    case = CASES[name]
+    options = {**case.options, "schedule": "1f1b", "micro_batches": 4}
+    whole, repeated = (
+        traced(1, case.net, shape=case.shape, every_pass=every_pass, **options) for every_pass in (True, False)
+    )
+    operators = tuple(one._replace(sources=()) for one in whole.operators)
+    assert tuple(one._replace(sources=()) for one in repeated.operators) == operators
+    assert replace(repeated, operators=operators) == replace(whole, operators=operators)
 
 
 class Sparse(nn.Module):
@@ -330,6 +233,69 @@ def test_a_transformers_decoder_is_cut_between_its_layers(options, checkpointing
     assert embedding and not logits
 
 
+class Patches(nn.Module):
+    """As timm's vision transformers: it computes before and after its blocks, and a hook changes what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.position = nn.Parameter(torch.zeros(1, 17, WIDTH))
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_forward_pre_hook(lambda _model, args: (args[0] * 2,))
+        self.register_forward_hook(lambda _model, _args, out: out.mean(1))
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.position
+        return self.head(self.norm(self.blocks(x)))
+
+
+@pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 3, "fsdp": 2, "gpus_per_node": 6}], ids=str)
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+def test_what_a_model_computes_around_its_blocks_runs_once_on_the_first_or_the_last_stage(options, checkpointing):
+    def run(parallel):
+        images, target = torch.empty(BATCH, 3, 16, 16, device="meta"), torch.empty(BATCH, CLASSES, device="meta")
+        settings = Training(checkpointing=checkpointing)
+        return trace_step(Patches, images, target, loss_of, settings=settings, parallel=parallel)
+
+    stages = [group.trace for group in run(Parallel(**options, micro_batches=4)).pipeline.groups]
+    names = ("aten::convolution", "aten::cat", "aten::native_layer_norm", "aten::mean", "aten::mul")
+    whole = run(None)
+    for name in names:
+        counts = [sum(one.name == name for one in trace.operators if one.phase == "forward") for trace in stages]
+        alone = sum(one.name == name for one in whole.operators if one.phase == "forward")
+        at = 0 if name in ("aten::convolution", "aten::cat", "aten::mul") else -1
+        assert counts[at] == 4 * alone > 0 and sum(counts) == counts[at], name
+
+
+@pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 2, "ddp": 2}, {"pp": 2, "fsdp": 2}], ids=str)
+def test_scaled_gradients_are_unscaled_on_each_stage(options):
+    def multiplied(precision):
+        trace = trace_step(
+            Net, torch.empty(BATCH, WIDTH, device="meta"), torch.empty(BATCH, CLASSES, device="meta"), loss_of,
+            settings=Training(precision=precision, optimizer="sgd"), parallel=Parallel(**options),
+        )  # fmt: skip
+        updates = [[one for one in part.trace.operators if one.phase == "optimizer"] for part in trace.pipeline.groups]
+        return [sum(one.name == "aten::_foreach_mul_" for one in update) for update in updates]
+
+    assert multiplied("fp16") == [1, 1] and multiplied("bf16") == [0, 0]
+
+
+class Widening(nn.Module):
+    """Changes what some blocks give before the next ones take it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH + n, WIDTH + n), nn.ReLU()) for n in range(4))
+        self.last = nn.Linear(WIDTH + 3, CLASSES)
+
+    def forward(self, x):
+        for place, block in enumerate(self.blocks):
+            x = block(nn.functional.pad(x, (0, 1)) if place else x)
+        return self.last(x)
+
+
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()
@@ -388,11 +354,16 @@ def test_stages_send_what_their_last_member_gives():
         (Net, {"pp": 2, "micro_batches": 5}, r"input 1 of shape \[24, 67\] does not divide into 5 micro-batches"),
         (Net, {"pp": 2, "stage_starts": ("last",)}, "a stage cannot begin at last; at these it can: blocks.1, "),
         (Net, {"pp": 3, "stage_starts": ("blocks.2", "blocks.1")}, "in the order in which the modules run"),
+        (
+            Widening,
+            {"pp": 2},
+            r"changes what blocks.2 gives \(\[6, 69\] float32\) before blocks.3 takes it \(\[6, 70\] ",
+        ),
         (GivesTwo, {"pp": 2}, "blocks.0 gives the next block more than one tensor"),
         (Towers, {"pp": 2}, "and this model has them in several"),
         (lambda: nn.Linear(WIDTH, 5), {"pp": 2}, "this model has none of 2 members or more"),
     ],
-    ids=["blocks", "batch", "start", "order", "tensors", "containers", "none"],
+    ids=["blocks", "batch", "start", "order", "between", "tensors", "containers", "none"],
 )
 def test_what_cannot_be_cut_is_refused_with_what_can(model, options, message):
     with pytest.raises(UsageError, match=message):

@@ -16,6 +16,7 @@ from featurize.families import timm
 from featurize.features import group_key, scalar_features
 from featurize.layers import totals
 from featurize.plan_of_module import plan_of_module
+from featurize.trace import trace_config
 from featurize.training import TrainingStep
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
@@ -79,6 +80,12 @@ def test_a_model_trains(changes):
     torch.manual_seed(0)
     step = TrainingStep(timm.build(one), one, "cpu")
     assert torch.isfinite(step(*timm.batch(one, "cpu")))
+
+
+def test_a_vision_transformer_runs_as_a_pipeline():
+    whole, stages = (trace_config(config("vit_tiny_patch16_224", batch_size=4, parallel=one)) for one in (None, "pp=2"))
+    assert stages.pipeline.starts == ("blocks.6",)
+    assert sum(group.trace.parameter_bytes for group in stages.pipeline.groups) == whole.parameter_bytes
 
 
 def test_a_model_without_a_head_trains_on_its_features():

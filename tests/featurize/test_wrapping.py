@@ -84,7 +84,8 @@ def test_stages_may_begin_at_the_numbered_members_of_a_sequence():
 
 def test_a_wrong_layout_is_a_problem_of_the_config():
     with pytest.raises(
-        UsageError, match=r"parallel cannot be 'pp=2,ep=2': .*pp with ep is not estimated yet.*; depth must be"
+        UsageError,
+        match=r"parallel cannot be 'pp=2,ep=2': .*ep divides .* of which there are 1: 2 does not.*; depth must be",
     ):
         config(parallel="pp=2,ep=2", depth=0)
 

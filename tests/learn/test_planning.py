@@ -22,6 +22,8 @@ from learn.planning.plan_report import plan_page
 from learn.planning.plan_view import lines_of_others
 from learn.planning.rows import in_order
 from learn.planning.search import Findings, MicroBatches
+from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
+from tests.featurize.rank_nets import Chosen
 from tests.parsed_page import ParsedPage
 
 WIDTH = 1024
@@ -47,8 +49,8 @@ def flat():
     return nn.Linear(WIDTH, 10)
 
 
-def planned(gpus=8, model=net, batch=1024, **options):
-    return plan(model, [batch, WIDTH], gpus=gpus, **{"device": CARD, **options})
+def planned(gpus=8, model=net, batch=1024, inputs=None, **options):
+    return plan(model, inputs or [batch, WIDTH], gpus=gpus, **{"device": CARD, **options})
 
 
 def replicas_of(gpus, settings, _modes=()):
@@ -109,7 +111,8 @@ def test_a_batch_that_does_not_fit_is_halved():
 def test_what_holds_too_much_with_any_batch_is_traced_once():
     BUILT.clear()
     done = planned(device=replace(CARD, memory_mib=900.0), batch=64)
-    assert [row.fits for row in done.rows] == [False] and len(BUILT) == 1
+    assert [row.fits for row in done.rows] == [False]
+    assert len(BUILT) == 2  # once to look for experts
 
 
 def test_the_quickest_comes_first_and_what_does_not_fit_last(eight):
@@ -263,6 +266,7 @@ class Mesh:
     ddp: int = 1
     fsdp: int = 1
     tp: int = 1
+    ep: int = 1
     zero: int | None = None
     gpus_per_node: int = 8
     network_gb_s: float = 25.0
@@ -306,9 +310,8 @@ def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(monkeypatch):
     assert findings.bubble_too_long(layout, MicroBatches(given=1, per_replica=64, pipelined=2)) is None
 
 
-def test_modes_are_those_that_are_named(monkeypatch):
-    assert meshes.checked_modes(None) == ("pp", "ddp", "fsdp", "tp")
-    assert meshes.checked_modes(["tp", "cp", "fsdp"]) == ("fsdp", "cp", "tp")
+def test_modes_are_those_that_are_named():
+    assert meshes.checked_modes(["tp", "ep", "cp", "fsdp"]) == ("fsdp", "cp", "tp", "ep")
     for wrong in (["zp"], [], 3):
         with pytest.raises(UsageError, match="mode"):
             meshes.checked_modes(wrong)
@@ -329,13 +332,58 @@ def test_all_degrees_that_multiply_to_the_gpus_are_tried():
     layouts = [one for one in layouts if one.pp == 1]
     assert len(layouts) == 7 + 5 + 4 + 3  # tp of 1, 2, 4 and 8, which goes with ddp only where fsdp is there, too
     assert {one.pp for one in pipelines} == {2, 4, 8, 16, 32, 64} and all(1 in (one.ddp, one.fsdp) for one in pipelines)
-    experts, left_out, *others = notes
-    assert experts.startswith("ep is left out of plans; learn.estimate answers")
-    assert left_out == "cp: left out of this plan; modes= names what is tried, as in modes=[ddp,fsdp,tp,cp]"
+    left_out, *others = notes
+    assert left_out == "cp: left out of this plan; modes= names what is tried, as in modes=[pp,ddp,fsdp,tp,cp]"
     assert any("ddp with tp needs fsdp" in note for note in others)
     assert "tp over more than the 8 GPUs of a node is left out" in others
     assert layouts[0] == Parallel(fsdp=64) and layouts[7 - 1] == Parallel(ddp=64)
     assert layouts[-1] == Parallel(ddp=4, fsdp=2, tp=8)
+
+
+def test_modes_that_nobody_names_are_tried_beside_shards_alone():
+    modes = meshes.modes_of(None, length=32_768, experts={8})
+    layouts, notes = meshes.meshes_of(64, {}, modes)
+    unasked = [(one.ddp, one.fsdp, one.cp, one.tp, one.ep) for one in layouts if one.cp > 1 or one.ep > 1]
+    assert sorted(unasked) == sorted([(1, 64 // n, n, 1, 1) for n in (2, 4, 8)] + [(1, 64, 1, 1, n) for n in (2, 4, 8)])
+    assert "cp, ep: tried beside fsdp alone, within a node; with all other modes where modes= names it" in notes
+    assert meshes.modes_of(None, length=32_767) == meshes.Modes(("pp", "ddp", "fsdp", "tp"))
+
+
+def test_named_experts_are_divided_over_ranks_that_divide_them():
+    layouts, notes = meshes.meshes_of(12, {"gpus_per_node": 12}, meshes.modes_of(["fsdp", "tp", "ep"], 0, {6}))
+    assert {(one.fsdp, one.tp, one.ep) for one in layouts if one.tp < 3} == {
+        (12, 1, 1), (12, 1, 2), (12, 1, 3), (12, 1, 6), (6, 2, 1), (6, 2, 2), (6, 2, 6),
+    }  # fmt: skip
+    assert meshes.mesh_text(layouts[-1]).endswith("ep=6") and notes
+    with pytest.raises(UsageError, match="modes: ep: the model has no experts of a known kind"):
+        meshes.modes_of(["fsdp", "ep"])
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(EXPERTS_WIDTH, 4), Chosen(4)
+
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(1)
+        return x + self.experts(x, index, weights)
+
+
+def test_a_model_with_experts_is_planned_with_ep(monkeypatch):
+    monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
+    done = planned(
+        gpus=4, model=lambda: nn.Sequential(*(Mixing() for _ in range(2))), inputs=[1024, EXPERTS_WIDTH],
+        checkpointing="none", global_batch=4096,
+    )  # fmt: skip
+    assert {row.mesh for row in done.fitting} >= {"fsdp=4", "fsdp=4, ep=2"}
+    assert {row.mesh for row in done.rows} >= {"fsdp=4, ep=4"}
+    assert not any(row.parallel.ep > 1 and row.parallel.ddp > 1 for row in done.rows)
+
+
+def test_layouts_of_replicas_run_without_zero_where_deepspeed_does_not_go_with_the_training():
+    done = planned(gpus=2, parallel="zero=2", ema=True, checkpointing="none", global_batch=2048)
+    assert {(row.mesh, row.parallel.zero) for row in done.fitting} == {("ddp=2", None)}
+    assert any("tried without zero: parallel: zero=2 does not go with ema" in note for note in done.notes)
 
 
 def test_a_trace_does_not_depend_on_the_network_or_the_number_of_replicas(three_modes):

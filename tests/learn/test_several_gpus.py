@@ -138,7 +138,7 @@ def test_the_report_draws_what_ranks_gather_and_send(layout, tmp_path):
         ),
         ({"parallel": "cp=8", "offload_activations": True}, "offload_activations cannot move activations that cp"),
         ({"device": "A100-SXM4-40GB:3g.20gb"}, "has no interconnect"),
-        ({"parallel": "pp=2,cp=8"}, "pp with cp is not estimated yet; leave either out"),
+        ({"parallel": "pp=2,ddp=4,zero=2"}, "pp with zero: DeepSpeed's own pipelines are not estimated"),
         (
             {"parallel": "fsdp=8,ep=8", "compile": True},
             "compile with parallel=ep is not estimated yet; leave either out",
