@@ -114,11 +114,11 @@ def _lucid_doubts(members: Sequence[Member]) -> None:
     odd = {model for model, ratios in speeds.items() if len(ratios) >= _FEWEST and set(ratios) == {1.0}}
     for pair in _groups(members):
         both = [member.columns for member in pair]
-        sizes = [columns.get("solo_memory_mib") for columns in both]
+        sizes = [columns["solo_memory_mib"] for columns in both if columns.get("solo_memory_mib") is not None]
         joint = both[0]["joint_memory_mib"]
         apart = (
             joint is not None
-            and None not in sizes
+            and len(sizes) == len(both)
             and joint < max(sizes) + _SHARE_OF_THE_SMALLER * min(sizes)  # each has a context of its own
         )
         for columns in both:

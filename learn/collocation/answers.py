@@ -62,9 +62,8 @@ def slowdowns(
     if not 1 <= len(jobs) <= MOST_JOBS:
         raise UsageError(f"jobs must be 1 to {MOST_JOBS}, got {len(jobs)}")
     group = [profile_of(job, device) for job in jobs]
-    if estimator is None:
-        estimator = find_slowdowns(data) or packaged_slowdowns()
-    return estimator.slowdowns(group)
+    chosen: SlowdownEstimator = estimator or find_slowdowns(data) or packaged_slowdowns()
+    return chosen.slowdowns(group)
 
 
 def profile_of(job: Job, device: str | DeviceSpec = DEFAULT_DEVICE) -> JobProfile:
