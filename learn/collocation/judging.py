@@ -14,7 +14,7 @@ from learn.collocation.contention import utilization
 from learn.collocation.learned import LEAST_GROUPS, fitted_slowdowns
 from learn.collocation.profile import JobProfile
 from learn.collocation.rows import MeasuredGroup
-from learn.collocation.slowdown import Constant, NoUtilization, SharedTime, Slowdown, SlowdownEstimator
+from learn.collocation.slowdown import ConstantSlowdown, NoUtilization, SharedTime, Slowdown, SlowdownEstimator
 
 BOTH_KEEP = 0.85  # of the speed alone: a pair in which both do is one to put together
 SPLITS = ("model", "device")
@@ -100,9 +100,9 @@ def _utilizations(group: Sequence[JobProfile], place: int) -> tuple[float, float
     return own, sum(value or 0.0 for value in busy) - own
 
 
-def _constant(groups: Sequence[MeasuredGroup]) -> Constant:
+def _constant(groups: Sequence[MeasuredGroup]) -> ConstantSlowdown:
     speeds = [1.0 / max(1.0, slowdown) for group in groups for slowdown in group.slowdowns]
-    return Constant(1.0 / float(np.mean(speeds)))
+    return ConstantSlowdown(1.0 / float(np.mean(speeds)))
 
 
 ESTIMATORS: dict[str, Callable[[Sequence[MeasuredGroup]], SlowdownEstimator]] = {

@@ -35,7 +35,7 @@ class NoUtilization(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class ConstantSlowdown:
     """The same slowdown for every job that has a partner."""
 
     slowdown: float

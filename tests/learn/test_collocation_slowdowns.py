@@ -15,7 +15,7 @@ from learn.collocation.contention import Contention, loads_of
 from learn.collocation.judging import judged
 from learn.collocation.learned import fitted_slowdowns
 from learn.collocation.rows import MeasuredGroup, measured_groups
-from learn.collocation.slowdown import Constant
+from learn.collocation.slowdown import ConstantSlowdown
 from learn.collocation.stored import find_slowdowns, load_slowdowns
 from learn.commands.fit import entry as fit_command
 from learn.evaluation.benchmark_settings import BenchmarkSettings
@@ -243,7 +243,7 @@ def test_without_a_fit_the_packaged_figures_answer(tmp_path):
     assert ours == packaged_slowdowns().slowdowns([BUSY, LIGHT])
     assert 1.0 <= ours[1].median < ours[0].median < 1.4
     assert slowdowns([BUSY, BUSY], data=tmp_path)[0].median > 1.5
-    assert slowdowns([BUSY, LIGHT], estimator=Constant(1.2))[0].median == 1.2
+    assert slowdowns([BUSY, LIGHT], estimator=ConstantSlowdown(1.2))[0].median == 1.2
 
 
 @pytest.mark.parametrize("count", [0, 5])

@@ -240,9 +240,9 @@ def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
     with contextlib.closing(warehouse.connect(folder)) as connection:
         assert is_open_somewhere(folder)
         report = compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
-        assert (report.deleted_files, report.kept_files) == (0, 12)
+        assert (report.deleted_files, report.kept_files) == (0, 3 * len(KINDS))
         assert "kept, because the warehouse is open" in report.lines()[-1]
-        assert compact(folder, now_s=NOW_S + 25 * HOUR_S, settings=EAGER).deleted_files == 12
+        assert compact(folder, now_s=NOW_S + 25 * HOUR_S, settings=EAGER).deleted_files == 3 * len(KINDS)
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (3,)
     assert not is_open_somewhere(folder)
 
@@ -299,7 +299,7 @@ def test_killed_while_merging_two_families(folder, step):
     for hours in (10, 20, 30):
         compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
         assert census(folder) == expected(6)
-    assert [len(files(folder, kind, family)) for kind in KINDS for family in ("cnn", "mlp")] == [1] * 8
+    assert [len(files(folder, kind, family)) for kind in KINDS for family in ("cnn", "mlp")] == [1] * 2 * len(KINDS)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 8])
@@ -359,7 +359,7 @@ def test_samples_of_a_run_that_has_not_landed_wait(folder):
     fill(folder, range(3))
     (folder.partition("runs", "cnn") / "J-000001.parquet").unlink()  # as after a kill between the two files
     report = compact(folder, now_s=NOW_S, settings=EAGER)
-    assert sorted(report.merged.values()) == [2, 2, 2, 2]
+    assert sorted(report.merged.values()) == [2] * len(KINDS)
     assert all("J-000001.parquet" in files(folder, kind) for kind in OF_RUNS)
     RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks(), collocations())
     assert census(folder) == expected(3)
@@ -406,7 +406,7 @@ def test_the_command_prints_what_it_merged(folder, monkeypatch, capsys):
     monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
     fill(folder, range(3))
     assert run("compact", entry, ["min_files=2"]) == 0
-    assert "12 files with 27 rows merged into 4; 0 replaced files deleted" in capsys.readouterr().out
+    assert "15 files with 30 rows merged into 5; 0 replaced files deleted" in capsys.readouterr().out
     assert run("compact", entry, ["min_files=1", "grace_s=-1"]) == 2
     assert "grace_s must be >= 0, got -1; min_files must be >= 2, got 1" in capsys.readouterr().err
 

@@ -116,7 +116,7 @@ def test_the_same_snapshot_gives_the_same_bytes(filled, tmp_path):
     for out in ("a", "b"):
         publish(settings(filled, tmp_path / out, snapshot="s", name="set"))
     files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()]
-    assert len(files) == 8
+    assert len(files) == 9
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
