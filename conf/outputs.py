@@ -25,8 +25,8 @@ from conf.json_file import MARKER_BYTES, read_json
 # What a data folder consists of; other names in it belong to the user. See `warehouse.folder.DataFolder`.
 DATA_FORMAT = "gpufarm-data"
 OWN_FOLDERS = (
-    "runs", "telemetry", "kernels", "ranks", "jobs", "stale", "compactions", "models", "features", "snapshots",
-    "growth", "reports", "locks", "damaged", "environments", "comparisons",
+    "runs", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale", "compactions", "models", "features",
+    "snapshots", "growth", "reports", "locks", "damaged", "environments", "comparisons",
 )  # fmt: skip
 OWN_FILES = ("format.json", "queue.sqlite", "warehouse.duckdb")  # and what SQLite and DuckDB put beside them
 

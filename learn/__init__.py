@@ -24,6 +24,11 @@ from learn.estimation.job_estimate import Estimate
 from learn.fitting import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
+    from learn.collocation.answers import slowdowns
+    from learn.collocation.command import FittedSlowdowns, fit_slowdowns
+    from learn.collocation.memory import GroupMemory, group_memory
+    from learn.collocation.profile import JobProfile
+    from learn.collocation.slowdown import Slowdown
     from learn.estimation.fits import DeviceFit, LargestBatch, devices_that_fit, largest_batch
     from learn.planning.plans import plan
     from learn.planning.rows import LayoutPlan, PlanRow
@@ -38,10 +43,14 @@ __all__ = [
     "Estimate",
     "Fit",
     "FitSettings",
+    "FittedSlowdowns",
+    "GroupMemory",
+    "JobProfile",
     "LargestBatch",
     "LayoutPlan",
     "Parallel",
     "PlanRow",
+    "Slowdown",
     "TrialConfig",
     "UsageError",
     "devices_that_fit",
@@ -49,15 +58,28 @@ __all__ = [
     "estimate_many",
     "estimate_script",
     "fit",
+    "fit_slowdowns",
+    "group_memory",
     "largest_batch",
     "plan",
+    "slowdowns",
 ]
 _OF_FITS = ("DeviceFit", "LargestBatch", "devices_that_fit", "largest_batch")
 _OF_PLANS = ("LayoutPlan", "PlanRow")
 
 
+_OF_GROUPS = {
+    "FittedSlowdowns": "command", "fit_slowdowns": "command", "GroupMemory": "memory", "group_memory": "memory",
+    "JobProfile": "profile", "Slowdown": "slowdown", "slowdowns": "answers",
+}  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
     """Import what a plain estimate does not need when it is asked for."""
+    if name in _OF_GROUPS:
+        import importlib
+
+        return getattr(importlib.import_module(f"learn.collocation.{_OF_GROUPS[name]}"), name)
     if name in _OF_FITS:
         from learn.estimation import fits
 

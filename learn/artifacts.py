@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, Unpack
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.identity import version_of
@@ -26,7 +26,7 @@ from featurize.row_config import printable
 from featurize.version import FEATURES_STAMP, is_current
 from learn.artifact_files import DamagedArtifact, checked, read_json, say_damaged, stamped
 from learn.estimators import ESTIMATORS, TRAINING_FREE, Estimator, get_estimator
-from learn.targets import get_target
+from learn.targets import check_target, get_target
 
 if TYPE_CHECKING:
     from learn.data import Rows
@@ -39,6 +39,12 @@ FORMAT = 1
 PREFERRED = "hybrid"
 DEFAULT_MODELS = Path(__file__).parent / "default_models"
 _PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric", "timm")
+
+
+class Savable(Protocol):
+    """What writes its files into the folder of a version."""
+
+    def save(self, folder: Path) -> None: ...
 
 
 class StaleArtifact(EnvironmentProblem):
@@ -129,7 +135,7 @@ def described(
 def save_artifact(
     data: DataPlace,
     target: str,
-    estimator: Estimator,
+    estimator: Savable,
     meta: Mapping,
     report: Mapping,
     *,
@@ -141,7 +147,8 @@ def save_artifact(
     `extras(folder)` adds further files (plots) before the version appears. Written beside its place under a hidden
     name, synced, then renamed: a reader sees all of it or none. `now` is time-zone aware.
     """
-    home = models_folder(data) / get_target(target).name
+    check_target(target)
+    home = models_folder(data) / target
     meta = {"format": FORMAT, "target": target, "created_at": now.astimezone(UTC).isoformat(), **meta}
     text = json.dumps(meta, indent=1, sort_keys=True)
     short = hashlib.sha256(text.encode()).hexdigest()[:8]

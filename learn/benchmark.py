@@ -20,7 +20,7 @@ from conf.errors import UsageError
 from learn.evaluation.benchmark_result import Benchmark
 from learn.evaluation.benchmark_settings import STEP_FORMULAS, BenchmarkSettings
 from learn.step_store import StepStore
-from learn.targets import Bins, get_target
+from learn.targets import SLOWDOWN, Bins, get_target
 
 if TYPE_CHECKING:
     from learn.evaluation.benchmark_answers import Learned, Tally
@@ -44,6 +44,8 @@ def benchmark(
     """
     from learn.evaluation.benchmark_steps import benchmark_steps, is_of_measured_steps
 
+    if settings.target == SLOWDOWN:
+        raise UsageError("target=slowdown: call learn.collocation.command.benchmark_slowdowns")
     if is_of_measured_steps(settings):
         return benchmark_steps(settings, progress)
     if formulas := [name for name in settings.estimators or () if name in STEP_FORMULAS]:
@@ -262,6 +264,10 @@ def _counted(
 
 def entry(settings: BenchmarkSettings) -> int:
     """The command: settings in, tables out, and the files that are asked for."""
+    if settings.target == SLOWDOWN:
+        from learn.collocation.command import benchmark_entry
+
+        return benchmark_entry(settings)
     from learn.evaluation.benchmark_view import BenchmarkProgress, print_benchmark, write_json
 
     with BenchmarkProgress(f"benchmark of {settings.target}") as progress:

@@ -6,8 +6,8 @@ Start reading at `fit`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.settings import data_key, key
-from learn.targets import BIN_WIDTHS_GB, Bins, get_target
+from learn.targets import BIN_WIDTHS_GB, SLOWDOWN, Bins, check_target, get_target
 
 if TYPE_CHECKING:
     from learn.data import Rows
@@ -34,9 +34,14 @@ class FitSettings:
     30 % of the rows are held out, the rest is cross-validated in 3 folds; near-copies of a configuration stay on one
     side of every split. The artifact, models/TARGET/VERSION/ in the data folder, holds the model (fitted on all rows),
     meta.json, report.json, report.html and two plots.
+
+    target=slowdown learns from the table collocations how much jobs slow each other down on one GPU; it takes data,
+    source and device_name alone.
+
+      python -m learn.fit target=slowdown data=pairs
     """
 
-    target: str = key(help="what to estimate: memory, smact, smocc, drama, gpu_util, step_time or power")
+    target: str = key(help="what to estimate: memory, smact, smocc, drama, gpu_util, step_time, power or slowdown")
     estimator: str = key("hybrid", "the name of one; an unknown one lists them all")
     family: str = key("all", "one family, or all")
     source: str | None = key(None, "measured, simulated or imported; needed where the rows are of several")
@@ -65,12 +70,14 @@ class FitSettings:
         except CommandError as error:
             problems.append(str(error))
         try:
-            target = get_target(self.target)
+            check_target(self.target)
         except CommandError as error:
             problems.append(str(error))
         else:
-            if self.bin_gb is not None and not target.is_memory:
-                problems.append(f"bin_gb is for target=memory; target={target.name} has bins low, medium, high")
+            if self.target == SLOWDOWN:
+                problems += foreign_keys(self, ("target", "source", "device_name", "data", "seed"))
+            elif self.bin_gb is not None and not get_target(self.target).is_memory:
+                problems.append(f"bin_gb is for target=memory; target={self.target} has bins low, medium, high")
         if self.estimator not in ESTIMATORS:
             problems.append(str(unknown_name("estimator", self.estimator, ESTIMATORS)))
         if self.bin_gb is not None and self.bin_gb not in BIN_WIDTHS_GB:
@@ -79,6 +86,17 @@ class FitSettings:
             problems.append(f"seed must be an integer from 0 to {2**31 - 1}, got {self.seed!r}")
         if problems:
             raise UsageError("; ".join(problems))
+
+
+def foreign_keys(settings: Any, taken: Sequence[str]) -> list[str]:
+    """Return a problem that names the keys that target=slowdown does not take and that are set."""
+    set_keys = [
+        field.name
+        for field in fields(settings)
+        if field.name not in taken and getattr(settings, field.name) not in (field.default, ())
+    ]
+    listed = ", ".join(taken[1:])
+    return [f"{', '.join(set_keys)}: target={SLOWDOWN} takes {listed} alone"] if set_keys else []
 
 
 @dataclass(frozen=True)
@@ -114,6 +132,8 @@ def fit(
         UsageError: There are too few rows, rows of several sources, or an estimator that does not give the target.
             Nothing is written then.
     """
+    if settings.target == SLOWDOWN:
+        raise UsageError("target=slowdown: call learn.fit_slowdowns, which fits to groups of jobs")
     from learn.artifacts import described, save_artifact
     from learn.data import load_rows
     from learn.estimators import get_estimator, require_target

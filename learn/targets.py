@@ -15,6 +15,7 @@ from conf.errors import UsageError, unknown_name
 
 MIB_PER_GB = 1024.0  # bins are counted in units of 1024 MiB, as nvidia-smi's figures are read
 BIN_WIDTHS_GB = (1, 2, 8)
+SLOWDOWN = "slowdown"  # of jobs that share a GPU: no column of `runs`, see `learn.collocation`
 
 # Edges between low, medium and high, by family: GPUMemNet's utilization sets (arXiv 2602.17817).
 UTILIZATION_EDGES: dict[str, dict[str, tuple[float, float]]] = {
@@ -59,6 +60,12 @@ def get_target(name: str) -> Target:
     if name not in TARGETS:
         raise unknown_name("target", name, TARGETS)
     return TARGETS[name]
+
+
+def check_target(name: str) -> None:
+    """Raise `UsageError` for what is neither a column's target nor `slowdown`, listing the known."""
+    if name not in TARGETS and name != SLOWDOWN:
+        raise unknown_name("target", name, (*TARGETS, SLOWDOWN))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from warehouse.layout import KINDS, OF_RUNS
 from warehouse.plain_file import plain
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import (
+    COLLOCATION_RATIOS,
     OOM_KINDS,
     QUALITIES,
     SAMPLE_QUALITIES,
@@ -126,7 +127,7 @@ def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> It
 
 def _ranges(table: str, schema: pa.Schema) -> list[_Rule]:
     """Return the rules that follow from a column's name and type: finite, not negative, ratios in [0, 1]."""
-    ratios = {"attempts": RUN_RATIOS, "telemetry": TELEMETRY_RATIOS}.get(table, ())
+    ratios = {"attempts": RUN_RATIOS, "telemetry": TELEMETRY_RATIOS, "collocations": COLLOCATION_RATIOS}.get(table, ())
     rules = []
     for field in schema:
         name = field.name
@@ -230,8 +231,9 @@ RULES = (
           f"smocc > smact + {_RATIO}", "smocc", "telemetry"),
     *(_Rule(f"schema.{kind}.no_{name}", "error", "NULL where a value must be", f"{name} IS NULL", table=kind)
       for kind, detail in DETAILS.items() for name in detail.required),
-    _Rule("schema.kernels.no_run", "error", "a kernel of no run that was not imported",
-          "source <> 'imported' AND run_id IS NULL", "source", "kernels"),
+    *(_Rule(f"schema.{kind}.no_run", "error", f"a {detail.row} of no run that was not imported",
+            "source <> 'imported' AND run_id IS NULL", "source", kind)
+      for kind, detail in DETAILS.items() if detail.imported),
     *(_Rule(f"schema.{kind}.{name}", "error", f"none of {', '.join(words)}", _outside(name, words), name, kind)
       for kind, detail in DETAILS.items() for name, words in detail.words.items()),
     _Rule("impossible.ranks.number", "error", "a rank that the run does not have",
@@ -241,6 +243,12 @@ RULES = (
           "count < 1 OR duration_us <= 0", "duration_us", "kernels"),
     _Rule("impossible.kernels.block", "error", "more threads in a block than CUDA allows",
           "block_x * block_y * block_z > 1024", "block_x", "kernels"),
+    _Rule("impossible.collocations.member", "error", "a member that the group does not have",
+          "member >= group_size OR died_of >= group_size OR group_size < 1", "member", "collocations"),
+    _Rule("impossible.collocations.slowdown", "error", "slowdown is not shared_step_ms over solo_step_ms",
+          f"abs(slowdown * solo_step_ms / shared_step_ms - 1) > {_RATIO}", "slowdown", "collocations"),
+    _Rule("impossible.collocations.died_of", "error", "died of a member's memory, and did not run out of memory",
+          "died_of IS NOT NULL AND status <> 'oom'", "status", "collocations"),
 )  # fmt: skip
 
 _SAMPLES = "(SELECT run_id, count(*) AS samples FROM telemetry GROUP BY run_id)"
@@ -287,6 +295,16 @@ _GROUPED = (
         WHERE run_id IS NOT NULL GROUP BY hash(run_id, sensor, t_ms, rank) HAVING count(*) > 1""",
     ),
     *(rule for kind, detail in DETAILS.items() for rule in _grouped_of(kind, detail)),
+    (
+        "duplicate.collocations.member", "error", "a group has a member more than once",
+        """SELECT group_id || ' member ' || member || ': ' || count(*) || ' rows' FROM collocations
+        WHERE group_id IS NOT NULL GROUP BY group_id, member HAVING count(*) > 1""",
+    ),
+    (
+        "collocations.members", "warning", "members of a group are missing, which are landing or were lost",
+        """SELECT group_id || ': ' || count(DISTINCT member) || ' of ' || max(group_size) FROM collocations
+        WHERE group_id IS NOT NULL GROUP BY group_id HAVING count(DISTINCT member) < max(group_size)""",
+    ),
     (
         "identity.config_hash", "error", "one config_hash, several configurations",
         """SELECT config_hash || ': ' || count(DISTINCT config) || ' configurations' FROM attempts

@@ -5,10 +5,10 @@ Start reading at `described`. `warehouse.schema` has the types; a test compares 
 
 from __future__ import annotations
 
-from warehouse.schema import METRICS
+from warehouse.schema import COLLOCATION_RATIOS, METRICS
 
 _UNITS = {"mib": "MiB", "ms": "ms", "s": "s", "w": "W", "j": "J"}
-_RATIOS = ("smact", "smocc", "drama", "gpu_util", "memory_fraction")
+_RATIOS = ("smact", "smocc", "drama", "gpu_util", "memory_fraction", *COLLOCATION_RATIOS)
 
 RUNS = {
     "run_id": "id of the run, unique in the data set",
@@ -81,6 +81,7 @@ RUNS = {
     "kernel_rows": "rows of the run in kernels; NULL: its kernels were not asked for",
     "parallel": "how the run was spread over several devices, as in ddp=2; NULL: one device",
     "ranks": "processes of the run, a device each, and its rows in ranks; NULL: one device",
+    "collocation_rows": "rows of the run in collocations; NULL: it had the device to itself",
     "worst_rank": "rank whose labels these are: the one with most memory, or the one that ended the run",
     "convolutions": "JSON: engine and workspace that cuDNN names for each convolution of the step; NULL: not asked",
 }
@@ -143,6 +144,50 @@ RANKS = {
     "sent_mib": "data that the rank sends in a simulated step",
 }
 
+COLLOCATIONS = {
+    "run_id": "the member's run in the table runs; NULL of imported rows",
+    "member_row": "id of the row, unique in the data set",
+    "group_id": "the group of jobs that shared a device",
+    "member": "number of the member in its group, from 0",
+    "group_size": "members of the group",
+    "source": "measured, simulated or imported",
+    "series": "table or campaign of the source; solo figures are of the same one",
+    "device_name": "model of the device",
+    "sharing": "time_slicing, mps or mig",
+    "devices": "devices of the member; NULL: one",
+    "model": "name of the network, by which models are held out",
+    "name": "name of the job, the same in all groups of the source",
+    "config": "trial config as JSON; NULL where none describes the job",
+    "batch_size": "samples a step",
+    "precision": "number format of the step",
+    "solo_run_id": "run that the figures alone are of",
+    "solo_step_ms": "time of a step of the member alone",
+    "solo_memory_mib": "peak memory of the member alone, its context included",
+    "solo_gpu_util": "share of time with a kernel on the device, the member alone",
+    "solo_memory_util": "share of time with memory being read or written, the member alone",
+    "solo_smact": "SM activity of the member alone",
+    "solo_smocc": "SM occupancy of the member alone",
+    "solo_drama": "DRAM activity of the member alone",
+    "solo_tensor_active": "tensor pipe activity of the member alone",
+    "solo_launches_per_s": "kernel launches of the member alone, per second",
+    "solo_power_w": "power draw with the member alone",
+    "shared_step_ms": "time of a step of the member beside the others",
+    "slowdown": "shared_step_ms over solo_step_ms, or the published ratio",
+    "status": "how the member ended: ok, oom, timeout, crashed or invalid",
+    "died_of": "member whose allocation exhausted the memory",
+    "doubt": "why the row's figures may be wrong; NULL: nothing speaks against them",
+    "joint_memory_mib": "device memory of the whole group at its peak",
+    "joint_smact": "SM activity of the whole group",
+    "joint_smocc": "SM occupancy of the whole group",
+    "joint_drama": "DRAM activity of the whole group",
+    "joint_gpu_util": "share of time with a kernel of any member on the device",
+    "joint_memory_util": "share of time with memory being read or written by any member",
+    "joint_power_w": "power draw with the whole group",
+    "window_start_ms": "start of the time with all members warm, on the clock of telemetry's t_ms",
+    "window_end_ms": "end of that time",
+    "origin": "JSON: cells of the published file that an imported row was read from",
+}
+
 JOBS = {
     "job_id": "the submission in the table runs",
     "family": "family of networks that was sampled",
@@ -153,7 +198,14 @@ JOBS = {
     "submitted_at": "time of the submission, UTC",
 }
 
-TABLES = {"runs": RUNS, "telemetry": TELEMETRY, "kernels": KERNELS, "ranks": RANKS, "jobs": JOBS}
+TABLES = {
+    "runs": RUNS,
+    "telemetry": TELEMETRY,
+    "kernels": KERNELS,
+    "ranks": RANKS,
+    "collocations": COLLOCATIONS,
+    "jobs": JOBS,
+}
 
 
 def described(table: str, column: str) -> str:

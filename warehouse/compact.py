@@ -53,7 +53,7 @@ from warehouse.small_files import read_files
 
 SORT_KEYS = {
     "runs": ["run_id"], "telemetry": ["run_id", "t_ms"], "kernels": ["run_id", "kernel_row"],
-    "ranks": ["run_id", "rank_row"],
+    "ranks": ["run_id", "rank_row"], "collocations": ["run_id", "member_row"],
 }  # fmt: skip
 ROW_GROUP_ROWS = 100_000
 _OWN_BYTES = 14 * 2**10  # of a small file are its columns' names, statistics and page headers, not rows
@@ -63,7 +63,7 @@ _ABANDONED_AFTER_S = 86_400.0  # no running process owns a temporary file this o
 def compact(
     folder: DataFolder, *, now_s: float | None = None, settings: CompactionSettings | None = None
 ) -> CompactionReport:
-    """Merge small files of runs, telemetry, kernels and ranks by family, and delete files that were replaced long ago.
+    """Merge small files of every table of runs by family, and delete files that were replaced long ago.
 
     Only one compaction runs at a time; a second one returns at once with `busy`. `now_s` is in seconds since the
     epoch. Killing it at any point is safe. Raises `UsageError` if there is no such folder, `OSError` if the disk is

@@ -27,7 +27,8 @@ from warehouse.writer import run_problems
 
 FIELD = "config."  # of the trial config
 _OURS = {"run_id", "job_id", "task_index", "attempt", "family", "config", "config_hash", "source", "schema_version",
-         "telemetry_rows", "telemetry_missing", "convolutions", "kernel_rows", "ranks", "worst_rank"}  # fmt: skip
+         "telemetry_rows", "telemetry_missing", "convolutions", "kernel_rows", "ranks", "worst_rank",
+         "collocation_rows"}  # fmt: skip
 TARGETS = tuple(name for name in RUN_SCHEMA.names if name not in _OURS)
 LABELS = ("peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "smact", "smocc", "drama", "gpu_util",
           "power_w", "energy_j", "step_time_ms")  # fmt: skip

@@ -1,5 +1,5 @@
 """A data set: measured runs as Parquet files for others to load, for each family, device and day a file of
-runs, one of telemetry, and one of kernels and of ranks where some run has any.
+runs, one of telemetry, and one of kernels, ranks and collocations where some run has any.
 
 Start reading at `DatasetPart`. `warehouse.export` writes such a folder, `warehouse.ingest source=dataset` loads one.
 """
@@ -37,7 +37,7 @@ _FILE = re.compile(r"(?P<device>.+)-(?P<day>\d{4}-\d\d-\d\d|undated)-runs\.parqu
 # Columns that are there without a value.
 _ALWAYS = (
     "run_id", "family", "status", "source", "t_ms", "sensor", "phase", "kernel_row", "operator", "duration_us",
-    "rank_row",
+    "rank_row", "member_row", "group_id", "member",
 )  # fmt: skip
 # A telemetry reading needs no more digits than a float of 32 bits has; a counter that grows for years does.
 _WHOLE = ("t_ms", "energy_j")
@@ -46,7 +46,7 @@ _SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a 
 
 @dataclass(frozen=True, order=True)
 class DatasetPart:
-    """The runs of one family on one device on one day, with their telemetry, kernels and ranks.
+    """The runs of one family on one device on one day, with their telemetry and details.
 
     The day is of their end, in UTC; of their start where the end is not known; `undated` where neither is.
     """
@@ -192,8 +192,10 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
 
 
 def checked_details(root: Path, part: DatasetPart, kind: str) -> pa.Table:
-    """Return a part's kernels or ranks. Raises `EnvironmentProblem` for rows that break the schema or name no run of
-    theirs."""
+    """Return a part's rows of a table of `DETAILS`.
+
+    Raises `EnvironmentProblem` for rows that break the schema or name no run of theirs.
+    """
     rows, row_id = read_part(root, part, kind), DETAILS[kind].row_id
     try:
         rows = detail_table(kind, rows, {})

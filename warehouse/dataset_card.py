@@ -36,7 +36,8 @@ Training runs that the farm measured, for others to learn from and to check esti
 
 or read the Parquet files with anything: `FAMILY/DEVICE-DAY-runs.parquet` has a row a run, `...-telemetry.parquet` a
 row a reading, `...-kernels.parquet` (where runs were profiled) a row a kernel, `...-ranks.parquet` (of runs on several
-GPUs) a row a rank, joined by `run_id`.
+GPUs) a row a rank, `...-collocations.parquet` (of jobs that shared a GPU) a row a member of a group. All are joined by
+`run_id`.
 `python -m warehouse.export data=DIR` adds the runs of a data folder and writes this page.
 """
 
@@ -79,6 +80,7 @@ def card(
     telemetry: Sequence[pa.Table],
     kernels: Sequence[pa.Table],
     ranks: Sequence[pa.Table],
+    collocations: Sequence[pa.Table],
 ) -> str:
     """Return the card as Markdown. The tables have all columns of the schema; equal rows give equal text."""
     rows = [row for table in runs for row in table.to_pylist()]
@@ -86,7 +88,7 @@ def card(
         return _HEAD + _NOTHING + _LICENCE
     parts = [_HEAD, *sections(rows), _run_columns(rows), _telemetry_columns(telemetry)]
     of_runs = [_kernel_columns(pa.concat_tables(kernels)), _rank_columns(pa.concat_tables(ranks))]
-    return "".join([*parts, *of_runs, _LICENCE])
+    return "".join([*parts, *of_runs, _group_columns(pa.concat_tables(collocations)), _LICENCE])
 
 
 # What `sections` reads of a row.
@@ -241,6 +243,15 @@ def _rank_columns(ranks: pa.Table) -> str:
         return ""
     runs = len(pc.unique(ranks.column("run_id")))
     return f"\n## Columns of ranks\n\n{ranks.num_rows:,} ranks of {runs:,} runs.\n\n{_column_table('ranks', ranks)}"
+
+
+def _group_columns(members: pa.Table) -> str:
+    """Return nothing for a data set without groups."""
+    if not members.num_rows:
+        return ""
+    groups = len(pc.unique(members.column("group_id")))
+    counts = f"{members.num_rows:,} members of {groups:,} groups that shared a device"
+    return f"\n## Columns of collocations\n\n{counts}.\n\n{_column_table('collocations', members)}"
 
 
 def _column_table(table: str, rows: pa.Table) -> str:

@@ -1,4 +1,4 @@
-"""Tables whose rows belong to a run, beside its telemetry: `kernels` and `ranks`. Start reading at `DETAILS`.
+"""Tables whose rows belong to a run, beside its telemetry: `kernels`, `ranks` and `collocations`; see `DETAILS`.
 
 Landing, checks, export, publication and ingest treat them alike.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from warehouse.schema import (
+    COLLOCATION_SCHEMA,
     KERNEL_PHASES,
     KERNEL_SCHEMA,
     KERNEL_TIMINGS,
@@ -18,7 +19,9 @@ from warehouse.schema import (
     RANK_OF_RUN,
     RANK_SCHEMA,
     RANK_STATUSES,
+    SHARINGS,
     SOURCES,
+    STATUSES,
 )
 
 
@@ -35,6 +38,7 @@ class Detail:
         words: Column -> what it may hold.
         of_run: Columns that are the run's own.
         row: What one row is, in words.
+        imported: Whether rows may be imported, which belong to no run.
     """
 
     schema: pa.Schema
@@ -45,6 +49,7 @@ class Detail:
     words: Mapping[str, tuple[str, ...]]
     of_run: tuple[str, ...]
     row: str
+    imported: bool = False
 
 
 DETAILS: Mapping[str, Detail] = {
@@ -57,6 +62,7 @@ DETAILS: Mapping[str, Detail] = {
         words={"source": SOURCES, "phase": KERNEL_PHASES, "timing": KERNEL_TIMINGS},
         of_run=("source", "device_name", "torch_version", "cuda_version", "cudnn_version"),
         row="kernel",
+        imported=True,
     ),
     "ranks": Detail(
         schema=RANK_SCHEMA,
@@ -67,5 +73,16 @@ DETAILS: Mapping[str, Detail] = {
         words={"source": SOURCES, "status": RANK_STATUSES, "quality": QUALITIES},
         of_run=RANK_OF_RUN,
         row="rank",
+    ),
+    "collocations": Detail(
+        schema=COLLOCATION_SCHEMA,
+        row_id="member_row",
+        letter="c",
+        count="collocation_rows",
+        required=("member_row", "group_id", "member", "group_size", "source", "sharing", "status"),
+        words={"source": SOURCES, "sharing": SHARINGS, "status": STATUSES},
+        of_run=("source", "device_name", "config", "batch_size", "precision"),
+        row="member of a group",
+        imported=True,
     ),
 }

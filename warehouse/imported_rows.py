@@ -47,7 +47,7 @@ class ImportedFile:
     path: Path
     rows: tuple[ImportedRow, ...]
     measured_columns: int = 0
-    left_out: str | None = None  # which of its rows are in none of `rows`, and why
+    pairs: tuple[tuple[int, Mapping[str, str]], ...] = ()  # places and cells of its rows that are two jobs on one GPU
 
 
 def published_file(file: PublishedFile, source: str, device_name: str | None) -> ImportedFile:

@@ -1,4 +1,6 @@
-"""`python -m warehouse.ingest source=gpumemnet path=...`: other people's measurements as rows of `runs` or `kernels`.
+"""`python -m warehouse.ingest source=gpumemnet path=...`: other people's measurements, as rows.
+
+They land in `runs`, `kernels` and `collocations`.
 
 Start reading at `ingest`. All files are read before anything is written; each file's new rows then land at once, so a
 kill leaves whole files' rows, and a repeat adds what is missing. A data set (source=dataset) brings its telemetry too.
@@ -41,9 +43,11 @@ from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.imported_rows import DOUBT, UNKNOWN_FAMILY, ImportedFile, published_file, run_ids
+from warehouse.ingest_groups import land_groups
 from warehouse.lock_file import open_lock
 from warehouse.merged import land_batch
 from warehouse.published import known_headers, read_recognised
+from warehouse.published_groups import Member
 from warehouse.published_tables import TABLES, read_table, table_columns
 from warehouse.writer import RunWriter
 
@@ -170,8 +174,23 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
         writer = RunWriter(folder)
         for done, file in enumerate(files):
             progress("landing", done, len(files))
-            report.files.append(_land(file, writer, known))
+            if file.rows or not file.pairs:
+                report.files.append(_land(file, writer, known))
+        for file, members, new_count in land_groups(folder, settings.source, files, settings.device_name):
+            report.files.append(_groups_report(file, members, new_count))
         progress("landing", len(files), len(files))
+    return report
+
+
+def _groups_report(file: ImportedFile, members: Sequence[Member], new_count: int) -> FileReport:
+    report = FileReport(file.path, rows=len(members), new=new_count, label=f"{file.path.name}: members of pairs")
+    for member in members:
+        columns = member.columns
+        report.statuses[columns["status"]] += 1
+        if columns["status"] == "invalid":
+            report.invalid["no speed beside the other, or alone"].append(member.row)
+        elif columns.get("doubt"):
+            report.doubts[columns["doubt"]].append(member.row)
     return report
 
 
@@ -191,8 +210,6 @@ def _read(settings: IngestSettings, report: IngestReport, progress: Progress) ->
         if settings.source in TABLES:
             table = read_table(path, settings.source, settings.device_name)
             if table is not None:
-                if table.left_out is not None:
-                    report.left[path] = table.left_out
                 yield table
             else:
                 report.left[path] = f"not of this source, whose files have {table_columns(settings.source)}"

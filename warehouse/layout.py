@@ -20,7 +20,7 @@ import pyarrow as pa
 from warehouse.checksum import sealed_bytes
 from warehouse.schema import JOB_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TABLES
 
-KINDS = ("runs", "telemetry", "kernels", "ranks")  # what is partitioned by family and compacted
+KINDS = ("runs", "telemetry", "kernels", "ranks", "collocations")  # what is partitioned by family and compacted
 OF_RUNS = KINDS[1:]  # rows that belong to a run, and land before it
 COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
 # Of at most one row: larger with compression or dictionaries, and three times as long to write.
@@ -69,6 +69,10 @@ class FolderLayout:
     @property
     def ranks(self) -> Path:
         return self.root / "ranks"
+
+    @property
+    def collocations(self) -> Path:
+        return self.root / "collocations"
 
     @property
     def jobs(self) -> Path:

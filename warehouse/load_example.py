@@ -11,7 +11,7 @@ import duckdb
 def main() -> None:
     folder = Path(__file__).resolve().parent
     with duckdb.connect() as connection:
-        for table in ("runs", "telemetry", "kernels", "ranks", "jobs"):
+        for table in ("runs", "telemetry", "kernels", "ranks", "collocations", "jobs"):
             files = [str(path) for path in sorted((folder / table).glob("*.parquet"))]
             connection.read_parquet(files).create_view(table)
 

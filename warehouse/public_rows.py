@@ -95,7 +95,7 @@ def public_telemetry(
 
 
 def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str, str], where: str = "true") -> pa.Table:
-    """Return the rows of `kernels` or `ranks` of some runs under their public ids; imported ones belong to no run.
+    """Return the rows of a table of `DETAILS` of some runs under their public ids; imported ones belong to no run.
 
     `where` narrows what is read: a condition on the table that holds for all of these runs.
     """
@@ -110,6 +110,8 @@ def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str,
         f"JOIN exported ON {kind}.run_id = exported.own_id WHERE {where} ORDER BY {detail.row_id}",
         pa.schema([detail.schema.field(name) for name in ("run_id", detail.row_id, *own)]),
     ).select(detail.schema.names)  # fmt: skip
+    if kind == "collocations":
+        return _public_groups(connection, rows, ids)
     if "device_uuid" not in own:
         return rows
     uuids = [
@@ -118,6 +120,34 @@ def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str,
     ]
     at = rows.schema.get_field_index("device_uuid")
     return rows.set_column(at, rows.schema.field(at), pa.array(uuids, pa.string()))
+
+
+def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping[str, str]) -> pa.Table:
+    """Return rows of `collocations` with public ids of their groups and of the runs alone, and scrubbed texts.
+
+    A group's id is told apart by its device, as two machines may run the same job. Rows that were loaded from a data
+    set keep what they have.
+    """
+    members = rows.to_pylist()
+    own_ids = {public: own for own, public in ids.items()}
+    wanted = {own_ids[row["run_id"]] for row in members} | {row["solo_run_id"] for row in members}
+    connection.register("wanted", pa.table({"run_id": pa.array(sorted(wanted - {None}), pa.string())}))
+    runs = connection.execute(
+        "SELECT run_id, job_id, device_uuid, finished_at FROM attempts JOIN wanted USING (run_id)"
+    ).fetchall()
+    connection.unregister("wanted")
+    by_id = {run_id: (job_id, uuid, finished_at) for run_id, job_id, uuid, finished_at in runs}
+    for row in members:
+        job_id, uuid, _ = by_id[own_ids[row["run_id"]]]
+        for name in ("config", "name", "model"):
+            row[name] = None if row[name] is None else scrubbed(row[name])
+        if is_loaded(job_id):
+            continue
+        digest = hashlib.sha256(f"{row['group_id']}\n{uuid or ''}".encode()).hexdigest()
+        row["group_id"] = f"{row['group_id']}-{digest[:8]}"
+        alone = by_id.get(row["solo_run_id"])
+        row["solo_run_id"] = None if alone is None else public_id(row["solo_run_id"], *alone[1:])
+    return pa.Table.from_pylist(members, schema=rows.schema)
 
 
 def count_rows(runs: Iterable[dict[str, Any]], samples: pa.Table, details: Mapping[str, pa.Table]) -> None:

@@ -42,7 +42,7 @@ from warehouse.folder import DataFolder
 from warehouse.layout import TEMPORARY_SUFFIX, sync
 from warehouse.public_rows import count_rows, naive, public_details, public_row, public_telemetry, scrubbed
 from warehouse.reader import WarehouseConnection
-from warehouse.schema import JOB_SCHEMA, KERNEL_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
 from warehouse.snapshot import Snapshot, find_snapshot, snapshots, take_snapshot
 from warehouse.sql_text import sql_text
 
@@ -54,7 +54,8 @@ _ALWAYS = {
     **{kind: ("run_id", *detail.required) for kind, detail in DETAILS.items()},
 }
 _CHUNK_RUNS = 2_000
-_FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "kernels": 2_000_000, "ranks": 2_000_000, "jobs": 500_000}
+_FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "kernels": 2_000_000, "ranks": 2_000_000,
+              "collocations": 2_000_000, "jobs": 500_000}  # fmt: skip
 _TOKEN_CHARACTERS = 8  # of the name of a folder that is being built
 _ABANDONED_AFTER_S = 86_400.0
 _TOLD = ("citation", "creators", "url", "version")  # reported where missing
@@ -131,7 +132,7 @@ class PublishReport:
     rows: Counter[str] = field(default_factory=Counter)  # by table
     total_bytes: int = 0
     left_out: dict[str, int] = field(default_factory=dict)  # why -> runs
-    kernels_left_out: int = 0  # imported ones, which belong to no run
+    imported_left_out: Counter[str] = field(default_factory=Counter)  # table -> rows, which belong to no run
     findings: int = 0  # of the checks
     missing: tuple[str, ...] = ()
 
@@ -149,7 +150,7 @@ class PublishReport:
     def left_out_lines(self) -> list[str]:
         """Return how many rows are left out, and why."""
         lines = [f"{count:,} runs: {why}" for why, count in self.left_out.items()]
-        return lines + [f"{self.kernels_left_out:,} kernels: source imported"] * (self.kernels_left_out > 0)
+        return lines + [f"{count:,} {kind}: source imported" for kind, count in self.imported_left_out.items()]
 
 
 def publish(settings: PublishSettings) -> PublishReport:
@@ -279,11 +280,12 @@ def _write_tables(
         jobs = _write_runs(connection, chosen, settings, writers)
         if not report.rows["runs"]:
             raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
-        imported = _imported_kernels(connection)
-        if "imported" in settings.sources:
-            writers["kernels"].write(imported)
-        else:
-            report.kernels_left_out = imported.num_rows
+        for kind in (kind for kind, detail in DETAILS.items() if detail.imported):
+            imported = _imported_rows(connection, kind)
+            if "imported" in settings.sources:
+                writers[kind].write(imported)
+            elif imported.num_rows:
+                report.imported_left_out[kind] = imported.num_rows
         writers["jobs"].write(_jobs(connection, jobs))
         for writer in writers.values():
             writer.close()
@@ -292,7 +294,7 @@ def _write_tables(
 def _write_runs(
     connection: WarehouseConnection, chosen: str, settings: PublishSettings, writers: Mapping[str, _Writer]
 ) -> set[str]:
-    """Write the chosen runs, their samples, kernels and ranks; return the ids of their jobs."""
+    """Write the chosen runs, their samples and details; return the ids of their jobs."""
     jobs: set[str] = set()
     for rows in _chunks(connection, chosen):
         ids = [row["run_id"] for row in rows]
@@ -311,10 +313,11 @@ def _write_runs(
     return jobs
 
 
-def _imported_kernels(connection: WarehouseConnection) -> pa.Table:
-    columns = ", ".join(KERNEL_SCHEMA.names)
+def _imported_rows(connection: WarehouseConnection, kind: str) -> pa.Table:
+    detail = DETAILS[kind]
+    columns = ", ".join(detail.schema.names)
     return connection.sql(
-        f"SELECT {columns} FROM kernels WHERE source = 'imported' ORDER BY kernel_row"
+        f"SELECT {columns} FROM {kind} WHERE source = 'imported' ORDER BY {detail.row_id}"
     ).to_arrow_table()
 
 
@@ -370,6 +373,7 @@ def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
 def _about(settings: PublishSettings, snapshot: Snapshot, report: PublishReport) -> dict[str, Any]:
     rows = f"{report.rows['runs']:,} training runs and {report.rows['telemetry']:,} telemetry readings"
     rows += f" and {report.rows['kernels']:,} kernels" * (report.rows["kernels"] > 0)
+    rows += f" and {report.rows['collocations']:,} members of groups" * (report.rows["collocations"] > 0)
     return {
         "name": settings.name or settings.root.name,
         "description": settings.description

@@ -27,6 +27,7 @@ from warehouse.imported_rows import (
     run_ids,
 )
 from warehouse.published import wide_cells
+from warehouse.published_groups import LUCID_PAIRS
 
 Cells = Mapping[str, str]
 Columns = dict[str, Any]  # of `runs`
@@ -236,7 +237,7 @@ def _lucid_single(row: Cells) -> Iterator[Columns]:
 
 
 def _gavel(row: Cells) -> Iterator[Columns]:
-    """Yield the run of a job alone; a pair's speeds are of two jobs, and no table of the warehouse holds those yet."""
+    """Yield the run of a job alone; `warehouse.published_groups` reads pairs."""
     if row["job_b"]:
         return
     per_second = _figure(row["iters_per_s_a"])
@@ -276,11 +277,6 @@ def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
     }
 
 
-def _gavel_left_out(rows: Sequence[Cells]) -> str | None:
-    pairs = sum(bool(row["job_b"]) for row in rows)
-    return f"{pairs:,} rows are of pairs of jobs, for which the warehouse has no table" if pairs else None
-
-
 def _unnamed_instrument(column: str, kind: str) -> Columns:
     words = f"the file's instrument is {kind or 'not named'}: the figure is in origin alone"
     return {column: None, "quality_reasons": json.dumps({column: words})}
@@ -293,11 +289,16 @@ class _Table:
     names: str
     read: Callable[[Cells], Iterator[Columns]]
     doubts: Callable[[Sequence[Cells]], Mapping[int, Columns]] | None = None  # of rows that others contradict
-    left_out: Callable[[Sequence[Cells]], str | None] | None = None  # rows that give no run
+    is_pair: Callable[[Cells], bool] | None = None  # whether a row is of two jobs that shared a GPU
+    pair_names: str | None = None  # columns of the source's files that hold nothing but pairs
 
     @property
     def columns(self) -> frozenset[str]:
         return frozenset(self.names.split(", "))
+
+    @property
+    def pair_columns(self) -> frozenset[str] | None:
+        return None if self.pair_names is None else frozenset(self.pair_names.split(", "))
 
 
 _TABLES = {
@@ -333,16 +334,23 @@ _TABLES = {
         _deep_learning_examples,
     ),
     "gavel": _Table(
-        "table, gpu, job_a, gpus_a, job_b, gpus_b, iters_per_s_a, iters_per_s_b", _gavel, _gavel_doubts, _gavel_left_out
+        "table, gpu, job_a, gpus_a, job_b, gpus_b, iters_per_s_a, iters_per_s_b",
+        _gavel,
+        _gavel_doubts,
+        is_pair=lambda row: bool(row["job_b"]),
     ),
-    "lucid": _Table("model, dataset, batchsize, amp, speed, gpu_util, gmem_util, gmem", _lucid_single),
+    "lucid": _Table(
+        "model, dataset, batchsize, amp, speed, gpu_util, gmem_util, gmem", _lucid_single, pair_names=LUCID_PAIRS
+    ),
 }
 TABLES = tuple(_TABLES)
 
 
 def table_columns(source: str) -> str:
     """Return the columns that a file of this source must have, for messages."""
-    return ", ".join(sorted(_TABLES[source].columns))
+    table = _TABLES[source]
+    of_pairs = "" if table.pair_columns is None else f", or of pairs: {', '.join(sorted(table.pair_columns))}"
+    return ", ".join(sorted(table.columns)) + of_pairs
 
 
 def read_table(path: Path, source: str, device_name: str | None = None) -> ImportedFile | None:
@@ -354,17 +362,21 @@ def read_table(path: Path, source: str, device_name: str | None = None) -> Impor
         device_name: GPU model that was measured, in place of the file's own.
 
     Returns:
-        The runs with the places of their rows; a row of `timm_benchmark` may give two.
+        The runs with the places of their rows, and the rows of pairs; a row of `timm_benchmark` may give two runs.
     """
     table = _TABLES[source]
     try:
         with wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            if not table.columns <= set(reader.fieldnames or ()):
+            header = set(reader.fieldnames or ())
+            holds_pairs = table.pair_columns is not None and table.pair_columns <= header
+            if not holds_pairs and not table.columns <= header:
                 return None
             lines = [{str(name): _text(value) for name, value in row.items()} for row in reader]
     except (UnicodeDecodeError, csv.Error):
         return None
+    if holds_pairs:
+        return ImportedFile(path, (), pairs=tuple(enumerate(lines, 1)))
     other = {} if device_name is None else {"device_name": device_name, "device_memory_mib": None}
     doubts = {} if table.doubts is None else table.doubts(lines)
     runs = [
@@ -377,7 +389,8 @@ def read_table(path: Path, source: str, device_name: str | None = None) -> Impor
         imported_row(at, source, run_id, run)
         for (at, _, run), run_id in zip(runs, run_ids(source, contents), strict=True)
     ]
-    return ImportedFile(path, tuple(rows), left_out=None if table.left_out is None else table.left_out(lines))
+    is_pair = table.is_pair or (lambda row: False)
+    return ImportedFile(path, tuple(rows), pairs=tuple(place for place in enumerate(lines, 1) if is_pair(place[1])))
 
 
 def _text(value: str | list[str] | None) -> str:

@@ -105,6 +105,7 @@ class Run:
     parallel: str | None = None
     ranks: int | None = None
     worst_rank: int | None = None
+    collocation_rows: int | None = None
 
     def columns(self) -> dict[str, Any]:
         """Return the row's columns, JSON objects as text; those that are None are left out.

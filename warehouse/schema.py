@@ -1,4 +1,4 @@
-"""The Arrow schemas of runs, telemetry samples and kernels, with their words and units.
+"""The Arrow schemas of runs, telemetry samples, kernels and groups of jobs, with their words and units.
 
 Start reading at `RUN_SCHEMA`; `TABLES` names the schema of each table. Every column that can be missing is NULL when it
 was not measured; ratios lie in [0, 1]; units stand in the names. A new column is appended here and `SCHEMA_VERSION`
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
 SOURCES = ("measured", "simulated", "imported")
@@ -109,6 +109,8 @@ RUN_SCHEMA = pa.schema(
         ("parallel", pa.string()),  # of the trial config, as in ddp=2; NULL: one device
         ("ranks", pa.int64()),  # processes, a device each, and the run's rows in `ranks`; NULL: one
         ("worst_rank", pa.int64()),  # whose labels these are: the one with most memory, or the one that failed
+        # added in version 6
+        ("collocation_rows", pa.int64()),  # rows of the run in `collocations`; NULL: it had the device to itself
     ]
 )
 
@@ -243,6 +245,72 @@ KERNEL_SCHEMA = pa.schema(
     ]
 )
 
+# How the members of a group share a device. `time_slicing`: the driver switches between their contexts.
+SHARINGS = ("time_slicing", "mps", "mig")
+# Columns of a group, the same in the rows of all its members.
+OF_GROUP = (
+    "source", "series", "device_name", "sharing", "group_size", "joint_memory_mib", "joint_smact", "joint_smocc",
+    "joint_drama", "joint_gpu_util", "joint_memory_util", "joint_power_w",
+)  # fmt: skip
+
+# Shares of time or of the device, in [0, 1].
+COLLOCATION_RATIOS = (
+    "solo_gpu_util", "solo_memory_util", "solo_smact", "solo_smocc", "solo_drama", "solo_tensor_active",
+    "joint_smact", "joint_smocc", "joint_drama", "joint_gpu_util", "joint_memory_util",
+)  # fmt: skip
+
+# A row is one member of a group of jobs that train on one device at the same time.
+COLLOCATION_SCHEMA = pa.schema(
+    [
+        # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
+        ("run_id", pa.string()),  # of the member beside the others
+        ("member_row", pa.string()),  # id of the row, the same whenever the same content is imported
+        ("group_id", pa.string()),
+        ("member", pa.int64()),  # number in the group, from 0
+        ("group_size", pa.int64()),
+        ("source", pa.string()),
+        ("series", pa.string()),  # which of several tables or campaigns of one source; solo figures are of the same one
+        ("device_name", pa.string()),
+        ("sharing", pa.string()),
+        ("devices", pa.int64()),  # of the member; NULL: one
+        # what the member is
+        ("model", pa.string()),  # by which a model is held out; a family's topology, or a published name
+        ("name", pa.string()),  # of the job: the same for the same job in all groups of a source
+        ("config", pa.string()),  # trial config as JSON; NULL where none describes the job
+        ("batch_size", pa.int64()),
+        ("precision", pa.string()),
+        # alone on the device
+        ("solo_run_id", pa.string()),  # run that the figures alone are of
+        ("solo_step_ms", pa.float64()),
+        ("solo_memory_mib", pa.float64()),
+        ("solo_gpu_util", pa.float64()),
+        ("solo_memory_util", pa.float64()),
+        ("solo_smact", pa.float64()),
+        ("solo_smocc", pa.float64()),
+        ("solo_drama", pa.float64()),
+        ("solo_tensor_active", pa.float64()),
+        ("solo_launches_per_s", pa.float64()),
+        ("solo_power_w", pa.float64()),
+        # beside the others
+        ("shared_step_ms", pa.float64()),
+        ("slowdown", pa.float64()),  # shared_step_ms / solo_step_ms, or the published ratio
+        ("status", pa.string()),
+        ("died_of", pa.int64()),  # member whose allocation exhausted the memory, of a member that ran out of it
+        ("doubt", pa.string()),  # why the row's figures may be wrong; NULL: nothing speaks against them
+        # of the whole group
+        ("joint_memory_mib", pa.float64()),
+        ("joint_smact", pa.float64()),
+        ("joint_smocc", pa.float64()),
+        ("joint_drama", pa.float64()),
+        ("joint_gpu_util", pa.float64()),
+        ("joint_memory_util", pa.float64()),
+        ("joint_power_w", pa.float64()),
+        ("window_start_ms", pa.float64()),  # all members are warm; on the clock of telemetry.t_ms of `run_id`
+        ("window_end_ms", pa.float64()),
+        ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported row was read from
+    ]
+)
+
 JOB_SCHEMA = pa.schema(
     [
         ("job_id", pa.string()),
@@ -282,6 +350,7 @@ TABLES = {
     "telemetry": TELEMETRY_SCHEMA,
     "kernels": KERNEL_SCHEMA,
     "ranks": RANK_SCHEMA,
+    "collocations": COLLOCATION_SCHEMA,
     "jobs": JOB_SCHEMA,
     "stale": STALE_SCHEMA,
 }

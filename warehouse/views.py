@@ -13,6 +13,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
+from warehouse.details import DETAILS
 from warehouse.layout import KINDS, OF_RUNS, FolderLayout, write_bytes
 from warehouse.merged import MERGED_PREFIX
 from warehouse.schema import (
@@ -26,7 +27,7 @@ from warehouse.schema import (
 from warehouse.scratch_duckdb import existing_database, new_database
 from warehouse.sql_text import escaped_glob, sql_text
 
-VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "jobs", "stale")
+VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 
 # By path: the file's state when it was read or written, and the fingerprint in it.
 _FINGERPRINTS: dict[Path, tuple[tuple[int, ...], str | None]] = {}
@@ -150,7 +151,7 @@ def _partitioned_view(folder: FolderLayout, kind: str, schema: pa.Schema) -> str
 
 def _partitioned_columns(schema: pa.Schema) -> str:
     columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
-    if "kernel_row" not in schema.names:
+    if not any(detail.imported and detail.row_id in schema.names for detail in DETAILS.values()):
         return columns
     # Compaction needs an id of every row; that of an imported batch is no run's.
     return columns.replace("file.run_id", "CASE WHEN file.source <> 'imported' THEN file.run_id END AS run_id", 1)

@@ -1,4 +1,4 @@
-"""Lands runs in the warehouse: checks them, then writes telemetry, kernels and ranks before their run, atomically.
+"""Lands runs in the warehouse: checks them, then writes telemetry and the details before their run, atomically.
 
 Start reading at `RunWriter.write`.
 """
@@ -52,6 +52,7 @@ class RunWriter:
         telemetry: pa.Table,
         kernels: pa.Table | None = None,
         ranks: pa.Table | None = None,
+        collocations: pa.Table | None = None,
     ) -> Path:
         """Make a run durable; return the path of the file that holds its row.
 
@@ -60,6 +61,7 @@ class RunWriter:
             telemetry: columns of `TELEMETRY_SCHEMA`; `run_id` may be absent.
             kernels: columns of `KERNEL_SCHEMA` without those that the run has; None if they were not asked for.
             ranks: columns of `RANK_SCHEMA`, likewise; None of a run on one device.
+            collocations: columns of `COLLOCATION_SCHEMA`, likewise; None of a run that had its device to itself.
 
         A repeat of a run_id replaces the run, or is without effect once compaction has merged it, so its row is never
         there twice. Raises `ValueError` naming every column that breaks the schema's rules, and `OSError` (full disk)
@@ -67,7 +69,7 @@ class RunWriter:
         """
         given = run.columns() if isinstance(run, Run) else run
         columns = {"telemetry_rows": telemetry.num_rows, "schema_version": SCHEMA_VERSION, **given}
-        given_rows = {"kernels": kernels, "ranks": ranks}
+        given_rows = {"kernels": kernels, "ranks": ranks, "collocations": collocations}
         columns |= {DETAILS[kind].count: rows.num_rows for kind, rows in given_rows.items() if rows is not None}
         run_row = run_table(columns)
         run_id, family = columns["run_id"], columns["family"]
@@ -81,7 +83,7 @@ class RunWriter:
         if landed is not None:
             return landed
         name = f"{run_id}.parquet"
-        # Telemetry, kernels and ranks first, so readers of the run see them.
+        # Telemetry and details first, so readers of the run see them.
         write_parquet(self._folder.partition("telemetry", family) / name, samples)
         for kind, own_rows in details.items():
             path = self._folder.partition(kind, family) / name

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from conf.bars import StepBar
 from learn.fitting import FitSettings, fit
+from learn.targets import SLOWDOWN
 
 
 def entry(settings: FitSettings) -> int:
     """Fit with the settings, and print the figures and the artifact's path. Returns the exit code."""
+    if settings.target == SLOWDOWN:
+        from learn.collocation.command import fit_entry
+
+        return fit_entry(settings)
     from rich.console import Console
     from rich.table import Table
 

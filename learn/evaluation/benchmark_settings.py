@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from conf.errors import UsageError, unknown_name
 from conf.settings import key
 from learn.evaluation.splits import GROUPINGS, SPLITS
-from learn.targets import get_target
+from learn.targets import SLOWDOWN, check_target
 
 ONLY_IF_NAMED = ("xmem",)  # it trains on this machine's CPU, with the model's memory
 DOUBTFUL = ("keep", "drop")
@@ -40,10 +40,15 @@ class BenchmarkSettings:
     and neusight (tiles and waves). hybrid, and any estimator that is named, answer for the rows with a trial config;
     ranks answers for published jobs on several GPUs, in their layout.
     split=cv leaves out families of networks, by=source each source of rows. rows= counts for each file.
+
+    target=slowdown judges estimators of how much jobs slow each other down on one GPU, on the groups of the table
+    collocations: by=model (the default) leaves out every group with a model, by=device every group of a GPU model. It
+    takes data, source, device_name, by and out.
     """
 
     target: str = key(
-        "memory", "memory, smact, smocc, drama, gpu_util, step_time or power; of published files the first five"
+        "memory",
+        "memory, smact, smocc, drama, gpu_util, step_time, power or slowdown; of published files the first five",
     )
     published: str | tuple[str, ...] | None = key(
         None,
@@ -66,7 +71,9 @@ class BenchmarkSettings:
     split: str = key("cv", "cv, holdout (30 %, as learn.fit), or leave_one_out: each group of by= in turn")
     folds: int = key(3, "of split=cv: stratified by class, near-copies together")
     by: str | None = key(
-        None, "module, family, device or source: what split=leave_one_out leaves out; errors are printed by it as well"
+        None,
+        "module, family, device or source: what split=leave_one_out leaves out; errors are printed by it as well. Of "
+        "target=slowdown: model or device",
     )
     rows: int | None = key(None, "how many rows of each file (family) take part, spread over its modules; default all")
     seed: int = key(0, "of the choice of rows, and of splits and fits")
@@ -103,7 +110,8 @@ class BenchmarkSettings:
                 object.__setattr__(self, name, tuple(dict.fromkeys(map(str, value))))
         if self.published is not None and not isinstance(self.published, str):
             object.__setattr__(self, "published", tuple(map(str, self.published)))
-        if problems := [*self._problems_of_rows(), *self._problems_of_work()]:
+        of_rows = [] if self.target == SLOWDOWN else [*self._problems_of_rows(), *self._problems_of_work()]
+        if problems := of_rows or self._problems_of_slowdown():
             raise UsageError("; ".join(problems))
 
     @property
@@ -119,12 +127,31 @@ class BenchmarkSettings:
             and ((targets := get_estimator(name).targets) is None or self.target in targets)
         )  # fmt: skip
 
+    def _problems_of_slowdown(self) -> list[str]:
+        """Return the problems of target=slowdown, which takes few of the keys."""
+        from learn.collocation.judging import SPLITS as GROUP_SPLITS
+        from learn.fitting import foreign_keys
+
+        if self.target != SLOWDOWN:
+            return []
+        problems = foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
+        if self.by not in (None, *GROUP_SPLITS):
+            problems.append(str(unknown_name("by", self.by, GROUP_SPLITS)))
+        if self.out is not None:
+            from learn.estimation.step_report import checked_path
+
+            try:
+                checked_path(self.out, "out", "report.json")
+            except UsageError as error:
+                problems.append(str(error))
+        return problems
+
     def _problems_of_rows(self) -> list[str]:
         from featurize.own_code import parse_trust
 
         problems = []
         try:
-            get_target(self.target)
+            check_target(self.target)
         except UsageError as error:
             problems.append(str(error))
         try:

@@ -6,7 +6,7 @@ import random
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import kernels, ranks, run_row, samples
+from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 from warehouse.checksum import (
     CHECKSUM_KEY,
@@ -37,7 +37,7 @@ def test_every_file_that_the_project_writes_carries_its_checksum(folder):
     writer = RunWriter(folder)
     writer.write_job({"job_id": "J", "family": "cnn", "submitted_at": 0.0})
     for index in range(4):
-        writer.write(run_row(index), samples(), kernels(), ranks())
+        writer.write(run_row(index), samples(), kernels(), ranks(), collocations())
     writer.write_batch([run_row(9, family="mlp", source="imported")])
     mark = Mark(
         run_id="J-000001", label="drama", operators=(), device_name="A", source="measured", environment={},
@@ -47,7 +47,7 @@ def test_every_file_that_the_project_writes_carries_its_checksum(folder):
     compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2))
     paths = sorted(folder.root.rglob("*.parquet"))
     assert {path.relative_to(folder.root).parts[0] for path in paths} == {
-        "runs", "telemetry", "kernels", "ranks", "jobs", "stale", "compactions"
+        "runs", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale", "compactions"
     }  # fmt: skip
     assert [path for path in paths if verify(path) != (True, None)] == []
 

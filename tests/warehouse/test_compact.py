@@ -13,7 +13,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import kernels, ranks, run_row, samples
+from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from conf.cli import run
@@ -32,7 +32,7 @@ SAMPLES = 4
 def fill(folder, indices, family="cnn"):
     writer = RunWriter(folder)
     for index in indices:
-        writer.write(run_row(index, family=family), samples(SAMPLES), kernels(), ranks())
+        writer.write(run_row(index, family=family), samples(SAMPLES), kernels(), ranks(), collocations())
 
 
 def census(folder):
@@ -55,11 +55,11 @@ def files(folder, kind, family="cnn"):
 def test_small_files_become_one_sorted_file_and_are_deleted_by_a_later_compaction(folder):
     fill(folder, [3, 1, 2])
     report = compact(folder, now_s=NOW_S, settings=EAGER)
-    assert sorted(report.merged.values()) == [3, 3, 3, 3] and report.rows == 3 + 3 * SAMPLES + 2 * 3 * 2
+    assert sorted(report.merged.values()) == [3, 3, 3, 3, 3] and report.rows == 3 + 3 * SAMPLES + 2 * 3 * 2 + 3
     assert len(files(folder, "runs")) == 4
     assert compact(folder, now_s=NOW_S + HOUR_S - 1, settings=EAGER).deleted_files == 0
     later = compact(folder, now_s=NOW_S + HOUR_S + 1, settings=EAGER)
-    assert (later.deleted_files, later.merged) == (12, {})
+    assert (later.deleted_files, later.merged) == (15, {})
     for kind in KINDS:
         (name,) = files(folder, kind)
         merged = pq.ParquetFile(folder.partition(kind, "cnn") / name)
@@ -116,7 +116,11 @@ def test_what_was_merged_is_not_rewritten_for_a_few_runs_more(folder):
     writer = RunWriter(folder)
     for index in range(40):
         writer.write(
-            run_row(index, error=str(random.Random(index).randbytes(3000))), samples(SAMPLES), kernels(), ranks()
+            run_row(index, error=str(random.Random(index).randbytes(3000))),
+            samples(SAMPLES),
+            kernels(),
+            ranks(),
+            collocations(),
         )
     compact(folder, now_s=NOW_S)
     compact(folder, now_s=NOW_S + 2 * HOUR_S)
@@ -133,7 +137,7 @@ def test_merged_rows_are_sorted_whatever_was_merged_with_them(folder):
     compact(folder, now_s=NOW_S, settings=EAGER)
     fill(folder, [4, 0, 2])
     writer = RunWriter(folder)
-    writer.write(run_row(6), samples(SAMPLES).take([2, 0, 3, 1]), kernels(), ranks())
+    writer.write(run_row(6), samples(SAMPLES).take([2, 0, 3, 1]), kernels(), ranks(), collocations())
     compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
     compact(folder, now_s=NOW_S + 4 * HOUR_S, settings=EAGER)
     for kind, keys in (("runs", ["run_id"]), ("telemetry", ["run_id", "t_ms"])):
@@ -236,9 +240,9 @@ def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
     with contextlib.closing(warehouse.connect(folder)) as connection:
         assert is_open_somewhere(folder)
         report = compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
-        assert (report.deleted_files, report.kept_files) == (0, 12)
+        assert (report.deleted_files, report.kept_files) == (0, 3 * len(KINDS))
         assert "kept, because the warehouse is open" in report.lines()[-1]
-        assert compact(folder, now_s=NOW_S + 25 * HOUR_S, settings=EAGER).deleted_files == 12
+        assert compact(folder, now_s=NOW_S + 25 * HOUR_S, settings=EAGER).deleted_files == 3 * len(KINDS)
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (3,)
     assert not is_open_somewhere(folder)
 
@@ -276,7 +280,7 @@ def settle(folder, runs):
     for hours in (10, 20, 30):
         compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
         assert census(folder) == expected(runs)
-    assert [len(files(folder, kind)) for kind in KINDS] == [1, 1, 1, 1]
+    assert [len(files(folder, kind)) for kind in KINDS] == [1] * len(KINDS)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
@@ -295,7 +299,7 @@ def test_killed_while_merging_two_families(folder, step):
     for hours in (10, 20, 30):
         compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
         assert census(folder) == expected(6)
-    assert [len(files(folder, kind, family)) for kind in KINDS for family in ("cnn", "mlp")] == [1] * 8
+    assert [len(files(folder, kind, family)) for kind in KINDS for family in ("cnn", "mlp")] == [1] * 2 * len(KINDS)
 
 
 @pytest.mark.spread(2)
@@ -320,7 +324,9 @@ def test_killed_while_deleting_files_that_were_merged_before(folder, step):
 def test_a_merge_that_was_interrupted_is_dropped_if_a_run_landed_again(folder):
     fill(folder, range(3))
     assert kill_at(folder, NOW_S, 4)  # the merged file of runs is there, not its listing
-    RunWriter(folder).write(run_row(1, attempt=2, status="timeout"), samples(SAMPLES), kernels(), ranks())
+    RunWriter(folder).write(
+        run_row(1, attempt=2, status="timeout"), samples(SAMPLES), kernels(), ranks(), collocations()
+    )
     settle(folder, 3)
     with contextlib.closing(warehouse.connect(folder)) as connection:
         assert connection.execute("SELECT status FROM runs WHERE run_id = 'J-000001'").fetchall() == [("timeout",)]
@@ -331,7 +337,7 @@ def test_a_run_that_lands_again_after_it_was_merged_is_there_once(folder, hours)
     fill(folder, range(3))
     compact(folder, now_s=NOW_S, settings=EAGER)
     compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
-    landed = RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks())
+    landed = RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks(), collocations())
     assert landed.name.startswith("merged-")
     settle(folder, 3)
 
@@ -343,7 +349,7 @@ def test_a_run_that_lands_again_between_merging_and_listing_is_there_once(folder
     def land_again():
         if not done and any(name.startswith("merged-") for name in files(folder, "runs")):
             done.append(True)
-            RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks())
+            RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks(), collocations())
 
     Steps(monkeypatch, land_again)
     compact(folder, now_s=NOW_S, settings=EAGER)
@@ -355,9 +361,9 @@ def test_samples_of_a_run_that_has_not_landed_wait(folder):
     fill(folder, range(3))
     (folder.partition("runs", "cnn") / "J-000001.parquet").unlink()  # as after a kill between the two files
     report = compact(folder, now_s=NOW_S, settings=EAGER)
-    assert sorted(report.merged.values()) == [2, 2, 2, 2]
+    assert sorted(report.merged.values()) == [2] * len(KINDS)
     assert all("J-000001.parquet" in files(folder, kind) for kind in OF_RUNS)
-    RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks())
+    RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks(), collocations())
     assert census(folder) == expected(3)
 
 
@@ -402,7 +408,7 @@ def test_the_command_prints_what_it_merged(folder, monkeypatch, capsys):
     monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
     fill(folder, range(3))
     assert run("compact", entry, ["min_files=2"]) == 0
-    assert "12 files with 27 rows merged into 4; 0 replaced files deleted" in capsys.readouterr().out
+    assert "15 files with 30 rows merged into 5; 0 replaced files deleted" in capsys.readouterr().out
     assert run("compact", entry, ["min_files=1", "grace_s=-1"]) == 2
     assert "grace_s must be >= 0, got -1; min_files must be >= 2, got 1" in capsys.readouterr().err
 

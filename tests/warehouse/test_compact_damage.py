@@ -8,7 +8,7 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import kernels, ranks, run_row, samples
+from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from warehouse.believed import lost_merged_files
@@ -29,7 +29,7 @@ EAGER = CompactionSettings(min_files=2)
 def fill(folder, indices):
     writer = RunWriter(folder)
     for index in indices:
-        writer.write(run_row(index), samples(), kernels(), ranks())
+        writer.write(run_row(index), samples(), kernels(), ranks(), collocations())
 
 
 def names(folder, kind="runs"):

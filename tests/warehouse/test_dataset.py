@@ -9,7 +9,7 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import kernels, ranks, run_row
+from warehouse_rows import collocations, kernels, ranks, run_row
 
 import warehouse
 from conf import cli
@@ -454,7 +454,7 @@ def test_the_project_s_own_card_is_true():
 @pytest.mark.parametrize("kind", dataset.KINDS)
 @pytest.mark.parametrize("leads", ["a file", "a folder", "a pipe"])
 def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(filled, out, tmp_path, kind, leads):
-    RunWriter(filled).write(gpu_run(7, family="mlp"), readings(3), kernels(), ranks())
+    RunWriter(filled).write(gpu_run(7, family="mlp"), readings(3), kernels(), ranks(), collocations())
     exported(filled, out)
     path = next(out.glob(f"mlp/*-{kind}.parquet"))
     elsewhere = tmp_path / "elsewhere"

@@ -102,7 +102,18 @@ def test_a_folder_that_is_full_is_named(folder, monkeypatch):
 
 def test_every_folder_that_is_made_is_used(folder):
     made = {path.name for path in folder.root.iterdir() if path.is_dir()}
-    assert made == {"runs", "telemetry", "kernels", "ranks", "jobs", "models", "locks", "compactions", "stale"}
+    assert made == {
+        "runs",
+        "telemetry",
+        "kernels",
+        "ranks",
+        "collocations",
+        "jobs",
+        "models",
+        "locks",
+        "compactions",
+        "stale",
+    }
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path):

@@ -9,7 +9,7 @@ import os
 import duckdb
 import pyarrow as pa
 import pytest
-from warehouse_rows import kernels, ranks, run_row, samples
+from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from warehouse import schema
@@ -26,7 +26,7 @@ def newer_schema(folder, monkeypatch):
     """Two runs, two samples each and a job are written; then one column more in each schema, and the next version."""
     writer = RunWriter(folder)
     for index in range(2):
-        writer.write(run_row(index, smact=0.5), samples(2), kernels(), ranks())
+        writer.write(run_row(index, smact=0.5), samples(2), kernels(), ranks(), collocations())
     writer.write_job({"job_id": "J", "family": "cnn", "n": 2})
 
     def grow():
@@ -97,21 +97,25 @@ def test_an_older_folder_without_write_permission_is_read(folder, newer_schema):
 def test_a_connection_that_was_open_before_reads_on_after_newer_runs_land(folder, newer_schema):
     with contextlib.closing(warehouse.connect(folder)) as connection:
         newer_schema()
-        RunWriter(folder).write(run_row(2, fan_rpm=900.0), samples(2, fan_rpm=[900.0, 901.0]), kernels(), ranks())
+        RunWriter(folder).write(
+            run_row(2, fan_rpm=900.0), samples(2, fan_rpm=[900.0, 901.0]), kernels(), ranks(), collocations()
+        )
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (3,)
     assert ask(folder, "SELECT run_id, fan_rpm FROM runs ORDER BY 1")[1:] == [("J-000001", None), ("J-000002", 900.0)]
 
 
 def test_older_and_newer_files_are_merged_with_nulls(folder, newer_schema):
     newer_schema()
-    RunWriter(folder).write(run_row(2, fan_rpm=900.0), samples(2, fan_rpm=[900.0, 901.0]), kernels(), ranks())
+    RunWriter(folder).write(
+        run_row(2, fan_rpm=900.0), samples(2, fan_rpm=[900.0, 901.0]), kernels(), ranks(), collocations()
+    )
     runs = [("J-000000", None), ("J-000001", None), ("J-000002", 900.0)]
     for hours in (0, 2):  # merges, then deletes what was merged
         report = compact(folder, now_s=NOW_S + hours * HOUR_S, settings=CompactionSettings(min_files=2))
         assert report.problems == []
         assert ask(folder, "SELECT run_id, fan_rpm FROM runs ORDER BY 1") == runs
         assert ask(folder, "SELECT count(*), sum(fan_rpm) FROM telemetry") == [(6, 1801.0)]
-    assert [len(list(folder.partition(kind, "cnn").glob("*.parquet"))) for kind in KINDS] == [1, 1, 1, 1]
+    assert [len(list(folder.partition(kind, "cnn").glob("*.parquet"))) for kind in KINDS] == [1, 1, 1, 1, 1]
 
 
 def test_older_files_alone_are_merged_in_an_older_folder(folder, newer_schema):

@@ -76,9 +76,17 @@ def test_a_snapshot_becomes_tables_of_what_was_measured_and_simulated(filled, tm
     report = publish(settings(filled, tmp_path / "set"))
     out = tmp_path / "set"
     assert sorted(path.name for path in out.iterdir()) == [
-        "README.md", "croissant.json", "jobs", "kernels", "load_example.py", "ranks", "runs", "telemetry",
+        "README.md", "collocations", "croissant.json", "jobs", "kernels", "load_example.py", "ranks", "runs",
+        "telemetry",
     ]  # fmt: skip
-    assert dict(report.rows) == {"runs": 7, "telemetry": 5 * 40 + 2 + 3, "kernels": 0, "ranks": 0, "jobs": 1}
+    assert dict(report.rows) == {
+        "runs": 7,
+        "telemetry": 5 * 40 + 2 + 3,
+        "kernels": 0,
+        "ranks": 0,
+        "collocations": 0,
+        "jobs": 1,
+    }
     assert report.left_out == {
         "source imported": 1,
         "attempts whose labels were not trusted, measured again": 1,
@@ -108,7 +116,7 @@ def test_the_same_snapshot_gives_the_same_bytes(filled, tmp_path):
     for out in ("a", "b"):
         publish(settings(filled, tmp_path / out, snapshot="s", name="set"))
     files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()]
-    assert len(files) == 8
+    assert len(files) == 9
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
@@ -164,7 +172,7 @@ def test_a_licence_must_be_given_and_what_is_missing_is_said(filled, tmp_path, m
     assert "licence=... is missing" in capsys.readouterr().err and not out.exists()
     assert run("publish", entry, [f"out='{out}'", "licence=CC-BY-4.0", "creators=[Ada Lovelace]"]) == 0
     output = capsys.readouterr().out
-    assert "205 telemetry, 0 kernels, 0 ranks, 7 runs, 1 jobs" in output
+    assert "205 telemetry, 0 kernels, 0 ranks, 0 collocations, 7 runs, 1 jobs" in output
     assert "not given, and so not in the card or croissant.json: citation, url, version" in output
     assert run("publish", entry, [f"out='{out}'", "licence=x", "sources=[mesured]", "hz=0", "published=soon"]) == 2
     error = capsys.readouterr().err
@@ -193,7 +201,7 @@ def test_telemetry_can_be_thinned_and_imported_rows_published_by_name(filled, tm
 
 
 def test_every_published_column_is_described():
-    schemas = {table: SCHEMAS[table] for table in ("runs", "telemetry", "kernels", "ranks", "jobs")}
+    schemas = {table: SCHEMAS[table] for table in ("runs", "telemetry", "kernels", "ranks", "collocations", "jobs")}
     for table, schema in schemas.items():
         left_out = {"config", "priority"} if table == "jobs" else set()
         assert set(TABLES[table]) == set(schema.names) - left_out

@@ -201,10 +201,16 @@ def test_equals_signs_and_quotes_in_sql_are_no_overrides(query, filled):
         ("SELECT peak_memory FROM runs", "peak_memory_mib"),
         (
             "SELECT * FROM run",
-            "error: unknown table 'run'; known: attempts, jobs, kernels, ranks, runs, stale, telemetry\n",
+            "error: unknown table 'run'; known: attempts, collocations, jobs, kernels, ranks, runs, stale, telemetry\n",
         ),
-        ("SELECT * FROM gadgets", "error: unknown table 'gadgets'; known: attempts, jobs, kernels, ranks, runs, "),
-        ("SELECT * FROM old.runs", "error: unknown table 'old.runs'; known: attempts, jobs, kernels, ranks, runs, "),
+        (
+            "SELECT * FROM gadgets",
+            "error: unknown table 'gadgets'; known: attempts, collocations, jobs, kernels, ranks, runs, ",
+        ),
+        (
+            "SELECT * FROM old.runs",
+            "error: unknown table 'old.runs'; known: attempts, collocations, jobs, kernels, ranks, runs, ",
+        ),
         ("SELECT averag(smact) FROM runs", "averag"),
         ("SELEC 1 x", "syntax error"),
         ("SELECT 1; SELECT 2", "one SQL statement, got 2"),

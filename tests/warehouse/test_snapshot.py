@@ -44,7 +44,7 @@ def rows(data, view="runs", snapshot=None):
 def everything(data, snapshot=None):
     return {
         view: rows(data, view, snapshot)
-        for view in ("runs", "attempts", "telemetry", "kernels", "ranks", "jobs", "stale")
+        for view in ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
     }
 
 
@@ -102,7 +102,16 @@ def test_samples_of_a_run_that_has_not_landed_stay_out(folder):
     fill(folder, [0, 1])
     (folder.partition("runs", "cnn") / "J-000001.parquet").unlink()
     rows = dict(take_snapshot(folder, "s").rows)
-    assert rows == {"runs": 1, "attempts": 1, "telemetry": 3, "kernels": 0, "ranks": 0, "jobs": 0, "stale": 0}
+    assert rows == {
+        "runs": 1,
+        "attempts": 1,
+        "telemetry": 3,
+        "kernels": 0,
+        "ranks": 0,
+        "collocations": 0,
+        "jobs": 0,
+        "stale": 0,
+    }
 
 
 @pytest.mark.parametrize("same_size", [False, True])
@@ -212,7 +221,7 @@ def test_the_command_takes_and_lists(folder, monkeypatch, capsys):
     assert run("snapshot", entry, ["list=true"]) == 0
     output = capsys.readouterr().out.splitlines()
     assert output[0] == output[1] and output[0].startswith(
-        "2026-11-20: 3 runs, 3 attempts, 9 telemetry, 0 kernels, 0 ranks, 0 jobs, 0 stale; "
+        "2026-11-20: 3 runs, 3 attempts, 9 telemetry, 0 kernels, 0 ranks, 0 collocations, 0 jobs, 0 stale; "
     )
     assert run("snapshot", entry, ["name=x", "verify=all"]) == 2
     assert run("snapshot", entry, ["verify=x"]) == 2

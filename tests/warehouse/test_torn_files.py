@@ -10,7 +10,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import kernels, ranks, run_row, samples
+from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from conf.errors import EnvironmentProblem
@@ -38,7 +38,7 @@ def fill(folder, indices=range(10), **changes):
     writer = RunWriter(folder)
     writer.write_job({"job_id": "J", "family": "cnn", "n": 10})
     for index in indices:
-        writer.write(run_row(index, **changes), samples(2), kernels(), ranks())
+        writer.write(run_row(index, **changes), samples(2), kernels(), ranks(), collocations())
     return writer
 
 
@@ -103,7 +103,7 @@ def test_a_torn_file_that_is_written_again_counts_again(folder):
     path.write_bytes(b"torn")
     with contextlib.closing(warehouse.connect(folder)) as connection:
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (9,)
-        writer.write(run_row(4), samples(2), kernels(), ranks())
+        writer.write(run_row(4), samples(2), kernels(), ranks(), collocations())
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (10,)
 
 
@@ -297,13 +297,13 @@ from warehouse.compact import CompactionSettings, compact
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 sys.path.insert(0, sys.argv[2])
-from warehouse_rows import kernels, ranks, run_row, samples
+from warehouse_rows import collocations, kernels, ranks, run_row, samples
 folder, seconds = DataFolder.resolve(sys.argv[1]), float(sys.argv[3])
 writer, index, until_s = RunWriter(folder), 100, time.monotonic() + seconds
 now_s = time.time()
 while time.monotonic() < until_s:
     for _ in range(5):
-        writer.write(run_row(index), samples(2), kernels(), ranks())
+        writer.write(run_row(index), samples(2), kernels(), ranks(), collocations())
         index += 1
     now_s += 1e6
     compact(folder, now_s=now_s, settings=CompactionSettings(grace_s=0, force_after_s=0, min_files=2))
@@ -431,7 +431,7 @@ def test_a_name_that_is_no_file_becomes_one(folder, how):
     not_a_file(path, how)
     with contextlib.closing(warehouse.connect(folder)) as connection:
         assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(3,)]
-        writer.write(run_row(3), samples(2), kernels(), ranks())
+        writer.write(run_row(3), samples(2), kernels(), ranks(), collocations())
         assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(4,)]
 
 

@@ -10,7 +10,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import kernels, ranks, run_row, samples
+from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from conf.errors import UsageError
@@ -23,7 +23,7 @@ from warehouse.writer import RunWriter
 
 @pytest.fixture
 def connection(folder):
-    RunWriter(folder).write(run_row(1), samples(), kernels(), ranks())
+    RunWriter(folder).write(run_row(1), samples(), kernels(), ranks(), collocations())
     with contextlib.closing(warehouse.connect(folder)) as opened:
         yield opened
 
@@ -42,11 +42,11 @@ def test_an_empty_warehouse_has_every_column_and_no_row(folder):
 
 
 def test_a_plain_client_that_opens_the_file_sees_the_rows(folder):
-    RunWriter(folder).write(run_row(1), samples(3), kernels(), ranks())
+    RunWriter(folder).write(run_row(1), samples(3), kernels(), ranks(), collocations())
     with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (1,)
         assert connection.execute("SELECT count(*) FROM telemetry").fetchone() == (3,)
-        RunWriter(folder).write(run_row(2), samples(3), kernels(), ranks())
+        RunWriter(folder).write(run_row(2), samples(3), kernels(), ranks(), collocations())
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (2,)
         assert connection.execute("SELECT * FROM jobs").fetchall() == []
 
@@ -91,7 +91,7 @@ def test_nothing_is_written_and_nothing_else_is_read(connection, folder, tmp_pat
 
 def test_several_connections_are_open_at_once_while_a_run_lands(folder, connection):
     with contextlib.closing(warehouse.connect(folder)) as second:
-        RunWriter(folder).write(run_row(2), samples(), kernels(), ranks())
+        RunWriter(folder).write(run_row(2), samples(), kernels(), ranks(), collocations())
         for opened in (connection, second):
             assert opened.execute("SELECT count(*) FROM runs").fetchone() == (2,)
 
@@ -141,7 +141,7 @@ def test_a_column_this_code_does_not_know_does_no_harm(folder):
 
 
 def test_a_moved_folder_is_found_again(folder, tmp_path):
-    RunWriter(folder).write(run_row(1), samples(), kernels(), ranks())
+    RunWriter(folder).write(run_row(1), samples(), kernels(), ranks(), collocations())
     moved = DataFolder.resolve(folder.root.rename(tmp_path / "moved"))
     with contextlib.closing(warehouse.connect(moved)) as connection:
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (1,)
@@ -160,7 +160,7 @@ def test_views_that_fit_are_left_alone(folder):
 
 
 def test_a_folder_that_cannot_be_written_is_read_through_views_elsewhere(folder, monkeypatch):
-    RunWriter(folder).write(run_row(1), samples(), kernels(), ranks())
+    RunWriter(folder).write(run_row(1), samples(), kernels(), ranks(), collocations())
     folder.warehouse.unlink()
 
     def refuse(_folder):

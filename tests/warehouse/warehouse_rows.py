@@ -49,6 +49,20 @@ def ranks(rows: int = 2, **columns) -> pa.Table:
     )
 
 
+def collocations(rows: int = 1, **columns) -> pa.Table:
+    """A run's row as a member of a group of two."""
+    return pa.table(
+        {
+            "group_id": ["G"] * rows,
+            "member": list(range(rows)),
+            "group_size": [2] * rows,
+            "sharing": ["time_slicing"] * rows,
+            "status": ["ok"] * rows,
+            **columns,
+        }
+    )
+
+
 def samples(rows: int = 3, **columns) -> pa.Table:
     """`rows` telemetry samples."""
     return pa.table({"t_ms": [100.0 * i for i in range(rows)], "smact": [0.5] * rows, **columns})

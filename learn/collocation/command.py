@@ -1,0 +1,176 @@
+"""`learn.fit target=slowdown` and `learn.benchmark target=slowdown`: what they do and print.
+
+Start reading at `fit_slowdowns` and `benchmark_slowdowns`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from learn.collocation.judging import SlowdownScore, judged
+from learn.collocation.learned import LearnedSlowdowns, fitted_slowdowns
+from learn.collocation.memory import group_memory
+from learn.collocation.rows import MeasuredGroup, measured_groups
+from learn.targets import SLOWDOWN
+
+if TYPE_CHECKING:
+    import os
+
+    from learn.evaluation.benchmark_settings import BenchmarkSettings
+    from learn.fitting import FitSettings
+
+_HEADS = ("estimator", "groups", "speed MAE", "MAE as measured", "MAE of the group's mean", "median", "p90",
+          "AUC keep 85 %", "below p90")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FittedSlowdowns:
+    """What a fit leaves: the artifact's folder, the estimator, and what it was fitted on."""
+
+    path: Path
+    slowdowns: LearnedSlowdowns
+    meta: dict[str, Any]
+
+
+def fit_slowdowns(
+    data: str | os.PathLike[str] | None = None,
+    *,
+    source: str | None = None,
+    device_name: str | None = None,
+    now: datetime | None = None,
+) -> FittedSlowdowns:
+    """Fit slowdowns to the groups of a data folder, and keep them as `models/slowdown/VERSION/`.
+
+    Args:
+        data: Data folder; None: the default one.
+        source: measured, simulated or imported; needed where groups are of several.
+        device_name: GPU model; None: all.
+        now: Time that names the version; time-zone aware. None is the current time.
+
+    Raises:
+        UsageError: There are too few groups, or groups of several sources. Nothing is written then.
+    """
+    from learn.artifacts import environment, save_artifact
+    from learn.collocation.stored import Saved
+
+    groups, left_out = measured_groups(data, source, device_name)
+    model = fitted_slowdowns(groups)
+    together = [group for group in groups if not group.is_apart]
+    if len(together) < len(groups):
+        left_out = {**left_out, "its members did not train at the same time": len(groups) - len(together)}
+    meta = {
+        "estimator": model.name,
+        "groups": len(together),
+        "left_out": left_out,
+        "of": dict(Counter(group.title for group in together)),
+        "device": dict(Counter(group.device for group in together)),
+        "environment": environment(),
+    }
+    report = {"group_ids": [group.group_id for group in together]}
+    path = save_artifact(data, SLOWDOWN, Saved(model), meta, report, now=now or datetime.now(UTC))
+    return FittedSlowdowns(path, model, meta)
+
+
+def fit_entry(settings: FitSettings) -> int:
+    """Fit with the settings, and print what was fitted and where it is."""
+    done = fit_slowdowns(settings.data, source=settings.source, device_name=settings.device_name)
+    sources = ", ".join(f"{name} {count:,}" for name, count in done.meta["of"].items())
+    print(f"slowdown: {done.meta['groups']:,} groups ({sources}) on {', '.join(done.meta['device'])}")
+    for reason, count in done.meta["left_out"].items():
+        print(f"left out: {count:,} groups: {reason}")
+    contention = done.slowdowns.contention
+    if contention is not None:
+        print("contention: " + ", ".join(f"{name} {value:.3g}" for name, value in asdict(contention).items()))
+    print(f"jobs known by name: {len(done.slowdowns.known.suffers):,}")
+    print(f"artifact: {done.path}")
+    return 0
+
+
+@dataclass(frozen=True)
+class SlowdownBenchmark:
+    """Figures of every estimator, of the memory of groups, and how many groups are left out for which reason."""
+
+    split: str
+    scores: tuple[SlowdownScore, ...]
+    memory_errors: dict[str, dict[str, float]]  # title -> groups, median, mean, p90: relative, of the sum alone
+    left_out: dict[str, int]
+
+
+def benchmark_slowdowns(
+    settings: BenchmarkSettings, progress: Callable[[int, int], None] = lambda done, of: None
+) -> SlowdownBenchmark:
+    """Judge every estimator on groups with a model, or a GPU model, that it was not fitted on."""
+    groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
+    split = settings.by or "model"
+    return SlowdownBenchmark(split, tuple(judged(groups, split, progress)), _memory_errors(groups), left_out)
+
+
+def _memory_errors(groups: Sequence[MeasuredGroup]) -> dict[str, dict[str, float]]:
+    errors: dict[str, list[float]] = {}
+    for group in groups:
+        if group.joint_memory_mib and not group.is_apart and all(job.memory_mib is not None for job in group.jobs):
+            off = abs(group_memory(group.jobs).expected_mib / group.joint_memory_mib - 1.0)
+            errors.setdefault(group.title, []).append(off)
+    return {
+        title: {
+            "groups": len(values),
+            "median": float(np.median(values)),
+            "mean": float(np.mean(values)),
+            "p90": float(np.quantile(values, 0.9)),
+        }
+        for title, values in errors.items()
+    }
+
+
+def benchmark_entry(settings: BenchmarkSettings) -> int:
+    """Judge with the settings, print the tables, and write the file that is asked for."""
+    from conf.outputs import write_output
+    from learn.evaluation.benchmark_view import BenchmarkProgress
+
+    with BenchmarkProgress("benchmark of slowdown") as progress:
+        done = benchmark_slowdowns(settings, progress.update)
+    _print(done)
+    if settings.out is not None:
+        text = json.dumps(asdict(done), indent=1)
+        write_output(settings.out, text.encode(), key="out")
+    return 0
+
+
+def _print(done: SlowdownBenchmark) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    screen = Console(highlight=False)
+    screen = screen if screen.is_terminal else Console(highlight=False, width=140)
+    for title in dict.fromkeys(score.title for score in done.scores):
+        table = Table(title=f"{title}: groups with a {done.split} left out", title_justify="left")
+        for head in _HEADS:
+            table.add_column(head, justify="left" if head == "estimator" else "right")
+        for score in done.scores:
+            if score.title == title:
+                figures = (score.speed_mae, score.raw_mae, score.pair_mae, score.median, score.p90, score.auc)
+                table.add_row(
+                    score.estimator,
+                    f"{score.groups:,}",
+                    *("-" if figure is None else f"{figure:.3f}" for figure in figures),
+                    "-" if score.covered is None else f"{score.covered:.1%}",
+                )
+        screen.print(table)
+    if not done.scores:
+        screen.print(f"no estimator was judged: of one {done.split} alone there are no groups to learn from")
+    for title, of in done.memory_errors.items():
+        screen.print(
+            f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
+            f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)",
+            soft_wrap=True,
+        )
+    for reason, count in done.left_out.items():
+        screen.print(f"left out: {count:,} groups: {reason}", soft_wrap=True)

@@ -1,0 +1,94 @@
+"""Keeps fitted slowdowns as artifacts of a data folder, `models/slowdown/VERSION/`, and finds the newest.
+
+Start reading at `find_slowdowns`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import EnvironmentProblem
+from learn.artifact_files import DamagedArtifact, checked, read_json, say_damaged
+from learn.artifacts import DataPlace, models_folder
+from learn.collocation.contention import Contention
+from learn.collocation.known_jobs import KnownJobs
+from learn.collocation.learned import LearnedSlowdowns
+from learn.targets import SLOWDOWN
+
+FORMAT = 1
+_FILE = "slowdown.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `learn.artifacts.save_artifact` writes of the fitted slowdowns."""
+
+    slowdowns: LearnedSlowdowns
+
+    def save(self, folder: Path) -> None:
+        (folder / _FILE).write_text(json.dumps(_to_mapping(self.slowdowns), indent=1))
+
+
+def find_slowdowns(data: DataPlace) -> LearnedSlowdowns | None:
+    """Return the newest version of a data folder; None where nothing was fitted.
+
+    A version that is not what was written is named on standard error, and the next older one takes its place.
+    """
+    home = models_folder(data) / SLOWDOWN
+    if not home.is_dir():
+        return None
+    for path in sorted(home.iterdir(), reverse=True):
+        if path.name.startswith(".") or not (path / "meta.json").is_file():
+            continue
+        try:
+            return load_slowdowns(path)
+        except DamagedArtifact as error:
+            say_damaged(error, "an older version or the packaged one takes its place")
+    return None
+
+
+def load_slowdowns(path: Path) -> LearnedSlowdowns:
+    """Return one version, its files verified first. Raises `DamagedArtifact`."""
+    checked(path, read_json(path / "meta.json"))
+    try:
+        return _from_mapping(json.loads((path / "model" / _FILE).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedArtifact(f"{path} is damaged: {type(error).__name__} in {_FILE}") from error
+
+
+def _to_mapping(model: LearnedSlowdowns) -> dict[str, Any]:
+    known = model.known
+    return {
+        "format": FORMAT,
+        "contention": None if model.contention is None else asdict(model.contention),
+        "known": {
+            "middle": known.middle,
+            "suffers": dict(sorted(known.suffers.items())),
+            "costs": dict(sorted(known.costs.items())),
+            "groups": [[name, list(partners), value] for (name, partners), value in sorted(known.groups.items())],
+        },
+        "typical": model.typical,
+        "spread": model.spread,
+        "spread_known": model.spread_known,
+    }
+
+
+def _from_mapping(stored: dict[str, Any]) -> LearnedSlowdowns:
+    if stored["format"] != FORMAT:
+        raise EnvironmentProblem(f"slowdown models of format {stored['format']}, this code knows {FORMAT}")
+    known, contention = stored["known"], stored["contention"]
+    return LearnedSlowdowns(
+        contention=None if contention is None else Contention(**{name: float(v) for name, v in contention.items()}),
+        known=KnownJobs(
+            middle=float(known["middle"]),
+            suffers={str(name): float(value) for name, value in known["suffers"].items()},
+            costs={str(name): float(value) for name, value in known["costs"].items()},
+            groups={(str(name), tuple(map(str, partners))): float(v) for name, partners, v in known["groups"]},
+        ),
+        typical=float(stored["typical"]),
+        spread=float(stored["spread"]),
+        spread_known=float(stored["spread_known"]),
+    )

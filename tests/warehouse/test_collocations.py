@@ -1,0 +1,217 @@
+"""The table `collocations`: a row a member of a group, through landing, checks, import, data sets and publication."""
+
+import contextlib
+import csv
+import shutil
+
+import duckdb
+import pytest
+from warehouse_rows import collocations, run_row, samples
+
+import warehouse
+from conf.errors import UsageError
+from warehouse.checks import check
+from warehouse.compact import CompactionSettings, compact
+from warehouse.export import ExportSettings, export
+from warehouse.folder import DataFolder
+from warehouse.ingest import IngestSettings, ingest, print_report
+from warehouse.publish import PublishSettings, publish
+from warehouse.published_groups import NOT_TOGETHER
+from warehouse.snapshot import take_snapshot
+from warehouse.writer import RunWriter
+
+NOW_S = 4_000_000_000.0
+UUID = "GPU-11111111-2222-3333-4444-555555555555"
+
+
+def ask(folder, sql, **how):
+    with contextlib.closing(warehouse.connect(folder, **how)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def land_pair(folder, **columns):
+    """Two measured runs that shared a GPU, after a run of the first alone."""
+    writer = RunWriter(folder)
+    where = {"source": "measured", "device_name": "NVIDIA T4", "device_uuid": UUID}
+    writer.write(run_row(0, **where), samples(1))
+    for member in (0, 1):
+        figures = {
+            "member": [member], "slowdown": [1.5], "solo_step_ms": [10.0], "shared_step_ms": [15.0],
+            "joint_memory_mib": [900.0], "solo_run_id": ["J-000000" if member == 0 else None], **columns,
+        }  # fmt: skip
+        writer.write(run_row(1 + member, **where), samples(1), collocations=collocations(**figures))
+
+
+# ---- our own groups
+
+
+def test_members_land_with_their_runs_device_config_and_count(folder):
+    land_pair(folder)
+    assert ask(folder, "SELECT run_id, collocation_rows FROM runs ORDER BY 1") == [
+        ("J-000000", None), ("J-000001", 1), ("J-000002", 1),
+    ]  # fmt: skip
+    assert ask(folder, "SELECT member_row, group_id, member, device_name, config, family FROM collocations") == [
+        (f"J-00000{1 + member}-c00000", "G", member, "NVIDIA T4", '{"family":"cnn"}', "cnn") for member in (0, 1)
+    ]
+    assert check(folder) == []
+
+
+def test_a_folder_from_before_there_were_groups_is_read_by_any_client(folder):
+    RunWriter(folder).write(run_row(1), samples(1))
+    shutil.rmtree(folder.collocations)
+    assert ask(folder, "SELECT count(*), count(slowdown) FROM collocations") == [(0, 0)]
+    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
+        assert connection.execute("SELECT count(*), count(member) FROM collocations").fetchall() == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [({"sharing": ["hope"]}, "sharing must be one of"), ({"group_id": [None]}, "group_id is required")],
+)
+def test_members_that_break_the_schema_are_refused(folder, broken, words):
+    with pytest.raises(ValueError, match=words):
+        RunWriter(folder).write(run_row(1), samples(1), collocations=collocations(**broken))
+
+
+def test_checks_name_members_that_cannot_be(folder):
+    land_pair(folder, slowdown=[3.0], solo_gpu_util=[1.5], died_of=[5])
+    RunWriter(folder).write(run_row(7), samples(1), collocations=collocations(group_id=["H"]))
+    findings = {finding.rule: finding.count for finding in check(folder)}
+    assert findings == {
+        "impossible.collocations.slowdown": 2, "range.collocations.solo_gpu_util": 2,
+        "impossible.collocations.member": 2, "impossible.collocations.died_of": 2, "collocations.members": 1,
+    }  # fmt: skip
+
+
+def test_members_survive_compaction_and_snapshots(folder):
+    land_pair(folder)
+    before = ask(folder, "SELECT * FROM collocations ORDER BY member_row")
+    for hours in (0, 2):
+        compact(folder, now_s=NOW_S + hours * 3600, settings=CompactionSettings(min_files=2))
+    assert ask(folder, "SELECT * FROM collocations ORDER BY member_row") == before
+    assert take_snapshot(folder, "s").rows["collocations"] == 2
+
+
+def test_groups_leave_in_data_sets_under_public_ids_and_come_back_the_same(folder, tmp_path):
+    land_pair(folder, name=["cnn at /home/ann/nets"])
+    export(ExportSettings(data=str(folder.root), out=str(tmp_path / "set")))
+    card = (tmp_path / "set" / "README.md").read_text()
+    assert "2 members of 1 groups" in card
+    other = DataFolder(tmp_path / "other").create()
+    ingest(IngestSettings(source="dataset", path=str(tmp_path / "set"), data=str(other.root)))
+    ((first, alone, name), (second, none, _)) = ask(
+        other, "SELECT group_id, solo_run_id, name FROM collocations ORDER BY member"
+    )
+    assert first == second != "G" and none is None and "ann" not in name
+    assert ask(other, f"SELECT count(*) FROM runs WHERE run_id = '{alone}'") == [(1,)]
+    export(ExportSettings(data=str(other.root), out=str(tmp_path / "again")))
+    for path in (tmp_path / "set").rglob("*.parquet"):
+        assert (tmp_path / "again" / path.relative_to(tmp_path / "set")).read_bytes() == path.read_bytes()
+
+
+# ---- published pairs
+
+SINGLE = {"model": "BERT", "dataset": "SQuAD", "batchsize": 32, "amp": 0, "speed": 80, "gpu_util": 90,
+          "gmem_util": 60, "gmem": 8000, "label": 2}  # fmt: skip
+LSTM = {**SINGLE, "model": "LSTM", "dataset": "Wikitext2", "amp": 1, "gpu_util": 50, "gmem_util": 40, "gmem": 4000}
+PAIR = {
+    "model1": "BERT", "dataset1": "SQuAD", "gpu_num1": 1, "batchsize1": 32, "amp1": 0, "speed1": 0.8,
+    "model2": "LSTM", "dataset2": "Wikitext2", "gpu_num2": 1, "batchsize2": 32, "amp2": 1, "speed2": 0.5,
+    "gpu_util": 99.5, "gmem_util": 70, "gmem": 12020,
+}  # fmt: skip
+GAVEL_ROW = {
+    "table": "simulation_throughputs.json", "gpu": "p100", "job_a": "LM (batch size 5)", "gpus_a": 1, "job_b": "",
+    "gpus_b": "", "iters_per_s_a": 40.0, "iters_per_s_b": "", "slowdown_a": "", "provenance": "here",
+}  # fmt: skip
+
+
+def write(path, *lines):
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def take(tmp_path, source, path):
+    return ingest(IngestSettings(source=source, path=str(path), data=str(tmp_path / "data")))
+
+
+def members(tmp_path, columns):
+    return ask(tmp_path / "data", f"SELECT {columns} FROM collocations ORDER BY group_id, member")
+
+
+@pytest.fixture
+def lucid(tmp_path):
+    write(tmp_path / "lucid" / "single.csv", SINGLE, LSTM)
+    write(tmp_path / "lucid" / "pairs.csv", PAIR)
+    return tmp_path / "lucid"
+
+
+def test_lucid_pairs_carry_both_jobs_figures_alone_and_land_once(tmp_path, lucid):
+    assert [file.new for file in take(tmp_path, "lucid", lucid).files] == [2, 2]
+    columns = "model, slowdown, solo_gpu_util, solo_memory_util, solo_memory_mib, joint_memory_mib, precision, run_id"
+    assert members(tmp_path, columns) == [
+        ("BERT", 1.25, 0.9, 0.6, 8000.0, 12020.0, "fp32", None),
+        ("LSTM", 2.0, 0.5, 0.4, 4000.0, 12020.0, "fp16", None),
+    ]
+    alone = "SELECT count(*) FROM collocations JOIN runs ON solo_run_id = runs.run_id AND runs.gpu_util = solo_gpu_util"
+    assert ask(tmp_path / "data", alone) == [(2,)]
+    assert [file.new for file in take(tmp_path, "lucid", lucid).files] == [0, 0]
+    assert check(DataFolder(tmp_path / "data")) == []
+
+
+def test_lucid_pairs_without_any_figures_alone_are_refused_until_those_are_there(tmp_path, lucid):
+    with pytest.raises(UsageError, match="ingest the file of jobs alone first"):
+        take(tmp_path, "lucid", lucid / "pairs.csv")
+    take(tmp_path, "lucid", lucid / "single.csv")
+    (report,) = take(tmp_path, "lucid", lucid / "pairs.csv").files
+    assert report.new == 2
+
+
+def test_a_pair_that_takes_the_memory_of_one_alone_did_not_share_the_gpu(tmp_path, lucid):
+    odd = {**PAIR, "speed1": 1.1, "speed2": 1.0, "gmem": 8020}
+    missing = {**PAIR, "speed1": "", "gmem": 12021}
+    write(lucid / "pairs.csv", PAIR, odd, missing)
+    (*_, report) = sorted(take(tmp_path, "lucid", lucid).files, key=lambda file: file.rows)
+    assert report.doubts == {NOT_TOGETHER: [2, 2]} and len(report.invalid) == 1
+    rows = ask(tmp_path / "data", "SELECT status, doubt, count(*) FROM collocations GROUP BY ALL ORDER BY ALL")
+    assert rows == [("invalid", None, 1), ("ok", NOT_TOGETHER, 2), ("ok", None, 3)]
+
+
+def test_gavel_pairs_have_slowdowns_of_their_own_table_and_say_where_tables_differ(tmp_path, capsys):
+    other_job = {**GAVEL_ROW, "job_a": "A3C", "iters_per_s_a": 4.0}
+    pair = {**GAVEL_ROW, "job_b": "A3C", "gpus_b": 1, "iters_per_s_a": 20.0, "iters_per_s_b": 3.2, "slowdown_a": 2.0}
+    none = {**pair, "job_a": "A3C", "iters_per_s_a": 0, "iters_per_s_b": 0}
+    tables = [{**row, "table": "oracle_throughputs.json"} for row in (GAVEL_ROW, other_job, pair)]
+    tables[2] |= {"iters_per_s_a": 30.0, "slowdown_a": 1.3333}
+    several = [{**GAVEL_ROW, "gpus_a": 2, "iters_per_s_a": 70.0}, {**pair, "gpus_a": 2, "gpus_b": 2}]
+    path = write(tmp_path / "gavel.csv", GAVEL_ROW, other_job, pair, none, *tables, *several)
+    report = take(tmp_path, "gavel", path)
+    print_report(report)
+    assert "gavel.csv: members of pairs" in capsys.readouterr().out
+    rows = ask(
+        tmp_path / "data",
+        "SELECT series, name, model, devices, slowdown, doubt IS NOT NULL FROM collocations "
+        "WHERE slowdown IS NOT NULL ORDER BY ALL",
+    )
+    assert rows == [
+        ("oracle_throughputs", "A3C", "A3C", None, pytest.approx(1.25), False),
+        ("oracle_throughputs", "LM (batch size 5)", "LM", None, pytest.approx(4 / 3), True),
+        ("simulation_throughputs", "A3C", "A3C", None, pytest.approx(1.25), False),
+        ("simulation_throughputs", "LM (batch size 5)", "LM", 2, pytest.approx(3.5), True),
+        ("simulation_throughputs", "LM (batch size 5)", "LM", None, pytest.approx(2.0), True),
+    ]
+    assert ask(tmp_path / "data", "SELECT count(*) FROM collocations WHERE status = 'invalid'") == [(3,)]
+
+
+def test_imported_groups_are_published_where_imported_rows_are_asked_for(tmp_path, lucid):
+    take(tmp_path, "lucid", lucid)
+    RunWriter(DataFolder(tmp_path / "data")).write(run_row(1), samples(1))
+    data = str(tmp_path / "data")
+    given = {"data": data, "licence": "MIT"}
+    report = publish(PublishSettings(**given, out=str(tmp_path / "all"), sources=["imported"]))
+    assert report.rows["collocations"] == 2
+    own = publish(PublishSettings(**given, out=str(tmp_path / "own"), sources=["simulated"]))
+    assert own.rows["collocations"] == 0 and "2 collocations: source imported" in own.left_out_lines()
