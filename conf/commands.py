@@ -53,6 +53,11 @@ TABLE = {
         "Compare two torch releases, data folders or snapshots: memory and step time by configuration, "
         "operator and module.",
     ),
+    "replay": Command(
+        "farm.replay",
+        "farm.replaying.settings:ReplaySettings",
+        "Replay a cluster's trace on GPUs that jobs share, under policies and estimators: makespan, crashes, energy.",
+    ),
     "doctor": Command(
         "farm.doctor",
         "farm.doctor:DoctorSettings",

@@ -24,7 +24,8 @@ class Slowdown:
 class SlowdownEstimator(Protocol):
     """Slowdowns of each job of a group on one GPU, in the group's order; the order of partners changes nothing."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]: ...
 

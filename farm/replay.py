@@ -1,0 +1,31 @@
+"""`python -m farm.replay trace=carma policy=[exclusive,ours]`: a cluster in simulation. Start reading at `entry`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from conf.bars import StepBar
+from conf.cli import command
+from conf.outputs import checked_report
+from farm.replaying.crossing import run_crossing
+from farm.replaying.page import write_page
+from farm.replaying.settings import ReplaySettings
+from farm.replaying.view import as_mapping, lines
+
+
+def entry(settings: ReplaySettings) -> int:
+    """Replay the trace under each policy and estimator: a table or JSON, and a page where one is wanted."""
+    if settings.report is not None:  # found writable before anything runs
+        checked_report(settings.report, key="report", like="replay.html", data=[])
+    with StepBar("replay") as bar:
+        done = run_crossing(settings, bar.update)
+    print(json.dumps(as_mapping(done), indent=1) if settings.format == "json" else "\n".join(lines(done)))
+    if settings.report is not None:
+        write_page(settings.report, done)
+        print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    command("replay", entry)
