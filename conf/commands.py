@@ -116,6 +116,11 @@ TABLE = {
         "learn.commands.plan:PlanSettings",
         "Find the quickest layout of a training job on several GPUs that fits: degrees, micro-batch, checkpointing.",
     ),
+    "admit": Command(
+        "learn.admit",
+        "learn.commands.admit:AdmitSettings",
+        "Say whether a job may join the jobs of a GPU: risk of out-of-memory, expected slowdowns, and why.",
+    ),
     "fit": Command(
         "learn.fit",
         "learn.fitting:FitSettings",

@@ -24,12 +24,16 @@ from learn.estimation.job_estimate import Estimate
 from learn.fitting import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
+    from learn.admission.admitting import Admission, admit
+    from learn.admission.gpu_state import GpuState
+    from learn.collocation.profile import JobProfile
     from learn.estimation.fits import DeviceFit, LargestBatch, devices_that_fit, largest_batch
     from learn.planning.plans import plan
     from learn.planning.rows import LayoutPlan, PlanRow
     from learn.script.estimating import estimate_script
 
 __all__ = [
+    "Admission",
     "AllocatorSettings",
     "CommandError",
     "DeviceFit",
@@ -38,12 +42,15 @@ __all__ = [
     "Estimate",
     "Fit",
     "FitSettings",
+    "GpuState",
+    "JobProfile",
     "LargestBatch",
     "LayoutPlan",
     "Parallel",
     "PlanRow",
     "TrialConfig",
     "UsageError",
+    "admit",
     "devices_that_fit",
     "estimate",
     "estimate_many",
@@ -62,6 +69,18 @@ def __getattr__(name: str) -> Any:
         from learn.estimation import fits
 
         return getattr(fits, name)
+    if name in ("Admission", "admit"):
+        from learn.admission import admitting
+
+        return getattr(admitting, name)
+    if name == "GpuState":
+        from learn.admission.gpu_state import GpuState
+
+        return GpuState
+    if name == "JobProfile":
+        from learn.collocation.profile import JobProfile
+
+        return JobProfile
     if name == "plan":
         from learn.planning.plans import plan
 

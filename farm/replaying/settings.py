@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.errors import UsageError, unknown_name
-from conf.settings import key
+from conf.settings import data_key, group, key
 from farm.replaying.catalogue import ESTIMATORS
 from farm.replaying.contention import SHARING
 from farm.replaying.generators import GENERATORS
 from farm.replaying.policies import LOOKAHEAD, POLICIES
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from learn.commands.estimate import described_device
 
 FORMATS = ("table", "json")
 _CARMA_GPUS, _OTHER_GPUS = 4, 64
@@ -32,9 +33,13 @@ class ReplaySettings:
     `round_robin`, `magm` (most available memory), `lug` (least utilized GPU) and `ours` (most expected speed under a
     risk limit). Estimators of memory: `none`, `oracle`, `horus`, `faketensor`, `gpumemnet`, `ours` (the point) and
     `ours_bound`. Each policy is crossed with each estimator; `exclusive` asks none. No GPU takes part: slowdowns come
-    from a contention model that no policy sees. docs/admission.md describes it.
+    from a contention model that no policy sees. docs/admission.md describes it. With data=, the page and its JSON are
+    written to DATA/replays as well.
     """
 
+    device: DeviceSpec | None = group(
+        None, "GPU model, whose memory and power count, by default A100-SXM4-40GB", described_device
+    )
     trace: str = key("carma", "carma, philly or alibaba, or the file of a trace")
     policy: str | tuple[str, ...] = key(POLICIES, f"of {', '.join(POLICIES)}", "text | list of text")
     estimator: str | tuple[str, ...] = key(
@@ -43,7 +48,6 @@ class ReplaySettings:
     seeds: tuple[int, ...] = key(tuple(range(10)), "of the trace, its job types and the noise of slowdowns")
     n: int | None = key(None, "jobs; default 90 for carma, 1000 for other generators, all of a file", "int | null")
     gpus: int | None = key(None, "GPUs of the cluster; default 4 for carma, else 64", "int | null")
-    device: str = key(DEFAULT_DEVICE, "GPU model, whose memory and power count")
     load: float = key(1.0, "how fast generated jobs arrive: GPU time that arrives, over what there is")
     sharing: str = key("mps", "how jobs share a GPU: mps or time_slicing")
     risk: float = key(0.01, "risk of running out of memory that ours accepts with ours_bound, from 0.01 to 0.5")
@@ -54,6 +58,7 @@ class ReplaySettings:
     warmup_s: float = key(20.0, "seconds until a job has allocated its memory; at most window_s")
     report: str | None = key(None, "write an HTML page with makespans and distributions", "new path")
     format: str = key("table", "table or json")
+    data: str | None = data_key()
 
     def __post_init__(self) -> None:
         problems = [*_unknown("policy", self.policies, POLICIES), *_unknown("estimator", self.estimators, ESTIMATORS)]
@@ -70,7 +75,6 @@ class ReplaySettings:
             problems.append("seeds must differ")
         if problems:
             raise UsageError("; ".join(problems))
-        load_device(self.device)
 
     def _ranges(self) -> Sequence[tuple[str, str, bool]]:
         return (
@@ -97,7 +101,7 @@ class ReplaySettings:
 
     @property
     def spec(self) -> DeviceSpec:
-        return load_device(self.device)
+        return self.device or load_device(DEFAULT_DEVICE)
 
     @property
     def gpu_count(self) -> int:

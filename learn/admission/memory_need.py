@@ -8,8 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _CELLS = 2048  # of the free memory, in which sums of jobs are counted
 
@@ -68,24 +72,50 @@ class MemoryNeed:
         raise AssertionError("between the quantiles")
 
 
-def overflow_probability(needs: Sequence[MemoryNeed], free_mib: float) -> float:
-    """Return the probability that the jobs together need more than `free_mib`, their errors taken as independent.
+def overflow_probability(
+    needs: Sequence[MemoryNeed], memory_mib: float, *, present: Sequence[MemoryNeed] = (), used_mib: float = 0.0
+) -> float:
+    """Return the probability that jobs need more than there is, their errors taken as independent.
 
-    It is 0 where their bounds add up to no more than that, and 1 where their lowest quantiles do not fit.
+    It is 0 where all bounds add up to no more than that, and 1 where the lowest quantiles do not fit.
+
+    Args:
+        needs: of the jobs that come.
+        memory_mib: what all jobs together can use.
+        present: of the jobs that are there.
+        used_mib: measured now; the jobs that are there take that much at least.
     """
     import numpy as np
 
-    if sum(need.bound_mib for need in needs) <= free_mib:
+    if max(used_mib, _sum_of_bounds(present)) + _sum_of_bounds(needs) <= memory_mib:
         return 0.0
-    if free_mib < 0 or sum(need.quantiles[0][1] for need in needs) > free_mib:
+    least = sum(need.quantiles[0][1] for need in needs)
+    if max(used_mib, sum(need.quantiles[0][1] for need in present)) + least > memory_mib:
         return 1.0
-    if len(needs) == 1:
-        return needs[0].exceeds(free_mib)
-    cell = free_mib / _CELLS
-    edges = cell * np.arange(_CELLS + 1)
+    if len(needs) == 1 and _sum_of_bounds(present) <= used_mib:
+        return needs[0].exceeds(memory_mib - used_mib)
+    cell = memory_mib / _CELLS
     total = np.ones(1)
+    for need in present:
+        total = _added(total, need, cell)
+    floor = math.ceil(used_mib / cell)
+    if floor:
+        raised = np.zeros(max(floor + 1, len(total)))
+        raised[floor : len(total)] = total[floor:]
+        raised[floor] += total[:floor].sum()
+        total = raised[: _CELLS + 1]
     for need in needs:
-        # Memory is rounded up to whole cells, so that the sum errs to the safe side.
-        reached = 1.0 - np.array([need.exceeds(float(edge)) for edge in edges])
-        total = np.convolve(total, np.diff(reached, prepend=0.0))[: _CELLS + 1]
+        total = _added(total, need, cell)
     return float(min(1.0, max(0.0, 1.0 - total.sum())))
+
+
+def _sum_of_bounds(needs: Sequence[MemoryNeed]) -> float:
+    return sum(need.bound_mib for need in needs)
+
+
+def _added(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
+    """Return the distribution of a sum, in cells of the memory; each job is rounded up, to the safe side."""
+    import numpy as np
+
+    below = 1.0 - np.array([need.exceeds(cell * k) for k in range(_CELLS + 1)])
+    return np.convolve(total, np.diff(below, prepend=0.0))[: _CELLS + 1]

@@ -18,6 +18,7 @@ from farm.replaying.simulator import ClusterRules, replay
 from farm.replaying.traces import ClusterTrace, read_trace
 from learn.admission.memory_need import MemoryNeed
 from learn.collocation.profile import JobProfile
+from warehouse.folder import DataFolder
 
 RULES = ClusterRules(gpus=2, memory_mib=10_000.0, idle_w=50.0, limit_w=400.0)
 COLLOCATING = [name for name in POLICIES if name != "exclusive"]
@@ -256,6 +257,14 @@ def test_the_command_prints_a_table_or_json_and_writes_a_page(monkeypatch, capsy
     assert [one["policy"] for one in figures["replays"]] == ["exclusive", "ours", "ours"]
     assert figures["replays"][0]["makespan_over_exclusive"]["mean"] == 1
     assert figures["source"] == "simulated" and len(figures["replays"][1]["by_seed"]) == 2
+
+
+def test_a_data_folder_keeps_the_page_and_its_figures(monkeypatch, capsys, tmp_path):
+    home = DataFolder.resolve(tmp_path / "data").create()
+    asked = ("n=10", "seeds=[1]", "policy=exclusive", f"data={home.root}")
+    assert command(monkeypatch, capsys, *asked)[0] == command(monkeypatch, capsys, *asked)[0] == 0
+    page, figures = sorted((home.root / "replays").iterdir())
+    assert page.suffix == ".html" and json.loads(figures.read_text())["jobs"] == 10
 
 
 @pytest.mark.parametrize(
