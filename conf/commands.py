@@ -53,6 +53,11 @@ TABLE = {
         "Compare two torch releases, data folders or snapshots: memory and step time by configuration, "
         "operator and module.",
     ),
+    "replay": Command(
+        "farm.replay",
+        "farm.replaying.settings:ReplaySettings",
+        "Replay a cluster's trace on GPUs that jobs share, under policies and estimators: makespan, crashes, energy.",
+    ),
     "doctor": Command(
         "farm.doctor",
         "farm.doctor:DoctorSettings",
@@ -110,6 +115,11 @@ TABLE = {
         "learn.plan",
         "learn.commands.plan:PlanSettings",
         "Find the quickest layout of a training job on several GPUs that fits: degrees, micro-batch, checkpointing.",
+    ),
+    "admit": Command(
+        "learn.admit",
+        "learn.commands.admit:AdmitSettings",
+        "Say whether a job may join the jobs of a GPU: risk of out-of-memory, expected slowdowns, and why.",
     ),
     "fit": Command(
         "learn.fit",

@@ -24,6 +24,8 @@ from learn.estimation.job_estimate import Estimate
 from learn.fitting import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
+    from learn.admission.admitting import Admission, admit
+    from learn.admission.gpu_state import GpuState
     from learn.collocation.answers import slowdowns
     from learn.collocation.command import FittedSlowdowns, fit_slowdowns
     from learn.collocation.memory import GroupMemory, group_memory
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from learn.script.estimating import estimate_script
 
 __all__ = [
+    "Admission",
     "AllocatorSettings",
     "CommandError",
     "DeviceFit",
@@ -44,6 +47,7 @@ __all__ = [
     "Fit",
     "FitSettings",
     "FittedSlowdowns",
+    "GpuState",
     "GroupMemory",
     "JobProfile",
     "LargestBatch",
@@ -53,6 +57,7 @@ __all__ = [
     "Slowdown",
     "TrialConfig",
     "UsageError",
+    "admit",
     "devices_that_fit",
     "estimate",
     "estimate_many",
@@ -64,36 +69,22 @@ __all__ = [
     "plan",
     "slowdowns",
 ]
-_OF_FITS = ("DeviceFit", "LargestBatch", "devices_that_fit", "largest_batch")
-_OF_PLANS = ("LayoutPlan", "PlanRow")
-
-
-_OF_GROUPS = {
-    "FittedSlowdowns": "command", "fit_slowdowns": "command", "GroupMemory": "memory", "group_memory": "memory",
-    "JobProfile": "profile", "Slowdown": "slowdown", "slowdowns": "answers",
+_LATER = {  # what a plain estimate does not need -> the module that has it
+    "Admission": "admission.admitting", "admit": "admission.admitting", "GpuState": "admission.gpu_state",
+    "FittedSlowdowns": "collocation.command", "fit_slowdowns": "collocation.command",
+    "GroupMemory": "collocation.memory", "group_memory": "collocation.memory", "JobProfile": "collocation.profile",
+    "Slowdown": "collocation.slowdown", "slowdowns": "collocation.answers",
+    "DeviceFit": "estimation.fits", "LargestBatch": "estimation.fits", "devices_that_fit": "estimation.fits",
+    "largest_batch": "estimation.fits",
+    "LayoutPlan": "planning.rows", "PlanRow": "planning.rows", "plan": "planning.plans",
+    "estimate_script": "script.estimating",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import what a plain estimate does not need when it is asked for."""
-    if name in _OF_GROUPS:
-        import importlib
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
 
-        return getattr(importlib.import_module(f"learn.collocation.{_OF_GROUPS[name]}"), name)
-    if name in _OF_FITS:
-        from learn.estimation import fits
-
-        return getattr(fits, name)
-    if name == "plan":
-        from learn.planning.plans import plan
-
-        return plan
-    if name in _OF_PLANS:
-        from learn.planning import rows
-
-        return getattr(rows, name)
-    if name == "estimate_script":
-        from learn.script.estimating import estimate_script
-
-        return estimate_script
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"learn.{_LATER[name]}"), name)

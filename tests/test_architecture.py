@@ -19,7 +19,12 @@ ALLOWED = {
     "farm": {"conf", "featurize", "warehouse", "workers", "learn"},
 }
 TORCH_FREE = ("farm", "warehouse", "conf")
-COMMANDS_ONLY = {"learn.estimate", "learn.fit", "learn.plan"}  # as modules; in Python they are functions of `learn`
+COMMANDS_ONLY = {
+    "learn.admit",
+    "learn.estimate",
+    "learn.fit",
+    "learn.plan",
+}  # as modules; in Python they are functions of `learn`
 
 VAGUE_NAMES = {"found", "said", "told", "what", "it"}
 CLEARLY_NAMED = (  # folders whose variables all say what they hold

@@ -32,7 +32,7 @@ NEEDED = {
     "diff": ["before=none"], "ingest": ["source=csv", "path=none.csv", "family=cnn"],
     "publish": ["out=published", "licence=CC0"], "export": ["out=exported"], "fit": ["target=memory"],
     "estimate": ["run=none"], "plan": ["model=none:none", "input=[1]", "gpus=8"], "benchmark": ["target=memory"],
-    "build_defaults": ["path=none"],
+    "build_defaults": ["path=none"], "admit": ["job={memory_mib:1}"], "replay": ["n=2", "seeds=[0]"],
 }  # fmt: skip
 MAKE_THEIR_FOLDER = ("submit", "grow", "ingest", "compare", "build_defaults")
 MLP = "{family: mlp, batch_size: 8, input_size: 8, classes: 2, depth: 1}"
@@ -210,6 +210,12 @@ REFUSED_BY_THE_COMMAND = {
         "out=/nope/x", "split=x"),
     "build_defaults": ("distil=5", "distil=null", "distil=nan", "distil=1e400", "workers=half", "seed=true",
         "datasets=nope"),
+    "admit": ("format=x", "job={}", "job={speed:1}", "job={memory_mib:-1}", "job={smact:2}", "job={name:5}", "jobs=[5]",
+        "memory_mib=0", "used_mib=-1", "risk=1", "risk=-1", "max_slowdown=0", "device=none", "job={family:nope}",
+        "job={memory_mib:5,memory_bound_mib:4}"),
+    "replay": ("format=x", "policy=nope", "policy=[]", "estimator=nope", "sharing=x", "n=0", "gpus=0", "seeds=[]",
+        "seeds=[-1]", "load=0", "risk=0", "max_slowdown=0", "lookahead=0", "max_jobs=0", "warmup_s=31", "trace=nope",
+        "trace=/nope/x.json", "device=none", "report=/nope/x"),
     "fit_kernels": ("out=/nope/x", "data=nope", "steps=0"),
     "distil_cudnn": ("out=/nope/x", "answers=/nope/x", "variants=-1", "rounds=0", "judged=0", "workers=0", "data=nope"),
     "plan": ("format=x", "gpus=1", "gpus=[]", "device=cpu", "parallel=ddp=8", "checkpointing=x", "report=/nope/x"),

@@ -1,0 +1,35 @@
+"""`python -m farm.replay trace=carma policy=[exclusive,ours]`: a cluster in simulation. Start reading at `entry`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from conf.bars import StepBar
+from conf.cli import command
+from conf.outputs import checked_report
+from farm.replaying.crossing import run_crossing
+from farm.replaying.page import keep_in, write_page
+from farm.replaying.settings import ReplaySettings
+from farm.replaying.view import as_mapping, lines
+from warehouse.folder import DataFolder
+
+
+def entry(settings: ReplaySettings) -> int:
+    """Replay the trace under each policy and estimator: a table or JSON, and a page where one is wanted."""
+    if settings.report is not None:  # found writable before anything runs
+        checked_report(settings.report, key="report", like="replay.html", data=[])
+    home = None if settings.data is None else DataFolder.resolve(settings.data).open()
+    with StepBar("replay") as bar:
+        done = run_crossing(settings, bar.update)
+    print(json.dumps(as_mapping(done), indent=1) if settings.format == "json" else "\n".join(lines(done)))
+    places: list[str | Path] = [] if settings.report is None else [write_page(settings.report, done)]
+    places += [] if home is None else [keep_in(home, done)]
+    for place in places:
+        print(f"report: {place}", file=sys.stderr if settings.format == "json" else sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    command("replay", entry)

@@ -1,0 +1,126 @@
+"""Replays as one HTML page. Start reading at `replay_page`; `conf.reports` draws it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from conf.errors import EnvironmentProblem
+from conf.identity import mapping_hash
+from conf.outputs import write_output
+from conf.reports.blocks import Block, Chart, Charts, Drawn, Lead, Legend, Note, Page, Section, Tile, Tiles, table
+from conf.reports.render import render_page
+from farm.replaying.chart import distribution_svg, makespan_svg
+from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Interval, Standing
+from farm.replaying.view import FIGURES, HEADS, as_mapping, cells, notes, title
+from warehouse.folder import DataFolder
+from warehouse.layout import write_bytes
+
+_COLOURS = {"exclusive": "k0", "round_robin": "k7", "magm": "k5", "lug": "k4", "ours": "k1"}
+_PREFERRED = ("ours_bound", "ours", "oracle")
+
+
+def write_page(path: str, done: CrossedReplays) -> str:
+    """Write the page in one step, in place of what was there. Raises `UsageError` where it cannot be written."""
+    write_output(path, _html(done), key="report")
+    return path
+
+
+def keep_in(home: DataFolder, done: CrossedReplays) -> Path:
+    """Write the page, and its JSON beside it, to `replays/` of a data folder; return the page's path.
+
+    The same settings give the same name. Raises `EnvironmentProblem` where it cannot be written.
+    """
+    settings = dataclasses.asdict(dataclasses.replace(done.settings, report=None, data=None, format="table"))
+    stem = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in done.trace_name)[:40]
+    path = home.root / "replays" / f"{stem}-{mapping_hash(settings)[:6]}.html"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_bytes(path.with_suffix(".json"), json.dumps(as_mapping(done), indent=1).encode() + b"\n")
+        write_bytes(path, _html(done))
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def _html(done: CrossedReplays) -> bytes:
+    return render_page(replay_page(done)).encode("utf-8", errors="replace")
+
+
+def replay_page(done: CrossedReplays) -> Page:
+    """Return the page's contents."""
+    return Page(
+        title=f"Replay of {done.trace_name}",
+        head=(Lead(title(done)), *_tiles(done), *(Note(text) for text in notes(done))),
+        sections=(
+            Section("makespan", "Makespan", _makespans(done), name="makespan"),
+            Section("jobs", "Waiting and completion of the jobs", _distributions(done), name="jobs"),
+            Section("all", "All figures", (_all(done),), name="figures"),
+        ),
+    )
+
+
+def _tiles(done: CrossedReplays) -> list[Block]:
+    best = min(done.standings, key=lambda one: Interval.of(one.over_exclusive).mean)
+    ratio = Interval.of(best.over_exclusive)
+    crashes = sum(result.crashes for result in best.results)
+    energy = best.interval(FIGURES["energy_kwh"])
+    return [
+        Tiles(
+            (
+                Tile("shortest makespan", best.name, f"{100 * (1 - ratio.mean):.1f} % below exclusive"),
+                Tile("out of memory", f"{crashes}", "crashes of that policy, all seeds"),
+                Tile("SM activity", f"{best.interval(FIGURES['smact']).mean:.2f}", "mean of all GPUs"),
+                Tile("energy", f"{energy.mean:,.1f} kWh", "of all GPUs, idle ones too"),
+            )
+        )
+    ]
+
+
+def _makespans(done: CrossedReplays) -> tuple[Block, ...]:
+    rows = [(one.name, _COLOURS[one.policy], one.interval(FIGURES["makespan_h"])) for one in done.standings]
+    used = {one.policy: _COLOURS[one.policy] for one in done.standings}
+    return (
+        Lead("Hours from the first arrival to the end of the last job: mean over the seeds, and its 95 % interval."),
+        Drawn(makespan_svg(rows, "hours")),
+        Legend(used),
+    )
+
+
+def _distributions(done: CrossedReplays) -> tuple[Block, ...]:
+    shown = _shown(done.standings)
+    names = {one.name: _COLOURS[one.policy] for one in shown}
+    waiting = {one.name: (_COLOURS[one.policy], _minutes(one, "waiting_s")) for one in shown}
+    completion = {one.name: (_COLOURS[one.policy], _minutes(one, "completion_s")) for one in shown}
+    return (
+        Lead("Share of the jobs of all seeds below a time. One estimator of each policy is drawn; the table has all."),
+        Charts(
+            (
+                Chart(
+                    "Waiting, from arrival to the start of the run that ended well",
+                    distribution_svg(waiting, "minutes"),
+                ),
+                Chart("Completion, from arrival to the end", distribution_svg(completion, "minutes")),
+            )
+        ),
+        Legend(names),
+    )
+
+
+def _shown(standings: Sequence[Standing]) -> list[Standing]:
+    """Return one standing of each policy: with the first estimator of `_PREFERRED` that was replayed."""
+    order = [*_PREFERRED, NO_ESTIMATOR]
+    chosen: dict[str, Standing] = {}
+    for one in sorted(standings, key=lambda one: order.index(one.estimator) if one.estimator in order else len(order)):
+        chosen.setdefault(one.policy, one)
+    return [chosen[policy] for policy in _COLOURS if policy in chosen]
+
+
+def _minutes(one: Standing, name: str) -> list[float]:
+    return [value / 60 for result in one.results for value in getattr(result, name)]
+
+
+def _all(done: CrossedReplays) -> Block:
+    return table(HEADS, [cells(one) for one in done.standings], words=2)

@@ -1,0 +1,112 @@
+"""The settings of `farm.replay`. Start reading at `ReplaySettings`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conf.errors import UsageError, unknown_name
+from conf.settings import data_key, group, key
+from farm.replaying.catalogue import ESTIMATORS
+from farm.replaying.contention import SHARING
+from farm.replaying.generators import GENERATORS
+from farm.replaying.policies import LOOKAHEAD, POLICIES
+from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from learn.commands.estimate import described_device
+
+FORMATS = ("table", "json")
+_CARMA_GPUS, _OTHER_GPUS = 4, 64
+MOST_JOBS, MOST_GPUS, MOST_SEEDS = 1_000_000, 100_000, 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """Which trace to replay, and under which policies. Raises `UsageError` that names every bad key together.
+
+      python -m farm.replay
+      python -m farm.replay trace=philly n=2000 gpus=128 policy=[exclusive,magm,ours] estimator=ours_bound seeds=[0,1]
+      python -m farm.replay trace=cluster_job_log.json n=20000 gpus=1000 policy=ours report=replay.html
+
+    A trace is `carma`, `philly` or `alibaba`, drawn from what was published of these, or a file: Philly's
+    cluster_job_log (.json), Alibaba's pai_task_table (.csv), CARMA's submission script (.sh). Policies: `exclusive`,
+    `round_robin`, `magm` (most available memory), `lug` (least utilized GPU) and `ours` (most expected speed under a
+    risk limit). Estimators of memory: `none`, `oracle`, `horus`, `faketensor`, `gpumemnet`, `ours` (the point) and
+    `ours_bound`. Each policy is crossed with each estimator; `exclusive` asks none. No GPU takes part: slowdowns come
+    from a contention model that no policy sees. docs/admission.md describes it. With data=, the page and its JSON are
+    written to DATA/replays as well.
+    """
+
+    device: DeviceSpec | None = group(
+        None, "GPU model, whose memory and power count, by default A100-SXM4-40GB", described_device
+    )
+    trace: str = key("carma", "carma, philly or alibaba, or the file of a trace")
+    policy: str | tuple[str, ...] = key(POLICIES, f"of {', '.join(POLICIES)}", "text | list of text")
+    estimator: str | tuple[str, ...] = key(
+        tuple(name for name in ESTIMATORS if name != "none"), f"of {', '.join(ESTIMATORS)}", "text | list of text"
+    )
+    seeds: tuple[int, ...] = key(tuple(range(10)), "of the trace, its job types and the noise of slowdowns")
+    n: int | None = key(None, "jobs; default 90 for carma, 1000 for other generators, all of a file", "int | null")
+    gpus: int | None = key(None, "GPUs of the cluster; default 4 for carma, else 64", "int | null")
+    load: float = key(1.0, "how fast generated jobs arrive: GPU time that arrives, over what there is")
+    sharing: str = key("mps", "how jobs share a GPU: mps or time_slicing")
+    risk: float = key(0.01, "risk of running out of memory that ours accepts with ours_bound, from 0.01 to 0.5")
+    max_slowdown: float | None = key(None, "expected slowdown above which ours lets nobody join", "number | null")
+    lookahead: int = key(LOOKAHEAD, "waiting jobs that ours looks at; 1: jobs start in the order of arrival")
+    max_jobs: int = key(4, "jobs on one GPU at most")
+    window_s: float = key(30.0, "seconds between two placements on one GPU, in which the monitor sees the newcomer")
+    warmup_s: float = key(20.0, "seconds until a job has allocated its memory; at most window_s")
+    report: str | None = key(None, "write an HTML page with makespans and distributions", "new path")
+    format: str = key("table", "table or json")
+    data: str | None = data_key()
+
+    def __post_init__(self) -> None:
+        problems = [*_unknown("policy", self.policies, POLICIES), *_unknown("estimator", self.estimators, ESTIMATORS)]
+        problems += [
+            f"{name} must not be empty" for name in ("policies", "estimators", "seeds") if not getattr(self, name)
+        ]
+        for name, value, known in (("sharing", self.sharing, SHARING), ("format", self.format, FORMATS)):
+            if value not in known:
+                problems.append(str(unknown_name(name, value, known)))
+        problems += [
+            f"{name} must be {range_}, got {getattr(self, name)!r}" for name, range_, good in self._ranges() if not good
+        ]
+        if len(set(self.seeds)) != len(self.seeds):
+            problems.append("seeds must differ")
+        if problems:
+            raise UsageError("; ".join(problems))
+
+    def _ranges(self) -> Sequence[tuple[str, str, bool]]:
+        return (
+            ("n", f"from 1 to {MOST_JOBS}", self.n is None or 1 <= self.n <= MOST_JOBS),
+            ("gpus", f"from 1 to {MOST_GPUS}", self.gpus is None or 1 <= self.gpus <= MOST_GPUS),
+            ("seeds", f"at most {MOST_SEEDS}, each from 0 to 2147483647",
+             len(self.seeds) <= MOST_SEEDS and all(0 <= seed < 2**31 for seed in self.seeds)),
+            ("load", "above 0 and at most 1000", 0 < self.load <= 1000),
+            ("risk", "from 0.01 to 0.5", 0.01 <= self.risk <= 0.5),
+            ("max_slowdown", "at least 1", self.max_slowdown is None or 1 <= self.max_slowdown < math.inf),
+            ("lookahead", "from 1 to 1000", 1 <= self.lookahead <= 1000),
+            ("max_jobs", "from 1 to 16", 1 <= self.max_jobs <= 16),
+            ("window_s", "from 0 to 86400", 0 <= self.window_s <= 86_400),
+            ("warmup_s", "from 0 to window_s", 0 <= self.warmup_s <= self.window_s),
+        )  # fmt: skip
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return (self.policy,) if isinstance(self.policy, str) else self.policy
+
+    @property
+    def estimators(self) -> tuple[str, ...]:
+        return (self.estimator,) if isinstance(self.estimator, str) else self.estimator
+
+    @property
+    def spec(self) -> DeviceSpec:
+        return self.device or load_device(DEFAULT_DEVICE)
+
+    @property
+    def gpu_count(self) -> int:
+        return self.gpus or (_CARMA_GPUS if self.trace == GENERATORS[0] else _OTHER_GPUS)
+
+
+def _unknown(kind: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
+    return [str(unknown_name(kind, name, known)) for name in names if name not in known]

@@ -1,0 +1,113 @@
+"""Replays as a table in the terminal and as JSON. Start reading at `lines`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from conf.plain_text import table_lines
+from conf.reports.page_text import MISSING, count_of
+from farm.replaying.crossing import CrossedReplays, Interval, Standing
+from farm.replaying.simulator import ReplayResult
+
+HEADS = ("policy", "estimator", "makespan h", "of exclusive", "waiting min", "completion min", "slowdown",
+         "out of memory", "SM activity", "energy kWh")  # fmt: skip
+CAVEAT = (
+    "Simulated: memory and minutes of the jobs are published, utilization is computed from traced steps, and slowdowns "
+    "come from a contention model that no policy sees."
+)
+_J_PER_KWH = 3.6e6
+
+
+def lines(done: CrossedReplays) -> list[str]:
+    """Return the terminal's lines."""
+    return [title(done), *table_lines(HEADS, [cells(one) for one in done.standings]), *notes(done)]
+
+
+def title(done: CrossedReplays) -> str:
+    settings = done.settings
+    return (
+        f"{done.trace_name}: {count_of(done.jobs, 'job')} on {settings.gpu_count:,} x {settings.spec.name}, "
+        f"{settings.sharing}, {count_of(len(settings.seeds), 'seed')}; means ± 95 % intervals over the seeds"
+    )
+
+
+def notes(done: CrossedReplays) -> list[str]:
+    """Return sentences on jobs that did not run, and on what the figures are."""
+    texts = []
+    if done.left_out:
+        texts.append(
+            f"{count_of(done.left_out, 'job')} of the file left out: they ran on no GPU, or their times are missing"
+        )
+    if failed := max(result.failed for one in done.standings for result in one.results):
+        texts.append(f"up to {count_of(failed, 'job')} of a replay did not run: too large for a GPU or for the cluster")
+    return [*texts, CAVEAT]
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean of what is known; NaN where nothing is."""
+    known = [value for value in values if value == value]
+    return statistics.fmean(known) if known else math.nan
+
+
+FIGURES = {
+    "makespan_h": lambda result: result.makespan_s / 3600,
+    "waiting_min": lambda result: mean_of(result.waiting_s) / 60,
+    "completion_min": lambda result: mean_of(result.completion_s) / 60,
+    "slowdown": lambda result: mean_of(result.slowdown),
+    "out_of_memory": lambda result: float(result.crashes),
+    "smact": lambda result: result.smact,
+    "energy_kwh": lambda result: result.energy_j / _J_PER_KWH,
+}
+
+
+def cells(one: Standing) -> tuple[str, ...]:
+    """Return a standing under `HEADS`; crashes are the sum over all seeds."""
+    shown = {name: one.interval(figure) for name, figure in FIGURES.items()}
+    ratio = Interval.of(one.over_exclusive)
+    crashes = sum(result.crashes for result in one.results)
+    return (
+        one.policy, one.estimator, _text(shown["makespan_h"], 2), _text(ratio, 3), _text(shown["waiting_min"], 1),
+        _text(shown["completion_min"], 1), _text(shown["slowdown"], 2), f"{crashes}", _text(shown["smact"], 2),
+        _text(shown["energy_kwh"], 1),
+    )  # fmt: skip
+
+
+def _text(interval: Interval, digits: int) -> str:
+    if interval.mean != interval.mean:
+        return MISSING
+    half = "" if interval.half is None else f" ± {interval.half:,.{digits}f}"
+    return f"{interval.mean:,.{digits}f}{half}"
+
+
+def as_mapping(done: CrossedReplays) -> dict[str, Any]:
+    """Return all figures as JSON holds them; None for what is not known."""
+    settings = done.settings
+    return {
+        "trace": done.trace_name, "jobs": done.jobs, "left_out": done.left_out, "gpus": settings.gpu_count,
+        "device": settings.spec.name, "sharing": settings.sharing, "load": settings.load, "seeds": list(settings.seeds),
+        "source": "simulated", "replays": [_standing(one) for one in done.standings], "notes": notes(done),
+    }  # fmt: skip
+
+
+def _standing(one: Standing) -> dict[str, Any]:
+    figures = {name: _interval(one.interval(figure)) for name, figure in FIGURES.items()}
+    return {
+        "policy": one.policy, "estimator": one.estimator, **figures,
+        "makespan_over_exclusive": _interval(Interval.of(one.over_exclusive)),
+        "by_seed": [_result(result) for result in one.results],
+    }  # fmt: skip
+
+
+def _interval(interval: Interval) -> dict[str, float | None]:
+    return {"mean": interval.mean if interval.mean == interval.mean else None, "half_width_95": interval.half}
+
+
+def _result(result: ReplayResult) -> dict[str, Any]:
+    return {
+        "makespan_s": result.makespan_s, "out_of_memory": result.crashes, "failed": result.failed,
+        "smact": result.smact, "gpus_with_a_job": result.used, "energy_j": result.energy_j,
+        "joined": result.collocated,
+    }  # fmt: skip

@@ -1,0 +1,202 @@
+"""Writes `farm/replaying/carma_jobs.csv`: the job types of CARMA's traces, and what each estimator says of them.
+
+Start reading at `main`; the figures that CARMA's authors published are in `farm/replaying/carma_published.csv`. What is
+estimated here is computed by this project without a GPU: nothing of it was measured. Needs torchvision, timm and
+transformers. Takes some minutes.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from conf.errors import CommandError
+from farm.replaying.catalogue import JOBS_FILE, PUBLISHED_FILE
+from featurize.vision import import_library
+from learn import Estimate, estimate
+
+DEVICE = "A100-SXM4-40GB"
+MACHINE = "current"  # the published memory of small jobs leaves no room for kernels that are all loaded at once
+IMAGENET, CIFAR, WIKITEXT, VOC = (1_281_167, 50_000), (50_000, 10_000), (36_718, 0), (1_464, 1_449)
+# A step without gradients takes about a third of one that trains.
+EVALUATION = 1 / 3
+ESTIMATED = (
+    "horus_mib", "faketensor_mib", "ours_mib", "ours_p50_mib", "ours_p90_mib", "ours_bound_mib", "ours_smact",
+    "ours_smocc", "ours_drama", "busy", "smact", "smocc", "drama",
+)  # fmt: skip
+
+
+def _torchvision(name: str, **settings: Any) -> Any:
+    return getattr(import_library("torchvision.models"), name)(**settings)
+
+
+def _timm(name: str, classes: int = 100) -> Any:
+    return import_library("timm").create_model(name, num_classes=classes)
+
+
+def _hugging_face(kind: str, model: str, **sizes: Any) -> Any:
+    transformers = import_library("transformers")
+    return getattr(transformers, model)(getattr(transformers, kind)(**sizes))
+
+
+def _xlnet(width: int, layers: int) -> Callable[[], Any]:
+    return partial(_hugging_face, "XLNetConfig", "XLNetForSequenceClassification", vocab_size=32_000, d_model=width,
+                   n_layer=layers, n_head=width // 64, d_inner=4 * width)  # fmt: skip
+
+
+def _bert(width: int, layers: int) -> Callable[[], Any]:
+    return partial(_hugging_face, "BertConfig", "BertForMaskedLM", vocab_size=28_996, hidden_size=width,
+                   num_hidden_layers=layers, num_attention_heads=width // 64, intermediate_size=4 * width)  # fmt: skip
+
+
+def _gpt2_large() -> Any:
+    return _hugging_face("GPT2Config", "GPT2LMHeadModel", vocab_size=50_257, n_embd=1280, n_layer=36, n_head=20)
+
+
+def _unet() -> Any:
+    """Return the U-Net that segmentation_models_pytorch makes of a ResNet-34, 21 classes."""
+    from torch import nn
+    from torch.nn import functional
+
+    def block(inputs: int, outputs: int) -> nn.Module:
+        layers: list[nn.Module] = []
+        for width in (inputs, outputs):
+            layers += [nn.Conv2d(width, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(True)]
+        return nn.Sequential(*layers)
+
+    class UNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = import_library("timm").create_model("resnet34", features_only=True)
+            widths = ((512 + 256, 256), (256 + 128, 128), (128 + 64, 64), (64 + 64, 32), (32, 16))
+            self.decoder = nn.ModuleList(block(*pair) for pair in widths)
+            self.head = nn.Conv2d(16, 21, 3, padding=1)
+
+        def forward(self, images: Any) -> Any:
+            import torch
+
+            *skips, deepest = self.encoder(images)
+            hidden = deepest
+            for place, decoder in enumerate(self.decoder):
+                hidden = functional.interpolate(hidden, scale_factor=2.0, mode="nearest")
+                if place < len(skips):
+                    hidden = torch.cat([hidden, skips[-1 - place]], 1)
+                hidden = decoder(hidden)
+            return self.head(hidden)
+
+    return UNet()
+
+
+def _unet_twice() -> Any:
+    """Return what the U-Net's script holds at its peak: it evaluates with gradients, so that the graph of the batch
+    before lives while the next is computed."""
+    from torch import nn
+
+    class TwoPasses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _unet()
+
+        def forward(self, images: Any) -> Any:
+            before = self.net(images)
+            return self.net(images) + before
+
+    return TwoPasses()
+
+
+_TOKENS: dict[str, Any] = {"input_dtype": "int64"}
+# model -> factory, shape of one sample, samples of an epoch (trained on, evaluated on), settings of the estimate
+MODELS: Mapping[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, int], dict[str, Any]]] = {
+    "efficientnet_b0": (partial(_torchvision, "efficientnet_b0"), (3, 224, 224), IMAGENET, {}),
+    "resnet50": (partial(_torchvision, "resnet50"), (3, 224, 224), IMAGENET, {}),
+    "mobilenet_v2": (partial(_torchvision, "mobilenet_v2"), (3, 224, 224), IMAGENET, {}),
+    "vgg16": (partial(_torchvision, "vgg16"), (3, 224, 224), IMAGENET, {}),
+    "xception": (partial(_timm, "legacy_xception", 1000), (3, 224, 224), IMAGENET, {}),
+    "inception_v3": (partial(_torchvision, "inception_v3", aux_logits=False), (3, 299, 299), IMAGENET, {}),
+    "unet": (_unet, (3, 512, 512), VOC, {"optimizer": "adamw"}),
+    "efficientnet_b0_cifar": (partial(_timm, "efficientnet_b0"), (3, 32, 32), CIFAR, {"optimizer": "adamw"}),
+    "resnet18_cifar": (partial(_timm, "resnet18"), (3, 32, 32), CIFAR, {"optimizer": "adamw"}),
+    "resnet34_cifar": (partial(_timm, "resnet34"), (3, 32, 32), CIFAR, {"optimizer": "adamw"}),
+    "mobilenetv3_small_cifar": (partial(_timm, "mobilenetv3_small_100"), (3, 32, 32), CIFAR, {"optimizer": "adamw"}),
+    "xlnet_base": (_xlnet(768, 12), (512,), WIKITEXT, {"optimizer": "adamw", **_TOKENS}),
+    "xlnet_large": (_xlnet(1024, 24), (512,), WIKITEXT, {"optimizer": "adamw", **_TOKENS}),
+    "bert_base": (_bert(768, 12), (512,), WIKITEXT, {"optimizer": "adamw", **_TOKENS}),
+    "bert_large": (_bert(1024, 24), (512,), WIKITEXT, {"optimizer": "adamw", **_TOKENS}),
+    "gpt2_large": (_gpt2_large, (512,), WIKITEXT, {"optimizer": "adamw", **_TOKENS}),
+}
+
+
+AT_THE_PEAK = {"unet": _unet_twice}  # model -> factory of what takes its memory
+
+
+def _asked(model: str, batch_size: int, memory: bool = True, **more: Any) -> Estimate | None:
+    factory, sample, _, settings = MODELS[model]
+    factory = AT_THE_PEAK.get(model, factory) if memory else factory
+    try:
+        return estimate(factory, [batch_size, *sample], device=DEVICE, machine=MACHINE, **settings, **more)
+    except CommandError as refusal:
+        print(f"{model} at {batch_size}, {more}: {refusal}", file=sys.stderr)
+        return None
+
+
+def _epoch_steps(model: str, batch_size: int, gpus: int) -> float:
+    """Return the steps of an epoch as training steps; batches of several GPUs are those of one GPU."""
+    trained, evaluated = MODELS[model][2]
+    return (trained + EVALUATION * evaluated) / (batch_size * gpus)
+
+
+def estimated(row: Mapping[str, str]) -> dict[str, float | None]:
+    """Return the columns `ESTIMATED` of a published row; None where this project has no figure."""
+    figures: dict[str, float | None] = dict.fromkeys(ESTIMATED)
+    model, batch_size, gpus = row["model"], int(row["batch_size"]), int(row["gpus"])
+    if model not in MODELS:
+        return figures
+    if gpus == 1:  # the others run under nn.DataParallel, which no estimator here knows
+        for name in ("horus", "faketensor"):
+            answer = _asked(model, batch_size, estimator=name)
+            figures[f"{name}_mib"] = None if answer is None else answer.peak_memory_mib
+        if (ours := _asked(model, batch_size)) is not None:
+            figures |= {"ours_mib": ours.peak_memory_mib, "ours_p50_mib": ours.quantile_mib(0.5),
+                        "ours_p90_mib": ours.quantile_mib(0.9), "ours_bound_mib": ours.upper_mib}  # fmt: skip
+    if (ours := _asked(model, batch_size, memory=False, loop="pipeline")) is not None:
+        figures |= {"ours_smact": ours.smact, "ours_smocc": ours.smocc, "ours_drama": ours.drama}
+    traced = _asked(model, batch_size, memory=False, estimator="trace")
+    if traced is not None and traced.step_time_ms is not None:
+        steps = _epoch_steps(model, batch_size, gpus) * int(row["epochs_of_minutes"])
+        busy = min(1.0, steps * traced.step_time_ms / 60_000 / float(row["minutes"]))
+        figures["busy"] = busy
+        for name in ("smact", "smocc", "drama"):
+            share = getattr(traced, name)
+            figures[name] = None if share is None else busy * share
+    return figures
+
+
+def main() -> int:
+    """Write the catalogue anew; with names of models as arguments, their rows only."""
+    with PUBLISHED_FILE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    only = sys.argv[1:]
+    with JOBS_FILE.open(newline="") as file:
+        kept = {row["name"]: [*row.values()] for row in csv.DictReader(file)} if only else {}
+    lines = [["name", *ESTIMATED]]
+    for row in rows:
+        if only and row["model"] not in only:
+            lines.append(kept[row["name"]])
+            continue
+        figures = estimated(row)
+        texts = ["" if v is None else f"{v:.1f}" if k.endswith("mib") else f"{v:.3f}" for k, v in figures.items()]
+        lines.append([row["name"], *texts])
+        print(row["name"], row["memory_mib"], *texts, flush=True)
+    with JOBS_FILE.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""Replays of a cluster: schedules worked out by hand, crashes and re-runs, readers of public formats, the command."""
+
+import dataclasses
+import json
+import math
+import runpy
+import sys
+import time
+
+import pytest
+
+from conf.errors import UsageError
+from farm.replaying.catalogue import ESTIMATORS, JobType, estimated_mib, load_catalogue
+from farm.replaying.contention import SHARING, Contention
+from farm.replaying.generators import GENERATORS, generate_trace
+from farm.replaying.policies import POLICIES, make_policy
+from farm.replaying.simulator import ClusterRules, replay
+from farm.replaying.traces import ClusterTrace, read_trace
+from learn.admission.memory_need import MemoryNeed
+from learn.collocation.profile import JobProfile
+from warehouse.folder import DataFolder
+
+RULES = ClusterRules(gpus=2, memory_mib=10_000.0, idle_w=50.0, limit_w=400.0)
+COLLOCATING = [name for name in POLICIES if name != "exclusive"]
+
+
+def kind(name="job", memory=3500.0, busy=0.5, smact=0.4, estimate=None, gpus=1):
+    """A job type; `estimate`: what the default estimator says of its memory, the truth by default."""
+    estimate = memory if estimate is None else estimate
+    return JobType(
+        name=name, weight="light", gpus=gpus, minutes=1.0, epochs=(1,), memory_mib=memory, busy=busy, smact=smact,
+        smocc=0.2, drama=0.1, estimates={"ours": estimate, "ours_bound": estimate},
+        need=MemoryNeed(((0.5, estimate), (0.99, estimate))),
+        estimated=JobProfile(name, estimate, estimate, smact=smact),
+    )  # fmt: skip
+
+
+def trace_of(*jobs, types=None):
+    """Jobs as (arrival, duration, GPUs, index of the type)."""
+    arrivals, durations, gpus, kinds = zip(*jobs, strict=True)
+    return ClusterTrace(
+        name="mine", types=tuple(types or (kind(),)), arrivals_s=arrivals, kinds=kinds, durations_s=durations, gpus=gpus
+    )
+
+
+def run(trace, policy="exclusive", estimator="oracle", rules=RULES, **settings):
+    return replay(
+        trace, make_policy(policy, estimator, trace.types, **settings), rules, Contention(trace.types, seed=3)
+    )
+
+
+def test_the_exclusive_baseline_is_the_schedule_worked_out_by_hand():
+    # 2 GPUs. A, B start at once; C waits for A's end at 100; D wants both: they are free at 160; E queues behind D.
+    trace = trace_of((0, 100, 1, 0), (10, 90, 1, 0), (20, 60, 1, 0), (30, 40, 2, 0), (40, 5, 1, 0))
+    done = run(trace)
+    assert list(done.waiting_s) == [0, 0, 80, 130, 160]
+    assert list(done.completion_s) == [100, 90, 140, 170, 165]
+    assert done.makespan_s == 205
+    assert list(done.slowdown) == [1, 1, 1, 1, 1] and done.crashes == done.failed == done.collocated == 0
+    busy = 100 + 90 + 60 + 2 * 40 + 5
+    assert done.used == pytest.approx(busy / (2 * 205))
+    assert done.energy_j == pytest.approx(50 * 2 * 205 + 350 * 0.4 * busy)
+
+
+@pytest.mark.parametrize("policy", COLLOCATING)
+def test_jobs_that_share_a_gpu_are_slowed_by_the_contention_of_their_group(policy):
+    trace = trace_of((0, 1000, 1, 0), (0, 1000, 1, 0), (50, 1000, 1, 0))
+    done = run(trace, policy)
+    speed = Contention(trace.types, seed=3).speeds((0, 0))[0]
+    assert 0.5 < speed < 1
+    assert done.collocated == 1 and list(done.waiting_s) == [0, 0, 0]
+    # The first is alone for 50 s; then two share a GPU until it ends; the third goes on alone.
+    ends = 50 + 950 / speed
+    assert done.completion_s[0] == pytest.approx(ends)
+    assert done.completion_s[1] == pytest.approx(1000)
+    assert done.completion_s[2] == pytest.approx(ends - 50 + 1000 - 950)
+
+
+def test_a_newcomer_that_finds_too_little_memory_crashes_and_runs_again_alone():
+    liar = kind("liar", memory=6000.0, estimate=1000.0)
+    trace = trace_of((0, 500, 1, 0), (0, 400, 1, 0), (100, 50, 1, 0), types=(liar,))
+    done = run(trace, "magm", "ours")
+    assert done.crashes == 1 and done.failed == 0
+    assert done.completion_s[0] > 500  # it had a partner for a while
+    assert done.waiting_s[2] >= 300  # its second run begins on the GPU that is idle first
+    assert done.slowdown[2] == 1
+    assert run(trace, "magm", "oracle").crashes == 0
+
+
+def test_a_job_that_fits_on_no_gpu_fails_once_and_holds_up_nobody():
+    types = (kind(), kind("huge", memory=20_000.0))
+    done = run(trace_of((0, 100, 1, 1), (0, 100, 1, 0), (1, 100, 8, 0), types=types))
+    assert done.failed == 2 and done.crashes == 1
+    assert math.isnan(done.completion_s[0]) and done.completion_s[1] == 100 and math.isnan(done.completion_s[2])
+
+
+@pytest.mark.parametrize("policy", COLLOCATING)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_policy_ends_every_job_with_every_estimator(policy, estimator):
+    trace = generate_trace("carma", n=60, gpus=4, load=2.0, seed=7)
+    rules = dataclasses.replace(RULES, gpus=4, memory_mib=40_326.0)
+    done = run(trace, policy, estimator, rules)
+    assert done.failed == 0 and all(end > 0 for end in done.completion_s)
+    assert all(slowdown >= 1 - 1e-9 for slowdown in done.slowdown)
+    assert 0 < done.smact <= 1 and 0 < done.used <= 1
+    if estimator == "oracle":
+        assert done.crashes == 0
+
+
+def test_ours_at_the_bound_beats_exclusive_without_a_crash_on_ninety_jobs():
+    rules = dataclasses.replace(RULES, gpus=4, memory_mib=40_326.0)
+    for seed in range(3):
+        trace = generate_trace("carma", n=None, gpus=4, load=1.0, seed=seed)
+        assert len(trace) == 90
+        ours = run(trace, "ours", "ours_bound", rules)
+        assert ours.crashes == 0
+        assert ours.makespan_s < 0.8 * run(trace, rules=rules).makespan_s
+
+
+def test_ours_lets_jobs_pass_a_head_that_waits_for_gpus_of_its_own_but_does_not_starve_it():
+    types = (kind("small", memory=1000.0, busy=0.1, smact=0.1),)
+    waiting = [(10 * place, 3000, 1, 0) for place in range(1, 7)]
+    trace = trace_of(*[(0, 3000, 1, 0)] * 3, (1, 1000, 2, 0), *waiting, types=types)
+    rules = dataclasses.replace(RULES, gpus=3)
+    in_order = run(trace, "ours", "oracle", rules, lookahead=1)
+    ahead = run(trace, "ours", "oracle", rules)
+    assert max(ahead.waiting_s[4:7]) < 100 < min(in_order.waiting_s[4:])  # three join the GPU that is not kept free
+    assert ahead.waiting_s[3] == in_order.waiting_s[3] == 2999
+
+
+def test_a_slowdown_limit_keeps_jobs_apart():
+    trace = trace_of(*((0, 1000, 1, 0) for _ in range(4)), types=(kind(busy=0.8, smact=0.7),))
+    assert run(trace, "ours", "oracle").collocated > 0
+    assert run(trace, "ours", "oracle", most_slowdown=1.5).collocated == 0
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_contention_is_symmetric_repeatable_and_never_a_speed_up(sharing):
+    types = load_catalogue()
+    contention, again = Contention(types, sharing, 5), Contention(types, sharing, 5)
+    for group in ((3, 9), (9, 9), (1, 9, 30), (9, 10, 11, 12)):
+        speeds = contention.speeds(group)
+        assert speeds == again.speeds(group) and all(0.1 < speed <= 1 for speed in speeds)
+        assert contention.activity(group) <= 1
+    assert contention.speeds((9, 9))[0] == contention.speeds((9, 9))[1]
+    assert Contention(types, sharing, 6).speeds((9, 9)) != contention.speeds((9, 9))
+    assert contention.speeds((4,)) == (1.0,)
+
+
+def test_the_catalogue_tells_the_truth_apart_from_estimates():
+    jobs = {job.name: job for job in load_catalogue()}
+    resnet = jobs["resnet50-64"]
+    assert resnet.memory_mib == 7106  # as published
+    assert estimated_mib(resnet, "oracle") == 7106 and estimated_mib(resnet, "none") == 0
+    assert estimated_mib(resnet, "ours_bound") > estimated_mib(resnet, "ours") != 7106
+    assert estimated_mib(jobs["maskrcnn-8"], "ours") == math.inf  # no figure: it must have a GPU for itself
+    for job in jobs.values():
+        assert 0 < job.smact <= job.busy <= 1 and 0 < job.minutes < 120
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generated_trace_is_its_seeds(name):
+    asked = {"n": 300, "gpus": 16, "load": 1.0}
+    trace = generate_trace(name, seed=1, **asked)
+    assert trace == generate_trace(name, seed=1, **asked) != generate_trace(name, seed=2, **asked)
+    assert len(trace) == 300 and trace.arrivals_s[0] == 0 and list(trace.arrivals_s) == sorted(trace.arrivals_s)
+    assert min(trace.durations_s) > 0 and 1 <= min(trace.gpus) <= max(trace.gpus) <= 16
+
+
+def test_philly_s_job_log_is_read(tmp_path):
+    def attempt(began, ended, *machines):
+        return {
+            "start_time": began,
+            "end_time": ended,
+            "detail": [{"ip": "m1", "gpus": list(gpus)} for gpus in machines],
+        }
+
+    jobs = [
+        {"submitted_time": "2017-10-07 01:00:00", "attempts": [
+            attempt("2017-10-07 01:01:00", "2017-10-07 01:02:00", ["gpu0"]),
+            attempt("2017-10-07 01:03:00", "2017-10-07 01:13:00", ["gpu0", "gpu1"], ["gpu3"]),
+        ]},
+        {"submitted_time": "2017-10-07 00:59:00", "attempts": [
+            attempt("2017-10-07 01:00:00", "2017-10-07 01:00:30", ["gpu0"]),
+        ]},
+        {"submitted_time": "2017-10-07 01:00:00", "attempts": []},
+        {"submitted_time": "2017-10-07 01:00:00", "attempts": [attempt("2017-10-07 01:00:00", "None", ["gpu0"])]},
+    ]  # fmt: skip
+    path = tmp_path / "a'; echo foo.json"
+    path.write_text(json.dumps(jobs))
+    trace = read_trace(str(path), None, seed=0)
+    assert (list(trace.arrivals_s), list(trace.durations_s), list(trace.gpus)) == ([0, 60], [30, 600], [1, 3])
+    assert trace.left_out == 2
+    assert len(read_trace(str(path), 1, seed=0)) == 1
+
+
+def test_alibaba_s_task_table_is_read_with_and_without_its_header(tmp_path):
+    rows = [
+        "job_a,ps,1.0,Terminated,100.0,900.0,600.0,29.3,,MISC",
+        "job_a,worker,3.0,Terminated,150.0,1000.0,600.0,29.3,50.0,T4",
+        "job_b,tensorflow,1.0,Failed,50.0,60.0,600.0,29.3,100.0,V100",
+        "job_c,tensorflow,1.0,Running,50.0,,600.0,29.3,100.0,V100",
+    ]
+    header = "job_name,task_name,inst_num,status,start_time,end_time,plan_cpu,plan_mem,plan_gpu,gpu_type"
+    for lines in (rows, [header, *rows]):
+        path = tmp_path / "pai_task_table.csv"
+        path.write_text("\n".join(lines) + "\n")
+        trace = read_trace(str(path), None, seed=0)
+        assert (list(trace.arrivals_s), list(trace.durations_s), list(trace.gpus)) == ([0, 100], [10, 850], [1, 2])
+        assert trace.left_out == 2
+
+
+def test_carma_s_submission_script_is_read(tmp_path):
+    path = tmp_path / "trace.sh"
+    path.write_text(
+        "sleep 0\npython /x/src/submit.py --task /x/workloads/resnet2.rad\nsleep 33\n"
+        "python /x/src/submit.py --task /x/workloads/resnet18_cifar100_50e_3.rad\nsleep 2\n"
+        "python /x/src/submit.py --task /x/workloads/gpt2_large_2.rad\n"
+    )
+    trace = read_trace(str(path), None, seed=0)
+    assert [trace.types[one].name for one in trace.kinds] == ["resnet50-64", "resnet18_cifar-128", "gpt2_large-8"]
+    assert list(trace.arrivals_s) == [0, 33, 35] and list(trace.gpus) == [1, 1, 2]
+    assert trace.durations_s[1] == pytest.approx(60 * 0.17 * 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("a.json", "{", "no such trace"), ("a.json", "{}", "no list of jobs"), ("a.json", "[]", "no job"),
+        ("a.csv", "1,2\n", "line 1: 2 columns"), ("a.sh", "submit.py --task /x/none.rad\n", "line 1: unknown task"),
+        ("a.sh", "", "no job"), ("a.txt", "", "neither a generator nor a file"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_trace_is_refused_by_what_is_wrong_with_it(tmp_path, name, text, part):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=part):
+        read_trace(str(tmp_path / name), None, seed=0)
+
+
+def command(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["farm.replay", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("farm.replay", run_name="__main__", alter_sys=True)
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+def test_the_command_prints_a_table_or_json_and_writes_a_page(monkeypatch, capsys, tmp_path):
+    small = ("n=20", "seeds=[1,2]", "policy=[exclusive,ours]", "estimator=[oracle,ours_bound]")
+    code, out, err = command(monkeypatch, capsys, *small, f"report={tmp_path}/replay.html")
+    assert (code, err) == (0, "")
+    assert "20 jobs on 4 x A100-SXM4-40GB" in out and "ours_bound" in out and "Simulated" in out
+    page = (tmp_path / "replay.html").read_text()
+    assert page.count("<svg") == 3 and "ours · ours_bound" in page
+    code, out, _ = command(monkeypatch, capsys, *small, "format=json")
+    figures = json.loads(out)
+    assert [one["policy"] for one in figures["replays"]] == ["exclusive", "ours", "ours"]
+    assert figures["replays"][0]["makespan_over_exclusive"]["mean"] == 1
+    assert figures["source"] == "simulated" and len(figures["replays"][1]["by_seed"]) == 2
+
+
+def test_a_data_folder_keeps_the_page_and_its_figures(monkeypatch, capsys, tmp_path):
+    home = DataFolder.resolve(tmp_path / "data").create()
+    asked = ("n=10", "seeds=[1]", "policy=exclusive", f"data={home.root}")
+    assert command(monkeypatch, capsys, *asked)[0] == command(monkeypatch, capsys, *asked)[0] == 0
+    page, figures = sorted((home.root / "replays").iterdir())
+    assert page.suffix == ".html" and json.loads(figures.read_text())["jobs"] == 10
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["policy=nope", "estimator=[ours,nope]", "sharing=mig", "n=0", "gpus=0", "seeds=[]", "seeds=[1,1]", "load=0",
+     "risk=0", "max_slowdown=0.5", "warmup_s=60", "device=none", "trace=nope.json", "format=x", "policy=[]"],
+)  # fmt: skip
+def test_a_bad_value_is_one_line_and_exit_code_2(monkeypatch, capsys, argument):
+    code, out, err = command(monkeypatch, capsys, argument)
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["exclusive", "magm", "ours"])
+def test_a_hundred_thousand_jobs_on_a_thousand_gpus_are_replayed_to_their_end(policy):
+    trace = generate_trace("philly", n=100_000, gpus=1000, load=1.0, seed=0)
+    began = time.process_time()
+    done = run(trace, policy, "ours_bound", dataclasses.replace(RULES, gpus=1000, memory_mib=40_326.0))
+    print(f"{policy}: {time.process_time() - began:.1f} s of CPU time")
+    assert not any(math.isnan(end) for end in done.completion_s)
