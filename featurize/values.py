@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import sys
 import weakref
@@ -22,6 +21,7 @@ import torch.utils._device
 from torch import Tensor
 from torch._ops import OpOverload
 
+from featurize.finite_truths import ABOUT_FINITE, FINITE, Truths, forgetter
 from featurize.replacing import replaced
 
 if TYPE_CHECKING:
@@ -48,15 +48,6 @@ _FILLED = {
     "aten::new_zeros": 0, "aten::new_ones": 1, "aten::new_empty": 0, "aten::new_full": None,
     "aten::empty": 0, "aten::empty_strided": 0,
 }  # fmt: skip
-# Of numbers that the step computes, only this is assumed: they are finite.
-_OF_FINITE = {"aten::isnan": False, "aten::isinf": False}
-_NEGATIONS = frozenset({"aten::logical_not", "aten::bitwise_not"})
-_CONJUNCTIONS = frozenset({"aten::logical_and", "aten::bitwise_and", "aten::mul"})
-_DISJUNCTIONS = frozenset({"aten::logical_or", "aten::bitwise_or"})
-_REDUCTIONS = frozenset({"aten::any", "aten::all"})
-_ABOUT_FINITE = frozenset(
-    {*_OF_FINITE, *_NEGATIONS, *_CONJUNCTIONS, *_DISJUNCTIONS, *_REDUCTIONS, "aten::eq", "aten::ne"}
-)
 _MISSING = object()
 _OURS = Path(__file__).resolve().parent
 # Whose lines are no model's code.
@@ -67,7 +58,6 @@ _HOW_MANY = (
     "the model picks elements by a mask that only computing the step would give, and how many they are is not known: "
     "meta tensors have no values"
 )
-FINITE = "numbers that the step computes are taken to be finite where the model asks"
 SPREAD = "the choices of topk among numbers that the step computes are taken to be spread evenly"
 ALL_KEPT = "nonzero keeps everything where its argument is computed in the step: an upper bound"
 ONES = "whole numbers of {name} that were given without values are taken to be 1, and {place} reads them"
@@ -99,7 +89,7 @@ class Values:
         self._said_of: set[str] = set()  # inputs whose defaults were read
         self._draws = 0
         self._known: dict[int, tuple[weakref.ref, torch.UntypedStorage, bool]] = {}  # ours alone to write to?
-        self._uniform: dict[int, tuple[weakref.ref, bool]] = {}  # truth values that are all the same, of any size
+        self._truths = Truths(self._known)
 
     def assume(self, text: str) -> None:
         """Note what the step takes for granted."""
@@ -198,7 +188,7 @@ class Values:
     def _note_default(self, tensor: Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        self._defaulted[key] = weakref.ref(storage, self._forgetter(self._defaulted, key)), name
+        self._defaulted[key] = weakref.ref(storage, forgetter(self._defaulted, key)), name
 
     def _place(self) -> str:
         """The module that runs, and the line of its code, or of the loss."""
@@ -240,7 +230,7 @@ class Values:
             self._follow_writes(func, args, kwargs, traits)
             return
         outputs = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ()
-        if name in _ABOUT_FINITE and self._follow_truths(name, args, out):
+        if name in ABOUT_FINITE and self._follow_truths(name, args, out):
             return
         if not outputs or not all(isinstance(one, Tensor) and one.is_meta and _is_small(one) for one in outputs):
             return
@@ -270,7 +260,7 @@ class Values:
     def forget(self) -> None:
         """Nothing is known any more."""
         self._known.clear()
-        self._uniform.clear()
+        self._truths.clear()
         self._defaulted.clear()
 
     def _follow_writes(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> None:
@@ -278,8 +268,7 @@ class Values:
         targets = [t for i in traits.written if i < len(args) for t in _tensors((args[i],))]
         targets += [t for key in traits.written_names if key in kwargs for t in _tensors((kwargs[key],))]
         keys = {t.untyped_storage()._cdata for t in targets if t.is_meta and not t.is_sparse}
-        for key in keys:
-            self._uniform.pop(key, None)
+        self._truths.forget(keys)
         if not any(key in known for key in keys):
             return
         for key in keys & known.keys():
@@ -317,40 +306,14 @@ class Values:
 
     def _follow_truths(self, name: str, args: tuple, out: object) -> bool:
         """Whether the result is a truth about finite numbers, which is then noted."""
-        truth = self._truth(name, args)
+        truth = self._truths.of(name, args)
         if truth is None or not isinstance(out, Tensor):
             return False
         self.assume(FINITE)
-        storage = out.untyped_storage()
-        self._uniform[storage._cdata] = weakref.ref(storage, self._forgetter(self._uniform, storage._cdata)), truth
+        self._truths.note(out, truth)
         if _is_small(out):
             self._know(out, torch.full(out.shape, truth, dtype=out.dtype, device="cpu"))
         return True
-
-    def _truth(self, name: str, args: tuple) -> bool | None:
-        first = args[0]
-        if not isinstance(first, Tensor) or not first.is_meta:
-            return None
-        if first.is_floating_point():
-            if first.untyped_storage()._cdata in self._known:
-                return None
-            if name in _OF_FINITE:
-                return _OF_FINITE[name]
-            itself = len(args) > 1 and args[1] is first  # as in isfinite
-            if name in ("aten::eq", "aten::ne") and (itself or _is_infinite(args[1])):
-                return (name == "aten::eq") == itself
-            return None
-        if first.dtype is not torch.bool or not self._uniform:
-            return None
-        truths = [self._uniform.get(t.untyped_storage()._cdata) for t in args if isinstance(t, Tensor)]
-        if None in truths:
-            return None
-        held = [truth for _, truth in filter(None, truths)]
-        if name in _NEGATIONS:
-            return not held[0]
-        if name in _CONJUNCTIONS:
-            return all(held)
-        return any(held) if name in _DISJUNCTIONS else held[0] if name in _REDUCTIONS else None
 
     def _spread(self, indices: Tensor, args: tuple) -> None:
         """Row r of a choice of k among n takes k*r, k*r + 1, ... modulo n, as a router that is balanced does."""
@@ -386,15 +349,7 @@ class Values:
             into = torch.empty(0, dtype=tensor.dtype, device="cpu")
             into.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride()).copy_(values)
             ours = True
-        self._known[key] = weakref.ref(storage, self._forgetter(self._known, key)), held, ours
-
-    @staticmethod
-    def _forgetter(table: dict, key: int) -> Callable[[weakref.ref], None]:
-        def forget(ref: weakref.ref) -> None:
-            if key in table and table[key][0] is ref:
-                del table[key]
-
-        return forget
+        self._known[key] = weakref.ref(storage, forgetter(self._known, key)), held, ours
 
     def _as_meta(self, out: object) -> object:
         if isinstance(out, Tensor):
@@ -428,10 +383,6 @@ class Values:
 def _leaves_meta(tensor: Tensor, kwargs: dict) -> bool:
     device = kwargs.get("device")
     return tensor.is_meta and device is not None and torch.device(device).type == "cpu"
-
-
-def _is_infinite(value: object) -> bool:
-    return isinstance(value, float) and math.isinf(value)
 
 
 def _is_whole(tensor: Tensor) -> bool:
