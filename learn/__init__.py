@@ -61,6 +61,10 @@ __all__ = [
 ]
 _OF_FITS = ("DeviceFit", "LargestBatch", "devices_that_fit", "largest_batch")
 _OF_PLANS = ("LayoutPlan", "PlanRow")
+_OF_ADMISSION = {
+    "Admission": "learn.admission.admitting", "admit": "learn.admission.admitting",
+    "GpuState": "learn.admission.gpu_state", "JobProfile": "learn.collocation.profile",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -69,18 +73,10 @@ def __getattr__(name: str) -> Any:
         from learn.estimation import fits
 
         return getattr(fits, name)
-    if name in ("Admission", "admit"):
-        from learn.admission import admitting
+    if name in _OF_ADMISSION:
+        import importlib
 
-        return getattr(admitting, name)
-    if name == "GpuState":
-        from learn.admission.gpu_state import GpuState
-
-        return GpuState
-    if name == "JobProfile":
-        from learn.collocation.profile import JobProfile
-
-        return JobProfile
+        return getattr(importlib.import_module(_OF_ADMISSION[name]), name)
     if name == "plan":
         from learn.planning.plans import plan
 
