@@ -36,7 +36,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """One policy with one estimator; `results` and `over_exclusive`, the makespan over that of `exclusive`, are by seed."""
+    """One policy with one estimator; `results`, and makespans over those of `exclusive`, are by seed."""
 
     policy: str
     estimator: str
