@@ -26,7 +26,7 @@ from conf.json_file import MARKER_BYTES, read_json
 DATA_FORMAT = "gpufarm-data"
 OWN_FOLDERS = (
     "runs", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale", "compactions", "models", "features",
-    "snapshots", "growth", "reports", "locks", "damaged", "environments", "comparisons",
+    "snapshots", "growth", "reports", "locks", "damaged", "environments", "comparisons", "replays",
 )  # fmt: skip
 OWN_FILES = ("format.json", "queue.sqlite", "warehouse.duckdb")  # and what SQLite and DuckDB put beside them
 

@@ -24,6 +24,8 @@ from learn import Estimate, estimate
 DEVICE = "A100-SXM4-40GB"
 MACHINE = "current"  # the published memory of small jobs leaves no room for kernels that are all loaded at once
 IMAGENET, CIFAR, WIKITEXT, VOC = (1_281_167, 50_000), (50_000, 10_000), (36_718, 0), (1_464, 1_449)
+COCO = (117_266, 5_000)
+Sample = tuple[int, ...] | Callable[[int], dict[str, Any]]
 # A step without gradients takes about a third of one that trains.
 EVALUATION = 1 / 3
 ESTIMATED = (
@@ -110,9 +112,32 @@ def _unet_twice() -> Any:
     return TwoPasses()
 
 
+def _mask_rcnn() -> Any:
+    """Return torchvision's Mask R-CNN, as its reference script trains it on COCO."""
+    detection = import_library("torchvision.models.detection")
+    return detection.maskrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=91)
+
+
+def _coco_batch(batch_size: int) -> dict[str, Any]:
+    """Return a batch as COCO has them, seven objects an image: one picture upright, one wide, the others 480 by 640."""
+    import torch
+
+    drawn = torch.Generator().manual_seed(0)
+    images, targets = [], []
+    for height, width in ((640, 480), (384, 640), *((480, 640),) * (batch_size - 2)):
+        size = torch.tensor([width / 2, height / 2])
+        corners = torch.rand(7, 2, generator=drawn) * size
+        boxes = torch.cat([corners, corners + 2 + torch.rand(7, 2, generator=drawn) * (size - 2)], 1)
+        masks = torch.zeros(7, height, width, dtype=torch.uint8)
+        images.append(torch.rand(3, height, width, generator=drawn))
+        targets.append({"boxes": boxes, "labels": torch.randint(1, 91, (7,), generator=drawn), "masks": masks})
+    return {"images": images, "targets": targets}
+
+
 _TOKENS: dict[str, Any] = {"input_dtype": "int64"}
-# model -> factory, shape of one sample, samples of an epoch (trained on, evaluated on), settings of the estimate
-MODELS: Mapping[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, int], dict[str, Any]]] = {
+# model -> factory, shape of one sample or what makes a batch, samples of an epoch (trained on, evaluated on), settings
+MODELS: Mapping[str, tuple[Callable[[], Any], Sample, tuple[int, int], dict[str, Any]]] = {
+    "maskrcnn": (_mask_rcnn, _coco_batch, COCO, {"optimizer": "momentum"}),
     "efficientnet_b0": (partial(_torchvision, "efficientnet_b0"), (3, 224, 224), IMAGENET, {}),
     "resnet50": (partial(_torchvision, "resnet50"), (3, 224, 224), IMAGENET, {}),
     "mobilenet_v2": (partial(_torchvision, "mobilenet_v2"), (3, 224, 224), IMAGENET, {}),
@@ -139,7 +164,8 @@ def _asked(model: str, batch_size: int, memory: bool = True, **more: Any) -> Est
     factory, sample, _, settings = MODELS[model]
     factory = AT_THE_PEAK.get(model, factory) if memory else factory
     try:
-        return estimate(factory, [batch_size, *sample], device=DEVICE, machine=MACHINE, **settings, **more)
+        inputs = [batch_size, *sample] if isinstance(sample, tuple) else sample(batch_size)
+        return estimate(factory, inputs, device=DEVICE, machine=MACHINE, **settings, **more)
     except CommandError as refusal:
         print(f"{model} at {batch_size}, {more}: {refusal}", file=sys.stderr)
         return None

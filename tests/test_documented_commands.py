@@ -20,6 +20,7 @@ SMALL = {  # settings that make a documented command small, and keep what it wri
     "farm.submit": ("n=2", "detach=true"),
     "farm.grow": ("n=2", "pool=30", "dry_run=true", "device=simulated"),
     "farm.work": ("cluster=inline",),
+    "farm.replay": ("n=5", "seeds=[0]"),
     "learn.fit": ("estimator=lightgbm",),
     "learn.benchmark": ("estimators=[dnnmem]", "rows=5", "workers=0"),
 }
@@ -27,6 +28,7 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "path=timm_train_step_time.csv": "a published file, which does not come along",
     "path=kernel_times.parquet": "a published file, which does not come along",
     "path=llmfoundry_throughput.csv": "a published file, which does not come along",
+    "trace=cluster_job_log.json": "a published file; tests/farm/test_replay.py reads one like it",
     "+arch=wide": "the family of a walk-through, which is not there",
     "estimator=constant": "the estimator of a walk-through, which is not there",
     "host_load": "the sensor of a walk-through, which is not there",

@@ -36,7 +36,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """One policy with one estimator, over all seeds; `shorter`: makespan over that of `exclusive`, by seed."""
+    """One policy with one estimator; `results`, and makespans over those of `exclusive`, are by seed."""
 
     policy: str
     estimator: str
@@ -74,7 +74,6 @@ def run_crossing(
     combinations = _combinations(settings)
     results: dict[tuple[str, str], list[ReplayResult]] = {pair: [] for pair in combinations}
     baselines: list[float] = []
-    trace: ClusterTrace | None = None
     first: ClusterTrace | None = None
     for place, seed in enumerate(settings.seeds):
         trace = _trace(settings, seed)

@@ -48,7 +48,7 @@ def shadow(folder, name):
 
 
 # Where the command's module has no entry.
-BODIES = {name: f"learn.commands.{name}" for name in ("estimate", "plan", "fit")}
+BODIES = {name: f"learn.commands.{name}" for name in ("admit", "estimate", "plan", "fit")}
 
 
 def test_the_table_names_every_documented_command_and_its_module():
