@@ -25,7 +25,7 @@ NOW_S = 4_000_000_000.0
 EVERY_RUN = "SELECT run_id FROM runs ORDER BY run_id"
 COUNTS = (
     "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM telemetry), (SELECT sum(runs) FROM jobs), "
-    "(SELECT count(*) FROM kernels), (SELECT count(*) FROM ranks)"
+    "(SELECT count(*) FROM kernels), (SELECT count(*) FROM ranks), (SELECT count(*) FROM collocations)"
 )
 
 
@@ -133,7 +133,7 @@ def test_a_torn_listing_costs_no_row(folder, kind, how, capsys):
         listing.unlink()
     else:
         listing.write_bytes(b"" if how == "empty" else os.urandom(300))
-    assert ask(folder) == [(10, 20, 10, 20, 20)]
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
     assert (str(listing) in capsys.readouterr().err) is (how != "gone")
 
 
@@ -156,7 +156,7 @@ def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_d
             flipped = bytearray(content)
             flipped[place] ^= 1
             listing.write_bytes(flipped)
-            assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20)]
+            assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
             assert str(listing) in capsys.readouterr().err
 
 
@@ -180,7 +180,7 @@ def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(fold
     merge(folder, grace_s=0, force_after_s=0)
     merge(folder, grace_s=0, force_after_s=0)
     (merged,) = merged_files(folder, kind)
-    assert ask(folder) == [(10, 20, 10, 20, 20)]
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
     merged.unlink()
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for act in (lambda: connection.execute(f"FROM {kind}").fetchall(), lambda: connection.sql(f"FROM {kind}").df()):
@@ -212,7 +212,7 @@ def test_a_planted_listing_hides_no_run(folder, kind, name, capsys):
     hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
     table = pa.table({"run_id": ["planted"], "status": ["ok"]}) if kind == "runs" else None
     plant(folder, kind, name, hidden, table)
-    assert ask(folder) == [(10, 20, 10, 20, 20)]
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
     assert str(listing_file(folder, kind, name)) in err and "Traceback" not in err
 
@@ -222,9 +222,9 @@ def test_a_planted_listing_hides_no_run_that_lands_later(folder):
     hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
     for kind in KINDS:
         plant(folder, kind, new_merged_name(), hidden[2:])
-    assert ask(folder) == [(2, 4, 2, 4, 4)]
+    assert ask(folder) == [(2, 4, 2, 4, 4, 2)]
     fill(folder, range(2, 10))
-    assert ask(folder) == [(10, 20, 10, 20, 20)]
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
 
 
 @pytest.mark.spread(3)
@@ -239,8 +239,8 @@ def test_a_merged_file_with_odd_columns_is_left_out_and_named_once(folder, kind,
     merge(folder, grace_s=1e12)
     name = new_merged_name()
     plant(folder, kind, name, ["family=cnn/J-000001.parquet"], table)
-    assert ask(folder) == [(10, 20, 10, 20, 20)]
-    assert ask(folder) == [(10, 20, 10, 20, 20)]
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
     assert err.count("\n") == err.count(str(folder.partition(kind, "cnn") / name)) == 1 and "run_id" in err
 
@@ -254,7 +254,7 @@ def test_a_listing_that_names_a_file_elsewhere_is_ignored(folder):
         (f"family=cnn/{name}", "family=mlp/J-000001.parquet"),
     ):
         Listing(listing_file(folder, "runs", name), merged, (hidden,), 1.0).write()
-        assert ask(folder) == [(10, 20, 10, 20, 20)]
+        assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
 
 
 def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(folder):
@@ -262,7 +262,7 @@ def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(folder)
     merge(folder, grace_s=0, force_after_s=0)
     merge(folder, grace_s=0, force_after_s=0)
     fill(folder, range(5, 12))
-    assert ask(folder) == [(12, 24, 12, 24, 24)]
+    assert ask(folder) == [(12, 24, 12, 24, 24, 12)]
     assert ask(folder, "SELECT count(*) FROM runs JOIN telemetry USING (run_id)") == [(24,)]
 
 
@@ -278,7 +278,7 @@ def test_a_run_that_is_in_two_merged_files_is_shown_once(folder):
             pq.write_table(table, merged.with_name(other), row_group_size=3, **COMPRESSION)
             Listing(listing_file(folder, kind, other), f"family=cnn/{other}", (), 2.0).write()
             other = new_merged_name()
-    assert ask(folder) == [(10, 20, 10, 20, 20)]
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
     assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM attempts") == [(10, 10)]
 
 
@@ -288,7 +288,7 @@ def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(folder, k
     merge(folder, grace_s=1e12)
     (merged,) = merged_files(folder, kind)
     merged.write_bytes(merged.read_bytes()[:-50])
-    assert ask(folder) == [(10, 20, 10, 20, 20)]
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
 
 
 LOOP = """
@@ -419,7 +419,7 @@ def test_a_name_that_is_no_file_is_named_and_left_out(folder, how, capsys):
     fill(folder)
     for path in (folder.partition("runs", "cnn") / "z.parquet", folder.jobs / "z.parquet"):
         not_a_file(path, how)
-    assert ask(folder) == [(10, 20, 10, 20, 20)]
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
     assert err.count("\n") == 2 and err.count("z.parquet cannot be read") == 2
 
@@ -453,7 +453,7 @@ def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(fo
     later.write_bytes(content)
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for _ in range(2):
-            assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20)]
+            assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
     assert capsys.readouterr().err.count(str(later)) == 1
 
 
