@@ -17,6 +17,7 @@ LOADERS = {
     ("conf/commands.py", "settings_class"): "a literal of the table of commands",
     ("farm/__init__.py", ""): "a literal: conf/own_packages.py, before another package is imported",
     ("learn/__init__.py", ""): "a literal: conf/own_packages.py, before another package is imported",
+    ("learn/__init__.py", "__getattr__"): "names of the table _LATER; others raise first",
     ("warehouse/__init__.py", ""): "a literal: conf/own_packages.py, before another package is imported",
     ("infra/gpufarm/__main__.py", "main"): "names of the table COMMANDS; others raise first",
     ("infra/gpufarm/__main__.py", "_own_packages"): "a literal: conf/own_packages.py, before conf can be imported",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from learn.cases import DEFAULT_DEVICE
-from learn.collocation.contention import Contention
+from learn.collocation.contention import ContentionFormula
 from learn.collocation.known_jobs import KnownJobs
 from learn.collocation.learned import LearnedSlowdowns
 from learn.collocation.profile import JobProfile
@@ -94,7 +94,7 @@ def _of_estimate(answer: Estimate, name: str) -> JobProfile:
 def packaged_slowdowns() -> LearnedSlowdowns:
     """Return the estimator for data folders without a fitted one: fitted to Lucid's pairs of jobs on an RTX 3090."""
     return LearnedSlowdowns(
-        contention=Contention(own=0.878, others=0.748, sharpness=8.16, bandwidth=0.237),
+        contention=ContentionFormula(own=0.878, others=0.748, sharpness=8.16, bandwidth=0.237),
         known=KnownJobs(0.0, {}, {}, {}),
         typical=1.034,
         spread=0.671,

@@ -1,7 +1,7 @@
 """The learned slowdown of each job of a group, with a calibrated 90th percentile.
 
-Start reading at `fitted_slowdowns`. `Contention` answers for jobs whose utilization alone is known, `KnownJobs` for
-jobs that were measured beside others under the same name, the typical slowdown for all others.
+Start reading at `fitted_slowdowns`. `ContentionFormula` answers for jobs whose utilization alone is known, `KnownJobs`
+for jobs that were measured beside others under the same name, the typical slowdown for all others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from conf.errors import UsageError
-from learn.collocation.contention import FORMS, Contention, loads_of, utilization
+from learn.collocation.contention import FORMS, ContentionFormula, loads_of, utilization
 from learn.collocation.known_jobs import KnownJobs
 from learn.collocation.profile import JobProfile
 from learn.collocation.rows import MeasuredGroup
@@ -22,7 +22,7 @@ from learn.collocation.slowdown import Slowdown
 LEAST_GROUPS = 10
 _PERCENTILE = 0.90
 _BASE = 0.1  # of the spread of slowdowns: it grows with the slowdown beyond 1, from here
-_START = (0.0, 0.0, 2.0, -1.5)  # logarithms of Contention's figures, where the fit begins and what it is held to
+_START = (0.0, 0.0, 2.0, -1.5)  # logarithms of the formula's figures, where the fit begins and what it is held to
 _FIRMNESS = 3e-3
 _TOLERANCE = 0.02  # of normalised speed; what is further off counts in proportion, not squared
 _STEPS = 200
@@ -40,7 +40,7 @@ class LearnedSlowdowns:
             the model in question; of known jobs in groups that were left out.
     """
 
-    contention: Contention | None
+    contention: ContentionFormula | None
     known: KnownJobs
     typical: float
     spread: float
@@ -96,7 +96,7 @@ def _rows(groups: Sequence[MeasuredGroup]) -> tuple[list[Sequence[JobProfile]], 
     )
 
 
-def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> Contention:
+def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFormula:
     """Fit the formula to normalised speeds; every model counts the same, however many groups it is in."""
     import torch
 
@@ -127,7 +127,7 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> Contention:
 
     search.step(loss)  # type: ignore[no-untyped-call]
     own_share, others_share, sharpness, bandwidth = values.detach().exp().tolist()
-    return Contention(own_share, others_share, sharpness, bandwidth * has_bandwidth)
+    return ContentionFormula(own_share, others_share, sharpness, bandwidth * has_bandwidth)
 
 
 def _left_out(groups: Sequence[MeasuredGroup], form: str) -> tuple[np.ndarray, np.ndarray]:

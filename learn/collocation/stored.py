@@ -13,7 +13,7 @@ from typing import Any
 from conf.errors import EnvironmentProblem
 from learn.artifact_files import DamagedArtifact, checked, read_json, say_damaged
 from learn.artifacts import DataPlace, models_folder
-from learn.collocation.contention import Contention
+from learn.collocation.contention import ContentionFormula
 from learn.collocation.known_jobs import KnownJobs
 from learn.collocation.learned import LearnedSlowdowns
 from learn.targets import SLOWDOWN
@@ -81,7 +81,9 @@ def _from_mapping(stored: dict[str, Any]) -> LearnedSlowdowns:
         raise EnvironmentProblem(f"slowdown models of format {stored['format']}, this code knows {FORMAT}")
     known, contention = stored["known"], stored["contention"]
     return LearnedSlowdowns(
-        contention=None if contention is None else Contention(**{name: float(v) for name, v in contention.items()}),
+        contention=None
+        if contention is None
+        else ContentionFormula(**{name: float(v) for name, v in contention.items()}),
         known=KnownJobs(
             middle=float(known["middle"]),
             suffers={str(name): float(value) for name, value in known["suffers"].items()},

@@ -73,7 +73,7 @@ def test_layouts_of_a_space():
     assert with_layouts(space, "ddp=1").identity == space.identity, "one GPU is what a space without it means"
     sampled = with_layouts(space, [None, {"ddp": 2, "static_graph": True}])
     assert sampled.to_mapping()["space"][-1] == ["parallel", [None, "ddp=2, static_graph=true"]]
-    for wrong in ([], [[1]], "pp=2,cp=2", "ddp", 7):
+    for wrong in ([], [[1]], "pp=2,zero=2", "ddp", 7):
         with pytest.raises(UsageError, match="parallel"):
             with_layouts(space, wrong)
 

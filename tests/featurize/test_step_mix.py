@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from featurize import trace as tracing
+from featurize import tracing
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import load_device
 from featurize.replay import replay
 from featurize.step_mix import StepSequence
-from featurize.trace import TrainingStep, trace_step
-from featurize.training import Training
+from featurize.trace import trace_step
+from featurize.training import Training, TrainingStep
 from featurize.vision import import_library
 
 transformers = import_library("transformers")

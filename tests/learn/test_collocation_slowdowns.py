@@ -11,7 +11,7 @@ from conf.errors import UsageError
 from learn import JobProfile, fit_slowdowns, group_memory, slowdowns
 from learn.benchmark import entry as benchmark_command
 from learn.collocation.answers import packaged_slowdowns, profile_of
-from learn.collocation.contention import Contention, loads_of
+from learn.collocation.contention import ContentionFormula, loads_of
 from learn.collocation.judging import judged
 from learn.collocation.learned import fitted_slowdowns
 from learn.collocation.rows import MeasuredGroup, measured_groups
@@ -22,7 +22,7 @@ from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.fitting import FitSettings
 from warehouse.ingest import IngestSettings, ingest
 
-TRUTH = Contention(own=0.9, others=0.8, sharpness=6.0, bandwidth=0.3)
+TRUTH = ContentionFormula(own=0.9, others=0.8, sharpness=6.0, bandwidth=0.3)
 MODELS = ("Alpha", "Beta", "Gamma", "Delta", "Epsilon", "Zeta")
 BUSY = JobProfile("busy", memory_mib=8000, memory_bound_mib=9000, gpu_util=0.95, memory_util=0.7)
 LIGHT = JobProfile("light", memory_mib=2000, memory_bound_mib=2500, gpu_util=0.2, memory_util=0.1)
