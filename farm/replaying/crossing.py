@@ -13,6 +13,7 @@ from farm.replaying.policies import make_policy
 from farm.replaying.settings import ReplaySettings
 from farm.replaying.simulator import ClusterRules, ReplayResult, replay
 from farm.replaying.traces import ClusterTrace, read_trace
+from learn.collocation.stored import default_slowdowns
 from workers.telemetry.steadiness import student_t
 
 NO_ESTIMATOR = "–"
@@ -122,6 +123,6 @@ def _replayed(
 ) -> ReplayResult:
     placed = make_policy(
         policy, estimator, trace.types, risk=settings.risk, most_slowdown=settings.max_slowdown or math.inf,
-        lookahead=settings.lookahead,
+        lookahead=settings.lookahead, slowdowns=None if settings.data is None else default_slowdowns(settings.data),
     )  # fmt: skip
     return replay(trace, placed, rules, Contention(trace.types, settings.sharing, seed))

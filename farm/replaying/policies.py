@@ -17,7 +17,8 @@ import numpy as np
 from conf.errors import unknown_name
 from farm.replaying.catalogue import JobType, estimated_mib
 from farm.replaying.gpu_pool import GpuPool
-from learn.collocation.slowdown import NoUtilization, SharedTime, SlowdownEstimator
+from learn.collocation.learned import packaged_slowdowns
+from learn.collocation.slowdown import NoUtilization, SlowdownEstimator
 
 POLICIES = ("exclusive", "round_robin", "magm", "lug", "ours")
 SMACT_LIMIT = 0.8  # a GPU at this SM activity takes no further job
@@ -194,7 +195,7 @@ def make_policy(
             `ours_bound`. Of others the margin must stay free.
         most_slowdown: that `ours` expects of any job at most.
         lookahead: how many waiting jobs `ours` looks at.
-        slowdowns: estimator of slowdowns that `ours` asks; by default the sum of utilizations.
+        slowdowns: estimator of slowdowns that `ours` asks; by default the packaged one, learned from measured pairs.
 
     Raises:
         UsageError: for an unknown name.
@@ -209,6 +210,6 @@ def make_policy(
     if estimator == "ours_bound":
         margins = [math.inf if job.need is None else job.need.mib(1.0 - risk) for job in types]
     return ExpectedSpeedPolicy(
-        margins, types, oracle=estimator == "oracle", estimator=slowdowns or SharedTime(), most_slowdown=most_slowdown,
-        lookahead=lookahead,
+        margins, types, oracle=estimator == "oracle", estimator=slowdowns or packaged_slowdowns(),
+        most_slowdown=most_slowdown, lookahead=lookahead,
     )  # fmt: skip

@@ -14,8 +14,10 @@ from typing import Any
 from conf.errors import UsageError
 from learn.admission.gpu_state import MEDIAN, GpuState, KnownJob, known_job
 from learn.admission.memory_need import MemoryNeed, overflow_probability
+from learn.collocation.learned import LearnedSlowdowns
 from learn.collocation.profile import JobProfile
-from learn.collocation.slowdown import NoUtilization, SharedTime, Slowdown, SlowdownEstimator
+from learn.collocation.slowdown import NoUtilization, Slowdown, SlowdownEstimator
+from learn.collocation.stored import default_slowdowns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,8 @@ def admit(
         gpu_state: the GPU and its jobs.
         risk: probability of running out of memory up to which the job is admitted, from 0 to 1.
         max_slowdown: median slowdown up to which it is admitted, of each job; None: slowdowns decide nothing.
-        data: data folder with fitted models, for jobs that have to be estimated; None: the default folder.
-        estimator: of slowdowns; None: the sum of utilizations, `learn.collocation.slowdown.SharedTime`.
+        data: data folder with fitted models and slowdowns; None: the default folder.
+        estimator: of slowdowns; None: the newest that was fitted to groups of the data folder, else the packaged one.
 
     Raises:
         UsageError: for a limit out of range, or a job whose memory is not known.
@@ -85,7 +87,7 @@ def admit(
     profile, need = known_job(job, "new job", gpu_state.device, data)
     present = [known_job(one, f"job {place}", gpu_state.device, data) for place, one in enumerate(gpu_state.jobs, 1)]
     memory = _memory(need, [one for _, one in present], gpu_state)
-    slowdowns, unknown = _slowdowns([profile, *(one for one, _ in present)], estimator or SharedTime())
+    slowdowns, unknown = _slowdowns([profile, *(one for one, _ in present)], estimator or default_slowdowns(data))
     fits = memory.risk <= risk if memory.risk is not None else memory.bound_mib <= gpu_state.memory_mib
     reasons = [_memory_reason(memory, gpu_state, fits, risk)]
     quick = True
@@ -119,6 +121,8 @@ def _slowdowns(
 ) -> tuple[tuple[tuple[str, Slowdown | None], ...], str | None]:
     """Return the expected slowdown of each, and where there is none, why."""
     try:
+        if len(group) > 1 and isinstance(estimator, LearnedSlowdowns) and (unknown := estimator.unknown(group)):
+            raise NoUtilization(f"{', '.join(unknown)}: neither GPU utilization nor SMACT is known")
         expected = estimator.slowdowns(group)
     except NoUtilization as error:
         return tuple((job.name, None) for job in group), str(error)

@@ -6,17 +6,13 @@ Start reading at `slowdowns`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from learn.cases import DEFAULT_DEVICE
-from learn.collocation.contention import ContentionFormula
-from learn.collocation.known_jobs import KnownJobs
-from learn.collocation.learned import LearnedSlowdowns
 from learn.collocation.profile import JobProfile
 from learn.collocation.slowdown import Slowdown, SlowdownEstimator
-from learn.collocation.stored import find_slowdowns
+from learn.collocation.stored import default_slowdowns
 from learn.estimation.job_estimate import Estimate
 
 if TYPE_CHECKING:
@@ -62,7 +58,7 @@ def slowdowns(
     if not 1 <= len(jobs) <= MOST_JOBS:
         raise UsageError(f"jobs must be 1 to {MOST_JOBS}, got {len(jobs)}")
     group = [profile_of(job, device) for job in jobs]
-    chosen: SlowdownEstimator = estimator or find_slowdowns(data) or packaged_slowdowns()
+    chosen: SlowdownEstimator = estimator or default_slowdowns(data)
     return chosen.slowdowns(group)
 
 
@@ -87,16 +83,4 @@ def _of_estimate(answer: Estimate, name: str) -> JobProfile:
         smact=answer.smact,
         smocc=answer.smocc,
         drama=answer.drama,
-    )
-
-
-@cache
-def packaged_slowdowns() -> LearnedSlowdowns:
-    """Return the estimator for data folders without a fitted one: fitted to Lucid's pairs of jobs on an RTX 3090."""
-    return LearnedSlowdowns(
-        contention=ContentionFormula(own=0.878, others=0.748, sharpness=8.16, bandwidth=0.237),
-        known=KnownJobs(0.0, {}, {}, {}),
-        typical=1.034,
-        spread=0.671,
-        spread_known=0.671,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -47,22 +48,55 @@ class LearnedSlowdowns:
     spread_known: float
     name: str = "learned"
 
+    def unknown(self, group: Sequence[JobProfile]) -> list[str]:
+        """Return the names of jobs without a utilization, where the group is not known by its names either.
+
+        Such a group is answered by the typical slowdown.
+        """
+        if self.known.knows(group):
+            return []
+        return [job.name for job in group if self.contention is None or utilization(job) is None]
+
     def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
         """Return the slowdown of each job of one to four, in the group's order; 1 for a job that is alone."""
         if len(group) < 2:
             return [Slowdown(1.0, 1.0) for _ in group]
         if self.contention is not None and all(utilization(job) is not None for job in group):
             expected = self.contention.slowdown(loads_of([group] * len(group), range(len(group)))).tolist()
-            return [_with_p90(value, self.spread) for value in expected]
+            return [_with_p90(value, self.spread) for value in _within_all_sms(group, expected)]
         spread = max(self.spread, self.spread_known)
         if self.known.knows(group):
             return [_with_p90(self.known.slowdown(group, place), self.spread_known) for place in range(len(group))]
         return [_with_p90(1.0 + (self.typical - 1.0) * (len(group) - 1), spread) for _ in group]
 
 
+def _within_all_sms(group: Sequence[JobProfile], expected: Sequence[float]) -> list[float]:
+    """Return the slowdowns, longer where SMs would be active for more than all of the time.
+
+    Jobs that take turns on a GPU share its SMs' time; nvidia-smi's utilization cannot tell, since a kernel that leaves
+    most SMs idle counts as much as any.
+    """
+    if any(job.smact is None for job in group):
+        return list(expected)
+    active = sum((job.smact or 0.0) / slowdown for job, slowdown in zip(group, expected, strict=True))
+    return [max(1.0, active) * slowdown for slowdown in expected]
+
+
 def _with_p90(expected: float, spread: float) -> Slowdown:
     median = max(1.0, expected)
     return Slowdown(median, max(median, median + spread * (_BASE + median - 1.0)))
+
+
+@cache
+def packaged_slowdowns() -> LearnedSlowdowns:
+    """Return the estimator for data folders without a fitted one: fitted to Lucid's pairs of jobs on an RTX 3090."""
+    return LearnedSlowdowns(
+        contention=ContentionFormula(own=0.878, others=0.748, sharpness=8.16, bandwidth=0.237),
+        known=KnownJobs(0.0, {}, {}, {}),
+        typical=1.034,
+        spread=0.671,
+        spread_known=0.671,
+    )
 
 
 def fitted_slowdowns(groups: Sequence[MeasuredGroup]) -> LearnedSlowdowns:

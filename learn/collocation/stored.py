@@ -15,7 +15,7 @@ from learn.artifact_files import DamagedArtifact, checked, read_json, say_damage
 from learn.artifacts import DataPlace, models_folder
 from learn.collocation.contention import ContentionFormula
 from learn.collocation.known_jobs import KnownJobs
-from learn.collocation.learned import LearnedSlowdowns
+from learn.collocation.learned import LearnedSlowdowns, packaged_slowdowns
 from learn.targets import SLOWDOWN
 
 FORMAT = 1
@@ -30,6 +30,11 @@ class Saved:
 
     def save(self, folder: Path) -> None:
         (folder / _FILE).write_text(json.dumps(_to_mapping(self.slowdowns), indent=1))
+
+
+def default_slowdowns(data: DataPlace) -> LearnedSlowdowns:
+    """Return the newest of a data folder, else the packaged ones."""
+    return find_slowdowns(data) or packaged_slowdowns()
 
 
 def find_slowdowns(data: DataPlace) -> LearnedSlowdowns | None:

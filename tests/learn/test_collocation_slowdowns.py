@@ -10,10 +10,10 @@ import learn
 from conf.errors import UsageError
 from learn import JobProfile, fit_slowdowns, group_memory, slowdowns
 from learn.benchmark import entry as benchmark_command
-from learn.collocation.answers import packaged_slowdowns, profile_of
+from learn.collocation.answers import profile_of
 from learn.collocation.contention import ContentionFormula, loads_of
 from learn.collocation.judging import judged
-from learn.collocation.learned import fitted_slowdowns
+from learn.collocation.learned import fitted_slowdowns, packaged_slowdowns
 from learn.collocation.rows import MeasuredGroup, measured_groups
 from learn.collocation.slowdown import ConstantSlowdown
 from learn.collocation.stored import find_slowdowns, load_slowdowns
@@ -236,6 +236,16 @@ def test_a_folder_without_groups_names_what_brings_some(tmp_path):
 
 
 # ---- the public calls
+
+
+def test_no_group_keeps_sms_active_for_more_than_all_of_the_time():
+    heavy, light = JobProfile("heavy", smact=0.95), JobProfile("light", smact=0.2)
+    for group in ([heavy, heavy], [heavy, light], [heavy, heavy, light], [light, light, heavy, heavy]):
+        answers = packaged_slowdowns().slowdowns(group)
+        active = sum(job.smact / one.median for job, one in zip(group, answers, strict=True))
+        assert active <= 1 + 1e-9 and all(one.median >= 1 for one in answers)
+    alike = [JobProfile("a", gpu_util=1.0), JobProfile("b", gpu_util=1.0)]
+    assert packaged_slowdowns().slowdowns(alike)[0].median < 1.9, "a busy GPU need not have busy SMs"
 
 
 def test_without_a_fit_the_packaged_figures_answer(tmp_path):
