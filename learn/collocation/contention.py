@@ -1,7 +1,7 @@
 """The slowdown of a job beside others, from what each keeps busy alone: a formula with four fitted figures.
 
-Start reading at `ContentionFormula.slowdown`. With u the share of time in which a job alone has a kernel on the GPU, and
-m the share in which it reads or writes memory, a step takes the time alone times
+Start reading at `ContentionFormula.slowdown`. With u the share of time in which a job alone has a kernel on the GPU,
+and m the share in which it reads or writes memory, a step takes the time alone times
 
     1 + softplus(own * u + others * sum(u of partners) - 1) + bandwidth * m * sum(m of partners)
 
