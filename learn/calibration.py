@@ -209,7 +209,7 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
     try:
         rows = connection.execute(
             "SELECT run_id, config, device_name, peak_memory_mib, peak_reserved_mib FROM runs "
-            "WHERE status = 'ok' AND source = 'measured' AND device_uuid IS NOT NULL "
+            "WHERE status = 'ok' AND source = 'measured' AND device_uuid IS NOT NULL AND group_id IS NULL "
             "AND coalesce(quality, 'trusted') = 'trusted' AND peak_memory_mib IS NOT NULL "
             "AND peak_reserved_mib IS NOT NULL ORDER BY finished_at DESC"
         ).fetchall()

@@ -163,6 +163,8 @@ class Rows:
         notes = []
         if untrusted := self.counts.get("untrusted"):
             notes.append(f"{untrusted} rows have untrusted labels (runs.quality_reasons says why); they are left out")
+        if grouped := self.counts.get("beside other trials"):
+            notes.append(f"{grouped} rows are of trials that shared their device with others; they are left out")
         if stale := self.counts.get("stale"):
             notes.append(f"{stale} rows have labels that moved with their device's environment; they are left out")
         return [*notes, *self.remarks]
@@ -238,10 +240,11 @@ def load_rows(
     its features are those that are stored.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
-    `untrusted`, or a label that is stale now (`warehouse.stale`). `family` None or `all` takes every family. Rows of
-    several sources are not mixed, but where `source` is a list that names them: without it that raises `UsageError`
-    with the counts, as do unknown names and fewer than 30 usable rows. Rows of several devices are, as long as
-    `conf/device` describes all of them, since estimators read the description; else `device_name=` has to choose.
+    `untrusted`, a run beside others on one device, or a label that is stale now (`warehouse.stale`). `family` None or
+    `all` takes every family. Rows of several sources are not mixed, but where `source` is a list that names them:
+    without it that raises `UsageError` with the counts, as do unknown names and fewer than 30 usable rows. Rows of
+    several devices are, as long as `conf/device` describes all of them, since estimators read the description; else
+    `device_name=` has to choose.
     """
     wanted = get_target(target)
     runs = _read(data, wanted, snapshot)
@@ -261,6 +264,10 @@ def load_rows(
     if untrusted:
         counts["untrusted"] = untrusted
         usable = [row for row in usable if row["quality"] != "untrusted"]
+    grouped = sum(row["group_id"] is not None for row in usable)
+    if grouped:
+        counts["beside other trials"] = grouped
+        usable = [row for row in usable if row["group_id"] is None]
     stale = sum(row["stale"] for row in usable)
     if stale:
         counts["stale"] = stale
@@ -275,7 +282,7 @@ def load_rows(
     counts |= {"absurd": len(absurd), "unreadable": read.unreadable.total(), "unknown code": read.refused}
     counts = Counter({reason: n for reason, n in counts.items() if n or reason == "oom"})
     if len(read.rows) < MIN_ROWS:
-        _refuse_too_few(wanted, family, runs, len(read.rows), untrusted, stale, read.unreadable)
+        _refuse_too_few(wanted, family, runs, len(read.rows), untrusted, grouped, stale, read.unreadable)
     remarks = [f"{named(absurd)} left out: a label, a memory or a name that makes no sense"] if absurd else []
     return _pack(wanted, read, counts, (*remarks, *read.remarks))
 
@@ -300,6 +307,7 @@ def _read(
         "torch_version",
         "error_type",
         "error",
+        "group_id",
     ]
     connection = warehouse.connect(data, snapshot=snapshot)
     try:
@@ -392,6 +400,7 @@ def _refuse_too_few(
     runs: list[dict[str, Any]],
     usable: int,
     untrusted: int,
+    grouped: int,
     stale: int,
     unreadable: Counter[str],
 ) -> None:
@@ -405,6 +414,8 @@ def _refuse_too_few(
         text += f"; ok without {target.column}: {unlabelled}"
     if untrusted:
         text += f"; with untrusted labels (runs.quality_reasons says why): {untrusted}"
+    if grouped:
+        text += f"; beside other trials on one device: {grouped}"
     if stale:
         text += f"; with labels that moved with their device's environment: {stale}"
     for reason, n in unreadable.most_common(1):

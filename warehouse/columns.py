@@ -82,6 +82,7 @@ RUNS = {
     "parallel": "how the run was spread over several devices, as in ddp=2; NULL: one device",
     "ranks": "processes of the run, a device each, and its rows in ranks; NULL: one device",
     "collocation_rows": "rows of the run in collocations; NULL: it had the device to itself",
+    "group_id": "the group of trials that shared a device, as in collocations; NULL: it had the device to itself",
     "worst_rank": "rank whose labels these are: the one with most memory, or the one that ended the run",
     "convolutions": "JSON: engine and workspace that cuDNN names for each convolution of the step; NULL: not asked",
 }

@@ -50,6 +50,8 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
         row["job_id"] = run["job_id"].removeprefix(JOB_PREFIX)
         return row
     row["run_id"] = public_id(run["run_id"], run["device_uuid"], run["finished_at"])
+    if run.get("group_id") is not None:
+        row["group_id"] = _public_group_id(run["group_id"], run["device_uuid"])
     if run["source"] == "measured":
         row["device_uuid"] = _public_uuid(run["device_uuid"])
     return row
@@ -125,8 +127,7 @@ def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str,
 def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping[str, str]) -> pa.Table:
     """Return rows of `collocations` with public ids of their groups and of the runs alone, and scrubbed texts.
 
-    A group's id is told apart by its device, as two machines may run the same job. Rows that were loaded from a data
-    set keep what they have.
+    Rows that were loaded from a data set keep what they have.
     """
     members = rows.to_pylist()
     own_ids = {public: own for own, public in ids.items()}
@@ -143,11 +144,16 @@ def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping
             row[name] = None if row[name] is None else scrubbed(row[name])
         if is_loaded(job_id):
             continue
-        digest = hashlib.sha256(f"{row['group_id']}\n{uuid or ''}".encode()).hexdigest()
-        row["group_id"] = f"{row['group_id']}-{digest[:8]}"
+        row["group_id"] = _public_group_id(row["group_id"], uuid)
         alone = by_id.get(row["solo_run_id"])
         row["solo_run_id"] = None if alone is None else public_id(row["solo_run_id"], *alone[1:])
     return pa.Table.from_pylist(members, schema=rows.schema)
+
+
+def _public_group_id(group_id: str, device_uuid: str | None) -> str:
+    """Return a group's id, told apart by its device: two machines may run the same job."""
+    digest = hashlib.sha256(f"{group_id}\n{device_uuid or ''}".encode()).hexdigest()
+    return f"{group_id}-{digest[:8]}"
 
 
 def count_rows(runs: Iterable[dict[str, Any]], samples: pa.Table, details: Mapping[str, pa.Table]) -> None:

@@ -106,6 +106,7 @@ class Run:
     ranks: int | None = None
     worst_rank: int | None = None
     collocation_rows: int | None = None
+    group_id: str | None = None
 
     def columns(self) -> dict[str, Any]:
         """Return the row's columns, JSON objects as text; those that are None are left out.

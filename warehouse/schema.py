@@ -111,6 +111,10 @@ RUN_SCHEMA = pa.schema(
         ("worst_rank", pa.int64()),  # whose labels these are: the one with most memory, or the one that failed
         # added in version 6
         ("collocation_rows", pa.int64()),  # rows of the run in `collocations`; NULL: it had the device to itself
+        (
+            "group_id",
+            pa.string(),
+        ),  # of the group that it ran in, beside other trials; NULL: it had the device to itself
     ]
 )
 

@@ -156,7 +156,8 @@ def _rows(data: DataFolder, verdict: CanaryVerdict, environment: Sequence) -> It
     same = " AND ".join(f"{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows = connection.execute(
-            f"SELECT {', '.join(columns)} FROM runs WHERE source = ? AND quality IS DISTINCT FROM 'untrusted' "
+            f"SELECT {', '.join(columns)} FROM runs WHERE source = ? AND group_id IS NULL "
+            "AND quality IS DISTINCT FROM 'untrusted' "
             f"AND (status = 'ok' OR (status = 'oom' AND oom_kind = 'device')) AND {same} ORDER BY run_id",
             [verdict.source, *environment],
         ).fetchall()
@@ -253,7 +254,8 @@ def _stale_rows(data: DataFolder, device_name: str, source: str, environment: Ma
         rows = connection.execute(
             f"""SELECT label, operators, {", ".join(f"run.{name}" for name in about)}, run.config_hash IN (
                 SELECT again.config_hash FROM runs AS again
-                WHERE again.source = ? AND again.config_hash IS NOT NULL AND {same.replace("{}", "again")}
+                WHERE again.source = ? AND again.group_id IS NULL AND again.config_hash IS NOT NULL
+                AND {same.replace("{}", "again")}
             )
             FROM stale AS mark JOIN runs AS run USING (run_id)
             WHERE mark.source = ? AND {same.replace("{}", "mark")} ORDER BY run_id, label""",

@@ -78,7 +78,7 @@ def known_runs(
     connection = warehouse.connect(data)
     try:
         rows = connection.execute(
-            f"SELECT {', '.join(columns)} FROM runs WHERE source = ? ORDER BY run_id", [source]
+            f"SELECT {', '.join(columns)} FROM runs WHERE source = ? AND group_id IS NULL ORDER BY run_id", [source]
         ).fetchall()
     finally:
         connection.close()

@@ -167,7 +167,7 @@ def compare_runs(before: RunSet, after: RunSet, tolerance: float) -> Comparison:
 
 def _read(where: RunSet) -> tuple[dict[tuple, Runs], dict[str, tuple[str, ...]], int]:
     columns = (*_ABOUT, *LABELS, *ENVIRONMENT)
-    conditions, values = ["true"], []
+    conditions, values = ["group_id IS NULL"], []
     for condition, value in (
         ("job_id = ?", where.job_id), ("task_index < ?", where.n), ("family = ?", where.family),
     ):  # fmt: skip

@@ -34,7 +34,7 @@ _FINE_GIB = (1.0, 2.0, 4.0, 8.0)  # edges in the published 8-GB bin that most ro
 _MOST_WIDE_BINS = 18
 # What `farm.choosing.known_runs` learns from: a label, or an out-of-memory of the device, and no doubt.
 _USABLE = (
-    "quality IS DISTINCT FROM 'untrusted' AND error_type IS DISTINCT FROM 'doubt' AND "
+    "group_id IS NULL AND quality IS DISTINCT FROM 'untrusted' AND error_type IS DISTINCT FROM 'doubt' AND "
     "((status = 'ok' AND peak_memory_mib > 0) OR (status = 'oom' AND oom_kind = 'device'))"
 )
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _OF_FAMILY = (
     "FROM runs WHERE family = ? AND status = 'ok' AND source = 'measured' AND device_uuid IS NOT NULL "
-    "AND coalesce(quality, 'trusted') = 'trusted' AND peak_memory_mib > 0 AND device_name IS NOT NULL"
+    "AND coalesce(quality, 'trusted') = 'trusted' AND peak_memory_mib > 0 AND device_name IS NOT NULL "
+    "AND group_id IS NULL"
 )
 _WITHOUT_RUNS: dict[Path, int] = {}  # a family's folder without any such run -> when it last changed, in ns
 

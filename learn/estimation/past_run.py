@@ -20,7 +20,10 @@ from learn.targets import get_target
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run of the warehouse: its config and what was measured then (column -> figure, missing ones None)."""
+    """A run of the warehouse: its config and what was measured then (column -> figure, missing ones None).
+
+    Of a run beside others on one device, the process's memory alone is its own.
+    """
 
     run_id: str
     config: TrialConfig
@@ -42,10 +45,11 @@ def load_run(data, run_id: str, trust: Sequence[str] = ()) -> PastRun:
     import warehouse
 
     columns = ["peak_memory_mib", "smact", "smocc", "drama", "step_time_ms"]
+    own = [columns[0], *(f"CASE WHEN group_id IS NULL THEN {name} END" for name in columns[1:])]
     connection = warehouse.connect(data)
     try:
         row = connection.execute(
-            f"SELECT config, status, source, device_name, {', '.join(columns)} FROM runs WHERE run_id = ?",
+            f"SELECT config, status, source, device_name, {', '.join(own)} FROM runs WHERE run_id = ?",
             [str(run_id)],
         ).fetchone()
     finally:

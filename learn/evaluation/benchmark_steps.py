@@ -58,7 +58,8 @@ def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
     connection = warehouse.connect(settings.data)
     try:
         rows = connection.execute(
-            "SELECT DISTINCT source = 'simulated' FROM runs WHERE status = 'ok' AND step_time_ms > 0"
+            "SELECT DISTINCT source = 'simulated' FROM runs "
+            "WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0"
         ).fetchall()
     finally:
         connection.close()

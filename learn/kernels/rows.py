@@ -104,7 +104,7 @@ def measured_times(
     """
     rows = connection.execute(
         f"SELECT {', '.join(_COLUMNS)} FROM runs "
-        "WHERE status = 'ok' AND step_time_ms > 0 AND source IN ('measured', 'imported') "
+        "WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0 AND source IN ('measured', 'imported') "
         f"AND coalesce(quality, 'trusted') = 'trusted' AND coalesce(error_type, '') <> '{DOUBT}' "
         "QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY md5(run_id)) <= coalesce(?, 1e9) ORDER BY run_id",
         [most],

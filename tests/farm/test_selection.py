@@ -326,6 +326,8 @@ def test_what_the_warehouse_has_is_known_by_device_source_and_environment(tmp_pa
             "torch_version": "2.4.1" if index == 1 else "2.13.0", "quality": "untrusted" if index == 2 else "trusted",
         }  # fmt: skip
         writer.write(row, NO_TELEMETRY)
+        beside = {"run_id": f"mlp-0-{index:06d}-with-1", "task_index": None, "group_id": row["run_id"]}
+        writer.write({**row, **beside, "status": "ok", "peak_memory_mib": 5.0}, NO_TELEMETRY)
     known = known_runs(folder.root, "A100-SXM4-40GB", environment={"torch_version": "2.13.0"})
     assert known.measured == {pool.hashes[i] for i in (2, 3, 4, 5)}
     assert known.configs == tuple(pool.configs[i] for i in (1, 3, 4))

@@ -126,6 +126,18 @@ def test_unreadable_configs_are_counted(data):
     assert len(rows) == 40 and rows.counts["unreadable"] == 3
 
 
+def test_runs_beside_others_on_one_device_are_left_out_and_counted(data):
+    configs = make_configs(45)
+    write_runs(data, configs[:35], statuses=["ok"] * 35)
+    write_runs(data, configs[35:], statuses=["ok"] * 6 + ["oom"] * 4, job="pairs", group_id="pairs-000000")
+    rows = load_rows(data, "memory")
+    assert len(rows) == 35 and rows.counts["beside other trials"] == 10 and not rows.censored.any()
+    assert rows.left_out == ["10 rows are of trials that shared their device with others; they are left out"]
+    write_runs(data / "few", configs[:35], statuses=["ok"] * 35, group_id="pairs-000000")
+    with pytest.raises(UsageError, match=r"there are 0; .*beside other trials on one device: 35"):
+        load_rows(data / "few", "memory")
+
+
 def test_untrusted_runs_are_left_out_and_counted_and_suspect_ones_are_not(data):
     configs = make_configs(50)
     write_runs(data, configs[:35], statuses=["ok"] * 35, quality="suspect")

@@ -39,7 +39,7 @@ def land_pair(folder, **columns):
             "member": [member], "slowdown": [1.5], "solo_step_ms": [10.0], "shared_step_ms": [15.0],
             "joint_memory_mib": [900.0], "solo_run_id": ["J-000000" if member == 0 else None], **columns,
         }  # fmt: skip
-        writer.write(run_row(1 + member, **where), samples(1), collocations=collocations(**figures))
+        writer.write(run_row(1 + member, group_id="G", **where), samples(1), collocations=collocations(**figures))
 
 
 # ---- our own groups
@@ -103,6 +103,7 @@ def test_groups_leave_in_data_sets_under_public_ids_and_come_back_the_same(folde
         other, "SELECT group_id, solo_run_id, name FROM collocations ORDER BY member"
     )
     assert first == second != "G" and none is None and "ann" not in name
+    assert ask(other, f"SELECT count(*) FROM runs WHERE group_id = '{first}'") == [(2,)]
     assert ask(other, f"SELECT count(*) FROM runs WHERE run_id = '{alone}'") == [(1,)]
     export(ExportSettings(data=str(other.root), out=str(tmp_path / "again")))
     for path in (tmp_path / "set").rglob("*.parquet"):
