@@ -48,6 +48,7 @@ class Course:
     clock_drift_s: float = 0.0
     left_processes: int = 0  # that the trial left behind and that had to be killed
     stayed_processes: int = 0  # that could not be
+    shared: bool = False  # other trials of its group were on the device: what that shows is not this trial's alone
 
 
 def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
@@ -73,7 +74,8 @@ def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]
         columns["energy_j"], power_w = _energy_and_power(by_sensor, start_ns, end_ns)
         if power_w is not None:
             columns["power_w"] = power_w
-    columns["peak_memory_mib"], growth = peak_memory_mib(samples, course.values.get("peak_reserved_mib"))
+    reserved_peak_mib = course.values.get("peak_reserved_mib")
+    columns["peak_memory_mib"], growth = peak_memory_mib(samples, reserved_peak_mib, alone=not course.shared)
     columns["peak_rss_mib"] = _peak(samples, "rss_mib")
     columns |= {name: value for name, value in course.values.items() if value is not None}
     if course.backend == "cpu" and columns["peak_memory_mib"] is not None:
@@ -95,8 +97,11 @@ def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]
             label_sensors=chosen,
             means=means,
             energy_j=columns.get("energy_j"),
+            shared=course.shared,
         ),
     )
+    if course.shared:
+        columns |= dict.fromkeys((*MEANS, "energy_j"))
     summary = {**verdict.summary, **({"peak_memory": _GROWTH} if growth else {})}
     columns |= {
         "quality": verdict.quality,
@@ -175,18 +180,23 @@ def _at(readings: list[tuple[int, float]], index: int, t_ns: int) -> float:
     return before + (after - before) * ((t_ns - before_ns) / (after_ns - before_ns) if after_ns > before_ns else 1.0)
 
 
-def peak_memory_mib(samples: Samples, reserved_peak_mib: float | None) -> tuple[float | None, bool]:
+def peak_memory_mib(
+    samples: Samples, reserved_peak_mib: float | None, *, alone: bool = True
+) -> tuple[float | None, bool]:
     """Return (peak in MiB, whether it is the growth of the device's memory).
 
     The peak is NVML's highest charge to the trial's processes, or, between two samples, the allocator's own peak plus
     the memory outside the allocator (context, libraries) as last seen.
 
     Where NVML charges nothing to the trial (its pids are of another machine or namespace), what the device's memory in
-    use has grown by since before the trial stands for the charge: the same, as the trial has the GPU to itself.
+    use has grown by since before the trial stands for the charge: the same, where the trial has the GPU to itself
+    (`alone`).
     """
     reserved = [sample.values["reserved_mib"] for _, sample in samples if "reserved_mib" in sample.values]
     charged = [sample.values["process_memory_mib"] for _, sample in samples if "process_memory_mib" in sample.values]
     by_growth = not charged
+    if by_growth and not alone:
+        return None, False
     if by_growth:
         charged = _growth_mib(samples)
         on_device = bool(reserved) or reserved_peak_mib is not None

@@ -24,6 +24,7 @@ from workers.reports import (
     Reading,
     Report,
     TrialResult,
+    Warm,
     WarmupBegun,
     WindowBegun,
 )
@@ -49,6 +50,8 @@ class Observed:
     broken: BrokenReport | None = None
     finished: bool = False
     prepared: bool = False
+    shared: bool = False  # other trials of its group were on the device
+    warm: bool = False  # it waits until its window may open
     warmup_ns: int | None = None
     window_ns: int | None = None
     window_end_ns: int | None = None
@@ -73,6 +76,8 @@ def take(report: Report, observed: Observed) -> None:
             observed.values["convolutions"] = answers
         case WarmupBegun(t_ns):
             observed.warmup_ns = t_ns
+        case Warm():
+            observed.warm = True
         case WindowBegun(t_ns):
             observed.window_ns = t_ns
         case Reading(sensor, t_ns, values, rank):

@@ -61,6 +61,7 @@ REASONS: dict[str, Reason] = {
     "ecc_errors": Reason(meaning="uncorrected memory errors were counted", untrusted_from=0.0),
     "sampler_gap": Reason(meaning=f"nothing was sampled for more than {REACH} periods"),
     "host_clock": Reason(meaning="the host's clock was set, or the host slept"),
+    "partner_ended": Reason(meaning="a trial that ran beside it ended before its window did"),
     "processes_left": Reason(meaning="the trial left processes behind, which ran beside it"),
     "sources_disagree": Reason(meaning="two sources of one metric disagree", untrusted_from=0.0),
     "low_coverage": Reason(

@@ -65,6 +65,13 @@ class WarmupBegun:
 
 
 @dataclass(frozen=True, slots=True)
+class Warm:
+    """A trial beside others is warm, and trains on until the worker opens its window."""
+
+    t_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class WindowBegun:
     t_ns: int
 
@@ -149,6 +156,7 @@ Report = (
     | DeviceOpened
     | ConvolutionsAsked
     | WarmupBegun
+    | Warm
     | WindowBegun
     | Reading
     | RanksStarted
@@ -172,7 +180,8 @@ class ReportReader:
     Times must lie between `since_ns` and now (monotonic); those of a virtual clock (`virtual=True`) begin at 0. After a
     `TrialResult`, a `Failure` or a `BrokenReport` everything is ignored; with `kernels`, the step's kernels follow a
     `TrialResult`, at most `KERNELS_KEPT`. Beyond `READINGS_KEPT`, readings are only counted. Of `ranks` processes,
-    the reports of a step and of a failure say which one they are of.
+    the reports of a step and of a failure say which one they are of. A trial that runs `together` with others says when
+    it is warm.
     """
 
     def __init__(
@@ -182,11 +191,13 @@ class ReportReader:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         kernels: bool = False,
         ranks: int = 1,
+        together: bool = False,
     ) -> None:
         self.since_ns = since_ns
         self.virtual = virtual
         self.kernels = kernels
         self.ranks = ranks
+        self.together = together
         self._kernel_rows = 0
         self._finished = False
         self.readings = 0
@@ -267,8 +278,14 @@ class ReportReader:
             raise _Broken("the ranks' processes come first")
         return WarmupBegun(self._once("warmup", self._time("t_ns", t_ns)))
 
+    def _warm(self, t_ns: Any) -> Report:
+        if not self.together or self.virtual:
+            raise _Broken("only a trial beside others says that it is warm")
+        return Warm(self._once("warm", self._time("t_ns", t_ns, after="warmup")))
+
     def _window(self, t_ns: Any) -> Report:
-        return WindowBegun(self._once("window", self._time("t_ns", t_ns, after="warmup")))
+        before = "warm" if self.together and not self.virtual else "warmup"
+        return WindowBegun(self._once("window", self._time("t_ns", t_ns, after=before)))
 
     def _step(self, t_ns: Any, values: Any, rank: Any = None) -> Report | None:
         t_ns = self._time("t_ns", t_ns, after="warmup")
@@ -389,6 +406,7 @@ _EVENTS: dict[str, tuple[Callable[..., Report | None], frozenset[str]]] = {
     "environment": (ReportReader._environment, frozenset({"cudnn_version"})),
     "convolutions": (ReportReader._convolutions, frozenset({"answers"})),
     "warmup": (ReportReader._warmup, frozenset({"t_ns"})),
+    "warm": (ReportReader._warm, frozenset({"t_ns"})),
     "window": (ReportReader._window, frozenset({"t_ns"})),
     "step": (ReportReader._step, frozenset({"t_ns", "values"})),
     "sample": (ReportReader._sample, frozenset({"sensor", "t_ns", "values"})),

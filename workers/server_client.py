@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.identity import OWNER_FILE, identity
-from workers.reports import BrokenReport, Failure, RankEnded, Report, ReportReader, TrialResult
+from workers.reports import BrokenReport, Report, ReportReader
 from workers.safe_text import quoted, safe_text
 from workers.trial_server import PACKET_BYTES
 
@@ -63,6 +63,7 @@ class RunningTrial:
     reader: ReportReader = field(default_factory=ReportReader)
     kill_reason: str | None = None  # memory that it may not have: set it, and the trial is killed
     broken: bool = False  # it broke the rules of its socket, and is killed
+    leave_by_ns: int | None = None  # monotonic; set it, and a trial that is still there then is killed
 
 
 class TrialServer:
@@ -135,14 +136,16 @@ class TrialServer:
     def events(self, trial: RunningTrial, deadline_ns: int, tick_s: float) -> Iterator[Report | TrialExit | None]:
         """Yield the trial's reports as they come, None at least every `tick_s`, and last its `TrialExit`.
 
-        At `deadline_ns` (monotonic), when `trial.kill_reason` has been set or a report was broken, its whole process
-        group is killed. So is what has not ended half a minute after its last report.
+        At `deadline_ns` or `trial.leave_by_ns` (monotonic), when `trial.kill_reason` has been set or a report was
+        broken, its whole process group is killed. So is what has not ended half a minute after it was told `bye`.
         """
         channel_open, killed, timed_out, reads_after_exit = True, False, False, 0
         next_tick_ns = time.monotonic_ns()
         while True:
             exited = self._exited.get(trial.pid)  # it may have arrived while the caller handled the other trial
             now_ns = time.monotonic_ns()
+            if not killed and trial.leave_by_ns is not None:
+                deadline_ns = min(deadline_ns, trial.leave_by_ns)
             overdue = now_ns >= deadline_ns
             if not killed and (trial.kill_reason is not None or trial.broken or overdue):
                 killed, timed_out = True, overdue and trial.kill_reason is None
@@ -163,8 +166,6 @@ class TrialServer:
                 for report in reports:  # the trial's reports come before its exit
                     if isinstance(report, BrokenReport):
                         trial.broken = True
-                    if isinstance(report, TrialResult | Failure | RankEnded):
-                        deadline_ns = min(deadline_ns, time.monotonic_ns() + int(_GOODBYE_S * 1e9))
                     yield report
             elif exited:
                 del self._exited[trial.pid]
@@ -182,7 +183,9 @@ class TrialServer:
                 self._note_exit(self._receive(_ANSWER_TIMEOUT_S))
 
     def tell(self, trial: RunningTrial, word: str) -> None:
-        """Send `go`, `steady` or `bye` to a trial (see `workers.trial`); no effect on one that has ended."""
+        """Send `go`, `steady`, `open` or `bye` to a trial (see `workers.trial`); no effect on one that has ended."""
+        if word == "bye":
+            trial.leave_by_ns = time.monotonic_ns() + int(_GOODBYE_S * 1e9)
         with contextlib.suppress(OSError):
             trial.channel.sendall(word.encode() + b"\n")
 

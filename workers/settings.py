@@ -18,6 +18,7 @@ from workers.telemetry.sampler import TelemetrySettings
 QUALITY_REPEATS = (0, 1, 2)  # a repeat is one of a task's three attempts
 MOST_KERNEL_STEPS = 100
 PREPARE_AHEAD = ("auto", "always", "never")
+SHARING = ("time_slicing", "mps")  # how trials that run together share a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +110,15 @@ class TrialSettings(TrialRules):
     window: WindowSettings
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     kernels: KernelSettings = field(default_factory=KernelSettings)
+    sharing: str = "time_slicing"  # of trials that run together
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields, without `kernels` where none are asked for, so that ids of older jobs stay the same."""
         values = dataclasses.asdict(self)
         if self.kernels == KernelSettings():
             del values["kernels"]
+        if self.sharing == "time_slicing":
+            del values["sharing"]
         return values
 
     @classmethod

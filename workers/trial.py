@@ -5,6 +5,7 @@ that ask it on a simulated device), `warmup`, `window` (their monotonic times), 
 (labels, step times, telemetry), or `failed` (status, kind of memory, traceback); after `result` and `bye`, where they
 are asked for, `kernels` (rows of that table) and `profiled` (why there are none). A trial of several ranks also sends
 `ranks` (their processes), `rank` (one's labels) and `rank_ended`; its `step` and `failed` name their rank.
+A trial that runs beside others says `warm`, trains on until the worker says `open`, and after its `result` until `bye`.
 `workers.reports` reads them, and holds the trial to their order and types. The worker answers in words, one a
 line: `go` (to a trial that was made ready while another ran), `steady` (every sampled figure is, so the window may
 end), `bye`. After `result` or `failed` the child holds its memory until `bye`, so that a last sample sees it.
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from workers.devices.base import MemberAlone, Together
 from workers.failure import classify, is_device_fault
 from workers.safe_text import cut
 from workers.trial_link import TrialLink
@@ -33,7 +35,9 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
     `trial`: config, own_code, settings, device, slots, seed and `ahead`. A trial of several ranks starts their
     processes (`workers.ranks`), each of which comes back here.
     """
-    link = TrialLink(channel, ahead=place is None and trial.get("ahead", False))
+    link = TrialLink(
+        channel, ahead=place is None and trial.get("ahead", False), together=together_of(trial.get("together"))
+    )
     try:
         _measure(trial, link, place)
     except BaseException as error:
@@ -72,6 +76,14 @@ def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> Non
         run_ranks(config.ranks, link, lambda its_place, channel: run_trial(trial, channel, its_place))
         return
     device.measure(config, slots[slot_of(place, slots)], settings, trial["seed"], link, place)
+
+
+def together_of(mapping: dict[str, Any] | None) -> Together | None:
+    """Return the group that a worker's message describes; None of a trial that has the device to itself."""
+    if mapping is None:
+        return None
+    alone = tuple(None if one is None else MemberAlone(**one) for one in mapping["alone"])
+    return Together(member=mapping["member"], size=mapping["size"], sharing=mapping["sharing"], alone=alone)
 
 
 def slot_of(place: Place | None, slots: Sequence[Any]) -> int:

@@ -9,6 +9,8 @@ import socket
 import time
 from typing import Any
 
+from workers.devices.base import Together
+
 LINE_BYTES = 1 << 20  # of one report; an error's text is cut to far less before it is sent
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
 _WORD_BYTES = 256
@@ -17,8 +19,9 @@ _WORD_BYTES = 256
 class TrialLink:
     """The trial's side of its socket: sends events as JSON lines, receives words; see `workers.devices.Link`."""
 
-    def __init__(self, channel: socket.socket, ahead: bool = False):
+    def __init__(self, channel: socket.socket, ahead: bool = False, together: Together | None = None):
         self.ahead = ahead
+        self.together = together
         self._channel = channel
         self._pid = os.getpid()
         self._buffer = b""
@@ -48,6 +51,10 @@ class TrialLink:
         if word not in self._words:
             self._listen(0.0)
         return word in self._words
+
+    def awaits(self, word: str) -> bool:
+        """Return whether the worker has not sent this word and still may; never waits."""
+        return not self.received(word) and not self.ended
 
     def wait(self, word: str, timeout_s: float | None = None) -> bool:
         """Wait for a word. Return False when the worker is gone or the time is up."""

@@ -34,6 +34,7 @@ from workers.containment import ControlGroup, become_subreaper, die_with_parent,
 from workers.trial_output import TrialOutput
 
 PACKET_BYTES = 1 << 20
+MOST_TRIALS = 4  # at a time
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Server:
 
     def _obey(self, message: dict[str, Any], descriptors: list[int]) -> None:
         if "run" in message:
-            assert len(self._children) < 2, "one trial that runs, and one that is made ready"
+            assert len(self._children) < MOST_TRIALS, "a group, or one trial that runs and one that is made ready"
             os.set_inheritable(descriptors[0], False)
             if _imports_the_compiler(message["run"]["config"]):
                 import torch._dynamo.convert_frame  # noqa: F401  here, once, and not in each trial

@@ -55,6 +55,7 @@ class RunFacts:
     # metric of a label -> the sensor that it is from (None: no sensor has one); sensor -> its means, also of the rest
     label_sensors: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     means: Mapping[str, Mapping[str, WindowMean]] = dataclasses.field(default_factory=dict)
+    shared: bool = False  # other trials of its group were on the device
     energy_j: float | None = None  # by the energy counter, over the window
 
 
@@ -141,7 +142,7 @@ def _judge_neighbours(judged: _Judged, nvml: list[Sample]) -> None:
             untrusted=memory_mib is None or memory_mib >= CONTEXT_LEAST_MIB,
         )
     foreign_mib, allowed_mib = _foreign_memory_mib(nvml, facts.device_memory_mib)
-    if matters and not seen and foreign_mib > allowed_mib:
+    if matters and not seen and not facts.shared and foreign_mib > allowed_mib:
         judged.add("foreign_memory", f"{foreign_mib:.0f} MiB, where up to {allowed_mib:.0f} MiB may be the driver's")
     errors = [sample.values["ecc_uncorrected"] for sample in nvml if "ecc_uncorrected" in sample.values]
     if errors and errors[-1] > errors[0]:

@@ -13,6 +13,7 @@ from workers.devices.base import Slot
 from workers.outcome import Observed
 from workers.settings import TrialSettings
 from workers.telemetry.base import Sample, Sensor, WatchTarget
+from workers.telemetry.nvml import NvmlSensor
 from workers.telemetry.sampler import TelemetrySampler, make_sensors
 from workers.telemetry.steadiness import TargetFollower
 
@@ -32,6 +33,7 @@ class TrialWatch:
         pid: Of the trial.
         observed: Learns why sensors give nothing, and gets the samples in the end.
         sampled: Whether the device is sampled at all.
+        partners: Processes of trials that run beside it, which are no strangers on the device.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class TrialWatch:
         observed: Observed,
         *,
         sampled: bool,
+        partners: Sequence[int] = (),
     ) -> None:
         self._settings, self._slots, self._pid, self._observed = settings, slots, pid, observed
-        self._sampled, self._several = sampled, ranks > 1
+        self._sampled, self._several, self._partners = sampled, ranks > 1, tuple(partners)
         self._of_ranks: list[TelemetrySampler] = []
         self._follower: TargetFollower | None = None
         observed.missing = {}
@@ -124,6 +127,9 @@ class TrialWatch:
             sensors, missing = make_sensors(telemetry, uuid)
             for name, reason in missing.items():
                 self._observed.missing.setdefault(name, reason)
+        for sensor in sensors:
+            if self._partners and isinstance(sensor, NvmlSensor):
+                sensor.ignore(self._partners)
         sampler = TelemetrySampler(sensors, telemetry.period_s)
         sampler.start(WatchTarget(uuid, pid))
         return sampler

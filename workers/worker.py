@@ -11,16 +11,17 @@ import datetime
 import platform
 import signal
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from featurize.trial import TrialConfig, config_hash
+from featurize.trial import config_hash
 from warehouse.run import Run
 from warehouse.schema import SCHEMA_VERSION
 from workers.devices import DeviceChoice, Slot, make_device
 from workers.environment import core_count, host_memory_share_mib
+from workers.group import run_group
 from workers.host_memory import HostMemoryGuard, kernel_oom_kills
 from workers.labels import Course, label_run
+from workers.mps import MpsDaemon, MpsUnavailable
 from workers.outcome import Observed, kernels_missing, lost_rank_to_kill, outcome_of, startup_s, take
 from workers.rank_labels import label_ranks, rank_rows
 from workers.reports import (
@@ -37,6 +38,7 @@ from workers.reports import (
 from workers.safe_text import safe_text
 from workers.server_client import RunningTrial, ServerLost, TrialExit, TrialServer
 from workers.settings import TrialSettings
+from workers.task import RunClock, RunResult, TaskSpec
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.patience import call_within
@@ -49,39 +51,6 @@ if TYPE_CHECKING:
 _TICK_S = 0.1  # how often the deadline, the host memory and the new samples are looked at while a trial runs
 _NVML_S = 5.0  # for a reading before the trial
 _CORES_TO_PREPARE = 4  # for each worker: the trial that is measured, its sampling, and the next trial side by side
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSpec:
-    """A task as its worker receives it."""
-
-    job_id: str
-    task_index: int
-    attempt: int
-    config: TrialConfig
-    settings: TrialSettings
-    seed: int
-    own_code: bool = False  # the code that `config` names is of the user who runs the farm: it may be imported
-
-    @property
-    def run_id(self) -> str:
-        """Return the run's id, which is the same for every attempt, so that a repeated task lands once."""
-        return f"{self.job_id}-{self.task_index:06d}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """One row of `runs`, its rows of `telemetry`, of `kernels` and of `ranks`.
-
-    `retryable`: the failure was not the trial's own, try again. `repeat`: the trial ended, but its labels
-    cannot be trusted."""
-
-    run: Run
-    telemetry: pa.Table
-    kernels: pa.Table | None = None  # columns of `kernels` that are not its run's; None: not asked for, or none came
-    ranks: pa.Table | None = None  # columns of `ranks` that are not its run's; None: one device
-    retryable: bool = False
-    repeat: bool = False
 
 
 class Worker:
@@ -103,90 +72,114 @@ class Worker:
         """
         self.name = name
         self._choice = choice
-        self._device = make_device(choice)
-        slots = list(self._device.slots())
+        self.device = make_device(choice)
+        slots = list(self.device.slots())
         if slot_key is not None:
             slots = [slot for slot in slots if slot_key in (slot.device_uuid, str(slot.index))]
         assert len(slots) == gpus, f"slot {slot_key} of {slots}"
-        self._slots = slots
+        self.slots = slots
         self._workers = workers
         self._nvml = None
-        if self._device.sampled and self._slot.device_uuid is not None:
+        if self.device.sampled and self._slot.device_uuid is not None:
             with contextlib.suppress(SensorUnavailable):
                 # Held for the worker's life: NVML counts, and the sensors of each trial then start at once.
                 self._nvml = open_nvml()
-        self._environment = {**(environment or {}), **self._device.environment(*self._slots)}
+        self._environment = {**(environment or {}), **self.device.environment(*self.slots)}
         self._server: TrialServer | None = None
+        self._mps: MpsDaemon | None = None
         self._prepared: tuple[TaskSpec, RunningTrial] | None = None  # the next trial, made ready and waiting
 
     @property
     def _slot(self) -> Slot:
         """The slot by which runs name their device: the first, of several GPUs of one model."""
-        return self._slots[0]
+        return self.slots[0]
 
     def start(self) -> None:
         """Execute the trial server without waiting for it."""
-        self._started()
+        self.server()
 
-    def _started(self) -> TrialServer:
+    def server(self) -> TrialServer:
+        """Return the trial server, started if there is none."""
         if self._server is None:
-            self._server = TrialServer(self._environment)
+            of_service = {} if self._mps is None else self._mps.environment
+            self._server = TrialServer({**self._environment, **of_service})
         return self._server
+
+    def share_as(self, sharing: str) -> str | None:
+        """Have the following trials share the GPU so: under `mps` its service runs. Return why that cannot be."""
+        if self.device.backend != "cuda" or (sharing == "mps") == (self._mps is not None):
+            return None
+        self.discard_server()  # which has the environment of before, and trials under the service
+        if self._mps is not None:
+            self._mps.close()
+            self._mps = None
+            return None
+        try:
+            self._mps = MpsDaemon(self._environment)
+        except MpsUnavailable as problem:
+            return str(problem)
+        return None
 
     def ready(self) -> dict[str, Any]:
         """Wait until trials can be forked; return the software environment. Raises `ServerLost`."""
-        return self._started().hello()
+        return self.server().hello()
 
     @property
     def prepares(self) -> bool:
         """Return whether `trial.prepare_ahead=auto` prepares the next trial here.
 
         It does if the device is not the CPU and there are enough cores not to disturb the measurement."""
-        return self._device.prepares and core_count() >= _CORES_TO_PREPARE * self._workers
+        return self.device.prepares and core_count() >= _CORES_TO_PREPARE * self._workers
 
     def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
         """Run one trial to its end and return its result; nothing that the trial does raises here.
 
         `upcoming` probably runs next: while this trial is measured, the process of that one gets ready.
         """
-        settings = task.settings
+        if task.partners:
+            return run_group(self, task)
+        self.share_as(task.settings.sharing)
         observed = Observed()
         lost: str | None = None
-        started_at, t0_ns = datetime.datetime.now(datetime.UTC), time.monotonic_ns()
+        clock = RunClock.started()
         try:
             self.ready()
-            # Again: a server's start is not on the trial's clock.
-            started_at, t0_ns = datetime.datetime.now(datetime.UTC), time.monotonic_ns()
-            self._observe(task, upcoming, settings, t0_ns, observed)
+            clock = RunClock.started()  # again: a server's start is not on the trial's clock
+            self._observe(task, upcoming, task.settings, clock.t0_ns, observed)
         except ServerLost as error:
             lost = str(error)
-            self._discard_server()
+            self.discard_server()
         except BaseException:
-            self._discard_server()  # a trial may still run on it
+            self.discard_server()  # a trial may still run on it
             raise
-        ranks = task.config.ranks
-        outcome, retryable = outcome_of(observed, settings, lost, self._device.backend, ranks)
-        finished_at, wall_s = datetime.datetime.now(datetime.UTC), (time.monotonic_ns() - t0_ns) / 1e9
-        origin_ns = t0_ns if self._device.sampled else 0  # virtual time begins at 0
+        return self.concluded(task, observed, lost, clock)
+
+    def concluded(self, task: TaskSpec, observed: Observed, lost: str | None, clock: RunClock) -> RunResult:
+        """Return the result of a trial that has ended. `lost`: why its server was, None if it was not."""
+        settings, ranks = task.settings, task.config.ranks
+        outcome, retryable = outcome_of(observed, settings, lost, self.device.backend, ranks)
+        finished_at, wall_s = datetime.datetime.now(datetime.UTC), (time.monotonic_ns() - clock.t0_ns) / 1e9
+        origin_ns = clock.t0_ns if self.device.sampled else 0  # virtual time begins at 0
         course = Course(
             samples=observed.samples,
             values=observed.values,
             status=outcome["status"],
             oom_kind=outcome["oom_kind"],
-            backend=self._device.backend,
+            backend=self.device.backend,
             t0_ns=origin_ns,
             warmup_ns=observed.warmup_ns,
             window_ns=observed.window_ns,
             window_end_ns=observed.window_end_ns,
             period_s=settings.telemetry.period_s,
             device_memory_mib=self._slot.device_memory_mib,
-            clock_drift_s=(finished_at - started_at).total_seconds() - wall_s,
+            clock_drift_s=(finished_at - clock.started_at).total_seconds() - wall_s,
             left_processes=observed.exit.left,
             stayed_processes=observed.exit.stayed,
+            shared=observed.shared,
         )
         rank_table = None
         if ranks > 1:
-            ranked = label_ranks(course, observed, self._slots, ranks)
+            ranked = label_ranks(course, observed, self.slots, ranks)
             labels, samples, rank_table = ranked.columns, ranked.samples, rank_rows(ranked.rows)
         else:
             labels, samples = label_run(course)
@@ -196,11 +189,11 @@ class Worker:
             **{**self._identity(task), **outcome, **labels},
             half_widths=observed.half_widths or None,
             window_kind=settings.window.kind,
-            startup_s=startup_s(observed, t0_ns if self._device.sampled else None),
+            startup_s=startup_s(observed, clock.t0_ns if self.device.sampled else None),
             prepared=observed.prepared,
             telemetry_rows=len(observed.samples),
             telemetry_missing={name: safe_text(why, 1000) for name, why in observed.missing.items()} or None,
-            started_at=started_at,
+            started_at=clock.started_at,
             finished_at=finished_at,
             wall_s=wall_s,
         )
@@ -223,7 +216,7 @@ class Worker:
 
     def _kernels(self, task: TaskSpec, observed: Observed) -> pa.Table | None:
         """Return the kernels that a finished trial reported; where they were asked for and lack, note the reason."""
-        if not (task.settings.kernels.steps and observed.finished):
+        if not (task.settings.kernels.steps and observed.finished) or observed.shared:
             return None
         problem = kernels_missing(observed) if self._profiles(task) else "trials of several ranks are not profiled"
         if problem is not None:
@@ -232,13 +225,15 @@ class Worker:
         return kernel_rows(observed.kernels)
 
     def close(self) -> None:
-        self._discard_server()
+        self.discard_server()
+        self.share_as("time_slicing")
         nvml, self._nvml = self._nvml, None
         if nvml is not None:
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlShutdown()
 
-    def _discard_server(self) -> None:
+    def discard_server(self) -> None:
+        """End the trial server and every trial on it; the next trial starts another."""
         server, self._server = self._server, None
         if self._prepared is not None:
             self._prepared[1].channel.close()  # its process ends with the server
@@ -252,23 +247,35 @@ class Worker:
         if prepared is not None:
             spec, trial = prepared
             if spec == task:
-                self._started().tell(trial, "go")
+                self.server().tell(trial, "go")
                 observed.prepared = True
                 return trial
-            self._started().discard(trial)
-        return self._started().start(self._described(task), self._reader(task))
+            self.server().discard(trial)
+        return self.server().start(self.described(task), self.reader(task))
 
-    def _reader(self, task: TaskSpec) -> ReportReader:
+    def reader(self, task: TaskSpec, *, together: bool = False) -> ReportReader:
+        """Return what reads the reports of the task's trial."""
         return ReportReader(
             since_ns=time.monotonic_ns(),
-            virtual=not self._device.sampled,
+            virtual=not self.device.sampled,
             kernels=self._profiles(task),
             ranks=task.config.ranks,
+            together=together,
         )
 
     def _profiles(self, task: TaskSpec) -> bool:
         """Return whether the trial reports its kernels: real ranks do not, whose steps would wait for each other."""
-        return task.settings.kernels.steps > 0 and not (self._device.sampled and task.config.ranks > 1)
+        return task.settings.kernels.steps > 0 and not (self.device.sampled and task.config.ranks > 1)
+
+    def host_memory_limit_mib(self, settings: TrialSettings) -> float:
+        """Return the host memory that the trials of a task may take."""
+        return settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
+
+    def drop_prepared(self) -> None:
+        """End the process that was made ready, if there is one. Raises `ServerLost`."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            self.server().discard(prepared[1])
 
     def _prepare(self, task: TaskSpec | None) -> None:
         """Start the next trial's process, which builds what it can on the host and waits."""
@@ -277,9 +284,9 @@ class Worker:
         settings = task.settings
         if settings.prepare_ahead == "never" or (settings.prepare_ahead == "auto" and not self.prepares):
             return
-        self._prepared = task, self._started().start({**self._described(task), "ahead": True}, self._reader(task))
+        self._prepared = task, self.server().start({**self.described(task), "ahead": True}, self.reader(task))
 
-    def _described(self, task: TaskSpec) -> dict[str, Any]:
+    def described(self, task: TaskSpec) -> dict[str, Any]:
         """Return the message that describes the task to its process."""
         return {
             "config": task.config.to_mapping(),
@@ -287,17 +294,17 @@ class Worker:
             "settings": task.settings.to_mapping(),
             "seed": task.seed,
             "device": self._choice.to_mapping(),
-            "slots": [dataclasses.asdict(slot) for slot in self._slots],
+            "slots": [dataclasses.asdict(slot) for slot in self.slots],
         }
 
     def _observe(
         self, task: TaskSpec, upcoming: TaskSpec | None, settings: TrialSettings, t0_ns: int, observed: Observed
     ) -> None:
         oom_kills, ranks = kernel_oom_kills(), task.config.ranks
-        self._read_memory_before(settings, ranks, observed)
-        server, trial = self._started(), self._trial_of(task, observed)
-        watch = TrialWatch(settings, self._slots, ranks, trial.pid, observed, sampled=self._device.sampled)
-        memory_limit_mib = settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
+        self.read_memory_before(settings, ranks, observed)
+        server, trial = self.server(), self._trial_of(task, observed)
+        watch = TrialWatch(settings, self.slots, ranks, trial.pid, observed, sampled=self.device.sampled)
+        memory_limit_mib = self.host_memory_limit_mib(settings)
         guard = HostMemoryGuard(trial.pid, memory_limit_mib)
         next_guard: HostMemoryGuard | None = None
         deadline_ns = t0_ns + int(settings.timeout_s * 1e9)
@@ -344,14 +351,14 @@ class Worker:
             watch.stop(observed.window_end_ns)
             trial.channel.close()
             if trial.reader.readings_left_out:
-                source = "torch" if self._device.sampled else "simulated"
+                source = "torch" if self.device.sampled else "simulated"
                 observed.missing[source] = f"kept {READINGS_KEPT:,} of {trial.reader.readings:,} readings of the trial"
 
-    def _read_memory_before(self, settings: TrialSettings, ranks: int, observed: Observed) -> None:
+    def read_memory_before(self, settings: TrialSettings, ranks: int, observed: Observed) -> None:
         """Read the memory in use on each GPU before the trial is there."""
         if self._nvml is None or "nvml" not in settings.telemetry.sources:
             return
-        for rank, slot in enumerate(self._slots):
+        for rank, slot in enumerate(self.slots):
             with contextlib.suppress(SensorUnavailable):
                 before = call_within("nvml", _NVML_S, memory_before, self._nvml, slot.device_uuid)
                 number = rank if ranks > 1 else None
@@ -364,12 +371,12 @@ class Worker:
             **software,
             "run_id": task.run_id,
             "job_id": task.job_id,
-            "task_index": task.task_index,
+            "task_index": None if task.part else task.task_index,  # which names the run that ends the task
             "attempt": task.attempt,
             "family": task.config.family,
             "config": task.config.to_mapping(),
             "config_hash": config_hash(task.config),
-            "source": self._device.source,
+            "source": self.device.source,
             "device_name": self._slot.device_name,
             "device_uuid": self._slot.device_uuid,
             "device_memory_mib": self._slot.device_memory_mib,
@@ -378,7 +385,7 @@ class Worker:
             "worker": self.name,
             "memory_fraction": self._slot.memory_fraction,
             "mig_profile": self._slot.mig_profile,
-            "mps": self._slot.mps,
+            "mps": True if self._mps is not None else self._slot.mps,
             "schema_version": SCHEMA_VERSION,
             "batch_size": task.config.batch_size,
             "precision": task.config.precision,

@@ -26,7 +26,7 @@ from featurize.trial import canonical_json
 from warehouse.folder import DataFolder
 from warehouse.run import Run
 from workers.settings import TrialSettings, WindowSettings
-from workers.worker import RunResult
+from workers.task import RunResult
 
 DEVICE = '{"backend":"simulated","count":4,"memory_limit_mib":null,"spec":null}'
 SETTINGS = text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0)))

@@ -11,6 +11,8 @@ import sys
 class Link:
     """Nobody listens: the times of the window are kept, and it ends when the trial's own figures are steady."""
 
+    together = None
+
     ahead = False
 
     def __init__(self):

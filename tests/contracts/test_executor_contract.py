@@ -13,7 +13,7 @@ from farm.executors import Executor
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.worker import TaskSpec
+from workers.task import TaskSpec
 
 CHOICE = DeviceChoice(backend="simulated", count=2)
 

@@ -9,7 +9,8 @@ import pytest
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.worker import TaskSpec, Worker
+from workers.task import TaskSpec
+from workers.worker import Worker
 
 pytestmark = pytest.mark.slow  # the keeper gives a server ten seconds
 

@@ -8,7 +8,8 @@ import pytest
 from featurize.families import family_names, get_family
 from workers.devices import DeviceChoice, DeviceUnavailable, make_device
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
-from workers.worker import TaskSpec, Worker
+from workers.task import TaskSpec
+from workers.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "featurize"))
 from small_configs import small_config

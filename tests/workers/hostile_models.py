@@ -318,3 +318,14 @@ def second_rank_says_junk(path: str) -> None:
 def second_rank_hangs(path: str) -> None:
     if os.environ["RANK"] == "1":
         time.sleep(3600)
+
+
+# What it may do to the trials beside it.
+
+
+def raises(path: str) -> None:
+    raise RuntimeError("not today")
+
+
+def sleeps(path: str) -> None:
+    time.sleep(3600)

@@ -13,7 +13,8 @@ from tests.featurize.asking_cudnn.cudnn_library import needs_cudnn, why_missing
 from workers.devices import DeviceChoice
 from workers.reports import BrokenReport, ConvolutionsAsked, ReportReader
 from workers.settings import TrialSettings, WindowSettings
-from workers.worker import TaskSpec, Worker
+from workers.task import TaskSpec
+from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.0, warmup_steps=0, warmup_max_seconds=0, min_steps=1)
 SIGNATURE = ["forward", [2, 8, 9, 9], [4, 8, 3, 3], [2, 4, 9, 9], [1, 1], [1, 1], [1, 1], "float32", False]

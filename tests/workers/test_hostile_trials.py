@@ -12,7 +12,8 @@ from featurize.trial import config_from_mapping
 from workers.devices import DeviceChoice
 from workers.reports import READINGS_KEPT
 from workers.settings import TrialSettings, WindowSettings
-from workers.worker import TaskSpec, Worker
+from workers.task import TaskSpec
+from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.0, warmup_steps=0, warmup_max_seconds=0, min_steps=1)
 HERE = str(Path(__file__).parent)

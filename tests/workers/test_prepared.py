@@ -8,7 +8,8 @@ import pytest
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.worker import TaskSpec, Worker
+from workers.task import TaskSpec
+from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)
 

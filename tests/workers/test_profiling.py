@@ -13,7 +13,8 @@ from workers.devices import DeviceChoice, profiling
 from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
 from workers.reports import BrokenReport, KernelsSeen, Profiled, ReportReader, TrialResult
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
-from workers.worker import TaskSpec, Worker, kernel_rows
+from workers.task import TaskSpec
+from workers.worker import Worker, kernel_rows
 
 MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
 
@@ -85,6 +86,8 @@ def test_dims_of_very_many_tensors_are_their_number_and_size():
 
 
 class FakeLink:
+    together = None
+
     def __init__(self):
         self.events = []
 

@@ -166,6 +166,8 @@ def test_wrong_settings_say_what_is_allowed():
 class Link:
     """A worker that says nothing but `steady`."""
 
+    together = None
+
     def __init__(self, ahead=False):
         self.ahead, self.events, self.order = ahead, [], []
 

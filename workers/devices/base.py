@@ -20,9 +20,39 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "cuda", "cpu", "simulated")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemberAlone:
+    """What a simulated device has to know of a member of a group: its figures alone."""
+
+    memory_mib: float
+    gpu_util: float
+    smact: float
+    smocc: float
+    drama: float
+    power_w: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """A group of trials on one device, as one of its members knows it.
+
+    Args:
+        member: Its own number.
+        size: Members of the group.
+        sharing: How they share: a word of `workers.settings.SHARING`.
+        alone: Of each member, for simulated devices; None: it has no figures alone, as it ran out of memory.
+    """
+
+    member: int
+    size: int
+    sharing: str
+    alone: tuple[MemberAlone | None, ...] = ()
+
+
 class Link(Protocol):
     """A trial's connection to its worker; `workers.trial.TrialLink` implements it."""
 
+    together: Together | None  # the group that the trial runs in; None: it has the device to itself
     ahead: bool  # the trial is made ready while another one runs, so it must not touch the device before the go
 
     def report(self, event: str, **values: Any) -> None:
@@ -31,6 +61,10 @@ class Link(Protocol):
 
     def received(self, word: str) -> bool:
         """Return whether the worker has sent this word; never waits."""
+        ...
+
+    def awaits(self, word: str) -> bool:
+        """Return whether the worker has not sent this word and still may; never waits."""
         ...
 
     def labels_taken(self) -> bool:

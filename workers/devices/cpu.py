@@ -54,7 +54,9 @@ class CpuDevice:
 
         ranks = 1 if place is None else place.ranks  # which share the worker's part of cores and memory
         torch.set_num_threads(thread_budget(self.count * ranks))
-        limit_memory(None if slot.device_memory_mib is None else slot.device_memory_mib / ranks)
+        # Trials of a group compete for the cores, as they do for a GPU; of the memory each has an even part.
+        sharers = ranks if link.together is None else link.together.size
+        limit_memory(None if slot.device_memory_mib is None else slot.device_memory_mib / sharers)
         measure_training(config, CpuMeter, settings, seed, link, place)
 
     def _limit_mib(self) -> float:

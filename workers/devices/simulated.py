@@ -5,12 +5,14 @@ Start reading at `SimulatedDevice.measure`. Rows say so: `source` is `simulated`
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from workers.devices.base import DeviceChoice, Link, Place, Slot
+from featurize.shared_gpu import GpuLoad, speeds_of_loads
+from workers.devices.base import DeviceChoice, Link, MemberAlone, Place, Slot, Together
 from workers.environment import TRACES_ONLY
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ class SimulatedDevice:
             step = max((one.step for one in ranks.values()), key=lambda one: one.peak_memory_mib)
         link.wait_for_go()
         link.report("built", parameters=step.parameters)
+        shown = step
         if answers := _asked(trace, self.spec, config):
             link.report("convolutions", answers=answers)
         if not step.fits:
@@ -86,6 +89,8 @@ class SimulatedDevice:
                 f"{self.spec.name} (simulated): the step needs {step.peak_memory_mib:.0f} MiB, "
                 f"the device has {self.spec.memory_mib:.0f} MiB{_share(slot)}"
             )
+        if link.together is not None:
+            step, shown = beside(step, self.spec, link.together)
         window = settings.window
         step_s = step.step_time_ms / 1e3
         warmup_s = window.warmup_steps * step_s
@@ -98,15 +103,15 @@ class SimulatedDevice:
         link.report("warmup", t_ns=0)
         link.report("window", t_ns=round(warmup_s * 1e9))
         if not ranks:
-            self._report_samples(step, warmup_s, window_s, link, rank={})
+            self._report_samples(step, shown, warmup_s, window_s, link, rank={})
         for rank, one in ranks.items():
-            self._report_samples(one.step, warmup_s, window_s, link, rank={"rank": rank})
+            self._report_samples(one.step, one.step, warmup_s, window_s, link, rank={"rank": rank})
         if layout is not None:
             _report_ranks(layout.of_stage, ranks, steps, window_s, link)
         values = _labels(step, steps, window_s)
         link.report("result", window_end_ns=round((warmup_s + window_s) * 1e9), window_ended=ended, values=values)
 
-        if settings.kernels.steps and link.labels_taken():
+        if settings.kernels.steps and link.together is None and link.labels_taken():
             self._report_priced(trace, config, link)
 
     def _report_priced(self, trace: StepTrace, config: TrialConfig, link: Link) -> None:
@@ -136,16 +141,22 @@ class SimulatedDevice:
         ]
         report_rows(rows, None, link)
 
-    def _report_samples(self, step, warmup_s: float, window_s: float, link: Link, rank: Mapping[str, int]) -> None:
-        """Report a sample every 100 ms of virtual time. The model gives means only, so every sample holds the mean."""
+    def _report_samples(
+        self, step: SimulatedStep, shown: SimulatedStep, warmup_s: float, window_s: float, link: Link,
+        rank: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        """Report a sample every 100 ms of virtual time. The model gives means only, so every sample holds the mean.
+
+        `shown` is what the device shows, to which the partners of a trial beside others add.
+        """
         steady = {
-            "memory_used_mib": step.peak_memory_mib,
+            "memory_used_mib": shown.peak_memory_mib,
             "process_memory_mib": step.peak_memory_mib,
-            "gpu_util": step.gpu_util,
-            "smact": step.smact,
-            "smocc": step.smocc,
-            "drama": step.drama,
-            "power_w": step.power_w,
+            "gpu_util": shown.gpu_util,
+            "smact": shown.smact,
+            "smocc": shown.smocc,
+            "drama": shown.drama,
+            "power_w": shown.power_w,
             "allocated_mib": step.peak_allocated_mib,
             "reserved_mib": step.peak_reserved_mib,
             "step_time_ms": step.step_time_ms,
@@ -153,6 +164,49 @@ class SimulatedDevice:
         for index in range(max(1, math.floor(window_s / _SAMPLE_PERIOD_S))):
             t_s = warmup_s + index * _SAMPLE_PERIOD_S
             link.report("sample", sensor="simulated", t_ns=round(t_s * 1e9), values=steady, **rank)
+
+
+def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[SimulatedStep, SimulatedStep]:
+    """Return a member's step beside its partners, and a step with what the device shows of all of them.
+
+    Members take their memory in the order of their numbers; those for whom it does not suffice end, and the others go
+    on. Energy and power above idle follow the speeds.
+
+    Raises:
+        SimulatedOutOfMemoryError: The memory that is left does not suffice for this one.
+    """
+    own = MemberAlone(
+        memory_mib=step.peak_memory_mib, gpu_util=step.gpu_util, smact=step.smact, smocc=step.smocc, drama=step.drama,
+        power_w=step.power_w,
+    )  # fmt: skip
+    members = [own if place == together.member else one for place, one in enumerate(together.alone)]
+    staying: dict[int, MemberAlone] = {}
+    used_mib = 0.0
+    for place, one in enumerate(members):
+        if one is None or used_mib + one.memory_mib > spec.memory_mib:
+            if place == together.member:
+                raise SimulatedOutOfMemoryError(
+                    f"{spec.name} (simulated): the step needs {own.memory_mib:.0f} MiB, and beside its partners "
+                    f"{spec.memory_mib - used_mib:.0f} of {spec.memory_mib:.0f} MiB are left"
+                )
+            continue
+        staying[place] = one
+        used_mib += one.memory_mib
+    loads = [GpuLoad(one.gpu_util, one.smact, one.drama) for one in staying.values()]
+    speeds = dict(zip(staying, speeds_of_loads(loads, together.sharing), strict=True))
+
+    def shared(figure: str) -> float:
+        return min(1.0, sum(getattr(one, figure) * speeds[place] for place, one in staying.items()))
+
+    power_w = spec.idle_power_w + sum(
+        (one.power_w - spec.idle_power_w) * speeds[place] for place, one in staying.items()
+    )  # fmt: skip
+    slower = dataclasses.replace(step, step_time_ms=step.step_time_ms / speeds[together.member])
+    shown = dataclasses.replace(
+        slower, peak_memory_mib=used_mib, gpu_util=shared("gpu_util"), smact=shared("smact"), smocc=shared("smocc"),
+        drama=shared("drama"), power_w=min(power_w, spec.power_limit_w),
+    )  # fmt: skip
+    return slower, shown
 
 
 def _labels(step: SimulatedStep, steps: int, window_s: float) -> dict[str, float]:

@@ -134,7 +134,9 @@ def measure_training(
         },
     )
 
-    if settings.kernels.steps and ranks is None and link.labels_taken():
+    while link.together is not None and link.awaits("bye"):  # its partners' windows see it at work
+        train_step()
+    if settings.kernels.steps and ranks is None and link.together is None and link.labels_taken():
         report_kernels(train_step, settings.kernels.steps, step_time_ms, meter.device.type, link)
 
 
@@ -150,6 +152,10 @@ def _decided_window(
     """Warm up and measure, deciding when either ends; tell it to the other `ranks`, if there are some."""
     run = run_step if ranks is None else ranks.leading(run_step)
     warm_up(run, memory, rules, optimizer_ready)
+    if link.together is not None:  # windows open when all are warm
+        link.report("warm", t_ns=time.monotonic_ns())
+        while link.awaits("open"):
+            run()
     if ranks is not None:
         ranks.begin_window()
     start_ns = begin_window()

@@ -1,0 +1,229 @@
+"""Groups of trials on one device: real processes that share the CPU, and what one's end means for the others."""
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from hostile_models import FOR_EVER  # noqa: F401  the trials import it from this folder
+from test_hostile_trials import hostile
+from test_worker import LONG, InBackground, mlp, task
+
+from featurize.device_spec import load_device
+from featurize.shared_gpu import GpuLoad, speeds_of_loads
+from workers.alone import AloneRun
+from workers.devices import DeviceChoice
+from workers.reports import BrokenReport, ReportReader, Warm
+from workers.settings import WindowSettings
+from workers.worker import Worker
+
+HERE = str(Path(__file__).parent)
+WINDOW = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)
+NET = mlp(batch_size=64, input_size=256)
+WIDE = mlp(batch_size=256, input_size=512)
+KNOWN = AloneRun(run_id="before", status="ok", step_ms=1.0, memory_mib=300.0)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    search_path = os.pathsep.join(filter(None, (HERE, os.environ.get("PYTHONPATH"))))
+    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker", {"PYTHONPATH": search_path})
+    yield worker
+    worker.close()
+
+
+def group(*configs, alone=(KNOWN, KNOWN, KNOWN), **settings):
+    spec = task(configs[0], **{"window": WINDOW, **settings})
+    return dataclasses.replace(spec, partners=configs[1:], alone=tuple(alone[: len(configs)]), own_code=True)
+
+
+def acting(name):
+    return hostile(name).config
+
+
+def rows_of(result):
+    members = [result, *(other for other in result.others if other.run.group_id)]
+    rows = [member.collocations.to_pylist() for member in members]
+    assert all(len(own) == 1 for own in rows)
+    return [own[0] for own in rows]
+
+
+def runs_of(result):
+    return {one.run.run_id.removeprefix("mlp-00000000-000000"): one.run for one in (*result.others, result)}
+
+
+def test_members_run_alone_and_then_together_with_windows_that_see_all_at_work(worker):
+    result = worker.run(group(NET, WIDE, alone=(None, None)))
+    runs = runs_of(result)
+    assert list(runs) == ["-alone-0", "-alone-1", "-with-1", ""]
+    assert {run.status for run in runs.values()} == {"ok"}
+    assert [run.group_id for run in runs.values()] == [None, None, *["mlp-00000000-000000"] * 2]
+    assert [run.task_index for run in runs.values()] == [None, None, None, 0], "one run ends the task"
+    first, second = rows_of(result)
+    assert (first["member"], second["member"]) == (0, 1) and first["group_size"] == second["group_size"] == 2
+    for row, run, alone in ((first, runs[""], runs["-alone-0"]), (second, runs["-with-1"], runs["-alone-1"])):
+        assert (row["status"], row["doubt"], row["sharing"], row["solo_run_id"]) == (
+            "ok",
+            None,
+            "time_slicing",
+            alone.run_id,
+        )
+        assert row["slowdown"] == run.step_time_ms / alone.step_time_ms
+        assert row["joint_memory_mib"] > max(row["solo_memory_mib"], run.peak_memory_mib)
+        assert (run.smact, run.power_w, run.energy_j) == (None, None, None), "nobody knows whose they would be"
+    assert max(runs[""].window_start_ms, runs["-with-1"].window_start_ms) < min(
+        runs[""].window_end_ms, runs["-with-1"].window_end_ms
+    )
+    assert not result.retryable and not result.repeat
+    assert not psutil.Process(worker._server.pid).children()
+
+
+def test_runs_alone_that_are_known_are_not_measured_again_and_equal_members_run_alone_once(worker):
+    assert [one.run.run_id[-6:] for one in worker.run(group(NET, WIDE)).others] == ["with-1"]
+    result = worker.run(group(NET, WIDE, NET, alone=(None, KNOWN, None)))
+    assert [one.run.run_id[20:] for one in result.others] == ["alone-0", "with-1", "with-2"]
+    rows = rows_of(result)
+    assert len({row["name"] for row in rows}) == 2 and all(row["slowdown"] for row in rows)
+    assert rows[0]["solo_run_id"] == rows[2]["solo_run_id"] == "mlp-00000000-000000-alone-0"
+
+
+@pytest.mark.parametrize("act", ["raises", "os_exit"])
+def test_a_member_that_ends_leaves_the_others_suspect_and_nobody_with_a_slowdown(worker, act):
+    result = worker.run(group(NET, acting(act)))
+    runs, rows = runs_of(result), rows_of(result)
+    assert runs["-with-1"].status == "crashed" and runs[""].status == "ok"
+    assert runs[""].quality == "suspect" and runs[""].quality_reasons["partner_ended"] == "member 1 ended as crashed"
+    assert [row["slowdown"] for row in rows] == [None, None]
+    assert {row["doubt"] for row in rows} == {"member 1 ended as crashed"}
+    assert rows[0]["joint_memory_mib"] is None and not result.retryable
+
+
+def test_a_member_that_hangs_in_its_warm_up_does_not_keep_the_others_from_theirs(worker):
+    result = worker.run(group(NET, acting("sleeps"), timeout_s=6.0))
+    runs = runs_of(result)
+    assert runs["-with-1"].status == "timeout" and runs[""].status == "ok" and runs[""].steps > 0
+    assert "partner_ended" in runs[""].quality_reasons
+
+
+class GroupInBackground(InBackground):
+    """A group under way, with both of its members in their windows."""
+
+    def members(self):
+        for _ in range(3000):
+            children = self.server.children()
+            if len(children) == 2:
+                return sorted(children, key=lambda child: child.pid)
+            psutil.wait_procs([self.trial], timeout=0.01)
+        raise AssertionError("the members were not forked")
+
+
+def test_a_member_that_is_killed_from_outside_has_the_group_run_again(worker):
+    under_way = GroupInBackground(worker, group(NET, WIDE))
+    under_way.members()[1].send_signal(signal.SIGKILL)
+    result = under_way.join()
+    runs = runs_of(result)
+    assert result.retryable and runs["-with-1"].error_type == "SIGKILL"
+    assert rows_of(result)[0]["slowdown"] is None
+    assert worker.run(group(NET, WIDE)).run.status == "ok", "and the worker goes on"
+
+
+def test_a_lost_server_has_the_whole_group_run_again(worker):
+    under_way = GroupInBackground(worker, group(NET, WIDE, window=LONG))
+    under_way.members()
+    under_way.server.send_signal(signal.SIGKILL)
+    result = under_way.join()
+    assert result.retryable and {run.error_type for run in runs_of(result).values()} == {"ServerLost"}
+
+
+def test_memory_that_a_partner_holds_is_named_as_what_a_member_died_of():
+    small = Worker(DeviceChoice(backend="cpu", memory_limit_mib=1500), "0", "small")
+    large = mlp(batch_size=8, input_size=16384, depth=2, topology="uniform")
+    try:
+        result = small.run(group(NET, large))
+        hopeless = small.run(group(NET, large, alone=(KNOWN, dataclasses.replace(KNOWN, status="oom"))))
+    finally:
+        small.close()
+    run = runs_of(result)["-with-1"]
+    assert (run.status, run.oom_kind) == ("oom", "device")
+    assert [row["died_of"] for row in rows_of(result)] == [None, 0]
+    assert [row["died_of"] for row in rows_of(hopeless)] == [None, 1], "alone it ran out as well"
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    worker = Worker(DeviceChoice(backend="simulated"), "0", "simulated-worker")
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize("sharing", ["time_slicing", "mps"])
+def test_simulated_members_are_slowed_down_as_the_model_of_contention_says(simulated, sharing):
+    result = simulated.run(group(NET, WIDE, alone=(None, None), sharing=sharing))
+    first, second = rows_of(result)
+    loads = [GpuLoad(row["solo_gpu_util"], row["solo_smact"], row["solo_drama"]) for row in (first, second)]
+    for row, speed in zip((first, second), speeds_of_loads(loads, sharing), strict=True):
+        assert row["slowdown"] == pytest.approx(1 / speed)
+        assert row["sharing"] == sharing and result.run.source == "simulated"
+    assert first["joint_memory_mib"] == first["solo_memory_mib"] + second["solo_memory_mib"]
+    assert first["joint_smact"] == second["joint_smact"] <= first["solo_smact"] + second["solo_smact"]
+
+
+def test_simulated_members_beyond_the_devices_memory_die_of_the_others():
+    card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=2500.0)
+    worker = Worker(DeviceChoice(backend="simulated", spec=card.to_mapping()), "0", "small-card")
+    try:
+        result = worker.run(group(NET, WIDE, NET, alone=(None, None, None)))
+    finally:
+        worker.close()
+    assert [row["status"] for row in rows_of(result)] == ["ok", "oom", "oom"]
+    assert [row["died_of"] for row in rows_of(result)] == [None, 0, 0]
+
+
+def test_only_a_member_says_that_it_is_warm_and_only_before_its_window():
+    warm = b'{"event": "warmup", "t_ns": 0}\n{"event": "warm", "t_ns": 0}\n'
+    window = b'{"event": "window", "t_ns": 0}\n'
+    assert Warm(0) in ReportReader(together=True).feed(warm)
+    assert isinstance(ReportReader().feed(warm)[-1], BrokenReport)
+    assert isinstance(ReportReader(together=True).feed(warm[:31] + window)[-1], BrokenReport)
+
+
+CONTROL = """#!/bin/sh
+echo "$CUDA_MPS_PIPE_DIRECTORY $*" >> {log}
+if [ "$1" = -d ]; then test -d "$CUDA_MPS_PIPE_DIRECTORY"; else read words; echo "$words" >> {log}; fi
+"""
+
+
+def on_a_gpu(worker):
+    """The worker as one of a GPU: the service is of GPUs alone, and none is here."""
+    worker.device.backend = "cuda"
+    return worker
+
+
+def test_the_multi_process_service_runs_for_groups_that_ask_for_it_and_no_longer(tmp_path, monkeypatch):
+    program, log = tmp_path / "nvidia-cuda-mps-control", tmp_path / "log"
+    program.write_text(CONTROL.format(log=log))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    worker = on_a_gpu(Worker(DeviceChoice(backend="cpu"), "0", "with-service"))
+    try:
+        assert worker.share_as("mps") is None and worker.share_as("mps") is None
+        (started,) = log.read_text().splitlines()
+        pipe = Path(started.split()[0])
+        assert started.endswith(" -d") and pipe.is_dir()
+        assert worker.share_as("time_slicing") is None and not pipe.parent.exists()
+        assert log.read_text().splitlines()[-1].startswith("quit")
+    finally:
+        worker.close()
+
+
+def test_without_the_multi_process_service_a_group_that_asks_for_it_is_invalid(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    worker = on_a_gpu(Worker(DeviceChoice(backend="cpu"), "0", "without-service"))
+    try:
+        result = worker.run(group(NET, WIDE, sharing="mps"))
+    finally:
+        worker.close()
+    assert {run.status for run in runs_of(result).values()} == {"invalid"}
+    assert "nvidia-cuda-mps-control is not installed" in result.run.error and not result.retryable
