@@ -115,7 +115,7 @@ def load_config(name: str, arguments: Sequence[str | Override]) -> DictConfig:
     from omegaconf import OmegaConf
 
     overrides = [item if isinstance(item, Override) else parsed([item])[0] for item in arguments]
-    overrides = [_with_device(name, _as_table(name, override)) for override in overrides]
+    overrides = [_with_device(name, _as_own_key(name, override)) for override in overrides]
     overrides, slice_problems = _with_slices(name, overrides)
     chosen, problems = _choices(name, overrides)
     problems += slice_problems
@@ -163,10 +163,20 @@ def _with_device(name: str, override: Override) -> Override:
         return override
 
 
-def _as_table(name: str, override: Override) -> Override:
-    """Return `device=[A,B]` of an estimate as its key `devices`, and any other override as it is."""
-    if name == "estimate" and override.key == DEVICES and override.choice.startswith("["):
+def _as_own_key(name: str, override: Override) -> Override:
+    """Return a command's own spellings as its keys, and any other override as it is.
+
+    `device=[A,B]` of an estimate is `devices`, `arch=[A,B]` of a submission `families`, and `+collocate` `collocate`.
+    """
+    several = override.choice.startswith("[")
+    if name == "estimate" and override.key == DEVICES and several:
         return Override("", "devices", override.choice)
+    if name == "submit" and override.key == "arch" and several:
+        return Override("", "families", override.choice)
+    if name == "grow" and override.key == "grow.collocate":
+        return replace(override, key="collocate")
+    if name == "submit" and override.key == "collocate":
+        return replace(override, plus="")
     return override
 
 

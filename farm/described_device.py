@@ -1,17 +1,37 @@
 """What the description of a GPU model says, and what follows from it, for `python -m farm.doctor device=NAME`.
 
-Start reading at `described_device`. Torch-free.
+Start reading at `described_device`; `spec_of` is the description that forecasts take. Torch-free.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from conf.mig_slices import profiles_of
-from featurize.device_spec import device_from_mapping
+from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, device_from_mapping, known_device, load_device
+from workers.devices import DeviceChoice, Slot, make_device
 
 _RATES = ("fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8")
+
+
+def spec_of(choice: DeviceChoice, slot: Slot | None = None) -> DeviceSpec:
+    """Return the description of the device that trials run on, for forecasts.
+
+    A model without a description has the rates of `DEFAULT_DEVICE`, and so has the CPU. `slot`: one of the device's;
+    None: its first one. Raises `DeviceUnavailable` where the device cannot be used here.
+    """
+    if choice.backend == "simulated" and choice.spec is not None:
+        return device_from_mapping(dict(choice.spec))
+    slot = slot or make_device(choice).slots()[0]
+    known = known_device(slot.device_name)
+    if known is not None:
+        return load_device(known)
+    stands_in = load_device(DEFAULT_DEVICE)
+    return dataclasses.replace(
+        stands_in, name=slot.device_name, memory_mib=slot.device_memory_mib or stands_in.memory_mib
+    )
 
 
 def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:

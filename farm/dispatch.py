@@ -7,7 +7,6 @@ after its run is durable in the warehouse.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import time
@@ -26,14 +25,25 @@ from farm.process_marker import session_marker
 from farm.progress import Progress
 from farm.queue_values import device_from_key
 from farm.ray_executor import RayExecutor
+from farm.runs_alone import RunsAlone
 from farm.submitted_code import SubmittedCode
 from farm.sweep import SESSION_VARIABLE, descendants
-from farm.task_runs import accepted, attempt_run_id, doubt_of, lost_run, reason_lines, refused_run, task_spec
+from farm.task_runs import (
+    accepted,
+    as_attempt,
+    as_final,
+    attempt_run_id,
+    doubt_of,
+    lost_run,
+    reason_lines,
+    refused_run,
+    task_spec,
+)
 from warehouse.folder import DataFolder
 from warehouse.run import reasons_of
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice
-from workers.worker import RunResult, TaskSpec
+from workers.task import RunResult, TaskSpec
 
 LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
@@ -96,6 +106,7 @@ class Dispatcher:
         self._writer = RunWriter(folder)
         self._leased: dict[str, Task | UnreadableTask] = {}  # run_id -> task; what cannot be read is about to land
         self._upcoming: dict[str, Task] = {}  # worker -> what it gets next, leased already so that it can prepare
+        self._alone = RunsAlone()
         self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back, by `steady`
         self._renewed_at = steady()
 
@@ -151,17 +162,19 @@ class Dispatcher:
             upcoming = self._lease(worker) if _looks_ahead(task) else None
             if upcoming is not None:
                 self._upcoming[worker] = upcoming
-            spec = self._spec(task)
+            spec = self._spec(task, worker)
             self._expect_back(spec)
             self._service.events.emit("handed_out", spec, worker=worker)
             # A trial of several ranks starts elsewhere, or its ranks do: nothing of it is made ready.
-            ready = upcoming is not None and upcoming.config.ranks == 1
-            self._executor.submit(worker, spec, self._spec(upcoming) if upcoming is not None and ready else None)
+            ready = upcoming is not None and upcoming.config.ranks == 1 and not upcoming.partners
+            following = self._spec(upcoming, worker) if upcoming is not None and ready else None
+            self._executor.submit(worker, spec, following)
         for expired in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
             self._land_run(expired, lost_run(expired, "every attempt lost its worker or its dispatcher"))
 
-    def _spec(self, task: Task) -> TaskSpec:
-        return task_spec(task, own_code=self._code.decide(task.config)[0])
+    def _spec(self, task: Task, worker: str) -> TaskSpec:
+        own_code, _ = self._code.decide_all((task.config, *task.partners))
+        return task_spec(task, own_code, self._alone.of(task, worker))
 
     def _lease(self, worker: str) -> Task | None:
         """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""
@@ -183,7 +196,7 @@ class Dispatcher:
             self._leased[task.run_id] = task
             if isinstance(task, UnreadableTask):
                 refused = refused_run(task, "UsageError", task.problem)
-            elif (refusal := self._code.decide(task.config)[1]) is not None:
+            elif (refusal := self._code.decide_all((task.config, *task.partners))[1]) is not None:
                 refused = refused_run(task, "NotTrusted", refusal)
             elif (problem := self._problem_of_ranks(task)) is not None:
                 refused = refused_run(task, "UsageError", problem)
@@ -199,7 +212,8 @@ class Dispatcher:
         return None if layout is None or gpus is None else gpu_problem(layout, gpus)
 
     def _expect_back(self, spec: TaskSpec) -> None:
-        self._stuck_at[spec.run_id] = self._steady() + spec.settings.timeout_s + _STUCK_AFTER_S
+        trials = 1 + (len(spec.alone) if spec.partners else 0)  # of a group also each member alone
+        self._stuck_at[spec.run_id] = self._steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
 
     def _waits_for_work(self) -> bool:
         """Return whether tasks of this device are left that become due later (backoff)."""
@@ -240,12 +254,9 @@ class Dispatcher:
         repeated = sum(self._writer.has_landed(run.family, name) for name in names) if limit else 0
         if repeated >= limit or not self._queue.may_repeat(task):
             return False
-        attempt = dataclasses.replace(run, run_id=attempt_run_id(run.run_id, task.attempt), final=False)
-        telemetry = result.telemetry
-        if "run_id" in telemetry.column_names:
-            telemetry = telemetry.drop_columns(["run_id"])  # the writer puts in the new one
         try:
-            self._writer.write(attempt, telemetry, result.kernels, result.ranks)
+            for one in (*result.others, result):
+                self._write(as_attempt(one, task.attempt))
         except (OSError, MemoryError):
             raise
         except Exception:
@@ -258,15 +269,18 @@ class Dispatcher:
         """Write the run, then mark its task as done; `reconcile` repairs a kill in between."""
         if self._queue.is_done(task):
             return  # another dispatcher was quicker, after this one's lease had run out
-        run = dataclasses.replace(result.run, final=True)
         try:
-            self._writer.write(run, result.telemetry, result.kernels, result.ranks)
+            for one in (*result.others, result):  # the task's own run is the last: with it the task is done
+                self._write(as_final(one))
         except (OSError, MemoryError):  # the machine's, not the run's
             raise
         except Exception as error:  # whatever a worker sent: one task's business, not the job's
             result = lost_run(task, f"its run was refused by the warehouse: {error}")
-            run = dataclasses.replace(result.run, final=True)
-            self._writer.write(run, result.telemetry)
+            for one in (*result.others, result):
+                self._write(as_final(one))
+        if isinstance(task, Task) and worker is not None:
+            self._alone.landed(task, worker, result.others)
+        run = result.run
         doubt = doubt_of(run.quality, run.quality_reasons or ())
         self._queue.finish(task, run.status, self._clock(), error=run.error, doubt=doubt)
         self._progress.landed(run)
@@ -282,6 +296,9 @@ class Dispatcher:
             wall_s=run.wall_s,
             error=run.error,
         )
+
+    def _write(self, result: RunResult) -> None:
+        self._writer.write(result.run, result.telemetry, result.kernels, result.ranks, result.collocations)
 
     def _restart_stuck_workers(self) -> None:
         """Restart workers long past their trial's deadline, which hang themselves, as in a wedged driver."""
@@ -309,7 +326,7 @@ class Dispatcher:
 
 def _looks_ahead(task: Task) -> bool:
     """Return whether the worker may prepare the next trial while it runs this one; `Worker.prepares` decides."""
-    if task.config.ranks > 1:
+    if task.config.ranks > 1 or task.partners:
         return False
     wish = task.settings.prepare_ahead
     return wish == "always" or (wish == "auto" and task.device.backend == "cuda")

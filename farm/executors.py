@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 from conf.errors import UsageError
 from workers.devices import DeviceChoice, make_device
 from workers.server_client import ServerLost
-from workers.worker import RunResult, TaskSpec, Worker
+from workers.task import RunResult, TaskSpec
+from workers.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

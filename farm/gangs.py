@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from workers.worker import TaskSpec
+from workers.task import TaskSpec
 
 
 @dataclass

@@ -180,7 +180,7 @@ def _dry_run(settings: GrowSettings) -> int:
     there = folder.format_marker.exists()
     cycles = Journal.open(folder).cycles()
     environment = environment_now(folder, machine) if there else None
-    again = stale_first(folder, machine, environment, settings.n)
+    again = stale_first(folder, machine, environment, settings.singles)
     with contextlib.ExitStack() as held:
         queue = held.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None
         with _StatusLine(False) as status:
@@ -193,13 +193,20 @@ def _dry_run(settings: GrowSettings) -> int:
         print(f"{machine.source} again first, as stale: {len(again):,}")
     if plan.summary is not None:
         print("\n".join(plan.summary.lines(machine.source)))
-    elif settings.n is None or len(again) < settings.n:
+    elif settings.singles is None or len(again) < settings.singles:
         print("nothing new is left in these search spaces; the night after looks at the candidates behind them")
+    if settings.collocate:
+        print(f"pairs of trials on one device: {_pairs(settings)}")
     for name, cells in ({} if plan.summary is None else plan.summary.gained).items():
         new = sorted(cells.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))[:_CELLS_SHOWN]
         print(f"{name}: " + "; ".join(f"{cell} {before}+{gained}" for cell, (before, gained) in new))
     print("nothing was run or written: dry_run=true")
     return 0
+
+
+def _pairs(settings: GrowSettings) -> str:
+    share = f"{settings.collocate:.0%} of the time"
+    return share if settings.pairs is None else f"{settings.pairs:,}"
 
 
 def _budget(settings: GrowSettings) -> str:

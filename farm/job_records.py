@@ -59,6 +59,7 @@ class Task(Lease):
     config: TrialConfig
     settings: TrialSettings
     device: DeviceChoice
+    partners: tuple[TrialConfig, ...] = ()  # trials that start together with it on the same device
 
     @property
     def simulated(self) -> bool:

@@ -440,6 +440,8 @@ class Queue:
             self._file.all(
                 "SELECT task_index, CASE WHEN family = ? AND json_valid(config_json) THEN "
                 "CASE WHEN json_type(config_json, '$.family') = 'text' THEN json_extract(config_json, '$.family') "
+                "WHEN json_type(config_json, '$.together[0].family') = 'text' "
+                "THEN json_extract(config_json, '$.together[0].family') "
                 "ELSE family END ELSE family END FROM configs JOIN jobs ON seq = job_seq WHERE job_seq = ?",
                 (MIXED_FAMILY, self._seq(job_id)),
             )

@@ -125,11 +125,29 @@ class ChoicePayload(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairsPayload:
+    """The pairs of trials that ran on one device: how many, and their members' slowdowns beside each other."""
+
+    pairs: int = 0
+    out_of_memory: int = 0  # pairs of which a member ran out of the device's memory
+    slowdown_median: float | None = None
+    slowdown_p90: float | None = None
+
+    def sentence(self) -> str:
+        """Return the figures as text."""
+        slower = ""
+        if self.slowdown_median is not None and self.slowdown_p90 is not None:
+            slower = f", slowdown {self.slowdown_median:.2f} in the median and {self.slowdown_p90:.2f} at p90"
+        return f"{self.pairs:,} pairs on one device{slower}, {self.out_of_memory:,} out of memory"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPayload(Payload):
     """The trials that ran. `gpu_seconds`: the workers' seconds; `energy_j`: of the windows; `wall_s`: of the step.
 
     next_index  corrects that of `ChoicePayload` after a night that was cut off
     failed      why every trial failed, where they did
+    pairs       those that ran on one device; None: none were wanted
     """
 
     step: ClassVar[str] = "run"
@@ -144,6 +162,13 @@ class RunPayload(Payload):
     next_index: Mapping[str, int] = dataclasses.field(default_factory=dict)
     wall_s: float | None = None
     failed: str | None = None
+    pairs: PairsPayload | None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        mapping = super().to_mapping()
+        if self.pairs is None:
+            del mapping["pairs"]
+        return mapping
 
 
 @dataclass(frozen=True, kw_only=True)

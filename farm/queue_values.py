@@ -19,6 +19,8 @@ from warehouse.layout import checked_name
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 
+TOGETHER = "together"  # key of a group's members
+MOST_TOGETHER = 4
 TASK_COLUMNS = ("job_id", "family", "settings_json", "device", "task_index", "attempt", "config_json")
 
 
@@ -26,10 +28,10 @@ def task_of_row(row: Sequence[Any]) -> Task | UnreadableTask:
     """Return the typed task of a row of `TASK_COLUMNS`; an `UnreadableTask` if one of its texts cannot be parsed."""
     job_id, family, settings_json, device, task_index, attempt, config_json = row
     try:
-        config = config_of_text(config_json)
+        config, *partners = configs_of_text(config_json)
         return Task(
             job_id=job_id, task_index=task_index, attempt=attempt, family=config.family, config=config,
-            settings=settings_of_text(settings_json), device=device_from_key(device),
+            partners=tuple(partners), settings=settings_of_text(settings_json), device=device_from_key(device),
         )  # fmt: skip
     except UsageError as error:
         mapping = _mapping_of(config_json)
@@ -44,10 +46,32 @@ def text_of_config(config: TrialConfig) -> str:
     return canonical_json(config.to_mapping())
 
 
-def config_of_text(text: str) -> TrialConfig:
-    """Return the config that `text_of_config` wrote. Its names of code are data. Raises `UsageError`."""
+def text_of_group(configs: Sequence[TrialConfig]) -> str:
+    """Return trials that start together on one device as the queue holds them: canonical JSON."""
+    return canonical_json({TOGETHER: [config.to_mapping() for config in configs]})
+
+
+def text_of_task(members: Sequence[TrialConfig]) -> str:
+    """Return a task as the queue holds it: one config, or a group of several."""
+    return text_of_config(members[0]) if len(members) == 1 else text_of_group(members)
+
+
+def configs_of_text(text: str) -> tuple[TrialConfig, ...]:
+    """Return what `text_of_config` or `text_of_group` wrote: one config, or those of a group.
+
+    Their names of code are data. Raises `UsageError`.
+    """
     with _refusing(text, "is no trial config"):
-        return config_from_mapping(json.loads(text))
+        mapping = json.loads(text)
+        if TOGETHER not in mapping:
+            return (config_from_mapping(mapping),)
+        members = mapping[TOGETHER]
+        if mapping.keys() != {TOGETHER} or not isinstance(members, list) or not 2 <= len(members) <= MOST_TOGETHER:
+            raise UsageError(f"{shown(text)} is no group of 2 to {MOST_TOGETHER} trial configs")
+        configs = tuple(map(config_from_mapping, members))
+        if any(config.ranks > 1 for config in configs):
+            raise UsageError(f"{shown(text)}: a trial of several ranks cannot be in a group")
+        return configs
 
 
 def config_hash_of_text(text: str) -> str | None:
@@ -101,6 +125,9 @@ def _is_simulated(device: str) -> bool:
 
 def _family_of(mapping: Mapping[str, Any] | None, of_job: str) -> str:
     """Return the family that a config names if a run can land under that name, else its job's."""
+    members = (mapping or {}).get(TOGETHER)
+    if isinstance(members, list) and members and isinstance(members[0], dict):
+        mapping = members[0]  # as a group's task has the family of its first member
     try:
         return checked_name("family", (mapping or {}).get("family"))
     except ValueError:

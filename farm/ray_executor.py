@@ -32,7 +32,7 @@ from farm.ray_nodes import NodeWatch, RayNode
 from farm.ray_worker import actor_class
 from farm.sweep import end_processes
 from workers.devices import DeviceChoice, make_device
-from workers.worker import TaskSpec
+from workers.task import TaskSpec
 
 _END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
 _SHUTDOWN_S = 10.0  # of a Ray that has lost its head

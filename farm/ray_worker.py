@@ -6,7 +6,8 @@ from typing import Any
 
 from conf.own_packages import searching_last, working_folder
 from workers.devices import DeviceChoice
-from workers.worker import RunResult, TaskSpec, Worker
+from workers.task import RunResult, TaskSpec
+from workers.worker import Worker
 
 
 class PinnedWorker:

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import UsageError, unknown_name
 from conf.settings import added_group, data_key, group, key, keys_of, section
 from farm.cluster_settings import ClusterSettings
+from farm.collocating import POOL, SIZES
 from farm.layouts import with_layouts
 from farm.monitoring.events import LogSettings
 from farm.monitoring.metrics import MetricsSettings
 from farm.sampling import POLICIES, Limits, checked_batch_sizes
-from farm.space import Space, space_of_mapping
+from farm.space import Space, default_space, parse_space, space_of_mapping
 from farm.space_limits import require_within_limits
 from featurize.families import family_names
 from workers.devices import DeviceChoice
-from workers.settings import KernelSettings, TrialRules, TrialSettings, WindowSettings
+from workers.settings import SHARING, KernelSettings, TrialRules, TrialSettings, WindowSettings
 from workers.telemetry.sampler import TelemetrySettings
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class SubmitSettings(SampledSettings):
       python -m farm.submit +arch=cnn n=64 device=H200-SXM-141GB  simulate a GPU by its description
       python -m farm.submit +arch=cnn n=500 arch.space.batch_size=[8,16,32] arch.space.optimizer=[adam,sgd]
       python -m farm.submit +arch=cnn n=5000 detach=true          only queue; `python -m farm.work` runs it
+      python -m farm.submit +collocate=pairs arch=[cnn,gpt] n=500    pairs of trials that share a GPU
 
     What arch.space.NAME is given replaces what stood there: a number, a list (a value listed twice is twice as
     likely) or a range, as in "arch.space.depth={low: 4, high: 12, scale: log, step: 2}"; arch.space.depth.high=20
@@ -154,6 +156,17 @@ class SubmitSettings(SampledSettings):
     batch_sizes: tuple[int, ...] | None = key(
         None, "a list, as in [8,32,128]: every sampled trial is run at each of these; n counts the trials"
     )
+    collocate: str | None = key(
+        None,
+        "pairs, triples or quads of trials that start together on one device, after each has run alone; n counts them",
+        "text | null",
+    )
+    families: tuple[str, ...] | None = key(
+        None,
+        "with collocate: families whose own search spaces trials are drawn from; arch=[cnn,gpt] means the same",
+        "text | list of text | null",
+    )
+    sharing: str = key("time_slicing", "with collocate: how trials share a GPU, time_slicing or mps")
     priority: int = key(0, "jobs of higher priority run first")
     detach: bool = key(False, "true: queue the job and return")
     yes: bool = key(False, "true: queue more than a million trials without being asked")
@@ -162,24 +175,68 @@ class SubmitSettings(SampledSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.arch is None:
+        self._check_groups()
+        if self.arch is None and self.families is None:
             raise UsageError(f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}")
         object.__setattr__(self, "batch_sizes", checked_batch_sizes(self.batch_sizes))
-        if self.parallel is not None:
+        if self.parallel is not None and self.arch is not None:
             object.__setattr__(self, "arch", with_layouts(self.arch, self.parallel))
+
+    def _check_groups(self) -> None:
+        """Check what belongs to groups of trials. Raises `UsageError`."""
+        if self.families is not None and isinstance(self.families, str):
+            object.__setattr__(self, "families", (self.families,))
+        problems = []
+        if self.collocate is None:
+            given = [("families", self.families is not None), ("sharing", self.sharing != SHARING[0])]
+            problems += [f"{name} goes with collocate=pairs" for name, present in given if present]
+        elif self.collocate not in SIZES:
+            problems.append(str(unknown_name("collocate", self.collocate, tuple(SIZES))))
+        else:
+            together = [("batch_sizes", self.batch_sizes is not None), ("parallel", self.parallel is not None),
+                        ("kernels.steps", self.kernels.steps > 0)]  # fmt: skip
+            problems += [f"{name} does not go with collocate" for name, present in together if present]
+            if self.sharing == "mps" and self.device.backend == "cpu":
+                problems.append("sharing=mps is of NVIDIA GPUs; trials on the CPU share its cores")
+        if self.sharing not in SHARING:
+            problems.append(str(unknown_name("sharing", self.sharing, SHARING)))
+        if self.families is not None:
+            if self.arch is not None:
+                problems.append("give +arch=FAMILY or arch=[A,B], not both")
+            known = family_names()
+            problems += [str(unknown_name("family", name, known)) for name in self.families if name not in known]
+            if not self.families or len(set(self.families)) < len(self.families):
+                problems.append("families must name some families, each once")
+        if problems:
+            raise UsageError("; ".join(problems))
+
+    @property
+    def spaces(self) -> tuple[Space, ...]:
+        """The search spaces: one, or with `families` one of each."""
+        if self.arch is not None:
+            return (self.arch,)
+        return tuple(parse_space(name, default_space(name) or {}) for name in self.families or ())
 
     @property
     def space(self) -> Space:
-        """The search space, which every submission has."""
+        """The search space of a submission of single trials."""
         assert self.arch is not None
         return self.arch
+
+    @property
+    def trial_settings(self) -> TrialSettings:
+        """What a worker has to know of the trials."""
+        return dataclasses.replace(super().trial_settings, sharing=self.sharing)
 
     def identity(self) -> dict[str, Any]:
         """Return the submission's identity: everything that determines its runs, without n and priority."""
         # Left out where there are none: jobs from before the key keep their ids.
         pairs = {} if self.batch_sizes is None else {"batch_sizes": list(self.batch_sizes)}
+        space = self.space.to_mapping() if self.collocate is None else {
+            "together": SIZES[self.collocate], "pool": POOL, "spaces": [space.to_mapping() for space in self.spaces],
+        }  # fmt: skip
         return {
-            "space": self.space.to_mapping(),
+            "space": space,
             "seed": self.seed,
             "policy": self.policy,
             "limits": self.limits.to_mapping(),

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from conf.bars import StepBar
 from conf.cli import command
-from farm.jobs import Job, Queue, job_id_for
+from farm.collocating import SIZES, Groups, pool_of
+from farm.described_device import spec_of
+from farm.jobs import MIXED_FAMILY, Job, Queue, job_id_for
 from farm.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
 from farm.layouts import require_gpus
 from farm.model_check import require_models
 from farm.monitoring.service import Service
 from farm.queue_copy import queue_to_read
-from farm.queue_values import device_key, text_of_config, text_of_settings
+from farm.queue_values import device_key, text_of_config, text_of_group, text_of_settings
 from farm.sampling import sample_range
 from farm.settings import SubmitSettings
 from farm.submitted_code import record_code, record_submitted
@@ -38,17 +42,17 @@ def entry(settings: SubmitSettings) -> int:
     choice, device_line = choose_device(settings.device)
     settings = dataclasses.replace(settings, device=choice)
     # The first sample also finds a space that has no valid configuration, before anything is written.
-    next(_configs(settings, 0, 1))
-    require_gpus(settings.space, choice, settings.cluster)
-    require_models([settings.space])
-    if choice.backend == "simulated" and asks_cudnn(settings.space.family):
+    next(_texts(settings, 0, 1))
+    for space in settings.spaces:
+        require_gpus(space, choice, settings.cluster)
+    require_models(settings.spaces)
+    if choice.backend == "simulated" and any(asks_cudnn(space.family) for space in settings.spaces):
         installed_libraries()  # else every trial would end without what it is sampled for
     if not settings.detach:
         settings.cluster.check_address()
     folder = DataFolder.resolve(settings.data)
     if settings.n > ASK_ABOVE:
-        examples = _configs(settings, 0, EXAMPLES)
-        texts = [text_of_config(config) for config in examples]
+        texts = list(_texts(settings, 0, EXAMPLES))
         require_consent(folder, settings.n - _queued(folder, settings), texts, settings.yes)
     folder.create()
     with Service.open(folder, settings.log, settings.metrics) as service, Queue.open(folder.queue) as queue:
@@ -66,11 +70,11 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
     Shows a bar on a terminal where that takes a while, unless `quiet`. Ctrl-C takes out again what was added.
     """
     identity = settings.identity()
-    job_id = job_id_for(settings.space.family, **identity)
+    job_id = _job_id(settings)
     job = Job(
         job_id=job_id,
-        family=settings.space.family,
-        space_json=canonical_json(settings.space.to_mapping()),
+        family=_family(settings),
+        space_json=canonical_json(identity["space"]),
         n=settings.n,
         seed=settings.seed,
         policy=settings.policy,
@@ -81,12 +85,11 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
     )
     existing = queue.next_index(job_id)
     rejections: Counter[str] = Counter()
-    record_code(settings.space.code_names())  # also of tasks that are queued already
-    sampled = _configs(settings, existing, settings.n, rejections)
-    configs = (
-        (index, text_of_config(config)) for index, config in enumerate(record_submitted(sampled), start=existing)
-    )
+    for space in settings.spaces:
+        record_code(space.code_names())  # also of tasks that are queued already
     with StepBar(job_id) as bar:
+        shown = None if quiet else functools.partial(bar.update, "forecasting")
+        configs = enumerate(_texts(settings, existing, settings.n, rejections, shown), start=existing)
         counted = configs if quiet else _shown(configs, bar, existing, settings.n)
         try:
             added = queue.submit(job, counted, time.time(), on_interrupt=lambda: bar.update("taking back", 0, 0))
@@ -119,7 +122,17 @@ def _queued(folder: DataFolder, settings: SubmitSettings) -> int:
     if not folder.queue.is_file():
         return 0
     with queue_to_read(folder.queue) as queue:
-        return queue.next_index(job_id_for(settings.space.family, **settings.identity()))
+        return queue.next_index(_job_id(settings))
+
+
+def _family(settings: SubmitSettings) -> str:
+    families = {space.family for space in settings.spaces}
+    return families.pop() if len(families) == 1 else MIXED_FAMILY
+
+
+def _job_id(settings: SubmitSettings) -> str:
+    name = _family(settings) if settings.collocate is None else settings.collocate
+    return job_id_for(name, **settings.identity())
 
 
 def _shown(configs: Iterable[tuple[int, str]], bar: StepBar, start: int, stop: int) -> Iterator[tuple[int, str]]:
@@ -130,11 +143,31 @@ def _shown(configs: Iterable[tuple[int, str]], bar: StepBar, start: int, stop: i
             bar.update("queuing", done, stop - start)
 
 
-def _configs(settings: SubmitSettings, start: int, stop: int, rejections: Counter[str] | None = None):
-    """Yield the sampled configs of the indices `start` <= i < `stop`."""
-    return sample_range(
-        settings.space, settings.seed, start, stop, settings.policy, settings.limits, rejections, settings.batch_sizes
-    )
+def _texts(
+    settings: SubmitSettings,
+    start: int,
+    stop: int,
+    rejections: Counter[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[str]:
+    """Yield the tasks of the indices `start` <= i < `stop` as the queue holds them, after recording their code."""
+    if settings.collocate is None:
+        sampled = sample_range(
+            settings.space, settings.seed, start, stop, settings.policy, settings.limits, rejections,
+            settings.batch_sizes,
+        )  # fmt: skip
+        yield from map(text_of_config, record_submitted(sampled))
+        return
+    device = spec_of(settings.device)
+    pool = pool_of(
+        settings.spaces, device, seed=settings.seed, policy=settings.policy, limits=settings.limits,
+        progress=progress or (lambda done, of: None),
+    )  # fmt: skip
+    on_gpu = settings.device.backend != "cpu"
+    memory_mib = device.memory_mib * (settings.device.memory_fraction or 1.0) if on_gpu else None
+    groups = Groups(pool, SIZES[settings.collocate], memory_mib, settings.seed)
+    for group in itertools.islice(groups, start, stop):
+        yield text_of_group(list(record_submitted(group)))
 
 
 if __name__ == "__main__":

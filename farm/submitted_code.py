@@ -50,6 +50,12 @@ class SubmittedCode:
             f"submit the job yourself, or start farm.work with trust=[{one_line(module)}]"
         )
 
+    def decide_all(self, configs: Iterable[TrialConfig]) -> tuple[bool, str | None]:
+        """Return the same of trials that run together: whose any is the user's, and the first refusal."""
+        decisions = [self.decide(config) for config in configs]
+        refusal = next((refusal for _, refusal in decisions if refusal is not None), None)
+        return any(own for own, _ in decisions), refusal
+
     def _knows(self, entry: str) -> bool:
         if entry in _of_this_process or entry in self._recorded:
             return True
@@ -80,6 +86,12 @@ def record_submitted(configs: Iterable[TrialConfig]) -> Iterator[TrialConfig]:
     for config in configs:
         record_code(entry for name, entry in code_entries(config).items() if isinstance(name, CodeName))
         yield config
+
+
+def record_code_of(configs: Iterable[TrialConfig]) -> None:
+    """Record the code of configs that the user queues."""
+    for _ in record_submitted(configs):
+        pass
 
 
 def record_code(entries: Iterable[str]) -> None:

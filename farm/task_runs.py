@@ -8,18 +8,19 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from farm.executors import Completion
 from farm.job_records import RunDoubt, Task, UnreadableTask
-from featurize.trial import mapping_hash
+from featurize.trial import TrialConfig, mapping_hash
 from warehouse.run import JSON_COLUMNS, Run
 from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from workers.alone import AloneRun
 from workers.safe_text import safe_text
-from workers.worker import RunResult, TaskSpec
+from workers.task import RunResult, TaskSpec
 
 _TEXT_CHARACTERS = 4_000  # of any text of a run, but its error
 _JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is none
@@ -30,8 +31,11 @@ _TEXT_COLUMNS = tuple(
 _MAPPING_COLUMNS = tuple(name for name in JSON_COLUMNS if name != "config")
 
 
-def task_spec(task: Task, own_code: bool = False) -> TaskSpec:
-    """Return a queued task as its worker needs it; its seed is the task's index, so that repeats are equal."""
+def task_spec(task: Task, own_code: bool = False, alone: Sequence[AloneRun | None] = ()) -> TaskSpec:
+    """Return a queued task as its worker needs it; its seed is the task's index, so that repeats are equal.
+
+    `alone`: of each member of a group the run alone, where it is known.
+    """
     return TaskSpec(
         job_id=task.job_id,
         task_index=task.task_index,
@@ -40,12 +44,29 @@ def task_spec(task: Task, own_code: bool = False) -> TaskSpec:
         settings=task.settings,
         seed=task.task_index,
         own_code=own_code,
+        partners=task.partners,
+        alone=tuple(alone),
     )
 
 
 def attempt_run_id(run_id: str, attempt: int) -> str:
     """Return the run id of an attempt that was not the task's last, so that it never replaces the task's run."""
     return f"{run_id}-a{attempt}"
+
+
+def as_attempt(result: RunResult, attempt: int) -> RunResult:
+    """Return a result as that of an attempt after which its task is queued again."""
+    run = dataclasses.replace(result.run, run_id=attempt_run_id(result.run.run_id, attempt), final=False)
+    telemetry = result.telemetry
+    if "run_id" in telemetry.column_names:
+        telemetry = telemetry.drop_columns(["run_id"])  # the writer puts in the new one
+    # Only the group that counts has rows in `collocations`.
+    return dataclasses.replace(result, run=run, telemetry=telemetry, collocations=None)
+
+
+def as_final(result: RunResult) -> RunResult:
+    """Return a result as the one that its task ends with."""
+    return dataclasses.replace(result, run=dataclasses.replace(result.run, final=True))
 
 
 def accepted(completion: Completion, task: Task) -> Completion:
@@ -64,29 +85,56 @@ def accepted(completion: Completion, task: Task) -> Completion:
 
 
 def _checked(result: object, task: Task) -> RunResult:
-    """Check a result's shape. Raises `ValueError`. The warehouse checks types and ranges of values."""
+    """Check the shapes of a result and of the further runs that come with it. Raises `ValueError`."""
+    own = {name: getattr(task, name) for name in _OWN_COLUMNS}
+    checked = _checked_run(result, own, task.config, task.attempt)
+    assert isinstance(result, RunResult)
+    parts = _parts_of(task)
+    others = []
+    for other in result.others if isinstance(result.others, tuple) else ():
+        run_id = getattr(getattr(other, "run", None), "run_id", None)
+        config = parts.pop(run_id, None) if isinstance(run_id, str) else None
+        if config is None:
+            raise ValueError(f"{safe_text(repr(run_id), _TEXT_CHARACTERS)} is no further run of it")
+        own = {"run_id": run_id, "job_id": task.job_id, "task_index": None, "family": config.family}
+        others.append(_checked_run(other, own, config, task.attempt))
+    return dataclasses.replace(checked, others=tuple(others))
+
+
+def _parts_of(task: Task) -> dict[str, TrialConfig]:
+    """Return the configs of the further runs that a group's task may bring, by their ids."""
+    if not task.partners:
+        return {}
+    members = dict(enumerate((task.config, *task.partners)))
+    alone = {f"{task.run_id}-alone-{place}": config for place, config in members.items()}
+    return alone | {f"{task.run_id}-with-{place}": config for place, config in members.items() if place}
+
+
+def _checked_run(result: object, own: Mapping[str, Any], config: TrialConfig, attempt: int) -> RunResult:
+    """Check the shape of one run. Raises `ValueError`. The warehouse checks types and ranges of values."""
     if not isinstance(result, RunResult):
         raise ValueError(f"it is a {type(result).__name__}")
     if not isinstance(result.run, Run):
         raise ValueError(f"its run is a {type(result.run).__name__}")
     if not isinstance(result.telemetry, pa.Table):
         raise ValueError(f"its telemetry is a {type(result.telemetry).__name__}")
-    for name in ("kernels", "ranks"):
+    for name in ("kernels", "ranks", "collocations"):
         table = getattr(result, name)
         if table is not None and not isinstance(table, pa.Table):
             raise ValueError(f"its {name} are a {type(table).__name__}")
     for name in _OWN_COLUMNS:
-        if getattr(result.run, name) != getattr(task, name):
+        if getattr(result.run, name) != own[name]:
             answer = safe_text(repr(getattr(result.run, name)), _TEXT_CHARACTERS)
-            raise ValueError(f"{name} must be {getattr(task, name)!r}, got {answer}")
+            raise ValueError(f"{name} must be {own[name]!r}, got {answer}")
     storable: dict[str, Any] = {name: _storable(name, getattr(result.run, name)) for name in _TEXT_COLUMNS}
     storable |= {name: _bounded(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
-    run = dataclasses.replace(result.run, **storable, attempt=task.attempt, config=task.config.to_mapping())
+    run = dataclasses.replace(result.run, **storable, attempt=attempt, config=config.to_mapping())
     return RunResult(
         run=run,
         telemetry=result.telemetry,
         kernels=result.kernels,
         ranks=result.ranks,
+        collocations=result.collocations,
         retryable=result.retryable is True and run.status == "crashed",
         repeat=result.repeat is True,
     )
@@ -130,7 +178,14 @@ def refused_run(task: Task | UnreadableTask, error_type: str, error: str) -> Run
     Its code is not allowed (`NotTrusted`), or this version cannot read its row (`UsageError`).
     """
     lost = lost_run(task, error)
-    return dataclasses.replace(lost, run=dataclasses.replace(lost.run, status="invalid", error_type=error_type))
+    return dataclasses.replace(
+        lost,
+        run=dataclasses.replace(lost.run, status="invalid", error_type=error_type),
+        others=tuple(
+            dataclasses.replace(other, run=dataclasses.replace(other.run, status="invalid", error_type=error_type))
+            for other in lost.others
+        ),
+    )
 
 
 def lost_run(task: Task | UnreadableTask, error: str) -> RunResult:
@@ -156,4 +211,27 @@ def lost_run(task: Task | UnreadableTask, error: str) -> RunResult:
         parallel=None if typed is None else typed.parallel,
         finished_at=datetime.datetime.now(datetime.UTC),
     )
-    return RunResult(run=run, telemetry=TELEMETRY_SCHEMA.empty_table())
+    nothing = TELEMETRY_SCHEMA.empty_table()
+    partners = task.partners if isinstance(task, Task) else ()
+    others = tuple(_lost_partner(run, place, config) for place, config in enumerate(partners, start=1))
+    if partners:
+        run = dataclasses.replace(run, group_id=task.run_id)
+    return RunResult(run=run, telemetry=nothing, others=others)
+
+
+def _lost_partner(run: Run, place: int, config: TrialConfig) -> RunResult:
+    """Return the run of a group's further member, which was lost with its first one."""
+    lost = dataclasses.replace(
+        run,
+        run_id=f"{run.run_id}-with-{place}",
+        task_index=None,
+        group_id=run.run_id,
+        family=config.family,
+        config=config.to_mapping(),
+        config_hash=mapping_hash(config.to_mapping()),
+        batch_size=config.batch_size,
+        precision=config.precision,
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+    )
+    return RunResult(run=lost, telemetry=TELEMETRY_SCHEMA.empty_table())

@@ -28,7 +28,7 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "path=timm_train_step_time.csv": "a published file, which does not come along",
     "path=kernel_times.parquet": "a published file, which does not come along",
     "path=llmfoundry_throughput.csv": "a published file, which does not come along",
-    "trace=cluster_job_log.json": "a published file; tests/farm/test_replay.py reads one like it",
+    "trace=cluster_job_log.json": "a published file; tests/farm/test_cluster_replay.py reads one like it",
     "+arch=wide": "the family of a walk-through, which is not there",
     "estimator=constant": "the estimator of a walk-through, which is not there",
     "host_load": "the sensor of a walk-through, which is not there",

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import secrets
 import time
 import traceback
@@ -19,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import CommandError
 from conf.plain_text import error_line
 from farm.growth.landing import land, snapshot_taken
-from farm.growth.machine import Machine, environment_now, job_figures, measured_s, submit_listed, tasks_run
+from farm.growth.machine import (
+    Machine,
+    environment_now,
+    job_figures,
+    measured_s,
+    pair_figures,
+    submit_listed,
+    tasks_run,
+)
 from farm.growth.plan import Plan, code_names, make_plan, read_plan, skipped
 from farm.growth.settings import GrowSettings
 from farm.growth.stop import NightStop
@@ -47,6 +56,7 @@ if TYPE_CHECKING:
 
 _FAILURES_AT_MOST = 3  # of one step: then the cycle is over, so that the next night can begin another
 _ERROR_CHARACTERS = 4000
+_PAIRS_AT_MOST = 5_000  # of a night without a number
 _PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress meanwhile
 
 
@@ -166,7 +176,7 @@ class NightWork:
     def _measure(self, kind: str, configs: Sequence[tuple[int, TrialConfig]], shares: int) -> str | None:
         """Run these configs as a job and return its id; None if the time was up. Raises `Left` on a signal."""
         job_id = self.cycle.job(kind)
-        ended = self._work_off(job_id, configs, shares)
+        ended = self._work_off(job_id, [(index, (config,)) for index, config in configs], shares)
         if ended == "asked":
             raise Left
         if ended == "time":
@@ -174,14 +184,17 @@ class NightWork:
             return None
         return job_id
 
-    def _work_off(self, job_id: str, configs: Sequence[tuple[int, TrialConfig]], shares: int = 1) -> Ended:
-        """Queue the configs as this job and run it: `all`, or why the night ends there, `asked` or `time`.
+    def _work_off(
+        self, job_id: str, tasks: Sequence[tuple[int, Sequence[TrialConfig]]], shares: int = 1, of_time: float = 1.0
+    ) -> Ended:
+        """Queue the tasks as this job and run it: `all`, or why it ends before, `asked` or `time`.
 
-        Raises `Left` after Ctrl-C. A signal counts also where all trials have run: closing the workers takes seconds.
+        `of_time`: the share of what is left of the night's hours. Raises `Left` after Ctrl-C. A signal counts also
+        where all trials have run: closing the workers takes seconds.
         """
-        stop = self.stop()
+        stop = self.stop(of_time)
         submit_listed(
-            self.folder, self.queue, job_id, configs, self.machine, self.settings.trial_settings, self.settings.policy,
+            self.folder, self.queue, job_id, tasks, self.machine, self.settings.trial_settings, self.settings.policy,
             self.settings.seed,
         )  # fmt: skip
         worked_off = run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares)
@@ -202,9 +215,11 @@ class NightWork:
     def _run(self, choice: ChoicePayload) -> RunPayload:
         job_id = self.cycle.job("grow")
         planned = read_plan(self.folder, choice.plan, self.settings.spaces)
-        configs = [(index, entry.config) for index, entry in enumerate(planned)]
+        configs = [(index, (entry.config,)) for index, entry in enumerate(planned)]
         began = time.monotonic()
-        ended: Ended = self._work_off(job_id, configs) if configs else "all"
+        ended = self._run_pairs()
+        if ended == "all" and configs:
+            ended = self._work_off(job_id, configs)
         if ended != "all":
             self.queue.cancel(job_id, time.time())
         failure = failed_before(self.queue, job_id) if configs else None
@@ -216,7 +231,29 @@ class NightWork:
             job_id=job_id, runs=figures.runs, by_status=figures.by_status, by_family=figures.by_family,
             gpu_seconds=figures.gpu_seconds, energy_j=figures.energy_j, ended=ended, next_index=left,
             wall_s=round(time.monotonic() - began, 3), failed=None if failure is None else str(failure),
+            pairs=pair_figures(self.folder, self.cycle.job("pairs")) if self.settings.collocate else None,
         )  # fmt: skip
+
+    def _run_pairs(self) -> Ended:
+        """Run the night's pairs of trials on one device, before the others: their share ends by number or by time."""
+        share, wanted = self.settings.collocate, self.settings.pairs
+        if not share:
+            return "all"
+        from farm.collocating import Groups, pool_of
+
+        seed = int(self.cycle.token, 16)  # other pairs each night, and the same where the night is resumed
+        pool = pool_of(
+            self.settings.spaces, self.machine.spec, seed=seed, policy="stratified", limits=self.settings.limits,
+            progress=lambda done, of: self.tell(f"forecasting pairs: {done:,} of {of:,}"),
+        )  # fmt: skip
+        on_gpu = self.machine.choice.backend != "cpu"
+        groups = Groups(pool, 2, self.machine.capacity_mib if on_gpu else None, seed)
+        tasks = list(enumerate(itertools.islice(groups, _PAIRS_AT_MOST if wanted is None else wanted)))
+        job_id = self.cycle.job("pairs")
+        ended = self._work_off(job_id, tasks, of_time=1.0 if wanted is not None else share) if tasks else "all"
+        if ended != "all":
+            self.queue.cancel(job_id, time.time())
+        return "all" if ended == "time" and wanted is None else ended
 
     def _learn(self, landed: LandPayload) -> LearnPayload:
         from learn.promotion import refit
@@ -278,17 +315,17 @@ class NightWork:
         environment = None if canaries is None else canaries.environment
         return make_plan(
             self.folder, self.queue, cycles, self.settings, self.machine, environment,
-            again=stale_first(self.folder, self.machine, environment, self.settings.n),
+            again=stale_first(self.folder, self.machine, environment, self.settings.singles),
             progress=lambda done, of: self.tell(f"{doing}: {done:,} of {of:,} candidates"),
         )  # fmt: skip
 
-    def stop(self) -> NightStop:
-        """Return the stop request that applies when this cycle's time is up, or on a signal."""
+    def stop(self, share: float = 1.0) -> NightStop:
+        """Return the stop request that applies when a share of this cycle's remaining time is up, or on a signal."""
         if self.settings.hours is None:
             return NightStop(None, self.cycle.name)
         jobs = [job.job_id for job in self.queue.jobs() if job.job_id.endswith(self.cycle.token)]
         left_s = self.settings.hours * 3600 - measured_s(self.folder, self.cycle, jobs)
-        return NightStop(max(0.0, left_s), self.cycle.name)
+        return NightStop(max(0.0, share * left_s), self.cycle.name)
 
     def earlier(self) -> list[Cycle]:
         """Return the cycles before this one."""
@@ -299,8 +336,9 @@ def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPa
     statuses = ", ".join(f"{status} {count}" for status, count in ran.by_status.items()) or "none"
     decisions = ", ".join(f"{result.target} {result.decision}" for result in learnt.results)
     stale = f", up to {choice.remeasured} of them of stale rows" if choice.remeasured else ""
+    pairs = "" if ran.pairs is None else f"; {ran.pairs.sentence()}"
     time_up = "; the time was up before all had run" if ran.ended == "time" else ""
-    return f"{ran.runs} runs ({statuses}){stale}{time_up}; models: {decisions or 'none fitted'}"
+    return f"{ran.runs} runs ({statuses}){stale}{time_up}{pairs}; models: {decisions or 'none fitted'}"
 
 
 def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:

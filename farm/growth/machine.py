@@ -6,7 +6,6 @@ Start reading at `machine_of` and `submit_listed`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import json
 import time
@@ -17,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from farm.cluster_settings import ClusterSettings
+from farm.described_device import spec_of
 from farm.jobs import MIXED_FAMILY, Job, Queue
 from farm.journal import Cycle
-from farm.queue_values import device_key, text_of_config, text_of_settings
-from farm.submitted_code import record_submitted
-from featurize.device_spec import DEFAULT_DEVICE, device_from_mapping, known_device, load_device, same_device
+from farm.journal_payloads import PairsPayload
+from farm.queue_values import device_key, text_of_settings, text_of_task
+from farm.submitted_code import record_code_of
+from featurize.device_spec import same_device
 from featurize.row_config import code_problem
 from featurize.trial import TrialConfig, canonical_json
 from warehouse.folder import DataFolder
@@ -32,8 +33,6 @@ from workers.settings import TrialSettings
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-
-_STANDS_IN = DEFAULT_DEVICE  # whose rates a device without a description is forecast with
 
 
 @dataclass(frozen=True)
@@ -70,50 +69,44 @@ def machine_of(device: DeviceChoice, cluster: ClusterSettings, before: Sequence[
         raise UsageError(f"a cycle measures on GPUs of one model, here are {', '.join(names)}; hide some from it")
     workers = 1 if cluster.kind == "inline" else len(slots)
     source = "simulated" if choice.backend == "simulated" else "measured"
-    return Machine(choice, names[0], source, workers, _description(choice, slots[0])), device_line
-
-
-def _description(choice: DeviceChoice, slot) -> DeviceSpec:
-    if choice.backend == "simulated" and choice.spec is not None:
-        return device_from_mapping(dict(choice.spec))
-    known = known_device(slot.device_name)
-    if known is not None:
-        return load_device(known)
-    memory_mib = slot.device_memory_mib or load_device(_STANDS_IN).memory_mib
-    return dataclasses.replace(load_device(_STANDS_IN), name=slot.device_name, memory_mib=memory_mib)
+    return Machine(choice, names[0], source, workers, spec_of(choice, slots[0])), device_line
 
 
 def submit_listed(
     folder: DataFolder,
     queue: Queue,
     job_id: str,
-    configs: Sequence[tuple[int, TrialConfig]],
+    tasks: Sequence[tuple[int, Sequence[TrialConfig]]],
     machine: Machine,
     trial: TrialSettings,
     policy: str,
     seed: int,
 ) -> None:
-    """Queue these configs under their indices, as one job. The same call again adds nothing.
+    """Queue these tasks under their indices, as one job: a config each, or those of a group that starts together.
+
+    The same call again adds nothing.
 
     A task may import the code that it names. So a config from the folder's data raises `UsageError` if data may not
     name its code."""
-    for _, config in configs:
+    configs = [config for _, members in tasks for config in members]
+    for config in configs:
         if (problem := code_problem(config)) is not None:
             raise UsageError(f"job {job_id}: {problem}")
-    families = sorted({config.family for _, config in configs})
+    families = sorted({config.family for config in configs})
     job = Job(
         job_id=job_id,
         family=families[0] if len(families) == 1 else MIXED_FAMILY,
         space_json=canonical_json({"listed": families}),
-        n=len(configs),
+        n=len(tasks),
         seed=seed,
         policy=policy,
         device=device_key(machine.choice),
         settings_json=text_of_settings(trial),
         submitted_at=time.time(),
     )
-    texts = [text_of_config(config) for config in record_submitted(config for _, config in configs)]
-    queue.submit(job, zip((index for index, _ in configs), texts, strict=True), time.time())
+    record_code_of(configs)
+    texts = ((index, text_of_task(members)) for index, members in tasks)
+    queue.submit(job, texts, time.time())
     recorded = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
     RunWriter(folder).write_job(
         {
@@ -202,9 +195,28 @@ def job_figures(folder: DataFolder, job_id: str) -> JobFigures:
     )  # fmt: skip
 
 
+def pair_figures(folder: DataFolder, job_id: str) -> PairsPayload:
+    """Return the figures of a job's groups."""
+    of_job = "FROM collocations WHERE starts_with(group_id, ? || '-')"
+    ((pairs, out_of_memory),) = _ask(
+        folder,
+        f"SELECT count(DISTINCT group_id), count(DISTINCT CASE WHEN status = 'oom' THEN group_id END) {of_job}",
+        [job_id],
+    )
+    ((median, p90),) = _ask(
+        folder, f"SELECT median(slowdown), quantile_cont(slowdown, 0.9) {of_job} AND doubt IS NULL", [job_id]
+    )
+    return PairsPayload(pairs=pairs, out_of_memory=out_of_memory, slowdown_median=median, slowdown_p90=p90)
+
+
 def tasks_run(folder: DataFolder, job_id: str) -> set[int]:
     """Return the indices of a job's tasks that have a run."""
-    return {index for (index,) in _ask(folder, "SELECT task_index FROM runs WHERE job_id = ?", [job_id])}
+    return {
+        index
+        for (index,) in _ask(
+            folder, "SELECT task_index FROM runs WHERE job_id = ? AND task_index IS NOT NULL", [job_id]
+        )
+    }
 
 
 def _ask(folder: DataFolder, query: str, values: Sequence[Any]) -> list[tuple]:

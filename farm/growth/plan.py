@@ -133,10 +133,10 @@ def make_plan(
     there is none yet. The plan is empty if no candidate is new; the next night looks at the following ones.
     """
     known = _known(folder, queue, settings, machine, environment)
-    again = tuple(again)[: settings.n]
+    again = tuple(again)[: settings.singles]
     taken = known.measured | {config_hash(config) for config in again}
     known = dataclasses.replace(known, measured=frozenset(taken))
-    left = None if settings.n is None else settings.n - len(again)
+    left = None if settings.singles is None else settings.singles - len(again)
     if left == 0:
         return _stale_only(again, _positions(cycles))
     pool = _pool(settings, cycles)
@@ -145,7 +145,7 @@ def make_plan(
     forecaster = Forecaster(device=machine.spec, data=folder)
     if left is None:
         assert settings.hours is not None, "a night has a number of configurations or a time"
-        n = _affordable(settings, settings.hours, machine, pool, known, forecaster)
+        n = _affordable(settings, settings.hours * (1.0 - settings.collocate), machine, pool, known, forecaster)
     else:
         n = min(left, len(pool))
     keys = {space.family: _key(settings, space) for space in settings.spaces}

@@ -21,7 +21,7 @@ NEED_LIBRARIES = ("cudnn", "timm", "zoo")  # families that are measured only whe
 # What decides a cycle and is written down with it; the other keys are of the command that works on it.
 WRITTEN = (
     "n", "hours", "policy", "families", "space", "pool", "seed", "canaries", "limits", "learn", "device", "window",
-    "trial", "telemetry", "kernels",
+    "trial", "telemetry", "kernels", "collocate",
 )  # fmt: skip
 
 
@@ -69,6 +69,7 @@ class GrowSettings(TrialsSettings):
       python -m farm.grow n=500                   measure 500 configurations of all families, chosen by policy=active
       python -m farm.grow hours=6                 measure for six hours
       python -m farm.grow n=500 dry_run=true      what would run, what it gains and costs; nothing is run or written
+      python -m farm.grow n=500 collocate=0.2     100 of the 500 are pairs of trials that share a GPU
       python -m farm.grow n=200 families=[gpt,vit] policy=coverage "space={precision: [fp32,bf16]}"
 
     Killed at any point, the same command continues where it was. Ctrl-C leaves within seconds, with 130, and the same
@@ -97,6 +98,9 @@ class GrowSettings(TrialsSettings):
         10000,
         "candidates to choose from, drawn anew every night, going on with each family's sequence",
         "int <= 10000000",
+    )
+    collocate: float = key(
+        0.0, "share of the night's n, or hours, that pairs of trials on one device get", "number 0 to 0.9"
     )
     seed: int = key(0, "of the sequences and of ties")
     canaries: str = key(
@@ -138,6 +142,18 @@ class GrowSettings(TrialsSettings):
             problems.append(f"dry_run must be true or false, got {self.dry_run!r}")
         if problems:
             raise UsageError("; ".join(problems))
+
+    @property
+    def pairs(self) -> int | None:
+        """Pairs of trials to measure; None: as many as their share of the hours allows."""
+        if not self.collocate:
+            return 0
+        return None if self.n is None else round(self.collocate * self.n)
+
+    @property
+    def singles(self) -> int | None:
+        """Configurations to measure one by one; None: as many as the hours allow."""
+        return None if self.n is None else self.n - (self.pairs or 0)
 
     @property
     def written(self) -> dict[str, Any]:

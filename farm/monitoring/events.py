@@ -22,7 +22,7 @@ from conf.errors import UsageError, unknown_name
 from conf.outputs import checked_output, folder_problems
 from conf.settings import key
 from farm.job_records import Lease
-from workers.worker import TaskSpec
+from workers.task import TaskSpec
 
 _KEY = "log.file"
 FORMATS = ("human", "json")

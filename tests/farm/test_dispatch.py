@@ -21,7 +21,7 @@ from warehouse.schema import TELEMETRY_SCHEMA
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.worker import RunResult
+from workers.task import RunResult
 
 DEVICE = '{"backend":"simulated","count":1,"memory_limit_mib":null,"spec":null}'
 

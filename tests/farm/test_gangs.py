@@ -13,7 +13,7 @@ from featurize.families import get_family
 from featurize.parallel.layout import Parallel
 from workers.devices import DeviceChoice, Slot
 from workers.settings import TrialSettings, WindowSettings
-from workers.worker import TaskSpec
+from workers.task import TaskSpec
 
 CPU, CUDA = DeviceChoice(backend="cpu"), DeviceChoice(backend="cuda")
 

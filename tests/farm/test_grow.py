@@ -319,7 +319,7 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
     config = get_family("mlp").Config(batch_size=1, input_size=8, classes=4, depth=1)
     trial = TrialSettings(window=WindowSettings(kind="adaptive"))
     with Queue.open(folder.queue) as queue, DispatcherLock(folder.dispatcher_lock):
-        submit_listed(folder, queue, "grow-00000000", [(0, config)], machine, trial, "active", 0)
+        submit_listed(folder, queue, "grow-00000000", [(0, [config])], machine, trial, "active", 0)
 
         def the_other_one_works(_seconds):
             (task,) = queue.lease("another", 1, 0.0, 60.0, device=device_key(machine.choice))

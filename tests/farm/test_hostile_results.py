@@ -13,7 +13,7 @@ from farm.jobs import ERROR_CHARACTERS
 from farm.task_runs import accepted
 from warehouse import connect
 from warehouse.schema import TELEMETRY_SCHEMA
-from workers.worker import RunResult
+from workers.task import RunResult
 
 NONE = TELEMETRY_SCHEMA.empty_table()
 SURROGATE = "the device is gone \ud800 \udfff \x00 \x1b[31m"

@@ -17,7 +17,7 @@ from farm.outcomes import JobOutcomes, reason_of
 from farm.work import work
 from warehouse import connect
 from warehouse.run import Run
-from workers.worker import RunResult
+from workers.task import RunResult
 
 TRACEBACK = """Traceback (most recent call last):
   File "/x/trial.py", line 3, in run

@@ -16,7 +16,7 @@ from warehouse import connect
 from warehouse.compact import CompactionSettings, compact
 from warehouse.writer import RunWriter
 from workers.settings import TrialSettings, WindowSettings
-from workers.worker import RunResult
+from workers.task import RunResult
 
 REASONS = {"other_process": "up to 1 with 900 MiB, in 4 of 9 readings"}
 

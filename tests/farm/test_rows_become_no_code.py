@@ -70,6 +70,6 @@ def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_no
 def test_a_job_of_configs_that_name_unknown_code_is_refused_whole(folder):
     with Queue.open(folder.queue) as queue:
         with pytest.raises(UsageError, match="comes from stored data"):
-            submit_listed(folder, queue, "job", [(0, zoo.Config(**{k: v for k, v in OWN.items() if k != "family"}))],
+            submit_listed(folder, queue, "job", [(0, [zoo.Config(**{k: v for k, v in OWN.items() if k != "family"})])],
                           None, None, "uniform", 0)  # fmt: skip
         assert not queue.jobs()

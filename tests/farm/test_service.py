@@ -27,7 +27,7 @@ from farm.work import TimedStop, work
 from featurize.families import get_family
 from warehouse.run import Run
 from workers.settings import TrialSettings, WindowSettings
-from workers.worker import TaskSpec
+from workers.task import TaskSpec
 
 CONFIG = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
 SETTINGS = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))

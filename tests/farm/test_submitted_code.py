@@ -13,7 +13,7 @@ from conf.errors import UsageError
 from farm import submitted_code
 from farm.dispatch import Dispatcher
 from farm.jobs import Job
-from farm.queue_values import config_of_text
+from farm.queue_values import configs_of_text
 from farm.sampling import sample_range
 from farm.space import parse_space
 from farm.submitted_code import SubmittedCode, record_code, record_submitted
@@ -103,35 +103,35 @@ def test_what_the_user_samples_is_recorded_and_runs_in_a_later_process(folder, q
 
 def test_a_dispatcher_that_stands_by_learns_of_what_is_submitted_meanwhile(monkeypatch):
     code = SubmittedCode()
-    assert code.decide(config_of_text(config()))[1]
+    assert code.decide_all(configs_of_text(config()))[1]
     record_code([OWN])
     forget(monkeypatch)
-    assert code.decide(config_of_text(config())) == (True, None)
+    assert code.decide_all(configs_of_text(config())) == (True, None)
 
 
 def test_a_librarys_model_with_arguments_that_data_may_not_give_needs_its_own_record(monkeypatch):
     fetching = config("torchvision.models:resnet18", arguments='{"weights":"DEFAULT"}', inputs="float32[3,32,32]")
     record_code(["torchvision.models:resnet18"])
-    assert SubmittedCode().decide(config_of_text(LIBRARY)) == (True, None)
-    allowed, refusal = SubmittedCode().decide(config_of_text(fetching))
+    assert SubmittedCode().decide_all(configs_of_text(LIBRARY)) == (True, None)
+    allowed, refusal = SubmittedCode().decide_all(configs_of_text(fetching))
     assert not allowed and refusal
     space = {"model": "torchvision.models:resnet18", "arguments": "{weights: DEFAULT}", "inputs": "float32[3,32,32]"}
     assert len(list(record_submitted(sample_range(parse_space("zoo", {**space, "batch_size": 2}), 0, 0, 1)))) == 1
     forget(monkeypatch)
-    assert SubmittedCode().decide(config_of_text(fetching)) == (True, None)
+    assert SubmittedCode().decide_all(configs_of_text(fetching)) == (True, None)
 
 
 def test_names_of_code_that_a_row_brought_are_not_recorded():
     assert len(list(record_submitted([config_from_mapping(json.loads(config()))]))) == 1
-    assert SubmittedCode().decide(config_of_text(config()))[1]
+    assert SubmittedCode().decide_all(configs_of_text(config()))[1]
 
 
 def test_without_a_state_folder_the_process_runs_what_it_submitted_itself(state, monkeypatch):
     state.parent.write_text("in the way")
     record_code([OWN])
-    assert SubmittedCode().decide(config_of_text(config())) == (True, None)
+    assert SubmittedCode().decide_all(configs_of_text(config())) == (True, None)
     forget(monkeypatch)
-    assert SubmittedCode().decide(config_of_text(config()))[1]
+    assert SubmittedCode().decide_all(configs_of_text(config()))[1]
 
 
 @pytest.mark.parametrize("how", ["open to others", "a link", "a pipe", "garbage", "torn"])
@@ -152,11 +152,11 @@ def test_only_a_record_that_this_user_alone_can_write_counts(state, how, monkeyp
         file.write_bytes(b"\xff\x00[1]\n{}\n" + b"[" * 100_000)
     else:
         file.write_bytes(file.read_bytes()[:-4])
-    assert SubmittedCode().decide(config_of_text(config()))[1]
+    assert SubmittedCode().decide_all(configs_of_text(config()))[1]
     if how in ("garbage", "torn"):
         record_code([OWN])
         forget(monkeypatch)
-        assert SubmittedCode().decide(config_of_text(config())) == (True, None)
+        assert SubmittedCode().decide_all(configs_of_text(config())) == (True, None)
 
 
 @pytest.mark.parametrize(

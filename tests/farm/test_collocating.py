@@ -1,0 +1,244 @@
+"""Groups of trials in the farm: how they are chosen, queued, run, landed and repeated, and what is refused."""
+
+import collections
+import dataclasses
+import itertools
+import json
+
+import pytest
+from test_submit import rows
+
+from conf import cli
+from conf.errors import UsageError
+from conf.overrides import load_settings
+from farm import submit as submit_module
+from farm.collocating import BEYOND_MEMORY_EVERY, Groups, PoolMember
+from farm.dispatch import reconcile
+from farm.executors import Completion
+from farm.grow import entry as grow_entry
+from farm.growth.settings import GrowSettings
+from farm.job_records import UnreadableTask
+from farm.jobs import Job
+from farm.queue_values import configs_of_text, device_key, text_of_config, text_of_group, text_of_settings
+from farm.runs_alone import RunsAlone
+from farm.task_runs import accepted, lost_run, task_spec
+from featurize.families import get_family
+from warehouse.checks import check
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+from workers.devices import DeviceChoice
+from workers.settings import TrialSettings, WindowSettings
+from workers.worker import Worker
+
+SETTINGS = TrialSettings(window=WindowSettings(kind="fixed", seconds=0.05, warmup_steps=1, warmup_max_seconds=0))
+SIMULATED = DeviceChoice(backend="simulated", count=1)
+
+
+def mlp(**changes):
+    return get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2, **changes)
+
+
+def pool(count=40, memory_mib=1000.0):
+    shares = [place / (count - 1) for place in range(count)]
+    return [
+        PoolMember(mlp(dropout=round(share / 2, 4)), share, memory_mib + place) for place, share in enumerate(shares)
+    ]
+
+
+def first(groups, count):
+    return list(itertools.islice(groups, count))
+
+
+# Which groups
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_groups_are_the_same_for_a_seed_whatever_their_number(size):
+    forty, ten = first(Groups(pool(), size, 40_000.0, 7), 40), first(Groups(pool(), size, 40_000.0, 7), 10)
+    assert forty[:10] == ten and all(len(set(group)) == size for group in forty)
+    assert first(Groups(pool(), size, 40_000.0, 8), 10) != ten
+
+
+def test_groups_fill_the_plane_of_utilizations_evenly_and_use_all_configs():
+    members = pool()
+    smact = {member.config: member.smact for member in members}
+    drawn = first(Groups(members, 2, 40_000.0, 0), 150)
+    cells = collections.Counter(tuple(sorted(min(4, int(5 * smact[config])) for config in group)) for group in drawn)
+    assert len(cells) == 15 and max(cells.values()) <= 2 * min(cells.values())
+    used = collections.Counter(config for group in drawn for config in group)
+    assert len(used) == len(members) and max(used.values()) <= 3 * min(used.values())
+
+
+def test_members_fit_together_but_for_some_groups():
+    memory = {member.config: member.memory_mib for member in pool()}
+    drawn = first(Groups(pool(), 2, 2300.0, 0), 3 * BEYOND_MEMORY_EVERY)
+    beyond = [number for number, group in enumerate(drawn, 1) if sum(memory[config] for config in group) > 0.9 * 2300]
+    assert set(beyond) <= {BEYOND_MEMORY_EVERY, 2 * BEYOND_MEMORY_EVERY, 3 * BEYOND_MEMORY_EVERY}
+    with pytest.raises(UsageError, match="no 3 sampled configurations fit"):
+        Groups(pool(), 3, 2300.0, 0)
+
+
+# In the queue
+
+
+def test_a_group_is_one_task_with_its_members_and_everything_else_is_unreadable(queue):
+    group = (mlp(), mlp(dropout=0.1), mlp(dropout=0.2))
+    assert configs_of_text(text_of_group(group)) == group
+    assert configs_of_text(text_of_config(mlp())) == (mlp(),)
+    several = {**mlp().to_mapping(), "parallel": "ddp=2"}
+    wrong = [[], [mlp().to_mapping()], 5 * [mlp().to_mapping()], "x", [1, 2], [mlp().to_mapping(), several]]
+    texts = [text_of_group(group), *(json.dumps({"together": members}) for members in wrong)]
+    texts.append(json.dumps({"together": [mlp().to_mapping()] * 2, "family": "mlp"}))
+    submitted(queue, *texts)
+    task, *refused = queue.lease("w", 10, 0.0, 60.0)
+    assert (task.config, task.partners, task.family) == (group[0], group[1:], "mlp")
+    assert len(refused) == len(wrong) + 1 and all(isinstance(one, UnreadableTask) for one in refused)
+    assert queue.families("pairs-1")[0] == "mlp"
+
+
+def submitted(queue, *texts):
+    job = Job(
+        job_id="pairs-1", family="mixed", space_json="{}", n=len(texts), seed=0, policy="stratified",
+        device=device_key(SIMULATED), settings_json=text_of_settings(SETTINGS), submitted_at=0.0,
+    )  # fmt: skip
+    queue.submit(job, enumerate(texts), now=0.0)
+
+
+def leased(queue):
+    submitted(queue, text_of_group((mlp(), mlp(dropout=0.1))))
+    (task,) = queue.lease("w", 1, 0.0, 60.0)
+    return task
+
+
+@pytest.fixture(scope="module")
+def worker():
+    worker = Worker(SIMULATED, "0", "w")
+    yield worker
+    worker.close()
+
+
+def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(queue, worker):
+    task = leased(queue)
+    spec = task_spec(task)
+    result = worker.run(spec)
+    done = accepted(Completion(worker="w", task=spec, result=result), task).result
+    assert [one.run.run_id[14:] for one in done.others] == ["-alone-0", "-alone-1", "-with-1"]
+    assert [one.collocations is not None for one in (done, *done.others)] == [True, False, False, True]
+    known = RunsAlone()
+    known.landed(task, "w", done.others)
+    assert [one.run_id[14:] for one in known.of(task, "w")] == ["-alone-0", "-alone-1"]
+    assert known.of(task, "another") == (None, None), "another GPU differs"
+    stranger = dataclasses.replace(result.others[0].run, run_id="elsewhere-000001")
+    forged = dataclasses.replace(result, others=(dataclasses.replace(result.others[0], run=stranger),))
+    refused = accepted(Completion(worker="w", task=spec, result=forged), task).result
+    assert refused.run.status == "crashed" and "is no further run of it" in refused.run.error
+
+
+def test_a_lost_group_lands_a_run_for_each_member(queue):
+    task = leased(queue)
+    lost = lost_run(task, "gone")
+    assert [(one.run.run_id[14:], one.run.status) for one in (lost, *lost.others)] == [
+        ("", "crashed"),
+        ("-with-1", "crashed"),
+    ]
+    assert {one.run.group_id for one in (lost, *lost.others)} == {task.run_id}
+
+
+def test_a_group_whose_first_run_did_not_land_runs_again(folder, queue, worker):
+    task = leased(queue)
+    result = worker.run(task_spec(task))
+    writer = RunWriter(folder)
+    for one in result.others:  # killed before the task's own run landed
+        writer.write(one.run, one.telemetry, collocations=one.collocations)
+    assert reconcile(folder, queue) == 0
+    (again,) = queue.lease("w", 1, 100.0, 60.0)
+    assert again.run_id == task.run_id and again.partners == task.partners
+    for one in (*result.others, result):
+        writer.write(one.run, one.telemetry, collocations=one.collocations)
+    assert reconcile(folder, queue) == 1 and queue.counts("pairs-1").done == 1
+    assert rows(folder, "SELECT count(*), count(DISTINCT run_id) FROM runs") == [(4, 4)]
+
+
+# As a user
+
+
+def submit(data, *arguments):
+    return cli.run("submit", submit_module.entry, ["cluster=inline", f"data={data}", *arguments])
+
+
+def test_pairs_of_two_families_land_with_their_runs_alone_and_the_command_goes_on(tmp_path, capsys):
+    data = tmp_path / "data"
+    pairs = ("+collocate=pairs", "arch=[mlp,cnn]", "device=simulated", "window.min_seconds=0.2")
+    assert submit(data, *pairs, "n=3") == 0
+    assert "3 trials added (new), 3 in all" in capsys.readouterr().out
+    before = rows(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL")
+    assert submit(data, *pairs, "n=4") == 0
+    assert "1 trials added (3 were queued before), 4 in all" in capsys.readouterr().out
+    assert set(before) < set(rows(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL"))
+    assert rows(data, "SELECT count(*), count(DISTINCT group_id), min(slowdown) >= 1 FROM collocations") == [
+        (8, 4, True)
+    ]
+    orphans = (
+        "SELECT count(*) FROM collocations AS c LEFT JOIN runs AS r ON r.run_id = c.solo_run_id WHERE r.run_id IS NULL"
+    )
+    assert rows(data, orphans) == [(0,)]
+    alone = "SELECT count(*), count(DISTINCT config) FROM runs WHERE group_id IS NULL"
+    ((count, distinct),) = rows(data, alone)
+    assert count == distinct, "each config runs alone once"
+    assert check(DataFolder(data)) == []
+
+
+def test_pairs_really_train_side_by_side_on_the_cpu(tmp_path):
+    data = tmp_path / "data"
+    small = (
+        "+arch=mlp",
+        "arch.space.input_size={low:4,high:64}",
+        "window=fixed",
+        "window.seconds=0.1",
+        "window.warmup_max_seconds=0",
+    )
+    assert submit(data, "collocate=pairs", *small, "device=cpu", "n=1") == 0
+    columns = (
+        "count(*), bool_and(status = 'ok'), bool_and(slowdown > 0.3), bool_and(joint_memory_mib > solo_memory_mib)"
+    )
+    assert rows(data, f"SELECT {columns} FROM collocations WHERE source = 'measured'") == [(2, True, True, True)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["+collocate=twins", "+arch=mlp", "n=1"], "known: pairs, quads, triples"),
+        (["arch=[mlp,cnn]", "n=1"], "families goes with collocate=pairs"),
+        (["collocate=pairs", "arch=[mlp,no]", "n=1"], "unknown family 'no'"),
+        (["collocate=pairs", "arch=[mlp,cnn]", "+arch=mlp", "n=1"], "not both"),
+        (["collocate=pairs", "n=1"], "which family"),
+        (["collocate=pairs", "+arch=mlp", "sharing=mig", "n=1"], "known: mps, time_slicing"),
+        (["collocate=pairs", "+arch=mlp", "sharing=mps", "device=cpu", "n=1"], "NVIDIA GPUs"),
+        (["+arch=mlp", "sharing=mps", "n=1"], "sharing goes with collocate"),
+        (["collocate=pairs", "+arch=mlp", "parallel=ddp=2", "n=1"], "parallel does not go with collocate"),
+    ],
+)
+def test_what_makes_no_group_is_refused_in_one_line(tmp_path, capsys, arguments, part):
+    assert submit(tmp_path / "data", *arguments) == 2
+    err = capsys.readouterr().err
+    assert part in err and err.count("\n") == 1
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "pairs", "singles"),
+    [({"n": 50}, 0, 50), ({"n": 50, "collocate": 0.2}, 10, 40), ({"hours": 2.0, "collocate": 0.2}, None, None)],
+)
+def test_a_share_of_the_nights_configurations_is_pairs(given, pairs, singles):
+    settings = load_settings(GrowSettings, "grow", [f"{name}={value}" for name, value in given.items()])
+    assert (settings.pairs, settings.singles) == (pairs, singles)
+
+
+@pytest.mark.slow
+def test_a_night_measures_its_share_of_pairs_first_and_says_how_they_went(tmp_path, capsys):
+    night = ["cluster=inline", f"data={tmp_path / 'data'}", "device=simulated", "n=8", "grow.collocate=0.25",
+             "families=[mlp]", "pool=50", "canaries=skip", "learn.targets=[]"]  # fmt: skip
+    assert cli.run("grow", grow_entry, night) == 0
+    out = capsys.readouterr().out
+    assert "6 runs" in out and "2 pairs on one device, slowdown" in out
+    assert rows(tmp_path / "data", "SELECT count(*), count(DISTINCT group_id) FROM collocations") == [(4, 2)]
