@@ -111,7 +111,7 @@ class NightWork:
         learnt = self._step(LearnPayload, lambda: LearnPayload() if asked else self._learn(landed))
         all_failed = f"; {ran.failed}" if ran.failed else ""
         if asked:
-            return self._close("cut short", f"asked to leave; {ran.runs} runs are landed{all_failed}")
+            return self._close("cut short", f"asked to leave; {ran.runs} runs are landed{_pairs(ran)}{all_failed}")
         return self._close("done", _night_in_a_sentence(choice, ran, learnt) + all_failed)
 
     def _close(self, outcome: str, sentence: str) -> Cycle:
@@ -159,8 +159,8 @@ class NightWork:
             with contextlib.suppress(Exception):  # the user gets the step's own error
                 self._report("failed", sentence)
         if self.cycle.steps[name].failures >= _FAILURES_AT_MOST:
-            with contextlib.suppress(CommandError):  # as above; there may be no such job
-                self.queue.cancel(self.cycle.job("grow"), time.time())
+            for kind in ("pairs", "grow"):
+                self._take_out(self.cycle.job(kind))
             self._end("failed", sentence)
 
     # The steps
@@ -221,8 +221,8 @@ class NightWork:
         if ended == "all" and configs:
             ended = self._work_off(job_id, configs)
         if ended != "all":
-            self.queue.cancel(job_id, time.time())
-        failure = failed_before(self.queue, job_id) if configs else None
+            self._take_out(job_id)
+        failure = failed_before(self.queue, job_id) if self._queued(job_id) else None
         if failure is not None:
             self.service.events.emit("job_failed", job=job_id, message=str(failure))
         figures = job_figures(self.folder, job_id)
@@ -237,8 +237,9 @@ class NightWork:
     def _run_pairs(self) -> Ended:
         """Run the night's pairs of trials on one device, before the others: their share ends by number or by time."""
         share, wanted = self.settings.collocate, self.settings.pairs
-        if not share:
-            return "all"
+        job_id = self.cycle.job("pairs")
+        if not share or (self._queued(job_id) and self.queue.counts(job_id).cancelled):
+            return "all"  # none are wanted, or their time was up before the night was interrupted
         from farm.collocating import Groups, pool_of
 
         seed = int(self.cycle.token, 16)  # other pairs each night, and the same where the night is resumed
@@ -249,11 +250,18 @@ class NightWork:
         on_gpu = self.machine.choice.backend != "cpu"
         groups = Groups(pool, 2, self.machine.capacity_mib if on_gpu else None, seed)
         tasks = list(enumerate(itertools.islice(groups, _PAIRS_AT_MOST if wanted is None else wanted)))
-        job_id = self.cycle.job("pairs")
         ended = self._work_off(job_id, tasks, of_time=1.0 if wanted is not None else share) if tasks else "all"
         if ended != "all":
-            self.queue.cancel(job_id, time.time())
+            self._take_out(job_id)
         return "all" if ended == "time" and wanted is None else ended
+
+    def _queued(self, job_id: str) -> bool:
+        return any(job.job_id == job_id for job in self.queue.jobs())
+
+    def _take_out(self, job_id: str) -> None:
+        """Cancel what is left of a job, which may not be queued yet."""
+        if self._queued(job_id):
+            self.queue.cancel(job_id, time.time())
 
     def _learn(self, landed: LandPayload) -> LearnPayload:
         from learn.promotion import refit
@@ -336,9 +344,12 @@ def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPa
     statuses = ", ".join(f"{status} {count}" for status, count in ran.by_status.items()) or "none"
     decisions = ", ".join(f"{result.target} {result.decision}" for result in learnt.results)
     stale = f", up to {choice.remeasured} of them of stale rows" if choice.remeasured else ""
-    pairs = "" if ran.pairs is None else f"; {ran.pairs.sentence()}"
     time_up = "; the time was up before all had run" if ran.ended == "time" else ""
-    return f"{ran.runs} runs ({statuses}){stale}{time_up}{pairs}; models: {decisions or 'none fitted'}"
+    return f"{ran.runs} runs ({statuses}){stale}{time_up}{_pairs(ran)}; models: {decisions or 'none fitted'}"
+
+
+def _pairs(ran: RunPayload) -> str:
+    return "" if ran.pairs is None else f"; {ran.pairs.sentence()}"
 
 
 def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:

@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import itertools
 import json
+import os
+import signal
 
 import pytest
 from test_submit import rows
@@ -16,9 +18,12 @@ from farm.collocating import BEYOND_MEMORY_EVERY, Groups, PoolMember
 from farm.dispatch import reconcile
 from farm.executors import Completion
 from farm.grow import entry as grow_entry
+from farm.growth.cycle import Left, NightWork
 from farm.growth.settings import GrowSettings
+from farm.growth.stop import NightStop
 from farm.job_records import UnreadableTask
-from farm.jobs import Job
+from farm.jobs import Job, Queue
+from farm.journal import Journal
 from farm.queue_values import configs_of_text, device_key, text_of_config, text_of_group, text_of_settings
 from farm.runs_alone import RunsAlone
 from farm.task_runs import accepted, lost_run, task_spec
@@ -232,6 +237,68 @@ def test_what_makes_no_group_is_refused_in_one_line(tmp_path, capsys, arguments,
 def test_a_share_of_the_nights_configurations_is_pairs(given, pairs, singles):
     settings = load_settings(GrowSettings, "grow", [f"{name}={value}" for name, value in given.items()])
     assert (settings.pairs, settings.singles) == (pairs, singles)
+
+
+def night(data, *arguments):
+    small = ("cluster=inline", "device=simulated", "families=[mlp]", "pool=12", "policy=stratified", "canaries=skip",
+             "learn.targets=[]")  # fmt: skip
+    return cli.run("grow", grow_entry, [*small, f"data={data}", *arguments])
+
+
+def only_cycle(data):
+    (cycle,) = Journal.open(DataFolder.resolve(data)).cycles()
+    return cycle
+
+
+def states(data, kind):
+    with Queue.open(DataFolder.resolve(data).queue) as queue:
+        return queue.counts(only_cycle(data).job(kind))
+
+
+def test_a_night_whose_time_is_up_among_its_pairs_is_done(tmp_path):
+    data = tmp_path / "data"
+    assert night(data, "n=4", "collocate=0.5", "hours=0.00000001") == 0
+    assert only_cycle(data).outcome == "done" and "0 pairs on one device" in only_cycle(data).said
+    assert states(data, "pairs").cancelled == 2
+
+
+@pytest.mark.slow
+def test_sigterm_among_the_pairs_finishes_those_that_run_and_ends_the_night(tmp_path, monkeypatch):
+    data, write = tmp_path / "data", RunWriter.write
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setattr(RunWriter, "write", write)
+        return write(*arguments)
+
+    monkeypatch.setattr(RunWriter, "write", interrupted)
+    assert night(data, "n=8", "collocate=0.5") == 130
+    counts = states(data, "pairs")  # the next was handed out before the first landed
+    assert counts.done + counts.cancelled == 4 and 1 <= counts.done < 4
+    assert only_cycle(data).outcome == "cut short"
+    assert f"; {counts.done} pairs on one device" in only_cycle(data).said
+
+
+@pytest.mark.slow
+def test_pairs_whose_share_of_the_hours_was_up_do_not_begin_again_when_the_night_goes_on(tmp_path, monkeypatch):
+    data, work_off = tmp_path / "data", NightWork._work_off
+    monkeypatch.setattr(
+        NightWork, "stop", lambda work, share=1.0: NightStop(0.0 if share < 1.0 else None, work.cycle.name)
+    )
+
+    def interrupted(work, job_id, *arguments, **options):
+        if job_id == work.cycle.job("grow"):
+            raise Left
+        return work_off(work, job_id, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NightWork, "_work_off", interrupted)
+        assert night(data, "hours=1", "collocate=0.2") == 130
+    before = states(data, "pairs")
+    assert before.cancelled > 0 and only_cycle(data).open
+    monkeypatch.setattr(NightWork, "stop", lambda work, share=1.0: NightStop(None, work.cycle.name))
+    assert night(data, "hours=1", "collocate=0.2") == 0
+    assert states(data, "pairs") == before and states(data, "grow").done == 12
 
 
 @pytest.mark.slow

@@ -230,11 +230,11 @@ def test_sigterm_finishes_what_runs_lands_it_and_leaves(root):
 def test_ctrl_c_leaves_the_cycle_open_and_the_same_command_goes_on_with_it(root, monkeypatch, capsys):
     write, landed = RunWriter.write, []
 
-    def interrupted(writer, run, telemetry):
+    def interrupted(writer, run, *tables):
         landed.append(run.run_id)
         if len(landed) == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return write(writer, run, telemetry)
+        return write(writer, run, *tables)
 
     with monkeypatch.context() as patched:
         patched.setattr(RunWriter, "write", interrupted)

@@ -361,11 +361,11 @@ def test_a_data_folder_of_a_newer_schema_is_refused_and_not_touched(data, capsys
 def test_a_disk_that_fills_up_stops_the_job_and_resuming_completes_it(data, capsys, monkeypatch):
     written, write = [], RunWriter.write
 
-    def fills_up(writer, run, telemetry):
+    def fills_up(writer, run, *tables):
         if len(written) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(data))
         written.append(run.run_id)
-        return write(writer, run, telemetry)
+        return write(writer, run, *tables)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunWriter, "write", fills_up)
