@@ -58,6 +58,11 @@ TABLE = {
         "farm.replaying.settings:ReplaySettings",
         "Replay a cluster's trace on GPUs that jobs share, under policies and estimators: makespan, crashes, energy.",
     ),
+    "serve": Command(
+        "farm.serve",
+        "farm.serving.settings:ServeSettings",
+        "Serve estimates over HTTP, for schedulers, and pages on the warehouse.",
+    ),
     "doctor": Command(
         "farm.doctor",
         "farm.doctor:DoctorSettings",

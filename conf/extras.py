@@ -23,7 +23,13 @@ EXTRAS = {
         "psutil": "psutil",
     },
     "farm": {"ray": "ray", "pynvml": "nvidia-ml-py", "psutil": "psutil"},
-    "serve": {"prometheus_client": "prometheus_client"},
+    "serve": {
+        "prometheus_client": "prometheus_client",
+        "fastapi": "fastapi",
+        "uvicorn": "uvicorn",
+        "httptools": "httptools",
+        "uvloop": "uvloop",
+    },
     # Wheels of libraries have no modules: `featurize.cudnn.libraries` looks for their files, of CUDA 12 or 13.
     "cudnn": {
         "cudnn": "nvidia-cudnn-frontend",

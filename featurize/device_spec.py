@@ -143,6 +143,11 @@ def load_device(name: str) -> DeviceSpec:
     A MIG slice is named by its GPU and profile, as `conf.mig_slices` says. An unknown name raises `UsageError` listing
     the known ones, an ambiguous beginning its candidates.
     """
+    return _load_device(name) if isinstance(name, str) else _load_device.__wrapped__(name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _load_device(name: str) -> DeviceSpec:
     known = _descriptions()
     if (parts := split_slice(name)) is not None:
         parent = known[resolve_device(parts[0], known)]

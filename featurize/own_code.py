@@ -38,6 +38,8 @@ _WORDS = {
     "attn_implementation": re.compile(r"eager|sdpa"),  # others fetch kernels
     "model_name": re.compile(r"[A-Za-z]\w{0,99}(\.\w{1,99})?"),  # timm's, looked up in its registry
 }
+# Mappings that configurations of transformers hold: parts of a model with configurations of their own.
+_NESTED = re.compile(r"(text|vision|audio|encoder|decoder)_config")
 _REPEATED = re.compile(r"layer|depth|block|stage|repeat|level")  # how often something is built
 MOST_REPEATS = 1000
 MOST_CHARACTERS = 20_000
@@ -91,6 +93,11 @@ def parse_trust(value: object) -> tuple[str, ...]:
     if wrong:
         raise UsageError(f"trust must name modules, as in trust=[mypackage.nets], got {shown(wrong[0])}")
     return names
+
+
+def granted_model(model: str, trust: Sequence[str]) -> str:
+    """Return a model's name that data brought, marked as the user's where it lies in one of the modules `trust`."""
+    return CodeName(model) if _within(model, trust) else model
 
 
 def data_refusal(config: TrialConfig) -> str | None:
@@ -200,6 +207,9 @@ def _value_problem(name: str, value: Any, depth: int) -> str | None:
         if _WORD_KEY.fullmatch(name) and not _NO_WORD.search(name) and _WORDS.get(name, _WORD).fullmatch(value):
             return None
         return f"a text ({shown(value)})"
+    if isinstance(value, dict) and depth < 3 and _NESTED.fullmatch(name):
+        parts = (_value_problem(inner, one, depth + 1) for inner, one in value.items())
+        return next((problem for problem in parts if problem), None)
     return "a mapping"
 
 

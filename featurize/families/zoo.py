@@ -162,6 +162,12 @@ def build(config: Config) -> torch.nn.Module:
     return build_on_meta(make) if torch.get_default_device().type == "meta" else make()
 
 
+def create(model: str, arguments: str) -> torch.nn.Module:
+    """The library's own module, without hooks, on the current default device. Errors as `layers` has them, and
+    `NotTrusted` for a model or arguments that data may not name."""
+    return _create(model, arguments)
+
+
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The inputs [N, ...], those with names last, and targets that suit the loss; see `Config`.
 

@@ -85,6 +85,18 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: Machi
     ]
 
 
+def fast_problem(config: TrialConfig, device: DeviceSpec) -> str | None:
+    """Return why the fast path does not answer for a config on a GPU model, or None."""
+    path = _loaded(DEFAULT_MODELS / "fast")
+    if config.family not in path.families:
+        return f"method fast knows the families {', '.join(sorted(path.families))}, not {config.family}"
+    if config.parallel is not None:
+        return f"method fast knows one GPU, and the config has parallel={config.parallel}"
+    if not path.answers_for(device):
+        return f"method fast was distilled on NVIDIA GPUs, and {device.name} is none"
+    return None
+
+
 def _moved_mib(config: TrialConfig, device: DeviceSpec, on: MachineProfile) -> float:
     """Return what the card holds more on this machine than on the one that the fast path was distilled for."""
     loads_cudnn = config.family in WITH_CUDNN

@@ -139,7 +139,7 @@ def largest_batch(
     known_traces: dict[int, Traces] = {}
     own_rows: dict[str, Sequence[MeasuredRow]] = {}
 
-    def needed_mib(units: int) -> float:
+    def card_needed_mib(units: int) -> float:
         batch = units * unit
         if isinstance(model, TrialConfig):
             question = question_from(replace(model, batch_size=batch), inputs, target, {**options, "batches": batches})
@@ -158,16 +158,16 @@ def largest_batch(
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         done = estimates[batch]
         # The bound stays at the card's memory over many batches, and shows no slope there.
-        card_mib = _needed_mib(done, by) if by == POINT or done.least_card_mib is None else done.least_card_mib
+        card_mib = needed_mib(done, by) if by == POINT or done.least_card_mib is None else done.least_card_mib
         return card_mib + spec.memory_mib - _limit_mib(done, spec)
 
-    batch = largest_fitting(needed_mib, spec.memory_mib, max(given // unit, 1)) * unit
+    batch = largest_fitting(card_needed_mib, spec.memory_mib, max(given // unit, 1)) * unit
     return LargestBatch(
         batch=batch,
         estimate=estimates.get(batch),
         beyond=estimates[batch + unit],
         by=by,
-        tried={size: _needed_mib(done, by) for size, done in estimates.items()},
+        tried={size: needed_mib(done, by) for size, done in estimates.items()},
     )
 
 
@@ -220,7 +220,7 @@ def devices_that_fit(
             problem = first_line(error)
             fits.append(DeviceFit(device=spec.name, fits=None, room_mib=None, estimate=None, problem=problem))
         else:
-            room_mib = _limit_mib(done, spec) - _needed_mib(done, by)
+            room_mib = _limit_mib(done, spec) - needed_mib(done, by)
             fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
         finally:
             release_workspaces(question.workspaces, spec)
@@ -229,7 +229,8 @@ def devices_that_fit(
     return tuple(fits)
 
 
-def _needed_mib(done: Estimate, by: str) -> float:
+def needed_mib(done: Estimate, by: str) -> float:
+    """Return the MiB that have to fit: by the bound, where there is one, or by the point."""
     return done.peak_memory_mib if by == POINT or done.upper_mib is None else done.upper_mib
 
 

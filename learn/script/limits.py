@@ -47,7 +47,7 @@ def run_limited(
                 return process.wait(_LOOK_EVERY_S)
             if time.monotonic_ns() > ends_ns:
                 return TOO_LONG
-            if _resident_bytes(process.pid) > memory_limit_bytes:
+            if resident_bytes(process.pid) > memory_limit_bytes:
                 return TOO_LARGE
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -55,7 +55,7 @@ def run_limited(
         process.wait()
 
 
-def _resident_bytes(session: int) -> int:
+def resident_bytes(session: int) -> int:
     """Resident memory of the processes of a session; pages that they share count for each."""
     pages = 0
     for entry in os.scandir("/proc"):

@@ -1,0 +1,18 @@
+"""`python -m farm.serve`: estimates over HTTP, and pages on the warehouse. Start reading at `entry`."""
+
+from __future__ import annotations
+
+from conf.cli import command
+from conf.extras import naming_the_extra
+from farm.serving.settings import ServeSettings
+
+
+def entry(settings: ServeSettings) -> int:
+    """Serve until SIGTERM or Ctrl-C. Returns the exit code. Raises `UsageError` for an address that is taken."""
+    with naming_the_extra():
+        from farm.serving.server import serve
+    return serve(settings)
+
+
+if __name__ == "__main__":
+    command("serve", entry)

@@ -1,0 +1,383 @@
+"""The service's application: routes, and what they ask of the fast path and of the traces.
+
+Start reading at `make_application`; `Service` answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
+
+from conf.errors import CommandError, EnvironmentProblem
+from farm.serving import answers, requests
+from farm.serving.fast_answers import FastAnswers, admission, fits_of, largest_batch_of
+from farm.serving.gate import Gate, GateRules, wait_asked
+from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
+from farm.serving.questions import (
+    Policy,
+    Question,
+    config_at,
+    device_at,
+    estimate_question,
+    fit_question,
+    plan_question,
+)
+from farm.serving.request_log import RequestLog
+from farm.serving.service_metrics import ServiceMetrics
+from farm.serving.service_state import ServiceState
+from farm.serving.settings import ServeSettings
+from farm.serving.trace_store import DONE, FAILED, Traced, TraceStore, store_path
+from warehouse.folder import DataFolder
+
+_JSON = "application/json"
+_LOOK_EVERY_S = 0.05
+_OLD_PULSE_S = 10.0
+_PARTS = {"estimate": "estimate", "fit": "fit", "plan": "plan"}
+_PATHS = {"estimate": "/v1/estimates/", "fit": "/v1/fits/", "plan": "/v1/plans/"}
+_PROBLEM = {"model": answers.ProblemDocument, "content": {PROBLEM_TYPE: {}}}
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    code: {**_PROBLEM, "description": text}
+    for code, text in {
+        400: "not JSON", 401: "no valid token", 403: "not allowed here", 413: "too large", 415: "not JSON",
+        421: "another host", 422: "a field is wrong, or the job cannot be estimated", 429: "busy", 503: "too slow",
+    }.items()
+}  # fmt: skip
+_POLLED: dict[int | str, dict[str, Any]] = {
+    202: {"model": answers.Pending, "description": "being traced; GET the URL in `location`"}, **_REFUSALS,
+}  # fmt: skip
+
+
+class Service:
+    """One process's share of the service."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        folder = DataFolder.resolve(settings.data)
+        self.settings = settings
+        self.scrubber = Scrubber(folder.root)
+        self.log = RequestLog(settings.log)
+        self.store = TraceStore(store_path(folder))
+        self.metrics = ServiceMetrics(self.store)
+        self.fast = FastAnswers(str(folder.root), self.scrubber)
+        self.policy = Policy(settings.trust, settings.scripts)
+        self._state = ServiceState(folder)
+        self.warm = False
+
+    async def estimate(self, request: requests.EstimateRequest, prefer: str) -> Response:
+        """Return 200 with the estimate, or 202 with where it will be. Raises `Problem`."""
+        question = estimate_question(request, self.policy)
+        if question.fast:
+            return _json(await self._fast(question))
+        return await self._traced(question, prefer)
+
+    async def batch(self, jobs: list[dict[str, Any]]) -> Response:
+        """Return one result for each job."""
+        if len(jobs) > self.settings.limits.batch:
+            raise invalid(f"a batch has at most {self.settings.limits.batch:,} jobs, got {len(jobs):,}", "/jobs")
+        results = await asyncio.gather(*(self._of_batch(job, place) for place, job in enumerate(jobs)))
+        return _json(b'{"results":[' + b",".join(results) + b"]}")
+
+    async def fit(self, request: requests.FitRequest, prefer: str) -> Response:
+        """Return what fits. Raises `Problem`."""
+        question = fit_question(request, self.policy)
+        if not question.fast:
+            return await self._traced(question, prefer)
+        config, values, by = question.config, question.values, request.by
+        assert config is not None
+        if request.find == "devices":
+            devices = values["devices"]
+            fits = await self._in_thread(lambda: fits_of(self.fast, config, devices, by, request.machine))
+            fit = {"find": "devices", "devices": fits}
+        else:
+            device = values["device"]
+            fit = await self._in_thread(lambda: largest_batch_of(self.fast, config, device, by, request.machine))
+            fit["find"] = "largest_batch"
+        answer = {"id": question.key(self._state.text), "status": "done", "method": "fast", "fit": fit}
+        return _json(json.dumps(self.scrubber.values(answer)).encode())
+
+    async def plan(self, request: requests.PlanRequest, prefer: str) -> Response:
+        """Return the layouts, or where they will be. Raises `Problem`."""
+        return await self._traced(plan_question(request, self.policy), prefer)
+
+    async def admit(self, request: requests.AdmitRequest) -> Response:
+        """Return whether the job may join. Raises `Problem`."""
+        from learn.estimation.fast_estimates import fast_problem
+
+        device = device_at(request.gpu.device, "/gpu/device")
+        jobs: list[Any] = []
+        places = ["/job", *(f"/gpu/jobs/{at}" for at in range(len(request.gpu.jobs)))]
+        for job, pointer in zip([request.job, *request.gpu.jobs], places, strict=True):
+            if job.figures is not None:
+                jobs.append(job.figures.model_dump())
+                continue
+            assert job.config is not None
+            config = config_at(job.config, f"{pointer}/config", self.policy.trust)
+            if problem := fast_problem(config, device):
+                advice = "ask /v1/estimate for it, and give its figures"
+                raise invalid(f"{problem}; {advice}", f"{pointer}/config")
+            jobs.append(config)
+        memory_mib = request.gpu.memory_mib or device.memory_mib
+        gpu = {"device": device.name, "memory_mib": memory_mib, "used_mib": request.gpu.used_mib}
+        limits = {"risk": request.risk, "max_slowdown": request.max_slowdown}
+        answer = await self._in_thread(lambda: admission(self.fast, jobs, gpu, **limits))
+        return _json(json.dumps(self.scrubber.values(answer)).encode())
+
+    async def answer_of(self, kind: str, key: str, prefer: str) -> Response:
+        """Return a traced question's answer, or 202. Raises `Problem`."""
+        row = self.store.get(key)
+        if row is None:
+            raise Problem(HTTPStatus.NOT_FOUND, "not-found", "There is no question of this id, or it was long ago.")
+        return await self._waited(kind, row, prefer)
+
+    def health(self) -> answers.Health:
+        """Return whether this process can answer all that it takes."""
+        age = self.store.pulse_age_s()
+        traces = age is not None and age < _OLD_PULSE_S
+        return answers.Health(ready=self.warm and traces, fast_path=self.warm, trace_pool_age_s=age)
+
+    async def warm_up(self) -> None:
+        """Load the fast path."""
+        await self.fast.run(self.fast.warm_up)
+        gc.collect()
+        gc.freeze()  # a full collection over all that torch imports stops a process for 100 ms
+        self.warm = True
+
+    async def _fast(self, question: Question) -> bytes:
+        hits = self.fast.hits
+        text = await self.fast.estimate(question)
+        self.metrics.answered("cache" if self.fast.hits > hits else "fast")
+        key = question.key(self._state.text).encode()
+        return b'{"id":"' + key + b'","status":"done","method":"fast","estimate":' + text + b"}"
+
+    async def _of_batch(self, job: dict[str, Any], place: int) -> bytes:
+        try:
+            try:
+                request = _BODY.validate_python(job)
+            except ValidationError as error:
+                raise _invalid_body(error.errors(include_url=False), f"/jobs/{place}") from error
+            question = estimate_question(request, self.policy)
+            if question.fast:
+                return await self._fast(question)
+            row = self._ask(question)
+            if row.state == FAILED:
+                raise _failed(row)
+            return json.dumps(_done("estimate", row) if row.state == DONE else _pending("estimate", row)).encode()
+        except Problem as problem:
+            return json.dumps(problem.document()).encode()
+
+    def _ask(self, question: Question) -> Traced:
+        limits = self.settings.limits
+        key = question.key(self._state.text)
+        row = self.store.ask(key, question.text, limits.queued, self.settings.cache_s)
+        if row is None:
+            raise busy(f"{limits.queued:,} questions wait for a trace; try again later.", retry_after_s=30)
+        if row.is_over:
+            self.metrics.answered("cache")
+        return row
+
+    async def _traced(self, question: Question, prefer: str) -> Response:
+        return await self._waited(question.kind, self._ask(question), prefer)
+
+    async def _waited(self, kind: str, row: Traced, prefer: str) -> Response:
+        """Return the answer, waiting as long as the client asked to."""
+        ends = time.monotonic() + wait_asked(prefer, self.settings.limits.wait_s)
+        current: Traced | None = row
+        while current is not None and not current.is_over and time.monotonic() < ends:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            current = self.store.get(row.key)
+        row = current or row
+        if row.state == FAILED:
+            raise _failed(row)
+        if row.state == DONE:
+            return _json(json.dumps(_done(kind, row)).encode())
+        pending = _pending(kind, row)
+        headers = {"location": pending["url"], "retry-after": "1"}
+        return _json(json.dumps(pending).encode(), HTTPStatus.ACCEPTED, headers)
+
+    async def _in_thread(self, work: Any) -> Any:
+        try:
+            return await self.fast.run(work)
+        except CommandError as error:
+            raise invalid(self.scrubber.text(str(error)), "") from error
+        except (ArithmeticError, ValueError) as error:
+            raise invalid("the job's sizes are beyond what the fast path can count", "") from error
+
+
+_BODY: TypeAdapter[requests.EstimateRequest] = TypeAdapter(requests.EstimateRequest)
+
+
+def make_application(settings: ServeSettings) -> Any:
+    """Return the ASGI application of one process."""
+    service = Service(settings)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await service.warm_up()
+        yield
+        service.fast.close()
+        service.store.close()
+
+    app = FastAPI(
+        title="gpufarm", version="1", lifespan=lifespan, redoc_url=None, docs_url=None,
+        summary="What a training job takes of a GPU, before it runs",
+        description="Problems are RFC 9457 documents. `Prefer: wait=N` waits N seconds for a trace within the request.",
+    )  # fmt: skip
+    _add_routes(app, service)
+    _add_problems(app)
+    limits = settings.limits
+    hosts = {"localhost", "127.0.0.1", "[::1]", settings.host.lower()} if not settings.tokens else set()
+    rules = GateRules(
+        settings.tokens, frozenset(hosts), 1024 * limits.body_kib, limits.concurrent, limits.inline_s, limits.wait_s
+    )
+    return Gate(app, rules, service.log, service.metrics)
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/estimate", response_model=answers.EstimateAnswer, responses=_POLLED, tags=["estimates"])
+    async def estimate(body: requests.EstimateRequest, request: Request) -> Response:
+        """Estimate a job's memory, utilization and step time: at once by the fast path, or traced (202)."""
+        return await service.estimate(body, request.headers.get("prefer", ""))
+
+    @app.post("/v1/estimate:batch", response_model=answers.BatchAnswer, responses=_REFUSALS, tags=["estimates"])
+    async def estimate_batch(body: requests.BatchRequest) -> Response:
+        """Estimate many jobs; each has a result, a pending trace or a problem of its own."""
+        return await service.batch(body.jobs)
+
+    @app.post("/v1/fit", response_model=answers.FitAnswer, responses=_POLLED, tags=["estimates"])
+    async def fit(body: requests.FitRequest, request: Request) -> Response:
+        """Return the GPU models that a job fits, or the largest batch that fits one."""
+        return await service.fit(body, request.headers.get("prefer", ""))
+
+    @app.post("/v1/admit", response_model=answers.AdmitAnswer, responses=_REFUSALS, tags=["sharing"])
+    async def admit(body: requests.AdmitRequest) -> Response:
+        """Say whether a job may join the jobs of a GPU, with slowdowns and the risk of running out of memory."""
+        return await service.admit(body)
+
+    @app.post("/v1/plan", response_model=answers.PlanAnswer, responses=_POLLED, tags=["several GPUs"])
+    async def plan(body: requests.PlanRequest, request: Request) -> Response:
+        """Return which layouts of a job on several GPUs fit, the quickest first."""
+        return await service.plan(body, request.headers.get("prefer", ""))
+
+    found = {404: {**_PROBLEM, "description": "no such question"}, **_POLLED}
+
+    @app.get("/v1/estimates/{key}", response_model=answers.EstimateAnswer, responses=found, tags=["estimates"])
+    async def estimate_of(key: str, request: Request) -> Response:
+        """Return the estimate of a traced question, or 202 while it is traced."""
+        return await service.answer_of("estimate", key, request.headers.get("prefer", ""))
+
+    @app.get("/v1/fits/{key}", response_model=answers.FitAnswer, responses=found, tags=["estimates"])
+    async def fit_of(key: str, request: Request) -> Response:
+        """Return what fits of a traced question, or 202 while it is traced."""
+        return await service.answer_of("fit", key, request.headers.get("prefer", ""))
+
+    @app.get("/v1/plans/{key}", response_model=answers.PlanAnswer, responses=found, tags=["several GPUs"])
+    async def plan_of(key: str, request: Request) -> Response:
+        """Return the layouts of a traced question, or 202 while it is traced."""
+        return await service.answer_of("plan", key, request.headers.get("prefer", ""))
+
+    @app.get("/v1/devices", responses=_REFUSALS, tags=["devices"])
+    async def devices() -> answers.DevicesAnswer:
+        """Return the GPU models that are described."""
+        return _devices()
+
+    @app.get("/healthz", tags=["operations"])
+    async def healthz() -> dict[str, str]:
+        """Answer as long as this process does."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", responses={503: {"model": answers.Health}}, tags=["operations"])
+    async def readyz(response: Response) -> answers.Health:
+        """Return 503 until the fast path is loaded and the traces are alive."""
+        health = service.health()
+        response.status_code = HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE
+        return health
+
+    @app.get("/metrics", tags=["operations"])
+    async def metrics() -> Response:
+        """Return metrics in Prometheus's text format."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def _add_problems(app: FastAPI) -> None:
+    @app.exception_handler(Problem)
+    async def of_problem(request: Request, problem: Problem) -> Response:
+        return _problem_response(request, problem)
+
+    @app.exception_handler(RequestValidationError)
+    async def of_body(request: Request, error: RequestValidationError) -> Response:
+        return _problem_response(request, _invalid_body(error.errors(), ""))
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> Response:
+        names = {404: "not-found", 405: "method-not-allowed"}
+        name = names.get(error.status_code, "invalid-request")
+        headers = dict(error.headers or {})
+        return _problem_response(request, Problem(error.status_code, name, str(error.detail), headers=headers))
+
+    @app.exception_handler(EnvironmentProblem)
+    async def of_environment(request: Request, _error: EnvironmentProblem) -> Response:
+        detail = "The service cannot use its data folder; its operator can see why."
+        return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
+
+    @app.exception_handler(Exception)  # whose traceback the gate logs
+    async def of_failure(request: Request, _error: Exception) -> Response:
+        detail = "The service failed on this request; its log has the reason."
+        return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
+
+
+def _problem_response(request: Request, problem: Problem) -> Response:
+    body = json.dumps(problem.document(request.scope.get("request_id"))).encode()
+    return Response(body, int(problem.status), dict(problem.headers), PROBLEM_TYPE)
+
+
+def _invalid_body(errors: Any, prefix: str) -> Problem:
+    """Return the problem of a body that the schema refuses, each field by its JSON Pointer."""
+    fields = []
+    for error in errors:
+        if error["type"] == "json_invalid":
+            return Problem(HTTPStatus.BAD_REQUEST, "invalid-request", "The body is not valid JSON.")
+        path = [str(part).replace("~", "~0").replace("/", "~1") for part in error["loc"] if part != "body"]
+        fields.append((f"{prefix}{''.join(f'/{part}' for part in path)}", error["msg"].removeprefix("Value error, ")))
+    detail = "; ".join(f"{pointer or 'the body'}: {text}" for pointer, text in fields[:5])
+    return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid-request", detail, tuple(fields))
+
+
+def _failed(row: Traced) -> Problem:
+    detail = row.problem or "the trace failed"
+    return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "not-answerable", detail)
+
+
+def _done(kind: str, row: Traced) -> dict[str, Any]:
+    return {"id": row.key, "status": "done", "method": "full", _PARTS[kind]: row.answer}
+
+
+def _pending(kind: str, row: Traced) -> dict[str, Any]:
+    return {"id": row.key, "status": row.state, "url": f"{_PATHS[kind]}{row.key}", "retry_after_s": 1.0}
+
+
+def _json(
+    body: bytes, status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None
+) -> Response:  # fmt: skip
+    return Response(body, int(status), headers, _JSON)
+
+
+def _devices() -> answers.DevicesAnswer:
+    from featurize.device_spec import describe_device, device_names
+
+    specs = [describe_device(name) for name in device_names()]
+    return answers.DevicesAnswer(
+        devices=[
+            answers.DeviceFields(name=one.name, memory_mib=one.memory_mib, vendor=one.architecture.vendor)
+            for one in sorted(specs, key=lambda one: (one.memory_mib, one.name))
+        ]
+    )

@@ -1,0 +1,239 @@
+"""A question to the service: a request, checked and in one form, so that equal questions have one key.
+
+Start reading at `estimate_question`. What can be refused without building the model is refused here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import CommandError
+from farm.serving.problems import Problem, invalid
+from featurize.architecture import NVIDIA
+from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
+from featurize.row_config import config_of_row
+from featurize.trial import TrialConfig
+
+if TYPE_CHECKING:
+    from farm.serving.requests import EstimateRequest, FitRequest, HowFields, JobFields, PlanRequest
+
+_KEY_CHARACTERS = 32
+_HOW = ("coverage", "machine", "loop", "allocator", "workspaces")
+_TRACED_ONLY = ("loop", "allocator", "workspaces")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the operator allows. trust: modules whose models clients may name; scripts: whether scripts may run."""
+
+    trust: tuple[str, ...] = ()
+    scripts: bool = False
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question in its one form.
+
+    kind      estimate, fit or plan
+    values    what a child process needs to answer, JSON
+    config    the trial config, where the job is one
+    fast      whether the fast path answers
+    """
+
+    kind: str
+    values: Mapping[str, Any]
+    config: TrialConfig | None
+    fast: bool
+
+    @property
+    def text(self) -> str:
+        """Return the question as JSON, the same for equal questions."""
+        return json.dumps({"kind": self.kind, **self.values}, sort_keys=True)
+
+    def key(self, state: str) -> str:
+        """Return the question's id. `state` names the code and the models that answer."""
+        return hashlib.sha256(f"{state}\n{self.text}".encode()).hexdigest()[:_KEY_CHARACTERS]
+
+
+def estimate_question(request: EstimateRequest, policy: Policy) -> Question:
+    """Return the question of `/v1/estimate`. Raises `Problem`."""
+    device = _device(request.device, "/device")
+    job, config = _job(request, policy)
+    fast = _fast(request, config, [device])
+    return Question("estimate", {**job, **_how(request), "device": device.name}, config, fast)
+
+
+def fit_question(request: FitRequest, policy: Policy) -> Question:
+    """Return the question of `/v1/fit`. Raises `Problem`."""
+    job, config = _job(request, policy)
+    if request.kind == "script":
+        raise invalid("find is of a job given by config, model or hf_config", "/script")
+    values: dict[str, Any] = {**job, **_how(request), "find": request.find, "by": request.by}
+    if request.find == "devices":
+        from featurize.device_spec import device_names
+
+        names = device_names() if request.devices is None else request.devices
+        devices = [_device(name, f"/devices/{at}") for at, name in enumerate(names)]
+        if not devices:
+            raise invalid("devices must name a GPU model", "/devices")
+        values["devices"] = sorted({one.name for one in devices})
+    else:
+        devices = [_device(request.device or DEFAULT_DEVICE, "/device")]
+        values["device"] = devices[0].name
+    if request.devices is None:
+        devices = [one for one in devices if one.architecture.vendor == NVIDIA]  # the fast path leaves AMD's out
+    return Question("fit", values, config, _fast(request, config, devices))
+
+
+def plan_question(request: PlanRequest, policy: Policy) -> Question:
+    """Return the question of `/v1/plan`. Raises `Problem`."""
+    job, _ = _job(request, policy)
+    values = {name: getattr(request, name) for name in ("gpus", "global_batch", "checkpointing", "modes", "coverage")}
+    return Question("plan", {**job, **values, "device": _device(request.device, "/device").name}, None, False)
+
+
+def config_at(mapping: Mapping[str, Any], pointer: str, trust: Sequence[str] = ()) -> TrialConfig:
+    """Return the trial config of a mapping that a client sent, read as data. Raises `Problem`."""
+    with _as_problem(pointer):
+        return config_of_row(json.dumps(mapping), trust)
+
+
+def device_at(name: str, pointer: str) -> DeviceSpec:
+    """Return the described GPU model. Raises `Problem` that lists the known ones."""
+    return _device(name, pointer)
+
+
+def _device(name: str, pointer: str) -> DeviceSpec:
+    with _as_problem(pointer):
+        return describe_device(name)
+
+
+def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], TrialConfig | None]:
+    """Return the job as JSON in its one form, and the trial config where it is one."""
+    parallel = _parallel(request)
+    readers: dict[str, Callable[[], tuple[dict[str, Any], TrialConfig | None]]] = {
+        "config": lambda: _of_config(request, policy, parallel),
+        "model": lambda: (_of_model(request, policy), None),
+        "hf_config": lambda: (_of_hf_config(request), None),
+        "script": lambda: (_of_script(request, policy), None),
+    }
+    job, config = readers[request.kind]()
+    return {**job, "parallel": parallel}, config
+
+
+def _of_config(
+    request: JobFields, policy: Policy, parallel: str | None
+) -> tuple[dict[str, Any], TrialConfig | None]:  # fmt: skip
+    from featurize.own_code import refusal
+
+    assert request.config is not None
+    config = config_at(request.config, "/config", policy.trust)
+    if problem := refusal(config):
+        raise invalid(problem, "/config")
+    if parallel is not None and config.parallel is not None:
+        raise invalid("the trial config has parallel already; leave this one out", "/parallel")
+    return {"config": config.to_mapping()}, config
+
+
+def _of_model(request: JobFields, policy: Policy) -> dict[str, Any]:
+    from featurize.own_code import granted_model, library_problem
+
+    arguments = request.arguments or {}
+    assert request.model is not None
+    with _as_problem("/model"):
+        model = granted_model(request.model, policy.trust)
+        if problem := library_problem(model, json.dumps(arguments)):
+            raise invalid(problem, "/model")
+    return {"model": request.model, "arguments": arguments, **_module_fields(request)}
+
+
+def _of_hf_config(request: JobFields) -> dict[str, Any]:
+    from featurize.hf_config import hf_inputs, hf_model
+
+    assert request.hf_config is not None
+    with _as_problem("/hf_config"):
+        model, arguments, notes = hf_model(request.hf_config)
+    fields = _module_fields(request)
+    if fields["inputs"] is None:
+        with _as_problem("/batch_size" if request.batch_size is None else "/sequence_length"):
+            fields["inputs"] = hf_inputs(request.hf_config, request.batch_size, request.sequence_length)
+        fields["batch_size"] = None
+    return {"model": model, "arguments": arguments, "notes": list(notes), **fields}
+
+
+def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
+    if not policy.scripts:
+        raise Problem(
+            403, "scripts-not-allowed", "This service takes no scripts; its operator can start it with scripts=true.",
+            (("/script", "not allowed here"),),
+        )  # fmt: skip
+    return {"script": request.script, "script_arguments": request.script_arguments}
+
+
+def _module_fields(request: JobFields) -> dict[str, Any]:
+    from featurize.training_settings import Training
+    from learn.estimation.questions import training_settings
+
+    with _as_problem("/training"):
+        training = training_settings(request.training, None)
+        Training(**training)
+    return {
+        "inputs": request.inputs, "input_dtype": request.input_dtype, "batch_size": request.batch_size,
+        "training": training,
+    }  # fmt: skip
+
+
+def _parallel(request: JobFields) -> str | None:
+    """Return the layout as text. DeepSpeed's own files are the server's, and are not read."""
+    from featurize.parallel.layout_text import parse_parallel
+
+    if request.kind == "script" and request.parallel is not None:
+        raise invalid("a script's launcher says how it is spread", "/parallel")
+    with _as_problem("/parallel"):
+        layout = parse_parallel(request.parallel)
+    return None if layout is None else layout.text()
+
+
+def _how(request: HowFields) -> dict[str, Any]:
+    from featurize.allocator_settings import AllocatorSettings
+
+    if request.allocator is not None:
+        with _as_problem("/allocator"):
+            AllocatorSettings.parse(request.allocator)
+    return {name: getattr(request, name) for name in _HOW}
+
+
+def _fast(request: HowFields, config: TrialConfig | None, devices: list[DeviceSpec]) -> bool:
+    """Return whether the fast path answers. Raises `Problem` where it is asked for and cannot."""
+    from learn.estimation.fast_estimates import fast_problem
+
+    if request.method == "full":
+        return False
+    given = [name for name in _TRACED_ONLY if getattr(request, name) is not None]
+    given += ["coverage"] if request.coverage != 0.99 else []
+    given += ["parallel"] if getattr(request, "parallel", None) is not None else []
+    if config is None:
+        problem: str | None = "method fast is for trial configs"
+    elif given:
+        problem = f"method fast has no {', '.join(given)}"
+    else:
+        problem = next((text for one in devices if (text := fast_problem(config, one))), None)
+    if problem is not None and request.method == "fast":
+        raise invalid(problem, "/method")
+    return problem is None
+
+
+@contextmanager
+def _as_problem(pointer: str) -> Iterator[None]:
+    """Turn what the packages say of wrong input into a problem document of the field."""
+    try:
+        yield
+    except CommandError as error:
+        raise invalid(str(error), pointer) from error
+    except (TypeError, ValueError, OverflowError, RecursionError, AttributeError, LookupError) as error:
+        raise invalid(f"not understood: {type(error).__name__}", pointer) from error

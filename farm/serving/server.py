@@ -1,0 +1,167 @@
+"""The processes of the service: one that watches and traces, and those that answer. Start reading at `serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from conf.cli import EXIT_INTERRUPTED
+from conf.errors import EnvironmentProblem, UsageError
+from farm.serving.request_log import RequestLog
+from farm.serving.service_metrics import FOLDER_VARIABLE
+from farm.serving.settings import ServeSettings
+from farm.serving.trace_pool import TracePool
+from farm.serving.trace_store import TraceStore, store_path
+from farm.serving.tracing import TraceLimits
+from warehouse.folder import DataFolder
+
+_BACKLOG = 1024
+_STOP_S = 10  # for requests that are being answered
+_KEEP_ALIVE_S = 30
+_SWITCH_S = 0.001  # between the thread of the fast path and the one that answers
+_SETTLED_S = 30.0  # a process that ended sooner is started anew after a pause
+_LONGEST_PAUSE_S = 10.0
+_FAILED_STARTS = 5  # in a row, and the service gives up
+
+
+def serve(settings: ServeSettings) -> int:
+    """Serve until a signal ends it. Returns the exit code.
+
+    Raises:
+        UsageError: The address is taken or not this machine's, or the log cannot be written.
+        EnvironmentProblem: The processes that answer end again and again.
+    """
+    folder = DataFolder.resolve(settings.data).create()
+    log = RequestLog(settings.log)
+    listening = _listening(settings)
+    store = TraceStore(store_path(folder))
+    limits = TraceLimits(
+        str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
+    )
+    metrics_folder = tempfile.mkdtemp(prefix="gpufarm-metrics-")
+    os.environ[FOLDER_VARIABLE] = metrics_folder
+    host, port = listening.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    try:
+        with TracePool(store, limits, settings.traces, log.event):
+            print(f"serving {folder.root} on {url}", flush=True)
+            return _Answering(settings, listening, log).run()
+    finally:
+        listening.close()
+        store.close()
+        shutil.rmtree(metrics_folder, ignore_errors=True)
+
+
+class _Answering:
+    """The processes that answer, each started anew when it ends."""
+
+    def __init__(self, settings: ServeSettings, listening: socket.socket, log: RequestLog) -> None:
+        self._settings, self._listening, self._log = settings, listening, log
+        self._processes: dict[SpawnProcess, float] = {}  # -> when it started
+        self._woken, self._wakes = os.pipe()
+        self._signal: int | None = None
+        self._failed_starts = 0
+
+    def run(self) -> int:
+        """Watch them until a signal arrives. Returns the exit code."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for _ in range(self._settings.processes):
+                self._start()
+            while self._signal is None:
+                wait([self._woken, *(process.sentinel for process in self._processes)])
+                if self._signal is None:
+                    self._replace_ended()
+        finally:
+            self._stop()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(self._woken)
+            os.close(self._wakes)
+        return EXIT_INTERRUPTED if self._signal == signal.SIGINT else 0
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signal = number
+        os.write(self._wakes, b".")
+
+    def _start(self) -> None:
+        process = multiprocessing.get_context("spawn").Process(
+            target=_answer_requests, args=(self._settings, self._listening), name="answers"
+        )
+        process.start()
+        self._processes[process] = time.monotonic()
+
+    def _replace_ended(self) -> None:
+        for process in [one for one in self._processes if not one.is_alive()]:
+            lived_s = time.monotonic() - self._processes.pop(process)
+            self._log.event("process_ended", ended=process.pid, exit_code=process.exitcode, lived_s=round(lived_s, 1))
+            self._failed_starts = 0 if lived_s > _SETTLED_S or process.exitcode == -signal.SIGKILL else (
+                self._failed_starts + 1
+            )  # fmt: skip
+            if self._failed_starts >= _FAILED_STARTS:
+                raise EnvironmentProblem(
+                    f"the processes that answer ended {_FAILED_STARTS} times in a row, the last with exit code "
+                    f"{process.exitcode}; the log has the reasons"
+                )
+            if self._failed_starts:
+                wait([self._woken], min(0.5 * 2**self._failed_starts, _LONGEST_PAUSE_S))
+            self._start()
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(_STOP_S + 2)
+            process.kill()
+            process.join()
+
+
+def _answer_requests(settings: ServeSettings, listening: socket.socket) -> None:
+    """Answer requests until SIGTERM, or until the process that watches ends. A process's main function."""
+    from farm.serving.application import make_application
+
+    sys.setswitchinterval(_SWITCH_S)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one that watches passes it on
+    config = uvicorn.Config(
+        make_application(settings), log_config=None, log_level="warning", access_log=False, backlog=_BACKLOG,
+        timeout_graceful_shutdown=_STOP_S, timeout_keep_alive=_KEEP_ALIVE_S, server_header=False,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
+    server.run([listening])
+
+
+def _end_with_parent(server: uvicorn.Server) -> None:
+    parent: Any = multiprocessing.parent_process()
+    wait([parent.sentinel])
+    server.should_exit = True
+
+
+def _listening(settings: ServeSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+        listening.listen(_BACKLOG)
+    except (OSError, UnicodeError) as error:
+        with contextlib.suppress(OSError):
+            listening.close()
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise UsageError(f"host={settings.host} port={settings.port}: {reason}") from error
+    listening.setblocking(False)
+    return listening

@@ -1,0 +1,72 @@
+"""Metrics of the service for Prometheus, summed over its processes. Start reading at `ServiceMetrics`.
+
+prometheus_client keeps a file for each process in the folder that `PROMETHEUS_MULTIPROC_DIR` names; it must be set
+before the library is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from farm.serving.trace_store import TraceStore
+
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+_METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH")  # a client may make others up
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+
+
+class ServiceMetrics:
+    """Counts requests and answers of this process; `text` gives the figures of all."""
+
+    def __init__(self, store: TraceStore) -> None:
+        from prometheus_client import Counter, Histogram
+
+        self._store = store
+        self._requests = Counter(
+            "gpufarm_service_requests_total", "Requests by route, method and status", ("route", "method", "status")
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "gpufarm_service_request_seconds", "Duration of requests by route", ("route",), buckets=_BUCKETS_S
+        )
+        self._answers = Counter(
+            "gpufarm_service_estimates_total", "Estimates by how they were answered: cache, fast, trace", ("by",)
+        )
+
+    def request(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Count a request that has ended."""
+        self._requests.labels(route, method if method in _METHODS else "other", str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def answered(self, by: str, n: int = 1) -> None:
+        """Count estimates. by: cache, fast or trace."""
+        self._answers.labels(by).inc(n)
+
+    def text(self) -> bytes:
+        """Return all processes' figures in Prometheus's text format."""
+        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        registry.register(_Questions(self._store))
+        return generate_latest(registry)
+
+
+class _Questions:
+    """The state of the questions that are traced, read when metrics are."""
+
+    def __init__(self, store: TraceStore) -> None:
+        self._store = store
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        family = GaugeMetricFamily("gpufarm_service_questions", "Questions for traces by state", labels=("state",))
+        for state, count in self._store.counts().items():
+            family.add_metric((state,), count)
+        yield family
+        age = self._store.pulse_age_s()
+        if age is not None:
+            name, text = "gpufarm_service_trace_pool_age_seconds", "Seconds since the pool of traces was last alive"
+            yield GaugeMetricFamily(name, text, value=age)

@@ -1,0 +1,112 @@
+"""The keys of `python -m farm.serve`. Start reading at `ServeSettings`."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.errors import UsageError
+from conf.settings import data_key, key, section
+from featurize.own_code import parse_trust
+
+LOOPBACK_NAME = "localhost"
+_LARGEST_PORT = 65_535
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitSettings:
+    """The `limits` key: what one request, and all of them together, may take."""
+
+    body_kib: int = key(1024, "of a request's body", "int >= 1")
+    batch: int = key(1000, "jobs of one batch", "int >= 1")
+    inline_s: float = key(10.0, "an answer without a trace may take", "number > 0")
+    concurrent: int = key(256, "requests that one process works on; further ones get 429", "int >= 1")
+    queued: int = key(1000, "questions that wait for a trace; further ones get 429", "int >= 1")
+    trace_s: float = key(600.0, "a trace may take; its process is killed then", "number > 0")
+    trace_gib: float = key(8.0, "memory that a trace may take; its process is killed beyond", "number > 0")
+    wait_s: float = key(60.0, "a client may wait for a trace within a request, by `Prefer: wait=N`", "number > 0")
+    rows: int = key(10_000, "rows of a query in the explorer", "int >= 1")
+    query_s: float = key(10.0, "a query in the explorer may take", "number > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Where to listen, and what is answered. Raises `UsageError` that names every bad key together.
+
+      python -m farm.serve                                        on http://127.0.0.1:8350, with pages at /
+      python -m farm.serve port=0 data=/srv/farm                  a free port, printed; another data folder
+      python -m farm.serve host=0.0.0.0 token_file=/etc/gpufarm/tokens
+      curl -s localhost:8350/v1/estimate -H 'content-type: application/json' \\
+        -d '{"config": {"family": "mlp", "batch_size": 256, "input_size": 4096, "classes": 10, "depth": 4}}'
+
+    Trial configs of common families are answered at once, by the fast path. All else is traced in a child process, and
+    the answer is fetched from the URL that `202 Accepted` names. Jobs are data: trial configs, Hugging Face configs,
+    and models of torchvision, timm and transformers by name. trust= names further modules whose models may be built;
+    scripts=true lets clients send whole scripts, which run with this service's rights, in a limited child process.
+    Beyond this machine, clients need a token: token_file= has one a line. docs/service.md describes the API.
+    """
+
+    host: str = key("127.0.0.1", "address to listen on; any but this machine's own needs token_file=")
+    port: int = key(8350, "0 takes a free one", "int >= 0")
+    processes: int = key(2, "that answer requests, each with the fast path", "int >= 1")
+    traces: int = key(1, "child processes that trace at the same time", "int >= 1")
+    data: str | None = data_key()
+    token_file: str | None = key(None, "tokens that clients send as `Authorization: Bearer TOKEN`, one a line", "path")
+    trust: tuple[str, ...] = key(
+        None, "modules whose models clients may name, as in [mypackage.nets]", "text | list of text | null"
+    )
+    scripts: bool = key(False, "true: clients may send training scripts, which run with this service's rights")
+    explorer: bool = key(True, "false: no pages, only the API")
+    cache_s: float = key(3600.0, "an answer is reused that long for the same question", "number > 0")
+    log: str = key("stderr", "where requests are logged, a JSON object a line: stderr, none, or a file", "new path")
+    limits: LimitSettings = section(LimitSettings)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trust", parse_trust(self.trust))
+        problems = []
+        if not 0 <= self.port <= _LARGEST_PORT:
+            problems.append(f"port must be from 0 to {_LARGEST_PORT}, got {self.port}")
+        if not self.is_loopback and self.token_file is None:
+            problems.append(
+                f"host={self.host} is open to other machines: give token_file=FILE with a token a line, "
+                "or host=127.0.0.1"
+            )
+        if self.token_file is not None:
+            problems += _token_problems(self.token_file)
+        if problems:
+            raise UsageError("; ".join(problems))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Return whether only this machine can connect."""
+        if self.host == LOOPBACK_NAME:
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Return the tokens of the file; none without one."""
+        return () if self.token_file is None else tuple(_tokens(Path(self.token_file).read_text(encoding="utf-8")))
+
+
+def _tokens(text: str) -> list[str]:
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _token_problems(path: str) -> list[str]:
+    least = 16  # characters: shorter ones can be guessed
+    try:
+        tokens = _tokens(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        return [f"token_file={path} cannot be read: {reason}"]
+    if not tokens:
+        return [f"token_file={path} holds no token; write one a line"]
+    if any(len(token) < least or not token.isascii() or " " in token for token in tokens):
+        return [f"token_file={path}: a token is at least {least} ASCII characters without spaces, one a line"]
+    return []

@@ -1,0 +1,140 @@
+"""What a child process does: it answers one question with a trace, and ends.
+
+Start reading at `run_question`. Models are built without memory; names of code are those that `own_code` lets data
+give, or that the operator trusts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import CommandError
+from farm.serving.problems import Scrubber
+from workers.containment import die_with_parent
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PRELOADED = ["learn.estimation.preloaded"]
+_SCRIPT = "train.py"
+
+
+@dataclass(frozen=True)
+class TraceLimits:
+    """What one trace may take, and what it may name. seconds, memory_bytes: of the child, with its own children."""
+
+    data: str
+    trust: tuple[str, ...]
+    seconds: float
+    memory_bytes: int
+
+
+def run_question(text: str, limits: TraceLimits, to: Connection) -> None:
+    """Answer the question and send `{"answer": ...}` or `{"problem": text}` as JSON. The process's main function."""
+    os.setsid()
+    die_with_parent(os.getppid())
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        reply = _reply(json.loads(text), limits)
+    to.send_bytes(json.dumps(reply).encode())
+    to.close()
+    os._exit(0)  # what a model left running does not hold the answer back
+
+
+def _reply(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
+    scrubber = Scrubber(Path(limits.data))
+    answers = {"estimate": _estimate, "fit": _fit, "plan": _plan}
+    try:
+        return {"answer": scrubber.values(answers[question["kind"]](question, limits))}
+    except CommandError as error:
+        return {"problem": scrubber.text(str(error))}
+    except MemoryError:
+        return {"problem": "the job's trace takes more memory than there is"}
+    except RecursionError:
+        return {"problem": "the job's model is nested too deeply"}
+    except Exception as error:  # a library's model may raise anything while it is built or traced
+        return {"problem": scrubber.text(f"the job cannot be traced: {type(error).__name__}: {error}"[:2000])}
+
+
+def _estimate(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
+    from learn.estimation.estimating import estimate
+
+    if "script" in question:
+        return _of_script(question, limits)
+    done = estimate(_job(question, limits), _inputs(question), device=question["device"], **_options(question, limits))
+    return replace(done, warnings=(*done.warnings, *question.get("notes", ()))).to_mapping()
+
+
+def _fit(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
+    from learn.estimation.fits import devices_that_fit, largest_batch
+
+    job, inputs = _job(question, limits), _inputs(question)
+    options = {**_options(question, limits), "by": question["by"]}
+    if question["find"] == "devices":
+        fits = devices_that_fit(job, inputs, devices=question["devices"], **options)
+        return {"find": "devices", "devices": [one.to_mapping() for one in fits]}
+    return {"find": "largest_batch", **largest_batch(job, inputs, device=question["device"], **options).to_mapping()}
+
+
+def _plan(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
+    from learn.planning.plans import plan
+
+    training = {name: value for name, value in question["training"].items() if name != "checkpointing"}
+    job = _job(question, limits)
+    assert not isinstance(job, Mapping)
+    done = plan(
+        job, _inputs(question), gpus=question["gpus"], device=question["device"],
+        global_batch=question["global_batch"], checkpointing=question["checkpointing"], modes=question["modes"],
+        parallel=question["parallel"], coverage=question["coverage"], input_dtype=question["input_dtype"],
+        data=limits.data, **training,
+    )  # fmt: skip
+    return done.to_mapping()
+
+
+def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
+    from learn.script.estimating import estimate_script
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, _SCRIPT).write_text(question["script"], encoding="utf-8")
+        os.chdir(folder)
+        how = {name: question[name] for name in ("coverage", "machine", "loop", "allocator", "workspaces")}
+        done = estimate_script(
+            ["python", _SCRIPT, *question["script_arguments"]], device=question["device"], data=limits.data,
+            time_limit_s=limits.seconds, memory_limit_gib=limits.memory_bytes / 2**30, **how,
+        )  # fmt: skip
+    os.chdir("/")
+    return done.to_mapping()
+
+
+def _job(question: Mapping[str, Any], limits: TraceLimits) -> Any:
+    """Return the trial config, or a factory of the model; nothing is imported before it is called."""
+    if "config" in question:
+        from featurize.row_config import config_of_row
+
+        return config_of_row(json.dumps(question["config"]), limits.trust)
+    from featurize.families import zoo
+    from featurize.own_code import granted_model
+
+    model, arguments = granted_model(question["model"], limits.trust), json.dumps(question["arguments"])
+    factory: Callable[[], nn.Module] = lambda: zoo.create(model, arguments)  # noqa: E731
+    return factory
+
+
+def _inputs(question: Mapping[str, Any]) -> Any:
+    from learn.commands.model_inputs import model_inputs
+
+    return model_inputs(question.get("inputs"), question.get("batch_size"))
+
+
+def _options(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
+    names = ("coverage", "machine", "loop", "allocator", "workspaces", "parallel")
+    given = {name: question[name] for name in names if question.get(name) is not None}
+    of_model = {"input_dtype": question["input_dtype"], **question["training"]} if "model" in question else {}
+    return {**given, **of_model, "data": limits.data}
