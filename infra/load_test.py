@@ -161,9 +161,8 @@ def main(arguments: Sequence[str]) -> int:
 
     wrong = _wrong(questions, outcome.answers)
     print(f"{len(bodies)} requests at {rate:g}/s{', one process killed halfway' if kill else ''}")
-    print(
-        f"answered {answered}, refused {outcome.refused}, lost {outcome.lost}, wrong {wrong}, sent again {outcome.retried}"
-    )
+    counts = f"refused {outcome.refused}, lost {outcome.lost}, wrong {wrong}, sent again {outcome.retried}"
+    print(f"answered {answered}, {counts}")
     print(f"latency p50 {at(0.5)}, p90 {at(0.9)}, p99 {at(0.99)}, longest {at(1)}")
     return int(outcome.lost + outcome.refused + wrong > 0)
 

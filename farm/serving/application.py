@@ -1,6 +1,6 @@
 """The service's application: routes, and what they ask of the fast path and of the traces.
 
-Start reading at `make_application`; `Service` answers.
+Start reading at `make_application`; `EstimationService` answers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from starlette.exceptions import HTTPException
 
 from conf.errors import CommandError, EnvironmentProblem
 from farm.serving import answers, requests
-from farm.serving.fast_answers import FastAnswers, admission, fits_of, largest_batch_of
+from farm.serving.fast_answers import FastEstimates, admission, fits_of, largest_batch_of
 from farm.serving.gate import Gate, GateRules, wait_asked
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.questions import (
     Policy,
-    Question,
+    ClientQuestion,
     config_at,
     device_at,
     estimate_question,
@@ -58,7 +58,7 @@ _POLLED: dict[int | str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Service:
+class EstimationService:
     """One process's share of the service."""
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -68,7 +68,7 @@ class Service:
         self.log = RequestLog(settings.log)
         self.store = TraceStore(store_path(folder))
         self.metrics = ServiceMetrics(self.store)
-        self.fast = FastAnswers(str(folder.root), self.scrubber)
+        self.fast = FastEstimates(str(folder.root), self.scrubber)
         self.policy = Policy(settings.trust, settings.scripts)
         self._state = ServiceState(folder)
         self.warm = False
@@ -152,7 +152,7 @@ class Service:
         gc.freeze()  # a full collection over all that torch imports stops a process for 100 ms
         self.warm = True
 
-    async def _fast(self, question: Question) -> bytes:
+    async def _fast(self, question: ClientQuestion) -> bytes:
         hits = self.fast.hits
         text = await self.fast.estimate(question)
         self.metrics.answered("cache" if self.fast.hits > hits else "fast")
@@ -175,7 +175,7 @@ class Service:
         except Problem as problem:
             return json.dumps(problem.document()).encode()
 
-    def _ask(self, question: Question) -> Traced:
+    def _ask(self, question: ClientQuestion) -> Traced:
         limits = self.settings.limits
         key = question.key(self._state.text)
         row = self.store.ask(key, question.text, limits.queued, self.settings.cache_s)
@@ -185,7 +185,7 @@ class Service:
             self.metrics.answered("cache")
         return row
 
-    async def _traced(self, question: Question, prefer: str) -> Response:
+    async def _traced(self, question: ClientQuestion, prefer: str) -> Response:
         return await self._waited(question.kind, self._ask(question), prefer)
 
     async def _waited(self, kind: str, row: Traced, prefer: str) -> Response:
@@ -218,7 +218,7 @@ _BODY: TypeAdapter[requests.EstimateRequest] = TypeAdapter(requests.EstimateRequ
 
 def make_application(settings: ServeSettings) -> Any:
     """Return the ASGI application of one process."""
-    service = Service(settings)
+    service = EstimationService(settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -242,7 +242,7 @@ def make_application(settings: ServeSettings) -> Any:
     return Gate(app, rules, service.log, service.metrics)
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
+def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.post("/v1/estimate", response_model=answers.EstimateAnswer, responses=_POLLED, tags=["estimates"])
     async def estimate(body: requests.EstimateRequest, request: Request) -> Response:
         """Estimate a job's memory, utilization and step time: at once by the fast path, or traced (202)."""
@@ -268,19 +268,19 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         """Return which layouts of a job on several GPUs fit, the quickest first."""
         return await service.plan(body, request.headers.get("prefer", ""))
 
-    found = {404: {**_PROBLEM, "description": "no such question"}, **_POLLED}
+    polled = {404: {**_PROBLEM, "description": "no such question"}, **_POLLED}
 
-    @app.get("/v1/estimates/{key}", response_model=answers.EstimateAnswer, responses=found, tags=["estimates"])
+    @app.get("/v1/estimates/{key}", response_model=answers.EstimateAnswer, responses=polled, tags=["estimates"])
     async def estimate_of(key: str, request: Request) -> Response:
         """Return the estimate of a traced question, or 202 while it is traced."""
         return await service.answer_of("estimate", key, request.headers.get("prefer", ""))
 
-    @app.get("/v1/fits/{key}", response_model=answers.FitAnswer, responses=found, tags=["estimates"])
+    @app.get("/v1/fits/{key}", response_model=answers.FitAnswer, responses=polled, tags=["estimates"])
     async def fit_of(key: str, request: Request) -> Response:
         """Return what fits of a traced question, or 202 while it is traced."""
         return await service.answer_of("fit", key, request.headers.get("prefer", ""))
 
-    @app.get("/v1/plans/{key}", response_model=answers.PlanAnswer, responses=found, tags=["several GPUs"])
+    @app.get("/v1/plans/{key}", response_model=answers.PlanAnswer, responses=polled, tags=["several GPUs"])
     async def plan_of(key: str, request: Request) -> Response:
         """Return the layouts of a traced question, or 202 while it is traced."""
         return await service.answer_of("plan", key, request.headers.get("prefer", ""))

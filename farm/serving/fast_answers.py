@@ -1,6 +1,6 @@
 """Answers without a trace, many at a time: requests that arrive together are worked on together.
 
-Start reading at `FastAnswers`. One thread computes, so that a process answers its other requests meanwhile.
+Start reading at `FastEstimates`. One thread computes, so that a process answers its other requests meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from farm.serving.problems import Scrubber, invalid
 from featurize.device_spec import DeviceSpec, describe_device
 
 if TYPE_CHECKING:
-    from farm.serving.questions import Question
+    from farm.serving.questions import ClientQuestion
     from featurize.trial import TrialConfig
     from learn.estimation.job_estimate import Estimate
 
@@ -35,7 +35,7 @@ class _Waiting:
     key: str
 
 
-class FastAnswers:
+class FastEstimates:
     """The fast path of one process, with a cache of its answers.
 
     Args:
@@ -59,7 +59,7 @@ class FastAnswers:
         config = {"family": "mlp", "batch_size": 8, "input_size": 8, "classes": 2, "depth": 1}
         estimate_many([config], method="fast", data=self.data)
 
-    async def estimate(self, question: Question) -> bytes:
+    async def estimate(self, question: ClientQuestion) -> bytes:
         """Return the JSON text of the estimate. Raises `Problem`."""
         assert question.config is not None
         key = question.text
@@ -140,7 +140,7 @@ class FastAnswers:
 
 
 def fits_of(
-    fast: FastAnswers, config: TrialConfig, devices: Sequence[str], by: str, machine: str | None
+    fast: FastEstimates, config: TrialConfig, devices: Sequence[str], by: str, machine: str | None
 ) -> list[dict[str, Any]]:
     """Return which GPU models a config fits, the smallest card first. Runs in the fast path's thread."""
     from featurize.architecture import NVIDIA
@@ -160,7 +160,7 @@ def fits_of(
 
 
 def largest_batch_of(
-    fast: FastAnswers, config: TrialConfig, device: str, by: str, machine: str | None
+    fast: FastEstimates, config: TrialConfig, device: str, by: str, machine: str | None
 ) -> dict[str, Any]:
     """Return the largest batch of a config that fits a GPU model. Runs in the fast path's thread."""
     from dataclasses import replace
@@ -180,7 +180,7 @@ def largest_batch_of(
 
 
 def admission(
-    fast: FastAnswers, jobs: Sequence[TrialConfig | Mapping[str, Any]], gpu: Mapping[str, Any], **limits: Any
+    fast: FastEstimates, jobs: Sequence[TrialConfig | Mapping[str, Any]], gpu: Mapping[str, Any], **limits: Any
 ) -> dict[str, Any]:
     """Return whether the first job may join the others. Runs in the fast path's thread.
 

@@ -36,7 +36,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Question:
+class ClientQuestion:
     """One question in its one form.
 
     kind      estimate, fit or plan
@@ -60,15 +60,15 @@ class Question:
         return hashlib.sha256(f"{state}\n{self.text}".encode()).hexdigest()[:_KEY_CHARACTERS]
 
 
-def estimate_question(request: EstimateRequest, policy: Policy) -> Question:
+def estimate_question(request: EstimateRequest, policy: Policy) -> ClientQuestion:
     """Return the question of `/v1/estimate`. Raises `Problem`."""
     device = _device(request.device, "/device")
     job, config = _job(request, policy)
     fast = _fast(request, config, [device])
-    return Question("estimate", {**job, **_how(request), "device": device.name}, config, fast)
+    return ClientQuestion("estimate", {**job, **_how(request), "device": device.name}, config, fast)
 
 
-def fit_question(request: FitRequest, policy: Policy) -> Question:
+def fit_question(request: FitRequest, policy: Policy) -> ClientQuestion:
     """Return the question of `/v1/fit`. Raises `Problem`."""
     job, config = _job(request, policy)
     if request.kind == "script":
@@ -87,14 +87,14 @@ def fit_question(request: FitRequest, policy: Policy) -> Question:
         values["device"] = devices[0].name
     if request.devices is None:
         devices = [one for one in devices if one.architecture.vendor == NVIDIA]  # the fast path leaves AMD's out
-    return Question("fit", values, config, _fast(request, config, devices))
+    return ClientQuestion("fit", values, config, _fast(request, config, devices))
 
 
-def plan_question(request: PlanRequest, policy: Policy) -> Question:
+def plan_question(request: PlanRequest, policy: Policy) -> ClientQuestion:
     """Return the question of `/v1/plan`. Raises `Problem`."""
     job, _ = _job(request, policy)
     values = {name: getattr(request, name) for name in ("gpus", "global_batch", "checkpointing", "modes", "coverage")}
-    return Question("plan", {**job, **values, "device": _device(request.device, "/device").name}, None, False)
+    return ClientQuestion("plan", {**job, **values, "device": _device(request.device, "/device").name}, None, False)
 
 
 def config_at(mapping: Mapping[str, Any], pointer: str, trust: Sequence[str] = ()) -> TrialConfig:

@@ -144,7 +144,7 @@ class AdmitJob(_Body):
         return self
 
 
-class GpuFields(_Body):
+class AdmitGpu(_Body):
     """The GPU that a job would join."""
 
     device: Text = DEFAULT_DEVICE
@@ -159,7 +159,7 @@ class AdmitRequest(_Body):
     """Whether a job may join the jobs of a GPU."""
 
     job: AdmitJob
-    gpu: GpuFields
+    gpu: AdmitGpu
     risk: Annotated[float, Field(ge=0, lt=1)] = 0.01
     max_slowdown: Annotated[float, Field(ge=1, le=1e6)] | None = 2.0
 

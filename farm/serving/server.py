@@ -45,7 +45,10 @@ def serve(settings: ServeSettings) -> int:
         UsageError: The address is taken or not this machine's, or the log cannot be written.
         EnvironmentProblem: The processes that answer end again and again.
     """
-    folder = DataFolder.resolve(settings.data).create()
+    folder = DataFolder.resolve(settings.data)
+    if settings.data is None and not folder.root.exists():
+        folder.create()  # a service that only estimates needs no runs
+    folder.open()
     log = RequestLog(settings.log)
     listening = _listening(settings)
     store = TraceStore(store_path(folder))

@@ -179,7 +179,11 @@ class TraceStore:
         row = self._db.execute(
             "SELECT key, state, asked_at, started_at, ended_at, answer, problem FROM questions WHERE key = ?", (key,)
         ).fetchone()
-        return None if row is None else Traced(*row[:5], None if row[5] is None else json.loads(row[5]), row[6])
+        if row is None:
+            return None
+        key, state, asked_at, started_at, ended_at, answer, problem = row
+        parsed = None if answer is None else json.loads(answer)
+        return Traced(key, state, asked_at, started_at, ended_at, parsed, problem)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
