@@ -16,8 +16,26 @@ from conf.cli import command
 from featurize.light_imports import without_compiler
 from learn.commands.estimate import entry
 
+_SERVER = "--server"
+
+
+def _server_as_key(arguments: list[str]) -> list[str]:
+    """Return the arguments before `--`, with `--server URL` as the key that it is."""
+    done: list[str] = []
+    for argument in arguments:
+        if done[-1:] == [_SERVER]:
+            done[-1] = f"server={argument}"
+        elif argument.startswith(f"{_SERVER}="):
+            done.append(argument.removeprefix("--"))
+        else:
+            done.append(argument)
+    return done
+
+
 if __name__ == "__main__":
     without_compiler()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    sys.argv[1:end] = _server_as_key(sys.argv[1:end])
     if "--" in sys.argv:
         from learn.commands.estimate_script import entry_of_script
 

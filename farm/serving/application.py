@@ -25,8 +25,8 @@ from farm.serving.fast_answers import FastEstimates, admission, fits_of, largest
 from farm.serving.gate import Gate, GateRules, wait_asked
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.questions import (
-    Policy,
     ClientQuestion,
+    Policy,
     config_at,
     device_at,
     estimate_question,

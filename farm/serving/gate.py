@@ -71,9 +71,9 @@ class Gate:
         self._inside += counted
         try:
             self._let_in(scope, headers, counted)
-            limited = _LimitedBody(receive, self._rules.body_bytes)
             async with asyncio.timeout(self._rules.inline_s + _wait_asked(headers, self._rules.wait_s)):
-                await self._inner(scope, limited, answer)
+                body = await _whole_body(receive, self._rules.body_bytes)
+                await self._inner(scope, body, answer)
         except Problem as problem:
             await answer.problem(problem)
         except TimeoutError:
@@ -156,18 +156,26 @@ class _Answer:
         await self({"type": "http.response.body", "body": body})
 
 
-class _LimitedBody:
-    """The receive side: a body that is sent in pieces, or longer than it said, ends at the limit."""
+async def _whole_body(receive: Receive, most_bytes: int) -> Receive:
+    """Read the body, also one that is sent in pieces. Returns what hands it on. Raises `Problem` beyond the limit."""
+    pieces: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":  # the client has gone
+            break
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > most_bytes:
+            raise _too_large(most_bytes)
+        more = message.get("more_body", False)
+    waiting: list[Message] = [{"type": "http.request", "body": b"".join(pieces), "more_body": False}]
 
-    def __init__(self, receive: Receive, most_bytes: int) -> None:
-        self._receive, self._left, self._most = receive, most_bytes, most_bytes
+    async def hand_on() -> Message:
+        return waiting.pop() if waiting else await receive()
 
-    async def __call__(self) -> Message:
-        message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        if self._left < 0:
-            raise _too_large(self._most)
-        return message
+    return hand_on
 
 
 def wait_asked(prefer: str, most_s: float) -> float:

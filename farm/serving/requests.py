@@ -119,7 +119,7 @@ class FitRequest(JobFields, HowFields):
         return self
 
 
-class JobFigures(_Body):
+class KnownFigures(_Body):
     """A job whose figures are known already."""
 
     name: Text = "job"
@@ -135,7 +135,7 @@ class AdmitJob(_Body):
     """A job of an admission: a trial config, or its figures."""
 
     config: dict[str, Any] | None = None
-    figures: JobFigures | None = None
+    figures: KnownFigures | None = None
 
     @model_validator(mode="after")
     def _one(self) -> AdmitJob:

@@ -120,11 +120,11 @@ class TracePool:
 
     def _watched(self, child: BaseProcess, receiver: Connection) -> tuple[bytes | None, str | None]:
         """Wait until the child has replied or ended. Returns its reply, or which limit it broke."""
-        ends_ns = time.monotonic_ns() + int(self._limits.seconds * 1e9)
-        while not receiver.poll(_MEMORY_EVERY_S):
+        ends = time.monotonic() + self._limits.seconds
+        while not receiver.poll(max(0.0, min(_MEMORY_EVERY_S, ends - time.monotonic()))):
             if self._ended.is_set():
                 return None, None
-            if time.monotonic_ns() > ends_ns:
+            if time.monotonic() >= ends:
                 return None, f"the trace took longer than the limit of {self._limits.seconds:g} s"
             if child.pid is not None and resident_bytes(child.pid) > self._limits.memory_bytes:
                 return None, f"the trace took more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB"

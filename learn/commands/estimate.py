@@ -61,6 +61,7 @@ class EstimateSettings(TrainingKeys):
       python -m learn.estimate configs=jobs.jsonl method=fast format=json  # a trial config a line, thousands a second
       python -m learn.estimate device=H100-SXM5-80GB -- python train.py --batch 64  # a training script, unchanged
       python -m learn.estimate -- torchrun --nproc-per-node 8 train.py  # one on several GPUs: rank 0
+      python -m learn.estimate --server http://127.0.0.1:8350 model=torchvision.models:resnet50 input=[64,3,224,224]
 
     The model never takes real memory: it is built and traced on the meta device (only estimator=xmem runs it, on the
     CPU). Figures come from the models that you fitted (python -m learn.fit), else from those that come with the project
@@ -176,6 +177,11 @@ class EstimateSettings(TrainingKeys):
     )
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
     format: str = key("table", "table or json")
+    server: str | None = key(
+        None,
+        "URL of a service (python -m farm.serve) that answers in place of this machine, as http://127.0.0.1:8350; "
+        "$GPUFARM_TOKEN is its token",
+    )
     data: str | None = data_key()
     time_limit_s: float = key(600, "for a script: it is ended after this many seconds", "number > 0")
     memory_limit_gib: float | None = key(
@@ -245,6 +251,10 @@ def entry(settings: EstimateSettings) -> int:
     from learn.estimation.estimate_view import print_json, print_table
     from learn.workload import name_of
 
+    if settings.server is not None:
+        from learn.commands.estimate_remote import entry_of_server
+
+        return entry_of_server(settings)
     settings.require_one_job()
     settings.require_format()
     if settings.data is not None:
@@ -266,7 +276,7 @@ def entry(settings: EstimateSettings) -> int:
         if settings.method == "full":
             loop = loop or past.loop  # so that like is compared with like
     elif settings.config is not None:
-        config = config_of_user(_mapping(settings.config))
+        config = config_of_user(config_mapping(settings.config))
         title = f"{name_of(config)}, batch {config.batch_size}"
     else:
         assert settings.model is not None
@@ -316,7 +326,7 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
     configs = []
     for number, line in _lines(path):
         try:
-            configs.append(config_from_mapping(_mapping(line)))
+            configs.append(config_from_mapping(config_mapping(line)))
         except CommandError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
     for done in estimate_many(
@@ -344,7 +354,7 @@ def _lines(path: str) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def config_mapping(value: Any) -> Mapping[str, Any]:
     """A config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
     if isinstance(value, str):
         try:

@@ -15,6 +15,7 @@ from learn.script.estimating import estimate_script
 # Keys that name another job, or that the script chooses itself.
 _OF_OTHER_JOBS = (
     "model", "input", "batches", "batch", "find", "by", "arguments", "config", "configs", "run",
+    "server",
     *SETTINGS,
 )  # fmt: skip
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
 
 import numpy as np
 
@@ -139,6 +139,16 @@ class Estimate:
     def fits_device(self) -> bool | None:
         """Whether the job fits into the empty card; None where its memory is not known."""
         return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """Return the estimate that `to_mapping` wrote, also through JSON. Names of later versions are left out."""
+        known = {one.name for one in fields(cls)}
+        values = {name: value for name, value in mapping.items() if name in known}
+        values["warnings"] = tuple(values["warnings"])
+        values["distribution"] = tuple((p, mib) for p, mib in values.get("distribution", ()))
+        values["ranks"] = tuple(RankGroup(**one) for one in values.get("ranks", ()))
+        return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
         """The fields, and `fits`: into the empty card."""

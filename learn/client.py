@@ -1,0 +1,231 @@
+"""A client of the service (`gpufarm serve`): the calls of `learn` over HTTP, with the standard library alone.
+
+Start reading at `Client`. A request that a connection loses, or that a busy service refuses, is sent again; a question
+that is traced is polled.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from conf.errors import CommandError, EnvironmentProblem, UsageError
+from learn.admission.admitting import Admission
+from learn.cases import DEFAULT_DEVICE
+from learn.collocation.slowdown import Slowdown
+from learn.estimation.fits import BOUND, DeviceFit, LargestBatch
+from learn.estimation.job_estimate import Estimate
+
+_WAIT_S = 20  # that the service holds a question back, while it is traced
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+_CONNECT_S = 10.0
+_RECONNECT_S = 10.0  # a service that is started anew answers within seconds
+_OK, _ACCEPTED, _BUSY = 200, 202, 429
+_AGAIN = (_BUSY, 503)
+_BATCH = 500
+
+
+class Refused(UsageError):
+    """The service's problem document. `errors` holds (JSON Pointer, detail) of each field that it names."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        super().__init__(str(document.get("detail") or document.get("title") or "the service refused the request"))
+        self.document = dict(document)
+        self.errors = tuple((one["pointer"], one["detail"]) for one in document.get("errors") or ())
+
+
+class Client:
+    """Asks one service; a context manager. A thread of its own needs a client of its own.
+
+    Args:
+        url: Of the service, as in `http://127.0.0.1:8350`.
+        token: What the service's `token_file` has, where it has one.
+        timeout_s: Seconds that one call may take, traces included.
+
+    Raises:
+        UsageError: The URL is none. Calls raise `Refused`, and `EnvironmentProblem` where no answer comes in time.
+
+    Example:
+        >>> with Client("http://127.0.0.1:8350") as service:
+        ...     service.estimate(model="torchvision.models:resnet50", inputs=[64, 3, 224, 224]).fits_device
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 600.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise UsageError(f"server is a URL such as http://127.0.0.1:8350, got {url!r}")
+        try:
+            self._host, self._port = parts.hostname, parts.port
+        except ValueError as error:
+            raise UsageError(f"server={url}: {error}") from error
+        self._secure, self._url, self._timeout_s = parts.scheme == "https", url.rstrip("/"), timeout_s
+        self._headers = {"content-type": "application/json", "prefer": f"wait={_WAIT_S}"}
+        if token is not None:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._connection: http.client.HTTPConnection | None = None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; a further call opens another."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def estimate(self, *, device: str = DEFAULT_DEVICE, method: str = "auto", **job: Any) -> Estimate:
+        """Return the estimate of one job.
+
+        Args:
+            device: A GPU model.
+            method: `auto`, `fast` or `full`.
+            **job: Further fields of a request: `config`; `model` with `inputs` and `arguments`; `hf_config` with
+                `batch_size` and `sequence_length`; `training`, `parallel`, `coverage`, ...
+        """
+        answer = self.ask("POST", "/v1/estimate", {"device": device, "method": method, **job})
+        return Estimate.from_mapping(answer["estimate"])
+
+    def estimate_many(
+        self, configs: Sequence[Mapping[str, Any]], *, device: str = DEFAULT_DEVICE, method: str = "auto"
+    ) -> list[Estimate]:
+        """Return an estimate of each trial config, in order. Raises `Refused` for the first that is refused."""
+        estimates = []
+        for start in range(0, len(configs), _BATCH):
+            jobs = [
+                {"config": dict(one), "device": device, "method": method} for one in configs[start : start + _BATCH]
+            ]
+            results = self.ask("POST", "/v1/estimate:batch", {"jobs": jobs})["results"]
+            for place, result in enumerate(results, start):
+                if "estimate" not in result and "url" not in result:
+                    raise Refused({**result, "detail": f"configs[{place}]: {result.get('detail')}"})
+                done = result if "estimate" in result else self.ask("GET", result["url"])
+                estimates.append(Estimate.from_mapping(done["estimate"]))
+        return estimates
+
+    def devices_that_fit(
+        self, *, devices: Sequence[str] | None = None, by: str = BOUND, **job: Any
+    ) -> tuple[DeviceFit, ...]:
+        """Return for each GPU model whether the job fits it, as `learn.devices_that_fit` does."""
+        answer = self.ask("POST", "/v1/fit", {"find": "devices", "devices": devices, "by": by, **job})
+        return tuple(
+            DeviceFit(**{**one, "estimate": _estimate_or_none(one["estimate"])}) for one in answer["fit"]["devices"]
+        )
+
+    def largest_batch(self, *, device: str = DEFAULT_DEVICE, by: str = BOUND, **job: Any) -> LargestBatch:
+        """Return the largest batch that fits a GPU model, as `learn.largest_batch` does."""
+        fit = self.ask("POST", "/v1/fit", {"find": "largest_batch", "device": device, "by": by, **job})["fit"]
+        return LargestBatch(
+            batch=fit["batch"], estimate=_estimate_or_none(fit["estimate"]), by=fit["by"],
+            beyond=Estimate.from_mapping(fit["beyond"]), tried={int(size): mib for size, mib in fit["tried"].items()},
+        )  # fmt: skip
+
+    def admit(
+        self,
+        job: Mapping[str, Any],
+        gpu: Mapping[str, Any],
+        *,
+        risk: float = 0.01,
+        max_slowdown: float | None = 2.0,
+    ) -> Admission:
+        """Say whether a job may join the jobs of a GPU, as `learn.admit` does.
+
+        Args:
+            job: `{"config": {...}}` or `{"figures": {...}}`.
+            gpu: `device`, `memory_mib`, `used_mib`, and `jobs`, each as `job`.
+        """
+        body = {"job": job, "gpu": gpu, "risk": risk, "max_slowdown": max_slowdown}
+        answer = self.ask("POST", "/v1/admit", body)
+        slowdowns = tuple(
+            (one["name"], None if one["median"] is None else Slowdown(one["median"], one["p90"]))
+            for one in answer["slowdowns"]
+        )
+        return Admission(**{**answer, "slowdowns": slowdowns})
+
+    def plan(self, *, gpus: int, device: str = DEFAULT_DEVICE, **job: Any) -> dict[str, Any]:
+        """Return the layouts of a job on several GPUs, as `learn.LayoutPlan.to_mapping` has them."""
+        answer: dict[str, Any] = self.ask("POST", "/v1/plan", {"gpus": gpus, "device": device, **job})["plan"]
+        return answer
+
+    def devices(self) -> list[dict[str, Any]]:
+        """Return the GPU models that the service knows: `name`, `memory_mib`, `vendor`."""
+        answer: list[dict[str, Any]] = self.ask("GET", "/v1/devices")["devices"]
+        return answer
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send one request until it is answered. Returns the answer's JSON."""
+        ends = time.monotonic() + self._timeout_s
+        content = None if body is None else json.dumps(body).encode()
+        for pause_s in _pauses():
+            status, headers, text = self._sent(method, path, content, ends)
+            if status == _OK:
+                return _parsed(text)
+            if status == _ACCEPTED:
+                method, path, content = "GET", _parsed(text)["url"], None
+            elif status not in _AGAIN:
+                raise Refused(_parsed(text))
+            if time.monotonic() > ends:
+                raise EnvironmentProblem(f"{self._url} gave no answer within {self._timeout_s:g} s")
+            if status in _AGAIN:
+                time.sleep(max(float(headers.get("retry-after", 0)), pause_s))
+        raise AssertionError("pauses never end")
+
+    def _sent(
+        self, method: str, path: str, content: bytes | None, ends: float
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        """Send the request once, over a connection that holds; a lost one is opened again for some seconds."""
+        ends = min(ends, time.monotonic() + _RECONNECT_S)
+        for pause_s in _pauses():
+            try:
+                with self._open() as connection:
+                    connection.request(method, path, content, self._headers)
+                    answer = connection.getresponse()
+                    return answer.status, answer.headers, answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                if time.monotonic() + pause_s > ends or isinstance(error, ssl.SSLError):
+                    reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+                    raise EnvironmentProblem(f"{self._url} does not answer: {reason}") from error
+                time.sleep(pause_s)
+        raise AssertionError("pauses never end")
+
+    @contextmanager
+    def _open(self) -> Iterator[http.client.HTTPConnection]:
+        if self._connection is None:
+            kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+            self._connection = kind(self._host, self._port, timeout=_CONNECT_S)
+            self._connection.connect()
+            self._connection.sock.settimeout(_WAIT_S + _CONNECT_S)
+        yield self._connection
+
+
+def _pauses() -> Iterator[float]:
+    pause_s = _PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise EnvironmentProblem("what answers there is no gpufarm service") from error
+    if not isinstance(value, dict):
+        raise EnvironmentProblem("what answers there is no gpufarm service")
+    return value
+
+
+def _estimate_or_none(value: Mapping[str, Any] | None) -> Estimate | None:
+    return None if value is None else Estimate.from_mapping(value)
+
+
+__all__ = ["Client", "CommandError", "Refused"]

@@ -1,0 +1,446 @@
+"""The service over HTTP: real processes, real traces, what is refused, and what is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conf.errors import EnvironmentProblem
+from learn import JobProfile, estimate, estimate_many
+from learn.admission.admitting import admit
+from learn.admission.gpu_state import GpuState
+from learn.client import Client, Refused
+from learn.estimation.model_names import load_factory
+
+MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
+MLP_TEXT = ", ".join(f"{name}: {value}" for name, value in MLP.items())
+FIGURES = ("peak_memory_mib", "upper_mib", "smact", "smocc", "drama", "step_time_ms")
+JSON = "application/json"
+SMALL_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000,
+    "torch_dtype": "bfloat16", "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "bos_token_id": 1,
+    "_name_or_path": "someone/model",
+}  # fmt: skip
+
+
+class Served:
+    """A service in a process of its own, on a free port."""
+
+    def __init__(self, data: Path, *arguments: str) -> None:
+        self.log = data.parent / f"{data.name}.log"
+        command = [sys.executable, "-m", "farm.serve", "port=0", f"data={data}", f"log={self.log}", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.url = line.rpartition(" on ")[2].strip()
+        self.port = int(self.url.rpartition(":")[2])
+
+    def client(self, **options: object) -> Client:
+        return Client(self.url, **options)
+
+    def send(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None):
+        """One request as it is: (status, headers, parsed JSON or bytes)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, {"content-type": JSON, **(headers or {})})
+            answer = connection.getresponse()
+            content = answer.read()
+        is_json = JSON in answer.headers.get("content-type", "") or "problem+json" in answer.headers["content-type"]
+        return answer.status, answer.headers, json.loads(content) if is_json else content
+
+    def post(self, path: str, body: object, **headers: str):
+        return self.send("POST", path, json.dumps(body).encode(), headers)
+
+    def answering(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        _, self.errors = self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def served(data: Path, *arguments: str):
+    service = Served(data, *arguments)
+    try:
+        with service.client(timeout_s=60) as client:
+            wait_until_ready(client)
+        yield service
+    finally:
+        if service.process.poll() is None:
+            service.stop()
+
+
+def wait_until_ready(client: Client) -> None:
+    client.ask("GET", "/readyz")  # which the client asks again as long as it is 503
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from warehouse.folder import DataFolder
+
+    return DataFolder(tmp_path_factory.mktemp("a'; echo foo") / "data").create().root
+
+
+@pytest.fixture(scope="module")
+def service(folder):
+    with served(folder) as service:
+        yield service
+
+
+def problem_of(answer):
+    status, headers, document = answer
+    assert headers["content-type"] == "application/problem+json"
+    assert document["status"] == status and document["type"].startswith("/problems/")
+    return status, document
+
+
+# ---- what is answered
+
+
+def test_a_trial_config_is_answered_at_once_as_the_library_answers(service):
+    status, headers, answer = service.post("/v1/estimate", {"config": MLP})
+    own = estimate(MLP, method="fast")
+    assert status == 200 and answer["method"] == "fast" and headers["x-request-id"]
+    assert [answer["estimate"][name] for name in FIGURES] == pytest.approx([getattr(own, name) for name in FIGURES])
+
+
+def test_jobs_of_one_batch_have_an_answer_or_a_problem_each(service):
+    jobs = [{"config": {**MLP, "depth": depth}} for depth in range(1, 40)]
+    jobs[7] = {"config": {"family": "mlp"}}
+    status, _, answer = service.post("/v1/estimate:batch", {"jobs": jobs})
+    own = estimate_many([job["config"] for job in jobs if job is not jobs[7]], method="fast")
+    results = answer["results"]
+    assert status == 200 and results[7]["status"] == 422 and "missing" in results[7]["detail"]
+    given_mib = [one["estimate"]["peak_memory_mib"] for one in results if one is not results[7]]
+    assert given_mib == pytest.approx([one.peak_memory_mib for one in own])
+
+
+def test_a_traced_job_is_polled_and_equals_the_librarys_and_is_remembered(service):
+    body = {"model": "torchvision.models:resnet18", "inputs": [4, 3, 64, 64], "training": {"optimizer": "sgd"}}
+    status, headers, pending = service.post("/v1/estimate", body)
+    assert status == 202 and headers["location"] == pending["url"] and headers["retry-after"]
+    with service.client() as client:
+        done = client.estimate(**body)
+    own = estimate(load_factory(body["model"]), [4, 3, 64, 64], optimizer="sgd")
+    assert [getattr(done, name) for name in FIGURES] == pytest.approx([getattr(own, name) for name in FIGURES])
+    assert done.breakdown == pytest.approx(own.breakdown)
+    status, _, again = service.post("/v1/estimate", body)
+    assert status == 200 and again["id"] == pending["id"] and again["method"] == "full"
+
+
+def test_a_client_may_wait_for_a_trace_within_the_request(service):
+    status, _, answer = service.post("/v1/estimate", {"config": MLP, "method": "full"}, prefer="wait=60")
+    assert status == 200 and answer["method"] == "full" and answer["estimate"]["breakdown"]
+
+
+def test_a_hugging_face_configuration_names_a_model_of_transformers(service):
+    with service.client() as client:
+        done = client.estimate(hf_config=SMALL_LLAMA, batch_size=2, sequence_length=32)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    kept = {name: SMALL_LLAMA[name] for name in SMALL_LLAMA if name.startswith(("hidden", "inter", "num", "vocab"))}
+    own = sum(one.numel() for one in LlamaForCausalLM(LlamaConfig(**kept)).parameters())
+    assert done.parameters == own and done.peak_memory_mib > 0
+
+
+def test_devices_that_fit_and_the_largest_batch(service):
+    with service.client() as client:
+        fits = client.devices_that_fit(config=MLP)
+        largest = client.largest_batch(config=MLP, device="T4")
+    by_device = {one.device: one for one in fits}
+    own = estimate(MLP, method="fast", device="T4")
+    assert by_device["T4"].estimate.upper_mib == pytest.approx(own.upper_mib) and by_device["MI300X"].fits is None
+    assert [one.estimate.device_memory_mib for one in fits if one.estimate] == sorted(
+        one.estimate.device_memory_mib for one in fits if one.estimate
+    )
+    assert largest.estimate.fits_device and not largest.beyond.fits_device
+
+
+def test_an_admission_is_the_librarys(service):
+    figures = {"name": "busy", "memory_mib": 30_000, "memory_bound_mib": 36_000, "smact": 0.9}
+    with service.client() as client:
+        given = client.admit({"config": MLP}, {"jobs": [{"figures": figures}]})
+    own = admit(estimate(MLP, method="fast"), GpuState(memory_mib=40_326, jobs=(JobProfile(**figures),)))
+    assert given.admitted == own.admitted and given.why == own.why and given.slowdowns[1][0] == "busy"
+    assert given.bound_mib == pytest.approx(own.bound_mib)
+
+
+def test_a_plan_is_polled(service):
+    with service.client() as client:
+        planned = client.plan(
+            model="torchvision.models:resnet18", inputs=[4, 3, 64, 64], gpus=2, checkpointing=["none"], modes=["ddp"]
+        )
+    assert planned["rows"] and planned["rows"][0]["fits"]
+
+
+def test_metrics_count_all_processes_requests(service):
+    status, _, text = service.send("GET", "/metrics")
+    counted = re.findall(rb'gpufarm_service_requests_total\{[^}]*route="/v1/estimate"[^}]*\} (\S+)', text)
+    assert status == 200 and sum(map(float, counted)) >= 2 and b"gpufarm_service_questions" in text
+    events = [json.loads(line) for line in service.log.read_text().splitlines()]
+    requests = [one for one in events if one["event"] == "request"]
+    assert {"request_id", "method", "path", "status", "ms", "bytes"} <= requests[0].keys()
+
+
+def test_the_request_id_is_the_clients_where_it_is_one(service):
+    assert service.send("GET", "/healthz", headers={"x-request-id": "job-7"})[1]["x-request-id"] == "job-7"
+    assert service.send("GET", "/healthz", headers={"x-request-id": "a b"})[1]["x-request-id"] != "a b"
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "pointer"),
+    [
+        ({"config": {"family": "nope"}}, "/config"),
+        ({"config": {"family": "mlp"}}, "/config"),
+        ({"config": {**MLP, "depth": 10**9}}, "/config"),
+        ({"config": MLP, "device": "A101"}, "/device"),
+        ({"config": MLP, "coverage": 2}, "/coverage"),
+        ({"config": MLP, "colour": 1}, "/colour"),
+        ({"config": {**MLP, "parallel": "ddp=8"}, "method": "fast"}, "/method"),
+        ({"config": MLP, "parallel": "deepspeed=/etc/passwd"}, "/parallel"),
+        ({"config": MLP, "allocator": "nope:1"}, "/allocator"),
+        ({"model": "torchvision.models:resnet18", "inputs": [1], "training": {"optimizer": "x"}}, "/training"),
+        ({"model": "torchvision.models:resnet18", "inputs": [1], "arguments": {"weights": "DEFAULT"}}, "/model"),
+        ({"model": "os:system", "inputs": [1]}, "/model"),
+        ({"model": "torchvision.io:write_file", "inputs": [1]}, "/model"),
+        ({"model": "transformers.utils.hub:cached_file", "inputs": [1]}, "/model"),
+        ({"config": {"family": "zoo", "model": "os:system", "inputs": "float32[1]", "batch_size": 1}}, "/config"),
+        ({"hf_config": {**SMALL_LLAMA, "auto_map": {"AutoModel": "x--y"}}, "batch_size": 1}, "/hf_config"),
+        ({"hf_config": {**SMALL_LLAMA, "architectures": ["os"]}, "batch_size": 1}, "/hf_config"),
+        ({"hf_config": SMALL_LLAMA, "sequence_length": 8}, "/batch_size"),
+        ({"script": "print(1)"}, "/script"),
+        ({}, ""),
+        ({"config": MLP, "model": "torchvision.models:resnet18", "inputs": [1]}, ""),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(service, body, pointer):
+    status, document = problem_of(service.post("/v1/estimate", body))
+    assert 400 <= status < 500 and document["errors"][0]["pointer"] == pointer
+
+
+def test_a_job_that_cannot_be_traced_is_a_problem_with_the_models_words(service):
+    body = {"model": "torchvision.models:resnet18", "inputs": [4, 5, 64, 64]}
+    status, document = problem_of(service.post("/v1/estimate", body, prefer="wait=60"))
+    assert status == 422 and document["type"] == "/problems/not-answerable" and "conv1" in document["detail"]
+
+
+def test_what_is_no_json_too_large_or_not_there(service):
+    assert problem_of(service.send("POST", "/v1/estimate", b"{"))[0] == 400
+    assert problem_of(service.send("POST", "/v1/estimate", b"{}", {"content-type": "text/plain"}))[0] == 415
+    assert problem_of(service.send("POST", "/v1/estimate", b" " * 2_000_000))[0] == 413
+    assert problem_of(service.send("GET", "/v1/estimates/nope"))[0] == 404
+    assert problem_of(service.send("GET", "/nope"))[0] == 404
+    assert problem_of(service.send("GET", "/v1/estimate"))[0] == 405
+    assert problem_of(service.send("GET", "/v1/devices", headers={"host": "evil.example"}))[0] == 421
+
+
+def test_a_body_in_pieces_ends_at_the_limit(service):
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    with contextlib.closing(connection):
+        pieces = iter([b'{"config": "'] + [b"x" * 100_000] * 30)
+        with contextlib.suppress(ConnectionError):  # the service may close before all is sent
+            connection.request("POST", "/v1/estimate", pieces, {"content-type": JSON}, encode_chunked=True)
+        assert connection.getresponse().status == 413
+
+
+def test_no_answer_names_the_servers_folders(service, folder):
+    places = {str(folder), str(folder.parent), sys.prefix, str(Path(__file__).parents[2]), os.path.expanduser("~")}
+    bodies = [
+        {"config": MLP, "method": "full"}, {"model": "torchvision.models:nope", "inputs": [1]},
+        {"config": {**MLP, "family": "gpt"}},
+        {"model": "timm:create_model", "arguments": {"model_name": "x"}, "inputs": [1]},
+    ]  # fmt: skip
+    for body in bodies:
+        _, headers, answer = service.post("/v1/estimate", body, prefer="wait=60")
+        text = json.dumps(answer) + str(headers)
+        assert not [place for place in places if place in text], text
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=8,
+)
+fields = st.sampled_from([
+    "config", "model", "hf_config", "inputs", "batch_size", "sequence_length", "training", "parallel", "device",
+    "coverage", "machine", "method", "arguments", "allocator", "find", "devices", "by", "job", "gpu", "risk", "gpus",
+])  # fmt: skip
+config_fields = st.sampled_from([*MLP, "optimizer", "precision", "dropout", "topology", "activation", "parallel"])
+near_configs = st.dictionaries(config_fields, json_values, max_size=2).map(lambda more: {"config": {**MLP, **more}})
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    path=st.sampled_from(["/v1/estimate", "/v1/fit", "/v1/admit", "/v1/plan", "/v1/estimate:batch"]),
+    body=st.dictionaries(fields, json_values, max_size=4) | near_configs | json_values,
+)
+def test_whatever_a_body_holds_the_answer_is_no_failure_of_the_service(service, path, body):
+    status, _, answer = service.post(path, body)
+    assert status < 500, answer
+
+
+# ---- who may ask, and how much
+
+
+def test_other_machines_need_a_token(folder, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("# of the scheduler\n0123456789abcdef-token\n")
+    with served_with_token(folder, tokens) as service:
+        assert problem_of(service.send("GET", "/v1/devices"))[0] == 401
+        assert problem_of(service.send("GET", "/v1/devices", headers={"authorization": "Bearer x"}))[0] == 401
+        assert service.send("GET", "/healthz")[0] == 200
+        with service.client(token="0123456789abcdef-token") as client:
+            assert client.devices()
+        with service.client(token="wrong") as client, pytest.raises(Refused, match="Authorization"):
+            client.devices()
+
+
+@contextlib.contextmanager
+def served_with_token(folder, tokens):
+    service = Served(folder, f"token_file={tokens}", "processes=1")
+    try:
+        with service.client(token="0123456789abcdef-token", timeout_s=60) as client:
+            wait_until_ready(client)
+        yield service
+    finally:
+        service.stop()
+
+
+def test_beyond_the_limits_a_client_is_told_to_come_back(folder):
+    with served(folder, "limits.queued=1", "limits.batch=2", "processes=1") as service:
+        slow = [{"config": {**MLP, "depth": depth}, "method": "full"} for depth in range(200, 206)]
+        answers = [service.post("/v1/estimate", body) for body in slow]
+        busy = [answer for answer in answers if answer[0] == 429]
+        assert busy and busy[0][1]["retry-after"] and problem_of(busy[0])[1]["type"] == "/problems/too-many-requests"
+        assert problem_of(service.post("/v1/estimate:batch", {"jobs": [{"config": MLP}] * 3}))[0] == 422
+
+
+LATE, LARGE = "longer than the limit of 0.05 s", "more memory than the limit of 0.05 GiB"
+
+
+@pytest.mark.parametrize(("limit", "reason"), [("trace_s=0.05", LATE), ("trace_gib=0.05", LARGE)])
+def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, limit, reason):
+    body = {"model": "torchvision.models:regnet_y_128gf", "inputs": [len(limit), 3, 224, 224]}
+    with served(folder, f"limits.{limit}", "processes=1") as service, service.client() as client:  # noqa: SIM117
+        with pytest.raises(Refused, match=re.escape(reason)):
+            client.estimate(**body)
+
+
+# ---- what is killed
+
+
+def test_a_killed_process_loses_no_request_of_a_client(service):
+    wrong: list[object] = []
+    expected = estimate(MLP, method="fast").peak_memory_mib
+
+    def ask() -> None:
+        with service.client() as client:
+            for _ in range(60):
+                done = client.estimate(config=MLP)
+                if done.peak_memory_mib != pytest.approx(expected):
+                    wrong.append(done)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    before = service.answering()
+    before[0].kill()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    with service.client() as client:
+        wait_until_ready(client)
+    assert before[0].pid not in [one.pid for one in service.answering()]
+
+
+def test_a_killed_trace_is_traced_again(service):
+    body = {"model": "torchvision.models:densenet161", "inputs": [8, 3, 224, 224]}
+    service.post("/v1/estimate", body)
+    with service.client() as client:
+        killed = kill_trace(service)
+        done = client.estimate(**body)
+    assert killed and done.parameters > 0
+
+
+def kill_trace(service) -> bool:
+    """Kill the child that traces, as soon as there is one."""
+    me = psutil.Process(service.process.pid)
+    for _ in range(10_000):
+        servers = [one for one in me.children() if "forkserver" in " ".join(one.cmdline())]
+        for child in [child for server in servers for child in server.children()]:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+                return True
+    return False
+
+
+def test_a_killed_service_goes_on_with_what_was_asked(folder):
+    body = {"model": "torchvision.models:densenet201", "inputs": [8, 3, 224, 224]}
+    with served(folder) as first:
+        _, _, pending = first.post("/v1/estimate", body)
+        answering = first.answering()
+        first.stop(signal.SIGKILL)
+    psutil.wait_procs(answering, timeout=30)
+    assert not [one for one in answering if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    with served(folder) as second, second.client() as client:
+        assert client.ask("GET", pending["url"])["estimate"]["parameters"] > 0
+
+
+def test_sigterm_ends_all_processes_and_the_exit_code_is_0(folder):
+    with served(folder) as service:
+        everything = psutil.Process(service.process.pid).children(recursive=True)
+        assert service.stop() == 0 and not service.errors
+    _, alive = psutil.wait_procs(everything, timeout=30)
+    assert not alive
+
+
+# ---- the command and the client
+
+
+def test_a_port_that_is_taken_is_one_line(service, folder):
+    command = [sys.executable, "-m", "farm.serve", f"port={service.port}", f"data={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"port={service.port}" in done.stderr
+
+
+def asked_by_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "learn.estimate", f"config={{{MLP_TEXT}}}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_command_asks_a_service(service):
+    done = asked_by_command("--server", service.url, "format=json")
+    assert done.returncode == 0, done.stderr
+    own = estimate(MLP, method="fast")
+    assert json.loads(done.stdout)["peak_memory_mib"] == pytest.approx(own.peak_memory_mib)
+
+
+def test_keys_of_this_machine_are_refused_beside_a_service(service):
+    done = asked_by_command(f"server={service.url}", "report=x.html")
+    assert done.returncode == 2 and "leave report out" in done.stderr
+
+
+def test_a_client_without_a_service_says_so(monkeypatch):
+    monkeypatch.setattr("learn.client._RECONNECT_S", 0.1)
+    with Client("http://127.0.0.1:1") as client, pytest.raises(EnvironmentProblem, match="does not answer"):
+        client.devices()
