@@ -132,6 +132,15 @@ class FolderLayout:
     def ingest_lock(self) -> Path:
         return self.locks / "ingest.lock"
 
+    @property
+    def service_lock(self) -> Path:
+        return self.locks / "service.lock"
+
+    @property
+    def service(self) -> Path:
+        """Questions that the service traces, and their answers: SQLite that may be deleted, see `farm.serving`."""
+        return self.root / "service.sqlite"
+
     def listings(self, kind: str) -> Path:
         """Return the folder of the listings of merged files of one of `KINDS`."""
         return self.root / "compactions" / kind

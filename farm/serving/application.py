@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
 
 from conf.errors import CommandError, EnvironmentProblem
 from farm.serving import answers, requests
@@ -37,10 +38,11 @@ from farm.serving.request_log import RequestLog
 from farm.serving.service_metrics import ServiceMetrics
 from farm.serving.service_state import ServiceState
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_store import DONE, FAILED, Traced, TraceStore, store_path
+from farm.serving.trace_store import DONE, FAILED, Traced, TraceStore
 from warehouse.folder import DataFolder
 
 _JSON = "application/json"
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _LOOK_EVERY_S = 0.05
 _OLD_PULSE_S = 10.0
 _PARTS = {"estimate": "estimate", "fit": "fit", "plan": "plan"}
@@ -66,7 +68,7 @@ class EstimationService:
         self.settings = settings
         self.scrubber = Scrubber(folder.root)
         self.log = RequestLog(settings.log)
-        self.store = TraceStore(store_path(folder))
+        self.store = TraceStore(folder.service)
         self.metrics = ServiceMetrics(self.store)
         self.fast = FastEstimates(str(folder.root), self.scrubber)
         self.policy = Policy(settings.trust, settings.scripts)
@@ -302,10 +304,10 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
         response.status_code = HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE
         return health
 
-    @app.get("/metrics", tags=["operations"])
+    @app.get("/metrics", response_class=PlainTextResponse, tags=["operations"])
     async def metrics() -> Response:
         """Return metrics in Prometheus's text format."""
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(service.metrics.text(), headers={"content-type": _PROMETHEUS})
 
 
 def _add_problems(app: FastAPI) -> None:

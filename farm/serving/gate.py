@@ -73,7 +73,10 @@ class Gate:
             self._let_in(scope, headers, counted)
             async with asyncio.timeout(self._rules.inline_s + _wait_asked(headers, self._rules.wait_s)):
                 body = await _whole_body(receive, self._rules.body_bytes)
-                await self._inner(scope, body, answer)
+                if body and headers.get(b"content-type", "").partition(";")[0].strip().lower() != _JSON:
+                    detail = f"Send the body as {_JSON}."
+                    raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported-media-type", detail)
+                await self._inner(scope, _handing_on(body, receive), answer)
         except Problem as problem:
             await answer.problem(problem)
         except TimeoutError:
@@ -108,9 +111,6 @@ class Gate:
             length = headers.get(b"content-length", "0")
             if length.isdigit() and int(length) > rules.body_bytes:
                 raise _too_large(rules.body_bytes)
-            if headers.get(b"content-type", "").partition(";")[0].strip().lower() != _JSON:
-                detail = f"Send the body as {_JSON}."
-                raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported-media-type", detail)
 
     def _is_known(self, authorization: str) -> bool:
         scheme, _, given = authorization.partition(" ")
@@ -156,8 +156,8 @@ class _Answer:
         await self({"type": "http.response.body", "body": body})
 
 
-async def _whole_body(receive: Receive, most_bytes: int) -> Receive:
-    """Read the body, also one that is sent in pieces. Returns what hands it on. Raises `Problem` beyond the limit."""
+async def _whole_body(receive: Receive, most_bytes: int) -> bytes:
+    """Return the body, also one that is sent in pieces. Raises `Problem` beyond the limit."""
     pieces: list[bytes] = []
     size = 0
     more = True
@@ -170,7 +170,12 @@ async def _whole_body(receive: Receive, most_bytes: int) -> Receive:
         if size > most_bytes:
             raise _too_large(most_bytes)
         more = message.get("more_body", False)
-    waiting: list[Message] = [{"type": "http.request", "body": b"".join(pieces), "more_body": False}]
+    return b"".join(pieces)
+
+
+def _handing_on(body: bytes, receive: Receive) -> Receive:
+    """Return what gives the application the body that was read."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def hand_on() -> Message:
         return waiting.pop() if waiting else await receive()

@@ -19,7 +19,7 @@ MLP_EXAMPLE = {"family": "mlp", "batch_size": 256, "input_size": 4096, "classes"
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class JobFields(_Body):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -25,9 +27,10 @@ from farm.serving.request_log import RequestLog
 from farm.serving.service_metrics import FOLDER_VARIABLE
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_pool import TracePool
-from farm.serving.trace_store import TraceStore, store_path
+from farm.serving.trace_store import TraceStore
 from farm.serving.tracing import TraceLimits
 from warehouse.folder import DataFolder
+from warehouse.lock_file import open_lock
 
 _BACKLOG = 1024
 _STOP_S = 10  # for requests that are being answered
@@ -43,15 +46,31 @@ def serve(settings: ServeSettings) -> int:
 
     Raises:
         UsageError: The address is taken or not this machine's, or the log cannot be written.
-        EnvironmentProblem: The processes that answer end again and again.
+        EnvironmentProblem: Another service has the data folder, or the processes that answer end again and again.
     """
     folder = DataFolder.resolve(settings.data)
     if settings.data is None and not folder.root.exists():
         folder.create()  # a service that only estimates needs no runs
     folder.open()
+    with _only_service(folder):
+        return _serve(settings, folder)
+
+
+@contextlib.contextmanager
+def _only_service(folder: DataFolder) -> Iterator[None]:
+    """Hold the lock of the data folder's one service: two would trace each other's questions."""
+    with open_lock(folder.service_lock) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise EnvironmentProblem(f"another service answers from data={folder.root}; name another folder") from error
+        yield
+
+
+def _serve(settings: ServeSettings, folder: DataFolder) -> int:
     log = RequestLog(settings.log)
     listening = _listening(settings)
-    store = TraceStore(store_path(folder))
+    store = TraceStore(folder.service)
     limits = TraceLimits(
         str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
     )

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import EnvironmentProblem
-from warehouse.folder import DataFolder
 
 QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
 MOST_ATTEMPTS = 3  # of a question whose child process, or whose service, was killed
@@ -30,11 +29,6 @@ CREATE TABLE IF NOT EXISTS questions (
 CREATE INDEX IF NOT EXISTS waiting ON questions (state, asked_at);
 CREATE TABLE IF NOT EXISTS pulse (place INTEGER PRIMARY KEY CHECK (place = 0), at REAL NOT NULL);
 """
-
-
-def store_path(folder: DataFolder) -> Path:
-    """Return the file of the questions that are traced."""
-    return folder.root / "serving.sqlite"
 
 
 @dataclass(frozen=True)

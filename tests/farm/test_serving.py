@@ -24,6 +24,7 @@ from learn.admission.admitting import admit
 from learn.admission.gpu_state import GpuState
 from learn.client import Client, Refused
 from learn.estimation.model_names import load_factory
+from warehouse.folder import DataFolder
 
 MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
 MLP_TEXT = ", ".join(f"{name}: {value}" for name, value in MLP.items())
@@ -41,7 +42,7 @@ class Served:
     """A service in a process of its own, on a free port."""
 
     def __init__(self, data: Path, *arguments: str) -> None:
-        self.log = data.parent / f"{data.name}.log"
+        self.data, self.log = data, data.parent / "requests.jsonl"
         command = [sys.executable, "-m", "farm.serve", "port=0", f"data={data}", f"log={self.log}", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -91,16 +92,14 @@ def wait_until_ready(client: Client) -> None:
     client.ask("GET", "/readyz")  # which the client asks again as long as it is 503
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    from warehouse.folder import DataFolder
-
-    return DataFolder(tmp_path_factory.mktemp("a'; echo foo") / "data").create().root
+@pytest.fixture
+def folder(tmp_path):
+    return DataFolder(tmp_path / "a'; echo foo").create().root
 
 
 @pytest.fixture(scope="module")
-def service(folder):
-    with served(folder) as service:
+def service(tmp_path_factory):
+    with served(DataFolder(tmp_path_factory.mktemp("shared") / "a'; echo foo").create().root) as service:
         yield service
 
 
@@ -263,8 +262,14 @@ def test_a_body_in_pieces_ends_at_the_limit(service):
         assert connection.getresponse().status == 413
 
 
-def test_no_answer_names_the_servers_folders(service, folder):
-    places = {str(folder), str(folder.parent), sys.prefix, str(Path(__file__).parents[2]), os.path.expanduser("~")}
+def test_no_answer_names_the_servers_folders(service):
+    places = {
+        str(service.data),
+        str(service.data.parent),
+        sys.prefix,
+        str(Path(__file__).parents[2]),
+        os.path.expanduser("~"),
+    }
     bodies = [
         {"config": MLP, "method": "full"}, {"model": "torchvision.models:nope", "inputs": [1]},
         {"config": {**MLP, "family": "gpt"}},
@@ -415,6 +420,12 @@ def test_sigterm_ends_all_processes_and_the_exit_code_is_0(folder):
 
 
 # ---- the command and the client
+
+
+def test_a_second_service_of_a_data_folder_is_refused_in_one_line(service):
+    command = [sys.executable, "-m", "farm.serve", "port=0", f"data={service.data}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "another service" in done.stderr
 
 
 def test_a_port_that_is_taken_is_one_line(service, folder):
