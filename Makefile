@@ -12,7 +12,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 TEST_WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-wide test-faults test-gpu test-torch bench bench-gpu collect-gpu docs readme readme-check lint clean
+.PHONY: help venv demo test test-wide test-faults test-gpu test-torch bench bench-gpu bench-serve collect-gpu docs readme readme-check lint clean
 
 help:
 	@echo "make demo         set up, then do the main job small (a few minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-torch   trace golden steps under other releases of torch; VERSIONS='2.12.1 2.15.0', some GB each"
 	@echo "make bench        print the project's figures as ratios; PUBLISHED=FOLDER adds the estimators' table,"
 	@echo "                  FULL=true takes compaction, soak and selection at full size (hours)"
+	@echo "make bench-serve  load on the service of this machine, then with a process killed; ARGS='rate=800 seconds=20'"
 	@echo "make bench-gpu    on an NVIDIA GPU: our window against the published minute; ARGS='minutes=9 families=[cnn]'"
 	@echo "make collect-gpu  on an NVIDIA GPU: measure runs of every family for datasets/; ARGS='minutes=9'"
 	@echo "make lint         ruff, mypy, and whether the generated documents are true"
@@ -67,6 +68,10 @@ test-torch:
 
 bench: venv
 	$(BIN)/python -m tests.bench $(if $(PUBLISHED),published=$(PUBLISHED)) $(if $(FULL),full=$(FULL))
+
+bench-serve: venv
+	$(BIN)/python infra/load_test.py $(ARGS)
+	$(BIN)/python infra/load_test.py $(ARGS) kill=true
 
 bench-gpu: venv
 	$(BIN)/python -m tests.bench.bench_gpu $(ARGS)

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import psutil
 
+from warehouse.folder import DataFolder
+
 _READY_S = 60.0
 _ATTEMPTS = 5
 _LONGEST_S = 10.0
@@ -140,6 +142,7 @@ def main(arguments: Sequence[str]) -> int:
     bodies = [json.dumps(one).encode() for one in questions]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "requests.jsonl")
+        DataFolder.resolve(f"{folder}/data").create()
         command = [sys.executable, "-m", "farm.serve", "port=0", f"data={folder}/data", f"log={log}", "explorer=false"]
         command += [f"processes={given.get('processes', 2)}"]
         service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

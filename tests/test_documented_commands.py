@@ -39,6 +39,8 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "--use_deepspeed": "needs a script under DeepSpeed; tests/learn/test_script_deepspeed.py runs one",
     "--deepspeed ds_config.json": "needs a script under DeepSpeed; tests/learn/test_script_deepspeed.py runs some",
     "estimator=xmem": "trains a ViT for real, for minutes",
+    "farm.serve": "stays until it is stopped; tests/farm/test_serving.py runs it",
+    "--server": "needs a service; tests/farm/test_serving.py runs it",
     "wait=true": "stays until it is stopped; tests/farm/test_service.py runs it",
     "cluster.address=auto": "needs a running Ray cluster",
     "estimators=[trace,lightgbm]": "traces and fits for half a minute; tests/learn/test_benchmark.py runs it",

@@ -387,6 +387,15 @@ def test_a_killed_trace_is_traced_again(service):
     assert killed and done.parameters > 0
 
 
+def test_traces_go_on_when_the_process_that_they_are_forked_from_is_killed(service):
+    for server in psutil.Process(service.process.pid).children():
+        if "forkserver" in " ".join(server.cmdline()):
+            server.kill()
+    with service.client() as client:
+        done = client.estimate(config={**MLP, "depth": 7}, method="full")
+    assert done.parameters > 0
+
+
 def kill_trace(service) -> bool:
     """Kill the child that traces, as soon as there is one."""
     me = psutil.Process(service.process.pid)
