@@ -63,6 +63,16 @@ TABLE = {
         "farm.serving.settings:ServeSettings",
         "Serve estimates over HTTP, for schedulers, and pages on the warehouse.",
     ),
+    "slurm": Command(
+        "farm.slurm",
+        "farm.slurm:SlurmSettings",
+        "Keep the table of estimates that Slurm's job_submit plugin reads.",
+    ),
+    "sbatch": Command(
+        "farm.sbatch",
+        "farm.sbatch:SbatchSettings",
+        "Estimate the training command of a batch script, then submit it to Slurm with what it needs.",
+    ),
     "doctor": Command(
         "farm.doctor",
         "farm.doctor:DoctorSettings",

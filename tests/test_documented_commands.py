@@ -40,6 +40,8 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "--deepspeed ds_config.json": "needs a script under DeepSpeed; tests/learn/test_script_deepspeed.py runs some",
     "estimator=xmem": "trains a ViT for real, for minutes",
     "farm.serve": "stays until it is stopped; tests/farm/test_serving.py runs it",
+    "farm.slurm": "needs a service; tests/farm/test_slurm.py runs it",
+    "farm.sbatch": "needs a batch script; tests/farm/test_slurm.py runs it",
     "--server": "needs a service; tests/farm/test_serving.py runs it",
     "wait=true": "stays until it is stopped; tests/farm/test_service.py runs it",
     "cluster.address=auto": "needs a running Ray cluster",

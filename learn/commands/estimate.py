@@ -251,10 +251,6 @@ def entry(settings: EstimateSettings) -> int:
     from learn.estimation.estimate_view import print_json, print_table
     from learn.workload import name_of
 
-    if settings.server is not None:
-        from learn.commands.estimate_remote import entry_of_server
-
-        return entry_of_server(settings)
     settings.require_one_job()
     settings.require_format()
     if settings.data is not None:

@@ -32,8 +32,11 @@ NEEDED = {
     "diff": ["before=none"], "ingest": ["source=csv", "path=none.csv", "family=cnn"],
     "publish": ["out=published", "licence=CC0"], "export": ["out=exported"], "fit": ["target=memory"],
     "estimate": ["run=none"], "plan": ["model=none:none", "input=[1]", "gpus=8"], "benchmark": ["target=memory"],
-    "build_defaults": ["path=none"], "admit": ["job={memory_mib:1}"], "replay": ["n=2", "seeds=[0]"],
+    "build_defaults": ["path=none"], "admit": ["job={memory_mib:1}"],
+    "slurm": ["devices={L4:l4}", "once=true", "table=nope/x"], "sbatch": ["devices={L4:l4}"],
+    "replay": ["n=2", "seeds=[0]"],
 }  # fmt: skip
+WITHOUT_A_FOLDER = ("slurm", "sbatch")
 MAKE_THEIR_FOLDER = ("submit", "grow", "ingest", "compare", "build_defaults")
 MLP = "{family: mlp, batch_size: 8, input_size: 8, classes: 2, depth: 1}"
 # Their settings classes check them together with all that is wrong otherwise.
@@ -213,6 +216,8 @@ REFUSED_BY_THE_COMMAND = {
     "admit": ("format=x", "job={}", "job={speed:1}", "job={memory_mib:-1}", "job={smact:2}", "job={name:5}", "jobs=[5]",
         "memory_mib=0", "used_mib=-1", "risk=1", "risk=-1", "max_slowdown=0", "device=none", "job={family:nope}",
         "job={memory_mib:5,memory_bound_mib:4}"),
+    "slurm": ("devices={}", "devices={nope:a}", "devices={L4:a/b}", "table=/nope/x/y", "server=nope", "every_s=0"),
+    "sbatch": ("devices={}", "devices={nope:a}", "time_limit_s=0", "devices={L4:l4}"),
     "serve": ("host=0.0.0.0", "host=example.org", "port=65536", "port=-1", "processes=0", "traces=0", "token_file=file",
         "token_file=/nope/x", "trust=[a-b]", "cache_s=0", "limits.batch=0", "limits.inline_s=0", "data=nope",
         "log=/nope/x", "port=1 data=nope"),
@@ -276,7 +281,7 @@ def test_a_command_that_reads_refuses_what_is_no_data_folder_in_one_line(invoke,
         data.mkdir()
     before, wrong = contents(invoke.place), []
     estimates = [("estimate", [f"config={MLP}", *more]) for more in ([], ["method=fast"], ["estimator=trace"])]
-    readers = [(name, NEEDED.get(name, [])) for name in COMMANDS if name not in MAKE_THEIR_FOLDER]
+    readers = [(name, NEEDED.get(name, [])) for name in COMMANDS if name not in (*MAKE_THEIR_FOLDER, *WITHOUT_A_FOLDER)]
     for name, arguments in [*readers, *estimates]:
         code, out, err = invoke(name, *arguments, f"data={data}")
         problem = "has no format.json" if exists else "does not exist"
@@ -394,7 +399,9 @@ def test_help_is_shown_whatever_stands_beside_it(invoke, name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch, name):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
-    for arguments in (["--help"], ["data=grün\u2028", *NEEDED.get(name, []), "--cfg", "job"]):
+    folder_key = "sbatch=" if name == "sbatch" else "table=" if name == "slurm" else "data="
+    needed = [one for one in NEEDED.get(name, []) if not one.startswith(folder_key)]
+    for arguments in (["--help"], [f"{folder_key}grün\u2028", *needed, "--cfg", "job"]):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", terminal)
             assert invoke(name, *arguments)[0] == 0

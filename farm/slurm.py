@@ -1,0 +1,230 @@
+"""`python -m farm.slurm`: keeps the table of estimates that Slurm's job_submit plugin reads.
+
+Start reading at `entry`. The plugin (`infra/slurm/job_submit.lua`) notes directives that it does not know; this
+daemon asks the service about them. It runs nobody's code: a directive is a request's JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.cli import command
+from conf.device_names import resolve_device
+from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.plain_text import one_line
+from conf.settings import key
+from warehouse.layout import write_bytes
+
+if TYPE_CHECKING:
+    from learn.client import Client
+
+TOKEN_VARIABLE = "GPUFARM_TOKEN"
+HEADER = "gpufarm-slurm 1"
+YES, NO, UNKNOWN = "yes", "no", "unknown"
+_LONGEST = 8192  # characters of a directive, as the plugin has it
+_LONGEST_COMMENT = 200
+_MOST_ROWS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSettings:
+    """Where the table lies, and whom to ask. Raises `UsageError`.
+
+      python -m farm.slurm table=/var/lib/gpufarm/slurm.tsv devices='{A100-SXM4-40GB: a100, H100-SXM5-80GB: h100}'
+      python -m farm.slurm table=slurm.tsv devices='{L4: l4}' once=true
+
+    Answers directives of job scripts, such as
+      #GPUFARM {"model": "torchvision.models:resnet50", "inputs": [64, 3, 224, 224]}
+    from the service (python -m farm.serve), and writes a table that infra/slurm/job_submit.lua reads. Without once=true
+    it stays until SIGTERM. docs/service.md describes how to set Slurm up.
+    """
+
+    devices: Mapping[str, Any] = key(
+        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'"
+    )
+    table: str = key(
+        "/var/lib/gpufarm/slurm.tsv", "the table; beside it, .wanted has the directives not answered", "path"
+    )
+    server: str = key("http://127.0.0.1:8350", "the service's URL; $GPUFARM_TOKEN is its token")
+    once: bool = key(False, "true: answer what is wanted now, then leave")
+    every_s: float = key(2.0, "between two looks for wanted directives", "number > 0")
+
+    def __post_init__(self) -> None:
+        from featurize.device_spec import device_names
+
+        problems = []
+        features: dict[str, str] = {}
+        for name, feature in self.devices.items():
+            try:
+                features[resolve_device(name, device_names())] = str(feature)
+            except UsageError as error:
+                problems.append(str(error))
+            if not str(feature).replace("_", "").replace("-", "").replace(".", "").isalnum():
+                problems.append(f"devices: the feature of {name} is a name that Slurm's nodes have, got {feature!r}")
+        if not self.devices:
+            problems.append("devices must name the cluster's GPU models, as in '{L4: l4}'")
+        if not Path(self.table).expanduser().parent.is_dir():
+            problems.append(f"table={self.table}: its folder does not exist")
+        if problems:
+            raise UsageError("; ".join(problems))
+        object.__setattr__(self, "devices", features)
+
+    @property
+    def path(self) -> Path:
+        """Return the table's path."""
+        return Path(self.table).expanduser()
+
+    @property
+    def wanted(self) -> Path:
+        """Return the file in which the plugin notes unknown directives."""
+        return self.path.with_name(f"{self.path.name}.wanted")
+
+
+@dataclass(frozen=True)
+class DirectiveRow:
+    """What the plugin fills in: GPUs of a node, whether the job fits a GPU model, features of those, a comment."""
+
+    gpus: int
+    fits: str
+    features: str
+    comment: str
+
+    def line(self, directive: str) -> str:
+        """Return the row as the table has it."""
+        return f"{self.gpus}\t{self.fits}\t{self.features}\t{one_line(self.comment)[:_LONGEST_COMMENT]}\t{directive}"
+
+
+def entry(settings: SlurmSettings) -> int:
+    """Answer what is wanted, again and again. Returns the exit code.
+
+    Raises:
+        EnvironmentProblem: The table or the folder cannot be written; with once=true, the service does not answer.
+    """
+    from learn.client import Client
+
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    rows = read_table(settings.path)
+    with Client(settings.server, token=os.environ.get(TOKEN_VARIABLE)) as service:
+        write_table(settings.path, rows)  # one that cannot be written is told at once
+        while not ended.is_set():
+            try:
+                _answer_wanted(settings, rows, service, ended)
+            except EnvironmentProblem as error:
+                if settings.once:
+                    raise
+                print(f"{error}; trying again", file=sys.stderr, flush=True)
+            if settings.once:
+                break
+            ended.wait(settings.every_s)
+    return 0
+
+
+def _answer_wanted(
+    settings: SlurmSettings, rows: dict[str, DirectiveRow], service: Client, ended: threading.Event
+) -> None:
+    for directive in _wanted(settings.wanted):
+        if ended.is_set():
+            return
+        if directive not in rows:
+            rows[directive] = row_of(directive, settings.devices, service)
+            for oldest in list(rows)[: max(0, len(rows) - _MOST_ROWS)]:
+                del rows[oldest]
+            write_table(settings.path, rows)
+            print(f"{directive}: {rows[directive].comment}", flush=True)
+    _take_back(settings.wanted, rows)
+
+
+def row_of(directive: str, devices: Mapping[str, str], service: Client) -> DirectiveRow:
+    """Return what the service says of a directive. Raises `EnvironmentProblem` where it does not answer."""
+    try:
+        body = json.loads(directive)
+    except (ValueError, RecursionError):
+        return DirectiveRow(1, UNKNOWN, "", "gpufarm: the #GPUFARM line is not JSON")
+    if not isinstance(body, dict) or "devices" in body or "device" in body:
+        return DirectiveRow(1, UNKNOWN, "", "gpufarm: the #GPUFARM line is a JSON object without a device")
+    try:
+        gpus = _gpus_of(body.get("parallel"))
+        fits = service.devices_that_fit(**{**body, "devices": sorted(devices)})
+    except EnvironmentProblem:
+        raise
+    except (CommandError, TypeError) as error:
+        return DirectiveRow(1, UNKNOWN, "", f"gpufarm: {error}")
+    answered = [one for one in fits if one.estimate is not None]
+    fitting = [one for one in answered if one.fits]
+    if not answered:
+        return DirectiveRow(gpus, UNKNOWN, "", f"gpufarm: {fits[0].problem}")
+    shown = (fitting or answered)[0]
+    assert shown.estimate is not None
+    needed = shown.estimate.upper_mib or shown.estimate.peak_memory_mib
+    comment = f"gpufarm: {shown.estimate.peak_memory_mib:,.0f} MiB, bound {needed:,.0f} MiB on {shown.device}"
+    if not fitting:
+        return DirectiveRow(gpus, NO, "", f"{comment}; fits no GPU of this cluster")
+    return DirectiveRow(gpus, YES, "|".join(sorted({devices[one.device] for one in fitting})), comment)
+
+
+def _gpus_of(parallel: object) -> int:
+    from featurize.parallel.layout_text import parse_parallel
+
+    layout = parse_parallel(parallel)
+    return 1 if layout is None else min(layout.ranks, layout.gpus_per_node)
+
+
+def read_table(path: Path) -> dict[str, DirectiveRow]:
+    """Return the table's rows by directive; none where there is no table, or one of another format."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise EnvironmentProblem(f"table={path} cannot be read: {error}") from error
+    if not lines or not lines[0].startswith(HEADER):
+        return {}
+    rows = {}
+    for line in lines[1:]:
+        parts = line.split("\t", 4)
+        if len(parts) == 5 and parts[0].isdigit():
+            rows[parts[4]] = DirectiveRow(int(parts[0]), parts[1], parts[2], parts[3])
+    return rows
+
+
+def write_table(path: Path, rows: Mapping[str, DirectiveRow]) -> None:
+    """Write the table in place of the old one; the plugin sees either. Raises `EnvironmentProblem`."""
+    lines = [f"{HEADER} {time.time_ns()}", *(row.line(directive) for directive, row in rows.items())]
+    try:
+        write_bytes(path, "\n".join([*lines, ""]).encode())
+    except OSError as error:
+        raise EnvironmentProblem(f"table={path} cannot be written: {error.strerror}") from error
+
+
+def _wanted(path: Path) -> Iterator[str]:
+    """The directives in the plugin's file, each once."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
+    for line in dict.fromkeys(text.splitlines()):
+        if line.strip() and len(line) <= _LONGEST and "\t" not in line:
+            yield line
+
+
+def _take_back(path: Path, rows: Mapping[str, DirectiveRow]) -> None:
+    """Empty the plugin's file where all of it is answered. A line that is noted just then is noted again."""
+    if path.exists() and path.stat().st_size and all(directive in rows for directive in _wanted(path)):
+        os.truncate(path, 0)
+
+
+if __name__ == "__main__":
+    command("slurm", entry)

@@ -1,0 +1,89 @@
+-- Slurm's job_submit plugin: fills in what an estimate says of a job whose script has a line
+--   #GPUFARM {"model": "torchvision.models:resnet50", "inputs": [64, 3, 224, 224]}
+-- with the fields of a request to /v1/estimate, all but the device. Copy it beside slurm.conf, and set
+-- JobSubmitPlugins=lua there. `python -m farm.slurm` writes the table that it reads; docs/service.md describes both.
+--
+-- It reads two lines or one local file, and asks nobody: slurmctld never waits for an estimate. A directive that the
+-- table does not know is noted for the daemon, and the job is submitted as it is. Whatever fails here, the job is
+-- submitted as it is; a job that fits no GPU is refused only with GPUFARM_SLURM_REJECT=true.
+
+local TABLE = os.getenv("GPUFARM_SLURM_TABLE") or "/var/lib/gpufarm/slurm.tsv"
+local WANTED = os.getenv("GPUFARM_SLURM_WANTED") or (TABLE .. ".wanted")
+local REJECT = os.getenv("GPUFARM_SLURM_REJECT") == "true"
+local LONGEST_DIRECTIVE = 8192  -- characters
+local MOST_WANTED = 1048576  -- bytes of the file of unknown directives: a daemon that stands still fills no disk
+local HEADER = "^gpufarm%-slurm 1 (%S+)$"
+
+local known, known_version = {}, nil
+
+-- The text of the last #GPUFARM line, without spaces around it; nil without one.
+function gpufarm_directive(script)
+  local directive = nil
+  for line in (script or ""):gmatch("[^\r\n]+") do
+    local text = line:match("^#GPUFARM%s+(.-)%s*$")
+    if text and #text <= LONGEST_DIRECTIVE and not text:find("[%c]") then directive = text end
+  end
+  return directive
+end
+
+-- The table's rows, by directive. It is read anew only where its first line has changed.
+local function rows()
+  local file = io.open(TABLE, "r")
+  if not file then return known end
+  local version = (file:read("*l") or ""):match(HEADER)
+  if version and version ~= known_version then
+    local fresh = {}
+    for line in file:lines() do
+      local gpus, fits, features, comment, directive = line:match("^(%d+)\t(%l+)\t([^\t]*)\t([^\t]*)\t(.*)$")
+      if directive then fresh[directive] = {gpus = gpus, fits = fits, features = features, comment = comment} end
+    end
+    known, known_version = fresh, version
+  end
+  file:close()
+  return known
+end
+
+local function want(directive)
+  local file = io.open(WANTED, "a")
+  if not file then return end
+  if file:seek("end") < MOST_WANTED then file:write(directive, "\n") end
+  file:close()
+end
+
+local function is_empty(value) return value == nil or value == "" end
+
+-- Fill in what the user left open. Returns a message for the user where the job is to be refused.
+function gpufarm_fill_in(job)
+  local directive = gpufarm_directive(job.script)
+  if not directive then return nil end
+  local row = rows()[directive]
+  if not row then
+    want(directive)
+    return nil
+  end
+  if row.fits == "no" and REJECT then return row.comment end
+  if is_empty(job.comment) then job.comment = row.comment end
+  if row.fits ~= "yes" then return nil end
+  if is_empty(job.gres) and is_empty(job.tres_per_job) and is_empty(job.tres_per_task) then
+    job.gres = "gres:gpu:" .. row.gpus
+  end
+  if is_empty(job.features) and row.features ~= "" then job.features = row.features end
+  return nil
+end
+
+function slurm_job_submit(job, _partitions, _user)
+  local done, refused = pcall(gpufarm_fill_in, job)
+  if not done then
+    slurm.log_error("gpufarm: %s", tostring(refused))
+  elseif refused then
+    slurm.log_user("%s", refused)
+    return slurm.ERROR
+  end
+  return slurm.SUCCESS
+end
+
+function slurm_job_modify(_job, _record, _partitions, _user)
+  return slurm.SUCCESS
+end
+
+return slurm.SUCCESS

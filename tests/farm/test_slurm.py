@@ -1,0 +1,130 @@
+"""The daemon behind Slurm's plugin, and the command that estimates a batch script before it submits it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_serving import MLP
+from test_serving import service as service
+
+from conf.errors import UsageError
+from farm.sbatch import parted, training_command
+from farm.slurm import read_table
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "learn" / "training_scripts"
+DEVICES = "devices={A100-SXM4-40GB: a100, L4: l4}"
+
+
+def run(module: str, *arguments: str, place: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=place)
+
+
+def answered(service, place: Path, *directives: str) -> dict:
+    table = place / "a'; echo foo.tsv"
+    Path(f"{table}.wanted").write_text("".join(f"{one}\n" for one in directives))
+    done = run("farm.slurm", DEVICES, f"server={service.url}", f"table={table}", "once=true", place=place)
+    assert done.returncode == 0, done.stderr
+    assert not Path(f"{table}.wanted").read_text()
+    return read_table(table)
+
+
+def test_wanted_directives_are_answered_once_and_kept(service, tmp_path):
+    small = json.dumps({"config": MLP})
+    large = json.dumps({"config": {**MLP, "input_size": 40_000, "classes": 40_000, "batch_size": 4096}})
+    several = json.dumps({"model": "torchvision.models:resnet18", "inputs": [4, 3, 64, 64], "parallel": "ddp=2"})
+    rows = answered(service, tmp_path, small, large, small, several)
+    assert (rows[small].gpus, rows[small].fits, rows[small].features) == (1, "yes", "a100|l4")
+    assert rows[small].comment.startswith("gpufarm: ") and "MiB, bound" in rows[small].comment
+    assert rows[large].fits == "no" and "fits no GPU of this cluster" in rows[large].comment
+    assert rows[several].gpus == 2 and rows[several].fits == "yes"
+    again = answered(service, tmp_path, json.dumps({"config": {**MLP, "depth": 1}}))
+    assert set(again) > set(rows)
+
+
+@pytest.mark.parametrize(
+    "directive", ["nonsense", "[1]", '{"config": {"family": "nope"}}', '{"device": "L4"}', '{"x": 1}']
+)
+def test_a_directive_that_makes_no_sense_says_why_and_changes_no_job(service, tmp_path, directive):
+    (row,) = answered(service, tmp_path, directive).values()
+    assert row.fits == "unknown" and row.comment.startswith("gpufarm: ") and not row.features
+
+
+def test_a_service_that_does_not_answer_loses_no_directive(tmp_path):
+    (tmp_path / "t.tsv.wanted").write_text("{}\n")
+    arguments = (DEVICES, "server=http://127.0.0.1:1", f"table={tmp_path}/t.tsv", "once=true")
+    done = run("farm.slurm", *arguments, place=tmp_path)
+    assert done.returncode == 2 and "does not answer" in done.stderr and done.stderr.count("\n") == 1
+    assert (tmp_path / "t.tsv.wanted").read_text() == "{}\n"
+
+
+# ---- sbatch
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("python train.py --lr 1", ["python", "train.py", "--lr", "1"]),
+        ("module load x\nsrun --ntasks=1 python3 -u train.py", ["python", "-u", "train.py"]),
+        ("/opt/env/bin/torchrun --nproc-per-node 2 \\\n  train.py", ["torchrun", "--nproc-per-node", "2", "train.py"]),
+        ('OMP_NUM_THREADS=4 python train.py "$@"', ["python", "train.py", "--epochs", "3"]),
+        ("python train.py $2  # quick", ["python", "train.py", "3"]),
+    ],
+)
+def test_the_training_command_of_a_batch_script(text, command):
+    assert training_command(f"#!/bin/bash\n#SBATCH --time=1\n{text}\n", ["job.sh", "--epochs", "3"]) == command
+
+
+@pytest.mark.parametrize(
+    "text", ["echo hi", "python a.py\npython b.py", "python train.py | tee log", "pip install python"]
+)
+def test_a_script_without_one_command_that_trains_is_told(text):
+    with pytest.raises(UsageError, match=r"job\.sh"):
+        training_command(text, ["job.sh"])
+
+
+def test_sbatchs_options_end_at_the_script():
+    assert parted(["-p", "gpu", "-H", "--time=1", "job.sh", "-x"]) == (
+        ["-p", "gpu", "-H", "--time=1"],
+        "job.sh",
+        ["-x"],
+    )
+    with pytest.raises(UsageError, match="name the batch script"):
+        parted(["-p", "gpu"])
+
+
+@pytest.fixture
+def batch_script(tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\n#SBATCH --time=1\npython {shlex.quote(str(SCRIPTS / 'plain_amp.py'))}\n")
+    return script
+
+
+def test_a_batch_script_is_estimated_and_submitted_with_what_it_needs(tmp_path, batch_script):
+    fake = tmp_path / "fake_sbatch"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 3\n')
+    fake.chmod(0o755)
+    done = run("farm.sbatch", DEVICES, f"sbatch={fake}", "--", "-p", "gpu", str(batch_script), "x", place=tmp_path)
+    assert done.returncode == 3, done.stderr  # sbatch's own
+    *added, option, partition, script, argument = done.stdout.splitlines()
+    assert [option, partition, script, argument] == ["-p", "gpu", str(batch_script), "x"]
+    assert added[0].startswith("--comment=gpufarm: ") and added[1:] == ["--gres=gpu:1", "--constraint=a100|l4"]
+    assert "A100-SXM4-40GB: " in done.stderr and "fits" in done.stderr
+
+
+def test_what_the_script_says_itself_stays(tmp_path, batch_script):
+    text = batch_script.read_text().replace("--time=1", "--time=1 --gres=gpu:2 -C v100 --comment=mine")
+    batch_script.write_text(text)
+    done = run("farm.sbatch", "devices={L4: l4}", "dry_run=true", "--", str(batch_script), place=tmp_path)
+    assert done.returncode == 0 and shlex.split(done.stdout) == ["sbatch", str(batch_script)]
+
+
+def test_a_script_that_cannot_be_followed_is_submitted_as_it_is(tmp_path):
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n./train\n")
+    done = run("farm.sbatch", DEVICES, "dry_run=true", "--", "job.sh", place=tmp_path)
+    assert done.returncode == 0 and done.stdout == "sbatch job.sh\n" and "note: not estimated" in done.stderr
