@@ -73,6 +73,11 @@ TABLE = {
         "farm.sbatch:SbatchSettings",
         "Estimate the training command of a batch script, then submit it to Slurm with what it needs.",
     ),
+    "kueue": Command(
+        "farm.kueue",
+        "farm.kueue:KueueSettings",
+        "Answer an AdmissionCheck of Kueue by the estimates of a service, also those that are traced.",
+    ),
     "doctor": Command(
         "farm.doctor",
         "farm.doctor:DoctorSettings",

@@ -24,6 +24,7 @@ from conf.errors import CommandError, EnvironmentProblem
 from farm.serving import answers, requests
 from farm.serving.fast_answers import FastEstimates, admission, fits_of, largest_batch_of
 from farm.serving.gate import Gate, GateRules, wait_asked
+from farm.serving.kubernetes import reviewed
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.questions import (
     ClientQuestion,
@@ -39,6 +40,7 @@ from farm.serving.service_metrics import ServiceMetrics
 from farm.serving.service_state import ServiceState
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_store import DONE, FAILED, Traced, TraceStore
+from learn.estimation.job_estimate import Estimate
 from warehouse.folder import DataFolder
 
 _JSON = "application/json"
@@ -133,6 +135,15 @@ class EstimationService:
         limits = {"risk": request.risk, "max_slowdown": request.max_slowdown}
         answer = await self._in_thread(lambda: admission(self.fast, jobs, gpu, **limits))
         return _json(json.dumps(self.scrubber.values(answer)).encode())
+
+    async def review(self, review: dict[str, Any]) -> Response:
+        """Return the answer to a Kubernetes admission review: always allowed, with what the fast path says of it."""
+        return _json(json.dumps(await reviewed(review, self._at_once)).encode())
+
+    async def _at_once(self, request: requests.EstimateRequest) -> Estimate:
+        question = estimate_question(request.model_copy(update={"method": "fast"}), self.policy)
+        self.metrics.answered("fast")
+        return Estimate.from_mapping(json.loads(await self.fast.estimate(question)))
 
     async def answer_of(self, kind: str, key: str, prefer: str) -> Response:
         """Return a traced question's answer, or 202. Raises `Problem`."""
@@ -269,6 +280,11 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
     async def plan(body: requests.PlanRequest, request: Request) -> Response:
         """Return which layouts of a job on several GPUs fit, the quickest first."""
         return await service.plan(body, request.headers.get("prefer", ""))
+
+    @app.post("/v1/kubernetes/mutate", responses=_REFUSALS, tags=["schedulers"])
+    async def mutate(body: dict[str, Any]) -> dict[str, Any]:
+        """Answer a Kubernetes AdmissionReview of a pod with the annotation gpufarm.io/job."""
+        return await service.review(body)  # type: ignore[return-value]
 
     polled = {404: {**_PROBLEM, "description": "no such question"}, **_POLLED}
 

@@ -30,6 +30,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token and never wait
+_WITHOUT_TOKEN = (*OPEN_PATHS, "/v1/kubernetes/mutate")  # the API server has none, either
 _UNCOUNTED = (*OPEN_PATHS, "/metrics")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JSON = "application/json"
@@ -99,7 +100,7 @@ class Gate:
         if rules.hosts and host not in rules.hosts:
             detail = "Without tokens, only this machine's own names are answered, as in http://localhost."
             raise Problem(HTTPStatus.MISDIRECTED_REQUEST, "host-not-allowed", detail)
-        if self._digests and path not in OPEN_PATHS and not self._is_known(headers.get(b"authorization", "")):
+        if self._digests and path not in _WITHOUT_TOKEN and not self._is_known(headers.get(b"authorization", "")):
             challenge = 'Bearer realm="gpufarm", Basic realm="gpufarm"'
             detail = "Send `Authorization: Bearer TOKEN`; in a browser, the token is the password."
             raise Problem(

@@ -77,7 +77,8 @@ def _serve(settings: ServeSettings, folder: DataFolder) -> int:
     metrics_folder = tempfile.mkdtemp(prefix="gpufarm-metrics-")
     os.environ[FOLDER_VARIABLE] = metrics_folder
     host, port = listening.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if settings.certificate is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     try:
         with TracePool(store, limits, settings.traces, log.event):
             print(f"serving {folder.root} on {url}", flush=True)
@@ -161,6 +162,7 @@ def _answer_requests(settings: ServeSettings, listening: socket.socket) -> None:
     config = uvicorn.Config(
         make_application(settings), log_config=None, log_level="warning", access_log=False, backlog=_BACKLOG,
         timeout_graceful_shutdown=_STOP_S, timeout_keep_alive=_KEEP_ALIVE_S, server_header=False,
+        ssl_certfile=settings.certificate, ssl_keyfile=settings.private_key,
     )  # fmt: skip
     server = uvicorn.Server(config)
     threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()

@@ -53,6 +53,8 @@ class ServeSettings:
     traces: int = key(1, "child processes that trace at the same time", "int >= 1")
     data: str | None = data_key()
     token_file: str | None = key(None, "tokens that clients send as `Authorization: Bearer TOKEN`, one a line", "path")
+    certificate: str | None = key(None, "PEM file of the service's certificate chain, for HTTPS", "path")
+    private_key: str | None = key(None, "PEM file of the certificate's key", "path")
     trust: tuple[str, ...] = key(
         None, "modules whose models clients may name, as in [mypackage.nets]", "text | list of text | null"
     )
@@ -74,6 +76,12 @@ class ServeSettings:
             )
         if self.token_file is not None:
             problems += _token_problems(self.token_file)
+        if (self.certificate is None) != (self.private_key is None):
+            problems.append("certificate and private_key go together")
+        for name in ("certificate", "private_key"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                problems.append(f"{name}={path} is not a file")
         if problems:
             raise UsageError("; ".join(problems))
 

@@ -34,9 +34,10 @@ NEEDED = {
     "estimate": ["run=none"], "plan": ["model=none:none", "input=[1]", "gpus=8"], "benchmark": ["target=memory"],
     "build_defaults": ["path=none"], "admit": ["job={memory_mib:1}"],
     "slurm": ["devices={L4:l4}", "once=true", "table=nope/x"], "sbatch": ["devices={L4:l4}"],
+    "kueue": ["once=true", "api=http://127.0.0.1:1"],
     "replay": ["n=2", "seeds=[0]"],
 }  # fmt: skip
-WITHOUT_A_FOLDER = ("slurm", "sbatch")
+WITHOUT_A_FOLDER = ("slurm", "sbatch", "kueue")
 MAKE_THEIR_FOLDER = ("submit", "grow", "ingest", "compare", "build_defaults")
 MLP = "{family: mlp, batch_size: 8, input_size: 8, classes: 2, depth: 1}"
 # Their settings classes check them together with all that is wrong otherwise.
@@ -218,8 +219,10 @@ REFUSED_BY_THE_COMMAND = {
         "job={memory_mib:5,memory_bound_mib:4}"),
     "slurm": ("devices={}", "devices={nope:a}", "devices={L4:a/b}", "table=/nope/x/y", "server=nope", "every_s=0"),
     "sbatch": ("devices={}", "devices={nope:a}", "time_limit_s=0", "devices={L4:l4}"),
+    "kueue": ("api=nope", "every_s=0", "server=nope", "server=http://127.0.0.1:1/x"),
     "serve": ("host=0.0.0.0", "host=example.org", "port=65536", "port=-1", "processes=0", "traces=0", "token_file=file",
         "token_file=/nope/x", "trust=[a-b]", "cache_s=0", "limits.batch=0", "limits.inline_s=0", "data=nope",
+        "certificate=file", "private_key=/nope/x",
         "log=/nope/x", "port=1 data=nope"),
     "replay": ("format=x", "policy=nope", "policy=[]", "estimator=nope", "sharing=x", "n=0", "gpus=0", "seeds=[]",
         "seeds=[-1]", "load=0", "risk=0", "max_slowdown=0", "lookahead=0", "max_jobs=0", "warmup_s=31", "trace=nope",
@@ -399,7 +402,7 @@ def test_help_is_shown_whatever_stands_beside_it(invoke, name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch, name):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
-    folder_key = "sbatch=" if name == "sbatch" else "table=" if name == "slurm" else "data="
+    folder_key = {"sbatch": "sbatch=", "slurm": "table=", "kueue": "server="}.get(name, "data=")
     needed = [one for one in NEEDED.get(name, []) if not one.startswith(folder_key)]
     for arguments in (["--help"], [f"{folder_key}grün\u2028", *needed, "--cfg", "job"]):
         with monkeypatch.context() as patch:

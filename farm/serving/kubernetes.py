@@ -1,0 +1,143 @@
+"""The admission webhook for Kubernetes: what an estimate adds to a pod that says which job it runs.
+
+Start reading at `reviewed`. A pod is always allowed, and whatever is wrong becomes an annotation: an estimate must not
+keep anybody's pod from starting. Only the fast path answers here; `farm.kueue` waits for traces.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from conf.errors import unknown_name
+from farm.serving.problems import Problem
+from farm.serving.requests import EstimateRequest
+from featurize.device_spec import DEFAULT_DEVICE, known_device
+
+if TYPE_CHECKING:
+    from learn.estimation.job_estimate import Estimate
+
+PREFIX = "gpufarm.io/"
+JOB, DEVICE, WRITE = f"{PREFIX}job", f"{PREFIX}device", f"{PREFIX}write"
+PEAK, UPPER, FITS, PROBLEM = f"{PREFIX}peak-memory-mib", f"{PREFIX}upper-mib", f"{PREFIX}fits", f"{PREFIX}problem"
+# How schedulers that share GPUs spell memory: an annotation of the pod, or a limit of its container.
+KAI, HAMI, KOORDINATOR = DIALECTS = ("kai", "hami", "koordinator")
+KAI_MEMORY, HAMI_MEMORY, KOORDINATOR_MEMORY = "gpu-memory", "nvidia.com/gpumem", "koordinator.sh/gpu-memory"
+_GPU_LIMITS = ("nvidia.com/gpu", "koordinator.sh/gpu", "koordinator.sh/gpu-core", "koordinator.sh/gpu-shared")
+_PRODUCT_LABEL = "nvidia.com/gpu.product"  # of GPU feature discovery
+_API_VERSION = "admission.k8s.io/v1"
+_LONGEST = 250  # characters of a problem
+
+Answer = Callable[[EstimateRequest], Awaitable["Estimate"]]
+Patch = list[dict[str, Any]]
+
+
+async def reviewed(review: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    """Return the AdmissionReview that answers one.
+
+    Args:
+        review: As the API server sends it, of a pod.
+        answer: Estimates a request by the fast path; raises `Problem`.
+
+    Raises:
+        Problem: It is no AdmissionReview of version v1.
+    """
+    request = review.get("request")
+    if review.get("apiVersion") != _API_VERSION or not isinstance(request, Mapping) or "uid" not in request:
+        raise Problem(422, "invalid-request", f"an AdmissionReview of {_API_VERSION} is wanted", (("/apiVersion", ""),))
+    response: dict[str, Any] = {"uid": str(request["uid"]), "allowed": True}
+    pod = request.get("object")
+    if isinstance(pod, Mapping) and pod.get("kind") == "Pod" and (patch := await _patch_of(pod, answer)):
+        response["patchType"] = "JSONPatch"
+        response["patch"] = base64.b64encode(json.dumps(patch).encode()).decode()
+    return {"apiVersion": _API_VERSION, "kind": "AdmissionReview", "response": response}
+
+
+async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
+    annotations = _mapping(_mapping(pod.get("metadata")).get("annotations"))
+    text = annotations.get(JOB)
+    if not isinstance(text, str):
+        return []
+    try:
+        dialect = annotations.get(WRITE)
+        if dialect is not None and dialect not in DIALECTS:
+            raise Problem(422, "invalid-request", str(unknown_name(WRITE, dialect, DIALECTS)))
+        done = await answer(job_request(text, device_of(pod)))
+    except Problem as problem:
+        return annotated(annotations, {PROBLEM: problem.detail[:_LONGEST]})
+    fits = "unknown" if done.fits_device is None else str(done.fits_device).lower()
+    needed_mib = math.ceil(done.upper_mib or done.peak_memory_mib)
+    notes = {PEAK: str(math.ceil(done.peak_memory_mib)), UPPER: str(needed_mib), FITS: fits, DEVICE: done.device}
+    if dialect == KAI and KAI_MEMORY not in annotations:
+        notes[KAI_MEMORY] = str(needed_mib)
+    patch = annotated(annotations, notes)
+    if dialect in (HAMI, KOORDINATOR):
+        patch += _limited(pod, dialect, needed_mib)
+    return patch
+
+
+def job_request(text: str, device: str) -> EstimateRequest:
+    """Return the request that a pod's annotation holds. Raises `Problem`."""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Problem(422, "invalid-request", f"{JOB} is not JSON") from error
+    if not isinstance(body, dict):
+        raise Problem(422, "invalid-request", f"{JOB} is JSON, but no object")
+    try:
+        return EstimateRequest(**{"device": device, **body})
+    except (ValidationError, TypeError) as error:
+        reason = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        place = "/".join(map(str, reason["loc"]))
+        detail = f"{JOB}: {place}: {str(reason['msg']).removeprefix('Value error, ')}".replace(": : ", ": ")
+        raise Problem(422, "invalid-request", detail) from error
+
+
+def device_of(pod: Mapping[str, Any]) -> str:
+    """Return the GPU model of a pod: by annotation, or by GPU feature discovery's label; else the default."""
+    annotations = _mapping(_mapping(pod.get("metadata")).get("annotations"))
+    if isinstance(named := annotations.get(DEVICE), str):
+        return named
+    product = _mapping(_mapping(pod.get("spec")).get("nodeSelector")).get(_PRODUCT_LABEL)
+    if not isinstance(product, str):
+        return DEFAULT_DEVICE
+    plain = product.removeprefix("NVIDIA-").removesuffix("-SHARED")  # the label has dashes for the driver's spaces
+    return known_device(plain) or known_device(plain.replace("-", " ")) or product
+
+
+def annotated(present: Mapping[str, Any], notes: Mapping[str, str]) -> Patch:
+    """Return the patch that sets annotations; what of another pod's life is there already is replaced."""
+    if not present:
+        return [{"op": "add", "path": "/metadata/annotations", "value": dict(notes)}]
+    return [{"op": "add", "path": f"/metadata/annotations/{_escaped(name)}", "value": notes[name]} for name in notes]
+
+
+def _limited(pod: Mapping[str, Any], dialect: str, needed_mib: int) -> Patch:
+    """Return the patch that limits memory of the containers that ask for a GPU, unless they limit it themselves."""
+    name = HAMI_MEMORY if dialect == HAMI else KOORDINATOR_MEMORY
+    value = str(needed_mib) if dialect == HAMI else f"{needed_mib}Mi"
+    patch: Patch = []
+    containers = _mapping(pod.get("spec")).get("containers")
+    for at, container in enumerate(containers if isinstance(containers, list) else []):
+        resources = _mapping(_mapping(container).get("resources"))
+        limits = _mapping(resources.get("limits"))
+        if name in limits or not any(gpu in limits for gpu in _GPU_LIMITS):
+            continue
+        base = f"/spec/containers/{at}/resources"
+        patch.append({"op": "add", "path": f"{base}/limits/{_escaped(name)}", "value": value})
+        if dialect == KOORDINATOR and isinstance(resources.get("requests"), Mapping):
+            patch.append({"op": "add", "path": f"{base}/requests/{_escaped(name)}", "value": value})
+    return patch
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
