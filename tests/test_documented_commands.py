@@ -41,6 +41,7 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "estimator=xmem": "trains a ViT for real, for minutes",
     "farm.serve": "stays until it is stopped; tests/farm/test_serving.py runs it",
     "farm.slurm": "needs a service; tests/farm/test_slurm.py runs it",
+    "farm.kueue": "needs an API server; tests/farm/test_kubernetes.py runs it",
     "farm.sbatch": "needs a batch script; tests/farm/test_slurm.py runs it",
     "--server": "needs a service; tests/farm/test_serving.py runs it",
     "wait=true": "stays until it is stopped; tests/farm/test_service.py runs it",
