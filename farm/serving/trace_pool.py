@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.05
 _MEMORY_EVERY_S = 0.2
 _BEAT_EVERY_S = 1.0
+_STARTS, _START_AGAIN_S = 40, 0.25
 
 
 class TracePool:
@@ -89,14 +90,11 @@ class TracePool:
 
     def _traced(self, key: str, question: str) -> str:
         """Run one question in a child and store what came of it. Returns that in a word or two, for the log."""
-        receiver, sender = self._context.Pipe(duplex=False)
-        child = self._context.Process(target=run_question, args=(question, self._limits, sender))
-        try:
-            child.start()
-        except (OSError, EOFError) as error:  # the process that children are forked from was killed; it starts anew
-            self._store.interrupted(key, "the process that traces are forked from ended")
-            return f"not started: {type(error).__name__}"
-        sender.close()
+        started = self._started(question)
+        if started is None:
+            self._store.interrupted(key, "the process that traces are forked from does not start")
+            return "not started"
+        child, receiver = started
         try:
             reply, limit = self._watched(child, receiver)
         finally:
@@ -117,6 +115,22 @@ class TracePool:
             return "given back"
         self._store.interrupted(key, "its process was killed")
         return "killed"
+
+    def _started(self, question: str) -> tuple[BaseProcess, Connection] | None:
+        """Start a child. Where the process that children are forked from was killed, another one takes its place."""
+        for _ in range(_STARTS):
+            receiver, sender = self._context.Pipe(duplex=False)
+            child = self._context.Process(target=run_question, args=(question, self._limits, sender))
+            with contextlib.closing(sender):
+                try:
+                    child.start()
+                except (OSError, EOFError):
+                    receiver.close()
+                    if self._ended.wait(_START_AGAIN_S):
+                        break
+                    continue
+            return child, receiver
+        return None
 
     def _watched(self, child: BaseProcess, receiver: Connection) -> tuple[bytes | None, str | None]:
         """Wait until the child has replied or ended. Returns its reply, or which limit it broke."""
