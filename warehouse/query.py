@@ -93,7 +93,7 @@ def run_query(settings: QuerySettings, stdout: TextIO) -> None:
     folder = DataFolder.resolve(settings.data)
     with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explained(folder):
         target = None if settings.out is None else checked_output(settings.out, data=[folder.root])
-        relation = connection.sql(_only_statement(connection, settings.sql))
+        relation = connection.sql(only_statement(connection, settings.sql))
         while True:
             begun = _HeldBack()
             try:
@@ -162,7 +162,8 @@ def _is_of_output(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno is not None
 
 
-def _only_statement(connection: WarehouseConnection, sql: str) -> str:
+def only_statement(connection: WarehouseConnection, sql: str) -> str:
+    """Return the one statement of a text that only reads. Raises `UsageError` for several, and for another kind."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
         raise UsageError(f"give one SQL statement, got {len(statements)}")

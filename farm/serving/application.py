@@ -22,6 +22,7 @@ from starlette.responses import PlainTextResponse
 
 from conf.errors import CommandError, EnvironmentProblem
 from farm.serving import answers, requests
+from farm.serving.explorer_pages import ExplorerPages, add_pages
 from farm.serving.fast_answers import FastEstimates, admission, fits_of, largest_batch_of
 from farm.serving.gate import Gate, GateRules, wait_asked
 from farm.serving.kubernetes import reviewed
@@ -232,11 +233,13 @@ _BODY: TypeAdapter[requests.EstimateRequest] = TypeAdapter(requests.EstimateRequ
 def make_application(settings: ServeSettings) -> Any:
     """Return the ASGI application of one process."""
     service = EstimationService(settings)
+    pages = ExplorerPages(DataFolder.resolve(settings.data), settings.limits, service.fast, service.scrubber)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await service.warm_up()
         yield
+        pages.close()
         service.fast.close()
         service.store.close()
 
@@ -246,6 +249,8 @@ def make_application(settings: ServeSettings) -> Any:
         description="Problems are RFC 9457 documents. `Prefer: wait=N` waits N seconds for a trace within the request.",
     )  # fmt: skip
     _add_routes(app, service)
+    if settings.explorer:
+        add_pages(app, pages)
     _add_problems(app)
     limits = settings.limits
     hosts = {"localhost", "127.0.0.1", "[::1]", settings.host.lower()} if not settings.tokens else set()

@@ -27,7 +27,8 @@ class LimitSettings:
     trace_gib: float = key(8.0, "memory that a trace may take; its process is killed beyond", "number > 0")
     wait_s: float = key(60.0, "a client may wait for a trace within a request, by `Prefer: wait=N`", "number > 0")
     rows: int = key(10_000, "rows of a query in the explorer", "int >= 1")
-    query_s: float = key(10.0, "a query in the explorer may take", "number > 0")
+    download_rows: int = key(1_000_000, "rows of a download from the explorer", "int >= 1")
+    query_s: float = key(8.0, "a query in the explorer may take", "number > 0")
 
 
 @dataclass(frozen=True, kw_only=True)

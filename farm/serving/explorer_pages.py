@@ -1,0 +1,177 @@
+"""The explorer's routes: pages on the data folder of the service. Start reading at `add_pages`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+import pyarrow.csv
+import pyarrow.parquet
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+
+from conf.errors import CommandError, UsageError
+from warehouse.explorer.filters import Filters
+from warehouse.explorer.pages import overview, require_run_id, run_page, runs_page
+from warehouse.explorer.reading import ExplorerReader, TooLong
+from warehouse.explorer.render import POLICY, rendered
+from warehouse.folder import DataFolder
+
+if TYPE_CHECKING:
+    from farm.serving.fast_answers import FastEstimates
+    from farm.serving.problems import Scrubber
+    from farm.serving.settings import LimitSettings
+
+_READERS = 4  # pages at the same time; others wait
+_FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
+_LONGEST_SQL = 20_000
+_BESIDE = ("peak_memory_mib", "smact", "smocc", "drama", "step_time_ms")
+Page = Callable[[ExplorerReader], Response]
+
+
+class ExplorerPages:
+    """Renders pages in threads, each with a connection of its own."""
+
+    def __init__(self, folder: DataFolder, limits: LimitSettings, fast: FastEstimates, scrubber: Scrubber) -> None:
+        self._folder, self._limits, self._fast, self._scrubber = folder, limits, fast, scrubber
+        self._threads = ThreadPoolExecutor(_READERS, "pages")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(self, page: Page) -> Response:
+        """Return the page, or one that says what is wrong."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._answered, page)
+
+    def _answered(self, page: Page) -> Response:
+        try:
+            with ExplorerReader(self._folder, self._limits.query_s) as reader:
+                return page(reader)
+        except TooLong as error:
+            return self.problem(HTTPStatus.SERVICE_UNAVAILABLE, "The query took too long", error)
+        except UsageError as error:
+            return self.problem(HTTPStatus.BAD_REQUEST, "That is no page", error)
+        except CommandError as error:
+            return self.problem(HTTPStatus.INTERNAL_SERVER_ERROR, "The data folder cannot be read", error)
+
+    def problem(self, status: HTTPStatus, title: str, detail: object) -> Response:
+        """Return a page that says what is wrong."""
+        text = self._scrubber.text(str(detail))
+        return HTMLResponse(rendered("problem", title=title, detail=text), status, {"content-security-policy": POLICY})
+
+    def html(self, template: str, **values: Any) -> Response:
+        """Return a rendered page."""
+        return HTMLResponse(rendered(template, **values), headers={"content-security-policy": POLICY})
+
+    def sql(self, reader: ExplorerReader, sql: str) -> Response:
+        """Return the page of a user's query."""
+        if len(sql) > _LONGEST_SQL:
+            raise UsageError(f"a query of at most {_LONGEST_SQL:,} characters is wanted")
+        answer, problem, status = None, None, HTTPStatus.OK
+        try:
+            answer = reader.user_rows(sql, self._limits.rows)
+            answer = type(answer)(answer.columns, [self._clean(row) for row in answer.rows], answer.has_more)
+        except UsageError as error:
+            problem = self._scrubber.text(str(error))
+            status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, TooLong) else HTTPStatus.BAD_REQUEST
+        page = rendered(
+            "sql", sql=sql, answer=answer, problem=problem, limit=self._limits.rows, query=urlencode({"sql": sql})
+        )
+        return HTMLResponse(page, status, {"content-security-policy": POLICY})
+
+    def download(self, reader: ExplorerReader, sql: str, kind: str, name: str) -> Response:
+        """Return a query's rows as a file."""
+        table = reader.table(sql, self._limits.download_rows)
+        to = io.BytesIO()
+        if kind == "csv":
+            pyarrow.csv.write_csv(table, to)
+        else:
+            pyarrow.parquet.write_table(table, to, compression="zstd")
+        media_type = "text/csv; charset=utf-8" if kind == "csv" else "application/vnd.apache.parquet"
+        headers = {"content-disposition": f'attachment; filename="{name}.{kind}"'}
+        return Response(to.getvalue(), media_type=media_type, headers=headers)
+
+    def run(self, reader: ExplorerReader, run_id: str) -> Response:
+        """Return the page of one run."""
+        page = run_page(reader, require_run_id(run_id))
+        if page is None:
+            return self.problem(HTTPStatus.NOT_FOUND, "No such run", f"There is no run {run_id} in this warehouse.")
+        beside, note = self._beside(page.run)
+        return self.html("run", page=page, beside=beside, note=note)
+
+    def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], str | None]:
+        """Return what the fast path says beside what was measured, or why it says nothing."""
+        from featurize.device_spec import describe_device, known_device
+        from featurize.row_config import config_of_row
+        from learn.estimation.fast_estimates import fast_problem
+
+        trace = f"`python -m learn.estimate run={run['run_id']}` traces it."
+        device = known_device(run["device_name"])
+        if device is None:
+            return [], f"No estimate: the device {run['device_name']} is not described."
+        try:
+            config = config_of_row(run["config"])
+            if problem := fast_problem(config, describe_device(device)):
+                return [], f"No estimate at once: {problem}. {trace}"
+            (done,) = self._fast.estimates([config], device, None)
+        except (CommandError, ArithmeticError, ValueError) as error:
+            return [], f"No estimate: {self._scrubber.text(str(error))}"
+        rows = []
+        for name in _BESIDE:
+            estimated, known = getattr(done, name), run[name]
+            rows.append((name, estimated, known, _difference(name, estimated, known)))
+        rows.insert(1, ("99 % bound of memory, MiB", done.upper_mib, run["peak_memory_mib"], ""))
+        return rows, "; ".join(done.warnings) or None
+
+    def _clean(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(self._scrubber.text(value) if isinstance(value, str) and "/" in value else value for value in row)
+
+
+def add_pages(app: FastAPI, pages: ExplorerPages) -> None:
+    """Add the explorer's routes to the application."""
+
+    @app.get("/", include_in_schema=False)
+    async def first_page() -> Response:
+        return await pages.answer(lambda reader: pages.html("overview", page=overview(reader)))
+
+    @app.get("/runs", include_in_schema=False)
+    async def runs(request: Request) -> Response:
+        query = request.query_params.multi_items()
+        return await pages.answer(lambda reader: pages.html("runs", page=runs_page(reader, Filters.of(query))))
+
+    @app.get("/runs.{kind}", include_in_schema=False)
+    async def runs_file(kind: str, request: Request) -> Response:
+        query = request.query_params.multi_items()
+        if kind not in ("csv", "parquet"):
+            return pages.problem(HTTPStatus.NOT_FOUND, "No such page", "Runs are downloaded as csv or parquet.")
+        return await pages.answer(lambda reader: pages.download(reader, Filters.of(query).rows_sql(), kind, "runs"))
+
+    @app.get("/runs/{run_id:path}", include_in_schema=False)
+    async def run(run_id: str) -> Response:
+        return await pages.answer(lambda reader: pages.run(reader, run_id))
+
+    @app.get("/sql", include_in_schema=False)
+    async def sql(sql: str = _FIRST_QUERY) -> Response:
+        return await pages.answer(lambda reader: pages.sql(reader, sql))
+
+    @app.get("/sql.{kind}", include_in_schema=False)
+    async def sql_file(kind: str, sql: str = _FIRST_QUERY) -> Response:
+        if kind not in ("csv", "parquet"):
+            return pages.problem(HTTPStatus.NOT_FOUND, "No such page", "Rows are downloaded as csv or parquet.")
+        return await pages.answer(lambda reader: pages.download(reader, sql, kind, "rows"))
+
+
+def _difference(name: str, estimated: float | None, known: float | None) -> str:
+    """Return how far the estimate is off: in percent, of ratios in hundredths."""
+    if estimated is None or known is None or not math.isfinite(known):
+        return ""
+    if name in ("smact", "smocc", "drama"):
+        return f"{100 * (estimated - known):+.1f} points"
+    return f"{100 * (estimated / known - 1):+.1f} %" if known else ""

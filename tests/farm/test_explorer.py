@@ -1,0 +1,219 @@
+"""The explorer's pages: counts, filters in the URL, SQL, downloads, one run, and what hostile values do to them."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+from collections import Counter
+from urllib.parse import parse_qsl, quote, urlencode
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_serving import served
+
+import warehouse
+from conf.errors import UsageError
+from tests.learn.learn_rows import make_configs, write_batch
+from tests.parsed_page import ParsedPage
+from tests.warehouse.warehouse_rows import run_row, samples
+from warehouse.explorer.filters import FACETS, NULL, Filters
+from warehouse.folder import DataFolder
+from warehouse.run import Run
+from warehouse.writer import RunWriter
+
+HOSTILE = "<script>alert('x')</script>"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    data = DataFolder(tmp_path_factory.mktemp("explored") / "a'; echo foo").create()
+    write_batch(data, make_configs(120, seed=4), source="measured", job="measured")
+    odd = {"family": "odd", "error": HOSTILE, "status": "crashed", "optimizer": None, "device_name": HOSTILE}
+    writer = RunWriter(data)
+    writer.write(Run(**run_row(1, **odd)), samples(5, memory_used_mib=[1.0, 5.0, 3.0, 8.0, 2.0]))
+    return data
+
+
+@pytest.fixture(scope="module")
+def service(place):
+    with served(place.root, "limits.query_s=0.5", "processes=1") as service:
+        yield service
+
+
+def rows_of(place, sql: str) -> list[tuple]:
+    with warehouse.connect(place) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def page(service, path: str, status: int = 200) -> ParsedPage:
+    code, headers, content = service.send("GET", path)
+    assert code == status, content
+    assert (
+        "script-src" not in headers["content-security-policy"]
+        and "default-src 'none'" in headers["content-security-policy"]
+    )
+    text = content.decode()
+    assert "<script" not in text.lower()
+    return ParsedPage(text)
+
+
+def links(parsed: ParsedPage) -> list[str]:
+    return [value for tag, name, value in parsed.elements if tag == "a" and name == "href" and value]
+
+
+def test_the_first_page_counts_what_there_is(service, place):
+    parsed = page(service, "/")
+    ((runs,),) = rows_of(place, "SELECT count(*) FROM runs")
+    assert f"{runs:,} runs" in parsed.text and "measured" in parsed.text
+    ((missing,),) = rows_of(place, "SELECT 100 * (1 - count(smact) / count(*)) FROM runs")
+    assert f"smact {missing:.1f} %" in parsed.text
+
+
+def test_a_facet_filters_the_rows_and_keeps_its_other_values(service, place):
+    families = dict(rows_of(place, "SELECT family, count(*) FROM runs GROUP BY 1"))
+    family = max(families, key=families.get)
+    parsed = page(service, f"/runs?family={family}")
+    assert f"{families[family]:,} runs" in parsed.text
+    for other, count in families.items():
+        assert f"{other} {count:,}" in parsed.text
+    assert ("a", "aria-pressed", "true") in parsed.elements
+
+
+def test_every_link_of_the_list_leads_to_a_page(service):
+    start = page(service, "/runs?status=ok")
+    seen = [link for link in links(start) if link.startswith("/")]
+    assert len(seen) > 20
+    for link in seen:
+        assert service.send("GET", link)[0] == 200, link
+
+
+def test_the_pages_of_a_list_hold_each_run_once_in_order(service, place):
+    shown, path = [], "/runs?order=-batch_size"
+    while path:
+        parsed = page(service, path)
+        shown += [link for link in links(parsed) if link.startswith("/runs/")]
+        following = [
+            value for tag, name, value in parsed.elements if tag == "a" and name == "href" and "Next" in parsed.text
+        ]
+        path = next((link for link in following if f"page={len(shown) // 50 + 1}" in (link or "")), None)
+    known = [f"/runs/{run_id}" for (run_id,) in
+             rows_of(place, "SELECT run_id FROM runs ORDER BY batch_size DESC NULLS LAST, run_id")]  # fmt: skip
+    assert shown == known
+
+
+def test_the_sql_that_a_page_shows_gives_its_rows(service, place):
+    _, _, content = service.send("GET", "/runs.csv?family=mlp&order=parameters")
+    sql = Filters.of([("family", "mlp"), ("order", "parameters")]).rows_sql()
+    ids = [run_id for run_id, *_ in rows_of(place, sql)]
+    lines = content.decode().splitlines()[1:]
+    assert [line.split(",")[0].strip('"') for line in lines] == ids
+    status, _, content = service.send("GET", f"/sql.parquet?{urlencode({'sql': sql})}")
+    assert status == 200 and pq.read_table(io.BytesIO(content)).column("run_id").to_pylist() == ids
+    assert service.send("GET", "/runs.parquet?family=mlp")[1]["content-disposition"].endswith('"runs.parquet"')
+
+
+def test_a_run_shows_its_labels_its_telemetry_and_its_estimate(service, place):
+    ((run_id, mib),) = rows_of(place, "SELECT run_id, peak_memory_mib FROM runs WHERE family = 'mlp' LIMIT 1")
+    parsed = page(service, f"/runs/{run_id}")
+    assert run_id in parsed.text and f"{mib:,.1f}" in parsed.text and "Estimate beside the run" in parsed.text
+    ((odd,),) = rows_of(place, "SELECT run_id FROM runs WHERE family = 'odd'")
+    parsed = page(service, f"/runs/{odd}")
+    labels = [value for tag, name, value in parsed.elements if tag == "svg" and name == "aria-label"]
+    assert any("memory_used_mib over time, up to 8" in label for label in labels) and HOSTILE in parsed.text
+
+
+def test_what_is_not_there_or_no_page_says_so(service):
+    assert "no run" in page(service, "/runs/nope", 404).text
+    assert "known: " in page(service, "/runs?colour=red", 400).text
+    assert "page must be" in page(service, "/runs?page=0", 400).text
+    assert page(service, "/runs.exe", 404).text
+
+
+@pytest.mark.parametrize(
+    ("sql", "status", "words"),
+    [
+        ("SELECT family, count(*) FROM runs GROUP BY ALL", 200, "mlp"),
+        ("FROM runs -- all of them", 200, "rows"),
+        ("DROP TABLE runs", 400, "read-only"),
+        ("SELECT 1; SELECT 2", 400, "one SQL statement"),
+        ("COPY runs TO '/tmp/x.csv'", 400, "read-only"),
+        ("SELECT * FROM read_csv('/etc/passwd')", 400, "disabled"),
+        ("SELECT * FROM '/etc/passwd'", 400, ""),
+        ("ATTACH '/tmp/x.db'", 400, "read-only"),
+        ("SELEC 1", 400, "syntax error"),
+        ("SELECT nope FROM runs", 400, "nope"),
+        ("SELECT count(*) FROM range(1000000) a, range(1000000) b", 503, "longer than the limit"),
+        ("EXPLAIN SELECT 1", 400, "begins with"),
+        ("", 400, "one SQL statement"),
+    ],
+)  # fmt: skip
+def test_a_query_of_the_users_reads_and_nothing_else(service, sql, status, words):
+    assert words in page(service, f"/sql?{urlencode({'sql': sql})}", status).text
+
+
+def test_rows_beyond_the_limit_are_said_to_be_there(service):
+    assert "10,000 rows, and more" in page(service, "/sql?sql=SELECT+*+FROM+range(20000)").text
+
+
+def test_settings_of_the_connection_name_no_folder_of_the_server(service, place):
+    sql = "SELECT name, value FROM duckdb_settings() UNION ALL SELECT database_name, path FROM duckdb_databases()"
+    text = page(service, f"/sql?{urlencode({'sql': sql})}").text
+    assert str(place.root) not in text and "/tmp/gpufarm" not in text
+
+
+queries = st.lists(st.tuples(st.sampled_from([*FACETS, "job", "order", "page", "x"]), st.text(max_size=30)), max_size=5)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(query=queries)
+def test_whatever_a_url_holds_the_page_is_no_failure(service, query):
+    for path in ("/runs", "/runs.csv"):
+        assert service.send("GET", f"{path}?{urlencode(query, errors='replace')}")[0] in (200, 400)
+
+
+@given(st.dictionaries(st.sampled_from(FACETS), st.lists(st.text(max_size=20).filter(lambda text: "\0" not in text),
+                                                        min_size=1, max_size=3, unique=True), max_size=3))  # fmt: skip
+def test_a_state_is_the_same_after_its_url(chosen):
+    filters = Filters.of([(facet, value) for facet, values in chosen.items() for value in values])
+    again = Filters.of(parse_qsl(filters.query(), keep_blank_values=True))
+    assert again.where() == Filters.of(parse_qsl(again.query(), keep_blank_values=True)).where()
+    assert Counter(again.query().split("&")) == Counter(filters.query().split("&"))
+    assert filters.toggled("family", "x").toggled("family", "x").query() == filters.query() or "x" in str(chosen)
+
+
+def test_null_is_a_value_like_others(place):
+    sql = f"SELECT count(*) FROM runs{Filters.of([('optimizer', NULL)]).where()}"
+    assert rows_of(place, sql) == rows_of(place, "SELECT count(*) FROM runs WHERE optimizer IS NULL")
+    with pytest.raises(UsageError, match="at most"):
+        Filters.of([("family", "x" * 300)])
+
+
+def test_without_the_explorer_there_is_the_api_alone(place, tmp_path):
+    data = DataFolder(tmp_path / "data").create()
+    with served(data.root, "explorer=false", "processes=1") as service:
+        assert service.send("GET", "/")[0] == 404 and service.send("GET", "/runs")[0] == 404
+
+
+def test_an_empty_warehouse_says_how_to_fill_it(tmp_path):
+    data = DataFolder(tmp_path / "data").create()
+    with served(data.root, "processes=1") as service:
+        assert "no runs yet" in page(service, "/").text and "0 runs" in page(service, "/runs").text
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="Debian's chromium is not installed")
+@pytest.mark.parametrize("width", [400, 1300])
+def test_a_browser_shows_the_pages(service, place, tmp_path, width):
+    ((run_id,),) = rows_of(place, "SELECT run_id FROM runs WHERE family = 'odd'")
+    for at, path in enumerate(("/", "/runs?family=odd", f"/runs/{quote(run_id)}", "/sql")):
+        picture = tmp_path / f"{at}.png"
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+        command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        command += [f"--user-data-dir={tmp_path / 'browser'}", f"--window-size={width},900", f"--screenshot={picture}"]
+        done = subprocess.run(
+            [*command, "--enable-logging=stderr", f"{service.url}{path}"], capture_output=True, text=True
+        )
+        assert picture.stat().st_size > 5_000
+        assert "Refused to" not in done.stderr and "Content Security Policy" not in done.stderr

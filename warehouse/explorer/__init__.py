@@ -1,0 +1,1 @@
+"""Pages on a warehouse, rendered from queries: no script, no state but the URL's. Start reading at `pages`."""

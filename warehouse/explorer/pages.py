@@ -1,0 +1,185 @@
+"""What each page of the explorer shows. Start reading at `overview`; `render` turns a page's values into HTML."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conf.errors import UsageError
+from conf.reports.svg import Svg
+from warehouse.explorer.filters import COLUMNS, FACETS, NULL, ROWS_OF_A_PAGE, Filters
+from warehouse.explorer.plot import over_time
+from warehouse.explorer.reading import Answer, ExplorerReader
+
+LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
+_FACET_VALUES = 12  # shown of a facet, the most frequent ones
+_POINTS = 400  # of a plot
+_PLOTTED = (
+    "process_memory_mib", "memory_used_mib", "allocated_mib", "reserved_mib", "smact", "smocc", "drama", "gpu_util",
+    "power_w", "sm_clock_mhz", "temperature_c", "cpu_cores", "rss_mib", "step_time_ms",
+)  # fmt: skip
+_KERNELS = 20
+
+
+@dataclass(frozen=True)
+class FacetValue:
+    """A value that can be chosen. query: of the URL that chooses it, or no longer."""
+
+    value: str
+    runs: int
+    query: str
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class RunsPage:
+    """The list of runs."""
+
+    filters: Filters
+    facets: Mapping[str, Sequence[FacetValue]]
+    total: int
+    columns: Sequence[tuple[str, str, str]]  # name, query of its order, arrow
+    rows: Sequence[Mapping[str, Any]]
+    sql: str
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages there are, at least 1."""
+        return max(1, math.ceil(self.total / ROWS_OF_A_PAGE))
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """One run. sections: title -> (column, value) of what is not NULL; plots: metric -> picture."""
+
+    run: Mapping[str, Any]
+    config: str
+    sections: Mapping[str, Sequence[tuple[str, Any]]]
+    plots: Mapping[str, Svg]
+    tables: Mapping[str, Answer]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The whole warehouse. counts: facet -> values; nulls: column -> share of NULLs; collocations, kernels: rows."""
+
+    runs: int
+    counts: Mapping[str, Sequence[FacetValue]]
+    nulls: Sequence[tuple[str, float]]
+    tables: Mapping[str, int]
+    newest: Answer
+
+
+def overview(reader: ExplorerReader) -> Overview:
+    """Return the first page: how many runs of what, what was not measured, the newest runs."""
+    facets, total = _facets(reader, Filters())
+    columns = ", ".join(f"count({name})" for name in LABELS)
+    (known,) = reader.rows(f"SELECT {columns} FROM runs").rows
+    nulls = [(name, 1 - count / total if total else 1.0) for name, count in zip(LABELS, known, strict=True)]
+    tables = {
+        name: reader.rows(f"SELECT count(*) FROM {name}").rows[0][0]
+        for name in ("attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
+    }
+    newest = reader.rows(f"SELECT {', '.join(COLUMNS)} FROM runs ORDER BY started_at DESC NULLS LAST, run_id LIMIT 10")
+    return Overview(total, facets, nulls, tables, newest)
+
+
+def runs_page(reader: ExplorerReader, filters: Filters) -> RunsPage:
+    """Return the list of runs in one state of the filters."""
+    facets, total = _facets(reader, filters)
+    answer = reader.rows(filters.page_sql())
+    columns = [
+        (name, filters.ordered_by(name).query(), {name: "↑", f"-{name}": "↓"}.get(filters.order, ""))
+        for name in COLUMNS
+    ]
+    rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+    return RunsPage(filters, facets, total, columns, rows, filters.page_sql())
+
+
+def run_page(reader: ExplorerReader, run_id: str) -> RunPage | None:
+    """Return one run, or None where there is none of this id."""
+    answer = reader.rows("SELECT * FROM runs WHERE run_id = ?", [run_id])
+    if not answer.rows:
+        return None
+    run = dict(zip(answer.columns, answer.rows[0], strict=True))
+    begin_ms, end_ms = run["window_start_ms"], run["window_end_ms"]
+    plots = _plots(reader, run_id, None if begin_ms is None or end_ms is None else (begin_ms, end_ms))
+    tables = {
+        "Ranks": reader.rows("SELECT * EXCLUDE (run_id) FROM ranks WHERE run_id = ? ORDER BY rank", [run_id]),
+        "Slowest kernels": reader.rows(
+            f"SELECT * EXCLUDE (run_id) FROM kernels WHERE run_id = ? ORDER BY 1 LIMIT {_KERNELS}", [run_id]
+        ),
+        "Jobs on the same GPU": reader.rows(
+            "SELECT * EXCLUDE (run_id) FROM collocations WHERE run_id = ?", [run_id], most=_KERNELS
+        ),
+    }
+    return RunPage(run, _indented(run["config"]), _sections(run), plots, {k: v for k, v in tables.items() if v.rows})
+
+
+def _facets(reader: ExplorerReader, filters: Filters) -> tuple[dict[str, list[FacetValue]], int]:
+    """Return the values of each facet with their counts, and how many runs the filters leave."""
+    counted: dict[str, list[tuple[str, int]]] = {facet: [] for facet in FACETS}
+    for facet, value, runs in reader.rows(filters.counts_sql()).rows:
+        counted[facet].append((NULL if value is None else value, runs))
+    facets = {}
+    for facet, values in counted.items():
+        chosen = filters.chosen.get(facet, ())
+        shown = [pair for at, pair in enumerate(values) if at < _FACET_VALUES or pair[0] in chosen]
+        shown += [(value, 0) for value in chosen if value not in [name for name, _ in values]]
+        facets[facet] = [
+            FacetValue(value, runs, filters.toggled(facet, value).query(), value in chosen) for value, runs in shown
+        ]
+    free = next((facet for facet in FACETS if facet not in filters.chosen), None)
+    if free is not None:
+        return facets, sum(runs for _, runs in counted[free])
+    return facets, reader.rows(f"SELECT count(*) FROM runs{filters.where()}").rows[0][0]
+
+
+def _plots(reader: ExplorerReader, run_id: str, window: tuple[float, float] | None) -> dict[str, Svg]:
+    """Return a picture of each metric with values, thinned to what a picture shows."""
+    means = ", ".join(f"avg({name})" for name in _PLOTTED)
+    answer = reader.rows(
+        "WITH samples AS (SELECT * FROM telemetry WHERE run_id = ?), "
+        "span AS (SELECT min(t_ms) AS first, greatest(max(t_ms) - min(t_ms), 1e-6) AS length FROM samples) "
+        f"SELECT avg(t_ms), {means} FROM samples, span "
+        f"GROUP BY least(floor((t_ms - first) / length * {_POINTS}), {_POINTS - 1}), sensor ORDER BY 1",
+        [run_id],
+    )
+    plots = {}
+    for at, name in enumerate(_PLOTTED, start=1):
+        points = [(row[0], float(row[at])) for row in answer.rows if row[at] is not None and math.isfinite(row[at])]
+        if (picture := over_time(name, points, window)) is not None:
+            plots[name] = picture
+    return plots
+
+
+def _sections(run: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
+    groups = {
+        "Labels": (*LABELS, "peak_reserved_mib", "peak_allocated_mib", "peak_rss_mib"),
+        "Job": ("job_id", "task_index", "attempt", "family", "batch_size", "precision", "optimizer", "parameters",
+                "parallel", "ranks", "worst_rank", "group_id"),
+        "Environment": ("device_name", "device_memory_mib", "torch_version", "cuda_version", "cudnn_version",
+                        "driver_version", "python_version", "allocator_settings", "farm_version", "memory_fraction"),
+    }  # fmt: skip
+    named = {name for names in groups.values() for name in names} | {"run_id", "config", "origin"}
+    groups["Everything else"] = tuple(name for name in run if name not in named)
+    return {
+        title: [(name, run[name]) for name in names if run.get(name) is not None] for title, names in groups.items()
+    }
+
+
+def _indented(config: object) -> str:
+    try:
+        return json.dumps(json.loads(str(config)), indent=1)
+    except (ValueError, RecursionError):
+        return str(config)
+
+
+def require_run_id(text: str) -> str:
+    """Return the id of a run as a URL holds it. Raises `UsageError` for what is none."""
+    if not text or len(text) > 300 or "\0" in text:
+        raise UsageError("a run's id is wanted")
+    return text

@@ -1,0 +1,92 @@
+"""Queries of the explorer: read-only, with limits of rows and time. Start reading at `ExplorerReader`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from conf.errors import UsageError
+from conf.plain_text import first_line
+from warehouse.connection import connect
+from warehouse.folder import DataFolder
+from warehouse.query import only_statement
+from warehouse.reader import WarehouseConnection
+
+
+class TooLong(UsageError):
+    """A query was ended at its limit of time."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Rows of a query. has_more: there are rows beyond the limit."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    has_more: bool = False
+
+
+class ExplorerReader:
+    """Reads one data folder for one page; a context manager. Raises `UsageError` for wrong SQL, and `TooLong`.
+
+    Args:
+        folder: The data folder.
+        seconds: That each query may take.
+    """
+
+    def __init__(self, folder: DataFolder, seconds: float) -> None:
+        self._connection: WarehouseConnection = connect(folder)
+        self._seconds = seconds
+
+    def __enter__(self) -> ExplorerReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def rows(self, sql: str, values: Sequence[Any] = (), most: int = 100_000) -> Answer:
+        """Return the rows of our own query."""
+        with self._in_time():
+            self._connection.execute(sql, list(values))
+            columns = tuple(column[0] for column in self._connection.description)
+            rows = self._connection.fetchmany(most + 1)
+        return Answer(columns, rows[:most], len(rows) > most)
+
+    def user_rows(self, sql: str, most: int) -> Answer:
+        """Return the rows of a user's query, which may only read."""
+        statement = self._statement(sql)
+        return self.rows(f"SELECT * FROM ({statement}) LIMIT {most + 1}", most=most)
+
+    def table(self, sql: str, most: int) -> pa.Table:
+        """Return a user's query as an Arrow table of at most so many rows, for a download."""
+        statement = self._statement(sql)
+        with self._in_time():
+            table: pa.Table = self._connection.sql(f"SELECT * FROM ({statement}) LIMIT {most}").to_arrow_table()
+        return table
+
+    def _statement(self, sql: str) -> str:
+        with self._in_time():
+            statement = only_statement(self._connection, sql).strip().rstrip(";")
+        if not statement.lstrip("( \n").upper().startswith(("SELECT", "WITH", "FROM", "VALUES")):
+            raise UsageError("a query begins with SELECT, WITH, FROM or VALUES")
+        return f"{statement}\n"  # a comment at its end takes nothing after it along
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        timer = threading.Timer(self._seconds, self._connection.interrupt)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except duckdb.InterruptException as error:
+            raise TooLong(f"the query took longer than the limit of {self._seconds:g} s") from error
+        except duckdb.Error as error:
+            raise UsageError(first_line(error)) from error
+        finally:
+            timer.cancel()

@@ -1,0 +1,61 @@
+"""Turns the explorer's pages into HTML: no script, the reports' style sheet. Start reading at `rendered`."""
+
+from __future__ import annotations
+
+import datetime
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from conf.reports.page_text import MISSING, Markup, clean_text
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+# Inline style sheets and data pictures only; forms stay on the service.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'"
+_LONGEST_CELL = 120
+
+
+def rendered(template: str, **values: Any) -> str:
+    """Return the HTML of a template of `templates/`, every value cleaned and escaped."""
+    return _environment().get_template(f"{template}.html.j2").render(style=_style(), **values)
+
+
+def shown(value: object) -> str:
+    """Return a cell's text: numbers short, times to the second, long texts cut."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    if isinstance(value, datetime.datetime):
+        return value.strftime("%Y-%m-%d %H:%M:%S")
+    text = clean_text(value)
+    return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("warehouse.explorer", "templates"), autoescape=True, undefined=StrictUndefined,
+        finalize=_cleaned, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters["shown"] = shown
+    return environment
+
+
+def _cleaned(value: object) -> object:
+    return value if hasattr(value, "__html__") else clean_text(value)
+
+
+@cache
+def _style() -> Markup:
+    reports = resources.files("conf.reports").joinpath("templates", "report.css").read_text("utf-8")
+    own = resources.files("warehouse.explorer").joinpath("templates", "explorer.css").read_text("utf-8")
+    return Markup(reports + own)
