@@ -1,7 +1,7 @@
 """`python -m warehouse.publish out=FOLDER licence=...`: a snapshot as a data set that others can use.
 
-Start reading at `publish`. Parquet by table, a card, Croissant metadata, and an example that loads it; names of
-machines, users and paths are taken out as `warehouse.export` does.
+Start reading at `publish`. Parquet by table, a card, Croissant metadata, an example that loads it, and pages to browse;
+names of machines, users and paths are taken out as `warehouse.export` does.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from warehouse.dataset import narrow, writing
 from warehouse.dataset_card import SECTION_COLUMNS, markdown_table, sections
 from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
+from warehouse.explorer.static_pages import FIRST_PAGE, FOLDER, write_pages
 from warehouse.folder import DataFolder
 from warehouse.layout import TEMPORARY_SUFFIX, sync
 from warehouse.public_rows import count_rows, naive, public_details, public_row, public_telemetry, scrubbed
@@ -91,6 +92,7 @@ class PublishSettings:
         "imported rows are others', under licences of their own, and published only if named",
         "text | list of text",
     )
+    pages: int = key(200, "runs that get a page of their own among the pages to browse; 0 writes no pages", "int >= 0")
     hz: float | None = key(10, "telemetry is thinned to this many readings a second of each sensor; null keeps all")
 
     def __post_init__(self) -> None:
@@ -131,6 +133,7 @@ class PublishReport:
     snapshot: str
     rows: Counter[str] = field(default_factory=Counter)  # by table
     total_bytes: int = 0
+    pages: int = 0  # to browse, the first of which is `pages/index.html`
     left_out: dict[str, int] = field(default_factory=dict)  # why -> runs
     imported_left_out: Counter[str] = field(default_factory=Counter)  # table -> rows, which belong to no run
     findings: int = 0  # of the checks
@@ -141,6 +144,8 @@ class PublishReport:
         rows = ", ".join(f"{count:,} {table}" for table, count in self.rows.items())
         lines = [f"{self.root}: snapshot {self.snapshot}: {rows}; {self.total_bytes / 1e6:.1f} MB"]
         lines += [f"left out: {text}" for text in self.left_out_lines()]
+        if self.pages:
+            lines.append(f"{self.pages:,} pages to browse, from {FOLDER}/{FIRST_PAGE}")
         if self.findings:
             lines.append(f"{self.findings} checks found something; the card lists it")
         if self.missing:
@@ -188,6 +193,8 @@ def _published(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings
         metadata = json.dumps(croissant(about, tables, files), indent=1, ensure_ascii=False)
         (building / METADATA).write_text(metadata + "\n", encoding="utf-8")
         shutil.copyfile(load_example.__file__, building / EXAMPLE)
+        if settings.pages:
+            report.pages = write_pages(building, settings.pages)
         for path in building.rglob("*"):
             sync(path)
         report.total_bytes = sum(path.stat().st_size for path in building.rglob("*") if path.is_file())

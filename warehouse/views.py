@@ -64,7 +64,7 @@ def view_statements(folder: FolderLayout) -> list[str]:
     """Return the SQL that creates a folder's views for any DuckDB client; they read the files by their paths."""
     snapshots = f"read_parquet({sql_text(escaped_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
     # A folder from before there were marks has no file of them.
-    marks = f"SELECT {', '.join(_typed_nulls(STALE_SCHEMA))} WHERE false"
+    marks = f"SELECT {', '.join(typed_nulls(STALE_SCHEMA))} WHERE false"
     if next(folder.stale.glob("*.parquet"), None) is not None:
         files = f"read_parquet({sql_text(escaped_glob(folder.stale) + '/*.parquet')}, union_by_name=true)"
         marks = _with_every_column(STALE_SCHEMA, files)
@@ -131,7 +131,7 @@ def _partitioned_view(folder: FolderLayout, kind: str, schema: pa.Schema) -> str
     root = folder.root / kind
     if kind not in _FIRST_KINDS and next(root.glob("family=*/*.parquet"), None) is None:
         # A folder from before there was this kind has no file of it.
-        nothing = ", ".join([*_typed_nulls(schema), "NULL::VARCHAR AS family"])
+        nothing = ", ".join([*typed_nulls(schema), "NULL::VARCHAR AS family"])
         return f"SELECT * FROM (SELECT {nothing}) AS file WHERE false"
     columns = _partitioned_columns(schema)
     files = f"""read_parquet(
@@ -163,10 +163,11 @@ def _with_every_column(schema: pa.Schema, files: str) -> str:
     A column that was added lately is in no file of an older folder, and such a folder may only be read. DuckDB drops
     the side without rows when it plans a query, so this costs nothing.
     """
-    return f"SELECT {', '.join(_typed_nulls(schema))} WHERE false UNION ALL BY NAME SELECT * FROM {files}"
+    return f"SELECT {', '.join(typed_nulls(schema))} WHERE false UNION ALL BY NAME SELECT * FROM {files}"
 
 
-def _typed_nulls(schema: pa.Schema) -> list[str]:
+def typed_nulls(schema: pa.Schema) -> list[str]:
+    """Return a NULL for each column, with the column's type and name."""
     return [f"NULL::{_SQL_TYPES[field.type]} AS {field.name}" for field in schema]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
+from warehouse.explorer.devices import BOUND, device_page, devices_page
 from warehouse.explorer.filters import Filters
-from warehouse.explorer.pages import overview, require_run_id, run_page, runs_page
+from warehouse.explorer.listings import LISTINGS, ListedTable
+from warehouse.explorer.nights import night_report, nights_page
+from warehouse.explorer.pages import list_page, overview, require_run_id, run_page
 from warehouse.explorer.reading import ExplorerReader, TooLong
 from warehouse.explorer.render import POLICY, rendered
 from warehouse.folder import DataFolder
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from farm.serving.fast_answers import FastEstimates
     from farm.serving.problems import Scrubber
     from farm.serving.settings import LimitSettings
+    from featurize.trial import TrialConfig
+    from learn.estimation.job_estimate import Estimate
 
 _READERS = 4  # pages at the same time; others wait
 _FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
@@ -106,6 +111,63 @@ class ExplorerPages:
         beside, note = self._beside(page.run)
         return self.html("run", page=page, beside=beside, note=note)
 
+    def device(self, reader: ExplorerReader, name: str, source: str | None) -> Response:
+        """Return the page of one device model, with the residuals of the fast path."""
+        page = device_page(reader, name, source, self._estimated)
+        if page is None:
+            return self.problem(HTTPStatus.NOT_FOUND, "No such device", f"No run of this warehouse is of {name}.")
+        return self.html("device", page=page, facts=_facts(name))
+
+    def night(self, name: str) -> Response:
+        """Return the report of one night, as the night wrote it."""
+        content = night_report(self._folder, name)
+        if content is None:
+            return self.problem(HTTPStatus.NOT_FOUND, "No such night", f"There is no report of {name}.")
+        return HTMLResponse(content, headers={"content-security-policy": POLICY})
+
+    def nights(self) -> Response:
+        """Return the page of all nights."""
+        return self.html("nights", page=nights_page(self._folder))
+
+    def _estimated(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
+        """Return the fast path's estimates of one device's runs, None where it has none."""
+        from featurize.device_spec import describe_device, known_device
+        from featurize.row_config import config_of_one_gpu
+        from learn.estimation.fast_estimates import fast_problem
+
+        estimates: list[dict[str, float | None] | None] = [None] * len(runs)
+        name = known_device(runs[0]["device_name"]) if runs else None
+        if name is None:
+            raise UsageError("There is no description of this device, so that nothing is estimated on it.")
+        known = {}
+        for place, run in enumerate(runs):
+            try:
+                config = config_of_one_gpu(run["config"])
+                if fast_problem(config, describe_device(name)) is None:
+                    known[place] = config
+            except (CommandError, ArithmeticError, ValueError):
+                continue
+        for place, done in self._each(known, name).items():
+            estimates[place] = {target: getattr(done, target) for target in (*_BESIDE, BOUND)}
+        return estimates
+
+    def _each(self, configs: Mapping[int, TrialConfig], device: str) -> dict[int, Estimate]:
+        """Return the estimates by place; a config that cannot be answered takes no other one with it."""
+        if not configs:
+            return {}
+        try:
+            return dict(zip(configs, self._fast.estimates(list(configs.values()), device, None), strict=True))
+        except (CommandError, ArithmeticError, ValueError):
+            if len(configs) == 1:
+                return {}
+        places = list(configs)
+        halves = places[: len(places) // 2], places[len(places) // 2 :]
+        return {
+            place: done
+            for half in halves
+            for place, done in self._each({one: configs[one] for one in half}, device).items()
+        }
+
     def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], str | None]:
         """Return what the fast path says beside what was measured, or why it says nothing."""
         from featurize.device_spec import describe_device, known_device
@@ -141,21 +203,28 @@ def add_pages(app: FastAPI, pages: ExplorerPages) -> None:
     async def first_page() -> Response:
         return await pages.answer(lambda reader: pages.html("overview", page=overview(reader)))
 
-    @app.get("/runs", include_in_schema=False)
-    async def runs(request: Request) -> Response:
-        query = request.query_params.multi_items()
-        return await pages.answer(lambda reader: pages.html("runs", page=runs_page(reader, Filters.of(query))))
-
-    @app.get("/runs.{kind}", include_in_schema=False)
-    async def runs_file(kind: str, request: Request) -> Response:
-        query = request.query_params.multi_items()
-        if kind not in ("csv", "parquet"):
-            return pages.problem(HTTPStatus.NOT_FOUND, "No such page", "Runs are downloaded as csv or parquet.")
-        return await pages.answer(lambda reader: pages.download(reader, Filters.of(query).rows_sql(), kind, "runs"))
+    for listing in LISTINGS.values():
+        _add_listing(app, pages, listing)
 
     @app.get("/runs/{run_id:path}", include_in_schema=False)
     async def run(run_id: str) -> Response:
         return await pages.answer(lambda reader: pages.run(reader, run_id))
+
+    @app.get("/devices", include_in_schema=False)
+    async def devices() -> Response:
+        return await pages.answer(lambda reader: pages.html("devices", page=devices_page(reader)))
+
+    @app.get("/devices/{name:path}", include_in_schema=False)
+    async def device(name: str, source: str | None = None) -> Response:
+        return await pages.answer(lambda reader: pages.device(reader, name, source))
+
+    @app.get("/nights", include_in_schema=False)
+    async def nights() -> Response:
+        return await pages.answer(lambda _: pages.nights())
+
+    @app.get("/nights/{name}", include_in_schema=False)
+    async def night(name: str) -> Response:
+        return await pages.answer(lambda _: pages.night(name))
 
     @app.get("/sql", include_in_schema=False)
     async def sql(sql: str = _FIRST_QUERY) -> Response:
@@ -166,6 +235,35 @@ def add_pages(app: FastAPI, pages: ExplorerPages) -> None:
         if kind not in ("csv", "parquet"):
             return pages.problem(HTTPStatus.NOT_FOUND, "No such page", "Rows are downloaded as csv or parquet.")
         return await pages.answer(lambda reader: pages.download(reader, sql, kind, "rows"))
+
+
+def _add_listing(app: FastAPI, pages: ExplorerPages, listing: ListedTable) -> None:
+    """Add the routes of one list, and of its downloads."""
+
+    @app.get(f"/{listing.name}", include_in_schema=False)
+    async def rows(request: Request) -> Response:
+        query = request.query_params.multi_items()
+        return await pages.answer(lambda reader: pages.html("list", page=list_page(reader, Filters.of(query, listing))))
+
+    @app.get(f"/{listing.name}.{{kind}}", include_in_schema=False)
+    async def file(kind: str, request: Request) -> Response:
+        query = request.query_params.multi_items()
+        if kind not in ("csv", "parquet"):
+            return pages.problem(HTTPStatus.NOT_FOUND, "No such page", "Rows are downloaded as csv or parquet.")
+        return await pages.answer(
+            lambda reader: pages.download(reader, Filters.of(query, listing).rows_sql(), kind, listing.name)
+        )
+
+
+def _facts(name: str) -> list[tuple[str, Any]]:
+    """Return what is described of a device model; nothing of an unknown one."""
+    from featurize.device_spec import describe_device, known_device
+
+    described = known_device(name)
+    if described is None:
+        return []
+    values = describe_device(described).to_mapping()
+    return [(key, value) for key, value in values.items() if isinstance(value, str | int | float)]
 
 
 def _difference(name: str, estimated: float | None, known: float | None) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
+import statistics
 import subprocess
 from collections import Counter
 from urllib.parse import parse_qsl, quote, urlencode
@@ -18,8 +20,9 @@ import warehouse
 from conf.errors import UsageError
 from tests.learn.learn_rows import make_configs, write_batch
 from tests.parsed_page import ParsedPage
-from tests.warehouse.warehouse_rows import run_row, samples
-from warehouse.explorer.filters import FACETS, NULL, Filters
+from tests.warehouse.warehouse_rows import collocations, kernels, run_row, samples
+from warehouse.explorer.filters import NULL, Filters
+from warehouse.explorer.listings import LISTINGS, RUNS
 from warehouse.folder import DataFolder
 from warehouse.run import Run
 from warehouse.writer import RunWriter
@@ -34,6 +37,17 @@ def place(tmp_path_factory):
     odd = {"family": "odd", "error": HOSTILE, "status": "crashed", "optimizer": None, "device_name": HOSTILE}
     writer = RunWriter(data)
     writer.write(Run(**run_row(1, **odd)), samples(5, memory_used_mib=[1.0, 5.0, 3.0, 8.0, 2.0]))
+    for index in (2, 3):
+        paired = Run(**run_row(index, family="paired", group_id="G"))
+        both = {"group_id": ["G 1"], "model": ["a & b"], "slowdown": [1.5 + index], "member": [index - 2]}
+        writer.write(paired, samples(3), kernels=kernels(3), collocations=collocations(1, **both))
+    night = {"cycle": "2026-11-20", "said": {"outcome": "done", "level": "good", "sentence": HOSTILE}}
+    night |= {"run": {"runs": 12, "by_status": {"ok": 11, "oom": 1}}}
+    night["scores"] = [{"cycle": "2026-11-20", "target": "drama", "estimator": "gbdt", "decision": "promoted"}]
+    data.reports.mkdir(exist_ok=True)
+    (data.reports / "2026-11-20.json").write_text(json.dumps(night))
+    (data.reports / "2026-11-20.html").write_text("<!doctype html><title>the night</title>")
+    (data.reports / "2026-11-21.json").write_text("[1")
     return data
 
 
@@ -79,7 +93,7 @@ def test_a_facet_filters_the_rows_and_keeps_its_other_values(service, place):
     assert f"{families[family]:,} runs" in parsed.text
     for other, count in families.items():
         assert f"{other} {count:,}" in parsed.text
-    assert ("a", "aria-pressed", "true") in parsed.elements
+    assert ("a", "aria-current", "true") in parsed.elements
 
 
 def test_every_link_of_the_list_leads_to_a_page(service):
@@ -125,6 +139,74 @@ def test_a_run_shows_its_labels_its_telemetry_and_its_estimate(service, place):
     assert any("memory_used_mib over time, up to 8" in label for label in labels) and HOSTILE in parsed.text
 
 
+def test_every_link_of_every_page_leads_to_a_page(service):
+    seen, waiting = set(), ["/"]
+    while waiting and len(seen) < 400:
+        path = waiting.pop(0)
+        status, headers, content = service.send("GET", path)
+        assert status == 200, path
+        seen.add(path)
+        if headers["content-type"].startswith("text/html"):
+            more = [link.split("#")[0] for link in links(ParsedPage(content.decode())) if link.startswith("/")]
+            waiting += [link for link in dict.fromkeys(more) if link not in seen and link not in waiting]
+    pages = {path.split("?")[0].rsplit("/", 1)[0] + "/" for path in seen}
+    assert {"/", "/runs/", "/devices/", "/nights/"} <= pages
+
+
+@pytest.mark.parametrize(("name", "rows"), [("kernels", 6), ("collocations", 2), ("datasets", 2), ("runs", 123)])
+def test_each_list_counts_its_rows_by_facet(service, place, name, rows):
+    parsed = page(service, f"/{name}")
+    assert f"{rows} {LISTINGS[name].rows_are}" in parsed.text
+    ((source, count),) = rows_of(
+        place, f"SELECT source, count(*) FROM {LISTINGS[name].relation} GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
+    )
+    assert f"{source} {count}" in parsed.text
+    chosen = page(service, f"/{name}?source={source}")
+    assert f"{count} {LISTINGS[name].rows_are}" in chosen.text and "NULL" in chosen.text
+    status, _, content = service.send("GET", f"/{name}.parquet?source={source}")
+    assert status == 200 and pq.read_table(io.BytesIO(content)).num_rows == count
+
+
+def test_a_group_of_jobs_has_an_address(service):
+    parsed = page(service, "/collocations?group=G+1&order=-slowdown")
+    assert "2 members of groups" in parsed.text and "a & b" in parsed.text
+    assert "Conversion Error" in page(service, "/collocations?group_size=many", 400).text
+
+
+def test_a_device_shows_how_far_its_estimates_are_off(service, place):
+    from featurize.row_config import config_of_row
+    from learn.estimation.estimating import estimate_many
+
+    ((name,),) = rows_of(place, "SELECT device_name FROM runs WHERE source = 'measured' AND status = 'ok' LIMIT 1")
+    assert f"/devices/{quote(name)}" in links(page(service, "/devices"))
+    parsed = page(service, f"/devices/{quote(name)}")
+    runs = rows_of(
+        place,
+        "SELECT config, peak_memory_mib FROM runs WHERE status = 'ok' AND peak_memory_mib > 0 "
+        f"AND device_name = '{name}' AND source = 'measured'",
+    )
+    done = estimate_many([config_of_row(config).to_mapping() for config, _ in runs], method="fast", device=name)
+    off = [abs(100 * (one.peak_memory_mib / mib - 1)) for one, (_, mib) in zip(done, runs, strict=True)]
+    assert f"all {len(runs)} {statistics.median(off):.1f}" in parsed.text
+    above = sum(mib > one.upper_mib for one, (_, mib) in zip(done, runs, strict=True)) / len(runs)
+    assert f"{100 * above:.1f} % of the runs took more than the 99 % bound" in parsed.text
+
+
+def test_a_device_that_nothing_describes_says_so(service):
+    assert "no description of this device" in page(service, f"/devices/{quote(HOSTILE)}").text
+    assert "No run" in page(service, "/devices/none", 404).text
+    assert "no runs of source" in page(service, f"/devices/{quote(HOSTILE)}?source=measured", 400).text
+
+
+def test_the_nights_are_listed_and_lead_to_their_reports(service):
+    parsed = page(service, "/nights")
+    assert "ok 11, oom 1" in parsed.text and HOSTILE in parsed.text and "drama by gbdt" in parsed.text
+    assert "2026-11-21 cannot be read" in parsed.text
+    assert b"the night" in service.send("GET", "/nights/2026-11-20")[2]
+    assert "no report" in page(service, "/nights/2026-11-19", 404).text
+    assert "night's name" in page(service, "/nights/..%5clatest", 400).text
+
+
 def test_what_is_not_there_or_no_page_says_so(service):
     assert "no run" in page(service, "/runs/nope", 404).text
     assert "known: " in page(service, "/runs?colour=red", 400).text
@@ -164,18 +246,22 @@ def test_settings_of_the_connection_name_no_folder_of_the_server(service, place)
     assert str(place.root) not in text and "/tmp/gpufarm" not in text
 
 
-queries = st.lists(st.tuples(st.sampled_from([*FACETS, "job", "order", "page", "x"]), st.text(max_size=30)), max_size=5)
+queries = st.lists(
+    st.tuples(st.sampled_from([*RUNS.facets, "job", "order", "page", "x"]), st.text(max_size=30)), max_size=5
+)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(query=queries)
 def test_whatever_a_url_holds_the_page_is_no_failure(service, query):
-    for path in ("/runs", "/runs.csv"):
+    for path in ("/runs", "/runs.csv", "/collocations", "/kernels", "/datasets"):
         assert service.send("GET", f"{path}?{urlencode(query, errors='replace')}")[0] in (200, 400)
 
 
-@given(st.dictionaries(st.sampled_from(FACETS), st.lists(st.text(max_size=20).filter(lambda text: "\0" not in text),
-                                                        min_size=1, max_size=3, unique=True), max_size=3))  # fmt: skip
+values = st.lists(st.text(max_size=20).filter(lambda text: "\0" not in text), min_size=1, max_size=3, unique=True)
+
+
+@given(st.dictionaries(st.sampled_from(RUNS.facets), values, max_size=3))
 def test_a_state_is_the_same_after_its_url(chosen):
     filters = Filters.of([(facet, value) for facet, values in chosen.items() for value in values])
     again = Filters.of(parse_qsl(filters.query(), keep_blank_values=True))

@@ -10,11 +10,13 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.reports.svg import Svg
-from warehouse.explorer.filters import COLUMNS, FACETS, NULL, ROWS_OF_A_PAGE, Filters
+from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, Filters
+from warehouse.explorer.listings import RUNS
 from warehouse.explorer.plot import over_time
-from warehouse.explorer.reading import Answer, ExplorerReader
+from warehouse.explorer.reading import ExplorerReader, QueryRows
 
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
+COUNTED = ("attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 _FACET_VALUES = 12  # shown of a facet, the most frequent ones
 _POINTS = 400  # of a plot
 _PLOTTED = (
@@ -29,19 +31,20 @@ class FacetValue:
     """A value that can be chosen. query: of the URL that chooses it, or no longer."""
 
     value: str
-    runs: int
+    rows: int
     query: str
     is_chosen: bool
 
 
 @dataclass(frozen=True)
-class RunsPage:
-    """The list of runs."""
+class ListPage:
+    """One page of a list. columns: name, query of its order, arrow; nulls: column -> share of NULLs in all rows."""
 
     filters: Filters
     facets: Mapping[str, Sequence[FacetValue]]
     total: int
-    columns: Sequence[tuple[str, str, str]]  # name, query of its order, arrow
+    nulls: Sequence[tuple[str, float]]
+    columns: Sequence[tuple[str, str, str]]
     rows: Sequence[Mapping[str, Any]]
     sql: str
 
@@ -59,44 +62,45 @@ class RunPage:
     config: str
     sections: Mapping[str, Sequence[tuple[str, Any]]]
     plots: Mapping[str, Svg]
-    tables: Mapping[str, Answer]
+    tables: Mapping[str, QueryRows]
 
 
 @dataclass(frozen=True)
 class Overview:
-    """The whole warehouse. counts: facet -> values; nulls: column -> share of NULLs; collocations, kernels: rows."""
+    """The whole warehouse. counts: facet -> values; nulls: label -> share of NULLs; tables: name -> rows."""
 
     runs: int
     counts: Mapping[str, Sequence[FacetValue]]
     nulls: Sequence[tuple[str, float]]
     tables: Mapping[str, int]
-    newest: Answer
+    newest: QueryRows
 
 
 def overview(reader: ExplorerReader) -> Overview:
     """Return the first page: how many runs of what, what was not measured, the newest runs."""
-    facets, total = _facets(reader, Filters())
+    facets = _facets(reader, Filters())
     columns = ", ".join(f"count({name})" for name in LABELS)
-    (known,) = reader.rows(f"SELECT {columns} FROM runs").rows
-    nulls = [(name, 1 - count / total if total else 1.0) for name, count in zip(LABELS, known, strict=True)]
-    tables = {
-        name: reader.rows(f"SELECT count(*) FROM {name}").rows[0][0]
-        for name in ("attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
-    }
-    newest = reader.rows(f"SELECT {', '.join(COLUMNS)} FROM runs ORDER BY started_at DESC NULLS LAST, run_id LIMIT 10")
-    return Overview(total, facets, nulls, tables, newest)
+    (total, *known) = reader.rows(f"SELECT count(*), {columns} FROM runs").rows[0]
+    tables = {name: reader.rows(f"SELECT count(*) FROM {name}").rows[0][0] for name in COUNTED}
+    newest = reader.rows(
+        f"SELECT {', '.join(RUNS.columns)} FROM runs ORDER BY started_at DESC NULLS LAST, run_id LIMIT 10"
+    )
+    return Overview(total, facets, _nulls(LABELS, known, total), tables, newest)
 
 
-def runs_page(reader: ExplorerReader, filters: Filters) -> RunsPage:
-    """Return the list of runs in one state of the filters."""
-    facets, total = _facets(reader, filters)
+def list_page(reader: ExplorerReader, filters: Filters) -> ListPage:
+    """Return a list in one state of its filters."""
+    facets = _facets(reader, filters)
+    total, *known = reader.rows(filters.total_sql()).rows[0]
     answer = reader.rows(filters.page_sql())
-    columns = [
-        (name, filters.ordered_by(name).query(), {name: "↑", f"-{name}": "↓"}.get(filters.order, ""))
-        for name in COLUMNS
-    ]
+    names, order = filters.listing.columns, filters.effective_order
+    columns = [(name, filters.ordered_by(name).query(), {name: "↑", f"-{name}": "↓"}.get(order, "")) for name in names]
     rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
-    return RunsPage(filters, facets, total, columns, rows, filters.page_sql())
+    return ListPage(filters, facets, total, _nulls(names, known, total), columns, rows, filters.page_sql())
+
+
+def _nulls(names: Sequence[str], known: Sequence[int], total: int) -> list[tuple[str, float]]:
+    return [(name, 1 - count / total if total else 1.0) for name, count in zip(names, known, strict=True)]
 
 
 def run_page(reader: ExplorerReader, run_id: str) -> RunPage | None:
@@ -110,7 +114,9 @@ def run_page(reader: ExplorerReader, run_id: str) -> RunPage | None:
     tables = {
         "Ranks": reader.rows("SELECT * EXCLUDE (run_id) FROM ranks WHERE run_id = ? ORDER BY rank", [run_id]),
         "Slowest kernels": reader.rows(
-            f"SELECT * EXCLUDE (run_id) FROM kernels WHERE run_id = ? ORDER BY 1 LIMIT {_KERNELS}", [run_id]
+            "SELECT * EXCLUDE (run_id) FROM kernels WHERE run_id = ? "
+            f"ORDER BY duration_us * count DESC NULLS LAST, kernel_row LIMIT {_KERNELS}",
+            [run_id],
         ),
         "Jobs on the same GPU": reader.rows(
             "SELECT * EXCLUDE (run_id) FROM collocations WHERE run_id = ?", [run_id], most=_KERNELS
@@ -119,23 +125,20 @@ def run_page(reader: ExplorerReader, run_id: str) -> RunPage | None:
     return RunPage(run, _indented(run["config"]), _sections(run), plots, {k: v for k, v in tables.items() if v.rows})
 
 
-def _facets(reader: ExplorerReader, filters: Filters) -> tuple[dict[str, list[FacetValue]], int]:
-    """Return the values of each facet with their counts, and how many runs the filters leave."""
-    counted: dict[str, list[tuple[str, int]]] = {facet: [] for facet in FACETS}
-    for facet, value, runs in reader.rows(filters.counts_sql()).rows:
-        counted[facet].append((NULL if value is None else value, runs))
+def _facets(reader: ExplorerReader, filters: Filters) -> dict[str, list[FacetValue]]:
+    """Return the most frequent values of each facet with their counts, and the chosen ones."""
+    counted: dict[str, list[tuple[str, int]]] = {facet: [] for facet in filters.listing.facets}
+    for facet, value, rows in reader.rows(filters.counts_sql()).rows:
+        counted[facet].append((NULL if value is None else value, rows))
     facets = {}
     for facet, values in counted.items():
         chosen = filters.chosen.get(facet, ())
-        shown = [pair for at, pair in enumerate(values) if at < _FACET_VALUES or pair[0] in chosen]
-        shown += [(value, 0) for value in chosen if value not in [name for name, _ in values]]
+        visible = [pair for at, pair in enumerate(values) if at < _FACET_VALUES or pair[0] in chosen]
+        visible += [(value, 0) for value in chosen if value not in [name for name, _ in values]]
         facets[facet] = [
-            FacetValue(value, runs, filters.toggled(facet, value).query(), value in chosen) for value, runs in shown
+            FacetValue(value, rows, filters.toggled(facet, value).query(), value in chosen) for value, rows in visible
         ]
-    free = next((facet for facet in FACETS if facet not in filters.chosen), None)
-    if free is not None:
-        return facets, sum(runs for _, runs in counted[free])
-    return facets, reader.rows(f"SELECT count(*) FROM runs{filters.where()}").rows[0][0]
+    return facets
 
 
 def _plots(reader: ExplorerReader, run_id: str, window: tuple[float, float] | None) -> dict[str, Svg]:

@@ -1,13 +1,19 @@
-"""Telemetry of one run over time, as an SVG. Start reading at `over_time`."""
+"""The explorer's pictures as SVG: telemetry over time, estimates against runs, columns.
+
+Start reading at `over_time`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from conf.reports.page_text import figure
-from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
+from conf.reports.svg import Anchor, Drawing, PlotArea, Svg, nice_step
 
 _AREA = PlotArea(width=560, height=170, left=62, right=14, top=14, bottom=30)
+_SQUARE = PlotArea(width=420, height=380, left=62, right=16, top=18, bottom=46)
+_WIDEST_COLUMN = 46.0  # pixels
 _LINES = 3  # of the grid, at least
 _TICKS = 5
 
@@ -51,3 +57,72 @@ def over_time(
     path = "".join(f"{'L' if at else 'M'}{x(t_ms):.1f} {y(value):.1f}" for at, (t_ms, value) in enumerate(points))
     drawing.path("line", path)
     return drawing.svg(_AREA.width, _AREA.height, f"{name} over time, up to {figure(high)}", css="drawn")
+
+
+def against(name: str, points: Sequence[tuple[float, float, str]], *, is_log: bool) -> Svg | None:
+    """Return estimates against measurements, with the line on which both are equal; None without points.
+
+    Args:
+        name: The target, with its unit.
+        points: (measured, estimated, whose).
+        is_log: Whether both axes are logarithmic; figures that are not positive are left out then.
+    """
+    used = [point for point in points if not is_log or min(point[0], point[1]) > 0]
+    if not used:
+        return None
+    values = [value for point in used for value in point[:2]]
+    low, high, ticks = _decades(min(values), max(values)) if is_log else _from_zero(max(values))
+
+    def share(value: float) -> float:
+        return math.log(value / low) / math.log(high / low) if is_log else value / high
+
+    drawing = Drawing()
+    for tick in ticks:
+        _SQUARE.grid_line(drawing, _SQUARE.y(share(tick)), figure(tick))
+        drawing.text("axis", _SQUARE.x(share(tick)), _SQUARE.bottom_edge + 18, figure(tick))
+    diagonal = f"M{_SQUARE.x(0):.1f} {_SQUARE.y(0):.1f}L{_SQUARE.x(1):.1f} {_SQUARE.y(1):.1f}"
+    drawing.path("limit", diagonal, title="estimate and measurement are equal")
+    for known, estimated, whose in used:
+        title = f"{whose}: {figure(estimated)} estimated, {figure(known)} in the run"
+        drawing.circle("dot k1", _SQUARE.x(share(known)), _SQUARE.y(share(estimated)), 3, title)
+    drawing.text("axis", _SQUARE.x(0.5), _SQUARE.height - 4, "in the run")
+    drawing.text("axis", 4, 11, "estimate", "start")
+    label = f"{name}: estimates of {len(used)} runs against the runs' own figures"
+    return drawing.svg(_SQUARE.width, _SQUARE.height, label, css="drawn")
+
+
+def columns_chart(name: str, values: Sequence[tuple[str, float]]) -> Svg | None:
+    """Return a column for each (name, value), from left to right; None without a value above 0."""
+    highest = max((value for _, value in values), default=0.0)
+    if highest <= 0:
+        return None
+    step = nice_step(highest / _LINES)
+    top = step * math.ceil(highest / step - 1e-9)
+    drawing = Drawing()
+    for line in range(round(top / step) + 1):
+        _AREA.grid_line(drawing, _AREA.y(line * step / top), figure(line * step))
+    width = 1 / len(values)
+    for at, (column, value) in enumerate(values):
+        left, right, y = _AREA.x((at + 0.1) * width), _AREA.x((at + 0.9) * width), _AREA.y(value / top)
+        right = min(right, left + _WIDEST_COLUMN)
+        drawing.rect("k1", left, y, right - left, _AREA.bottom_edge - y, title=f"{column}: {figure(value)}")
+    for at in sorted({0, len(values) - 1}):
+        anchor: Anchor = "start" if at == 0 else "end"
+        place = _AREA.x(at * width) if at == 0 else _AREA.x(1)
+        drawing.text("axis", place, _AREA.bottom_edge + 18, values[at][0], anchor)
+    return drawing.svg(_AREA.width, _AREA.height, f"{name}, up to {figure(highest)}", css="drawn")
+
+
+def _decades(least: float, most: float) -> tuple[float, float, list[float]]:
+    """Return the ends of a logarithmic axis and its ticks: powers of ten, with 2 and 5 where there are few."""
+    first, last = math.floor(math.log10(least)), math.ceil(math.log10(most) + 1e-9)
+    last = max(last, first + 1)
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    ticks = [factor * 10.0**power for power in range(first, last) for factor in factors] + [10.0**last]
+    return 10.0**first, 10.0**last, ticks
+
+
+def _from_zero(most: float) -> tuple[float, float, list[float]]:
+    step = nice_step(max(most, 1e-9) / _TICKS)
+    count = math.ceil(most / step - 1e-9) or 1
+    return 0.0, count * step, [step * tick for tick in range(count + 1)]

@@ -24,7 +24,7 @@ class TooLong(UsageError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueryRows:
     """Rows of a query. has_more: there are rows beyond the limit."""
 
     columns: tuple[str, ...]
@@ -36,12 +36,12 @@ class ExplorerReader:
     """Reads one data folder for one page; a context manager. Raises `UsageError` for wrong SQL, and `TooLong`.
 
     Args:
-        folder: The data folder.
+        source: The data folder, or a connection that has its views and is closed with the reader.
         seconds: That each query may take.
     """
 
-    def __init__(self, folder: DataFolder, seconds: float) -> None:
-        self._connection: WarehouseConnection = connect(folder)
+    def __init__(self, source: DataFolder | WarehouseConnection | duckdb.DuckDBPyConnection, seconds: float) -> None:
+        self._connection: Any = connect(source) if isinstance(source, DataFolder) else source
         self._seconds = seconds
 
     def __enter__(self) -> ExplorerReader:
@@ -50,15 +50,15 @@ class ExplorerReader:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def rows(self, sql: str, values: Sequence[Any] = (), most: int = 100_000) -> Answer:
+    def rows(self, sql: str, values: Sequence[Any] = (), most: int = 100_000) -> QueryRows:
         """Return the rows of our own query."""
         with self._in_time():
             self._connection.execute(sql, list(values))
             columns = tuple(column[0] for column in self._connection.description)
             rows = self._connection.fetchmany(most + 1)
-        return Answer(columns, rows[:most], len(rows) > most)
+        return QueryRows(columns, rows[:most], len(rows) > most)
 
-    def user_rows(self, sql: str, most: int) -> Answer:
+    def user_rows(self, sql: str, most: int) -> QueryRows:
         """Return the rows of a user's query, which may only read."""
         statement = self._statement(sql)
         return self.rows(f"SELECT * FROM ({statement}) LIMIT {most + 1}", most=most)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.reports.page_text import MISSING, Markup, clean_text
 
@@ -15,11 +16,27 @@ if TYPE_CHECKING:
 # Inline style sheets and data pictures only; forms stay on the service.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'"
 _LONGEST_CELL = 120
+Link: TypeAlias = Callable[..., "str | None"]
 
 
-def rendered(template: str, **values: Any) -> str:
-    """Return the HTML of a template of `templates/`, every value cleaned and escaped."""
-    return _environment().get_template(f"{template}.html.j2").render(style=_style(), **values)
+def served_link(path: str, query: str = "") -> str | None:
+    """Return the address of a page of the service."""
+    return f"{path}?{query}" if query else path
+
+
+def rendered(template: str, link: Link = served_link, **values: Any) -> str:
+    """Return the HTML of a template of `templates/`, every value cleaned and escaped.
+
+    Args:
+        template: Its name.
+        link: Gives the address of a page by its path and query; None where there is no such page.
+        **values: What the template shows.
+    """
+    return (
+        _environment()
+        .get_template(f"{template}.html.j2")
+        .render(style=_style(), link=link, is_served=link is served_link, **values)
+    )
 
 
 def shown(value: object) -> str:
