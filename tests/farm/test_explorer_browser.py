@@ -52,10 +52,10 @@ def test_facets_order_and_pages_are_clicked_and_stand_in_the_address(tab):
     tab.locator("aside a", has_text="mlp").first.click()
     assert "family=mlp" in tab.url and tab.locator("h1").inner_text() != whole
     assert tab.locator('aside a[aria-current="true"]').inner_text().split()[0] == "mlp"
-    tab.locator("th a", has_text="batch_size").click()
-    cells = tab.locator(".wide tbody tr td:nth-child(6)").all_inner_texts()
-    batches = [int(text.replace(",", "")) for text in cells if text != "–"]
-    assert batches and batches == sorted(batches, reverse=True) and "order=-batch_size" in tab.url
+    tab.locator("th a", has_text="peak_memory_mib").click()
+    cells = tab.locator(".wide tbody tr td:nth-child(10)").all_inner_texts()
+    memory_mib = [float(text.replace(",", "")) for text in cells if text != "–"]
+    assert memory_mib and memory_mib == sorted(memory_mib, reverse=True) and "order=-peak_memory_mib" in tab.url
     tab.go_back()
     assert "order" not in tab.url
     tab.locator('aside a[aria-current="true"]').click()
