@@ -116,7 +116,7 @@ class ExplorerPages:
         page = device_page(reader, name, source, self._estimated)
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such device", f"No run of this warehouse is of {name}.")
-        return self.html("device", page=page, facts=_facts(name))
+        return self.html("device", page=page, facts=_facts(name), loops=_other_loops(page.source))
 
     def night(self, name: str) -> Response:
         """Return the report of one night, as the night wrote it."""
@@ -147,16 +147,16 @@ class ExplorerPages:
                     known[place] = config
             except (CommandError, ArithmeticError, ValueError):
                 continue
-        for place, done in self._each(known, name).items():
+        for place, done in self._each(known, name, _machine_of(runs[0])).items():
             estimates[place] = {target: getattr(done, target) for target in (*_BESIDE, BOUND)}
         return estimates
 
-    def _each(self, configs: Mapping[int, TrialConfig], device: str) -> dict[int, Estimate]:
+    def _each(self, configs: Mapping[int, TrialConfig], device: str, machine: str | None) -> dict[int, Estimate]:
         """Return the estimates by place; a config that cannot be answered takes no other one with it."""
         if not configs:
             return {}
         try:
-            return dict(zip(configs, self._fast.estimates(list(configs.values()), device, None), strict=True))
+            return dict(zip(configs, self._fast.estimates(list(configs.values()), device, machine), strict=True))
         except (CommandError, ArithmeticError, ValueError):
             if len(configs) == 1:
                 return {}
@@ -165,7 +165,7 @@ class ExplorerPages:
         return {
             place: done
             for half in halves
-            for place, done in self._each({one: configs[one] for one in half}, device).items()
+            for place, done in self._each({one: configs[one] for one in half}, device, machine).items()
         }
 
     def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], str | None]:
@@ -182,7 +182,7 @@ class ExplorerPages:
             config = config_of_row(run["config"])
             if problem := fast_problem(config, describe_device(device)):
                 return [], f"No estimate at once: {problem}. {trace}"
-            (done,) = self._fast.estimates([config], device, None)
+            (done,) = self._fast.estimates([config], device, _machine_of(run))
         except (CommandError, ArithmeticError, ValueError) as error:
             return [], f"No estimate: {self._scrubber.text(str(error))}"
         rows = []
@@ -190,7 +190,9 @@ class ExplorerPages:
             estimated, known = getattr(done, name), run[name]
             rows.append((name, estimated, known, _difference(name, estimated, known)))
         rows.insert(1, ("99 % bound of memory, MiB", done.upper_mib, run["peak_memory_mib"], ""))
-        return rows, "; ".join(done.warnings) or None
+        loops = _other_loops(run["source"])
+        notes = [*done.warnings, *(f"{name}: {text}" for name, text in loops.items() if run[name] is not None)]
+        return rows, " ".join(notes) or None
 
     def _clean(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(self._scrubber.text(value) if isinstance(value, str) and "/" in value else value for value in row)
@@ -253,6 +255,28 @@ def _add_listing(app: FastAPI, pages: ExplorerPages, listing: ListedTable) -> No
         return await pages.answer(
             lambda reader: pages.download(reader, Filters.of(query, listing).rows_sql(), kind, listing.name)
         )
+
+
+def _machine_of(run: Mapping[str, Any]) -> str | None:
+    """Return the machine whose memory outside the allocator a run's figures hold; None: the data folder's own.
+
+    Simulated devices have what their description says, and descriptions follow the published measurements.
+    """
+    from featurize.machine import DESCRIBED
+
+    return None if run["source"] == "measured" else DESCRIBED
+
+
+def _other_loops(source: str) -> dict[str, str]:
+    """Return the targets that the fast path estimates for another training loop than runs of the source had."""
+    from learn.estimation.fast_estimates import FAST_LOOPS
+    from learn.estimation.loops import LEGEND, loop_of_source
+    from learn.targets import get_target
+
+    own = loop_of_source(source)
+    text = f"Not the same loop. In these runs, {LEGEND[own]}; in the estimate, {{}}."
+    return {get_target(name).column: text.format(LEGEND[loop]) for name, loop in FAST_LOOPS.items()
+            if loop != own and name != "memory"}  # fmt: skip
 
 
 def _facts(name: str) -> list[tuple[str, Any]]:

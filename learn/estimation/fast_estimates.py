@@ -25,8 +25,8 @@ from learn.learned.familiarity import Familiarity
 from learn.targets import get_target
 
 NAME = "fast (default)"
-# As `learn.build_defaults` teaches it: the fitted models' figures, and the trace's.
-_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
+# Target -> loop, as `learn.build_defaults` teaches it: the fitted models' figures, and the trace's.
+FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
 STALE = "the fast path was distilled from traces of other code than this: it may be a little off"
 
 
@@ -49,7 +49,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: Machi
         family: {target: {name: error[name] for name in ("median", "p90")} for target, error in of_family.items()}
         for family, of_family in path.errors.items()
     }
-    loops = {target: _LOOPS[target] for target in by}
+    loops = {target: FAST_LOOPS[target] for target in by}
     stale = () if is_current(path.teacher) else (STALE,)
     moved = [_moved_mib(config, device, on) for config in configs]
     memory = [mib + more for mib, more in zip(columns["peak_memory_mib"], moved, strict=True)]

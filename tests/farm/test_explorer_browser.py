@@ -15,7 +15,7 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Debian's chromium is not installed")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
-PATHS = ("/", "/runs", "/kernels", "/collocations", "/datasets", "/devices", "/nights", "/sql")
+PATHS = ("/", "/runs", "/kernels", "/collocations", "/datasets", "/devices", "/nights", "/sql", "/runs/", "/devices/")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,9 @@ def test_a_query_is_edited_and_its_rows_are_downloaded(tab):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_narrow_screen_needs_no_scrolling_across(tab, path):
     tab.set_viewport_size({"width": 400, "height": 800})
-    tab.goto(path)
+    tab.goto(path if path == "/" else path.rstrip("/"))
+    if path in ("/runs/", "/devices/"):
+        tab.locator(f'td a[href^="{path}"]').first.click()
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
 
 

@@ -112,7 +112,7 @@ def device_page(
 def _with_residuals(reader: ExplorerReader, page: DevicePage, where: str, estimates: Estimates) -> DevicePage:
     # By the hash of the id: the same runs at every look, and no family first.
     answer = reader.rows(
-        f"SELECT run_id, family, device_name, config, {', '.join(_TARGETS)} FROM runs WHERE run_id IN "
+        f"SELECT run_id, family, source, device_name, config, {', '.join(_TARGETS)} FROM runs WHERE run_id IN "
         f"(SELECT run_id {where} AND status = 'ok' AND ranks IS NULL AND group_id IS NULL "
         f"ORDER BY hash(run_id) LIMIT {SAMPLED_RUNS}) AND device_name = {sql_text(page.name)} ORDER BY run_id"
     )

@@ -12,7 +12,7 @@ from conf.reports.page_text import figure
 from conf.reports.svg import Anchor, Drawing, PlotArea, Svg, nice_step
 
 _AREA = PlotArea(width=560, height=170, left=62, right=14, top=14, bottom=30)
-_SQUARE = PlotArea(width=420, height=380, left=62, right=16, top=18, bottom=46)
+_SQUARE = PlotArea(width=420, height=380, left=62, right=30, top=30, bottom=46)
 _WIDEST_COLUMN = 46.0  # pixels
 _LINES = 3  # of the grid, at least
 _TICKS = 5
@@ -86,7 +86,7 @@ def against(name: str, points: Sequence[tuple[float, float, str]], *, is_log: bo
         title = f"{whose}: {figure(estimated)} estimated, {figure(known)} in the run"
         drawing.circle("dot k1", _SQUARE.x(share(known)), _SQUARE.y(share(estimated)), 3, title)
     drawing.text("axis", _SQUARE.x(0.5), _SQUARE.height - 4, "in the run")
-    drawing.text("axis", 4, 11, "estimate", "start")
+    drawing.text("axis", 4, 12, "estimate", "start")
     label = f"{name}: estimates of {len(used)} runs against the runs' own figures"
     return drawing.svg(_SQUARE.width, _SQUARE.height, label, css="drawn")
 
