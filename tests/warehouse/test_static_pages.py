@@ -54,7 +54,7 @@ def test_the_pages_count_what_the_tables_hold_and_plot_the_telemetry(published):
     assert "40 runs" not in pages["index.html"].text
     (mlp,) = [page for name, page in pages.items() if name.startswith("runs-family-mlp")]
     assert "20 runs" in mlp.text
-    assert "2 kernels" in pages["kernels.html"].text and "1 members" in pages["collocations.html"].text
+    assert "2 kernels" in pages["kernels.html"].text and "1 member of a group" in pages["collocations.html"].text
     labels = [value for page in pages.values() for tag, name, value in page.elements if name == "aria-label"]
     assert any("memory_used_mib over time, up to 5" in str(label) for label in labels)
 

@@ -11,7 +11,8 @@ class ListedTable:
     """One table that is listed.
 
     name      of its pages, as in /runs
-    rows_are  what a row is, in the plural
+    row_is    what a row is
+    rows_are  the same in the plural
     relation  SQL that its rows are selected from
     row_id    column that tells rows apart; rows of equal order follow it
     facets    columns whose values can be chosen
@@ -21,6 +22,7 @@ class ListedTable:
     """
 
     name: str
+    row_is: str
     rows_are: str
     relation: str
     row_id: str
@@ -33,6 +35,7 @@ class ListedTable:
 
 RUNS = ListedTable(
     name="runs",
+    row_is="run",
     rows_are="runs",
     relation="runs",
     row_id="run_id",
@@ -46,6 +49,7 @@ RUNS = ListedTable(
 )  # fmt: skip
 KERNELS = ListedTable(
     name="kernels",
+    row_is="kernel",
     rows_are="kernels",
     relation="kernels",
     row_id="kernel_row",
@@ -60,6 +64,7 @@ KERNELS = ListedTable(
 )  # fmt: skip
 COLLOCATIONS = ListedTable(
     name="collocations",
+    row_is="member of a group",
     rows_are="members of groups",
     relation="collocations",
     row_id="member_row",
@@ -90,6 +95,7 @@ _OF_COLLOCATIONS = f"""SELECT 'collocations ' || coalesce(series, ''), NULL, 'co
  GROUP BY series, source"""
 DATASETS = ListedTable(
     name="datasets",
+    row_is="dataset",
     rows_are="datasets",
     relation=f"({_OF_RUNS} UNION ALL {_OF_KERNELS} UNION ALL {_OF_COLLOCATIONS}) AS datasets",
     row_id="dataset_row",

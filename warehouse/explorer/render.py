@@ -39,6 +39,11 @@ def rendered(template: str, link: Link = served_link, **values: Any) -> str:
     )
 
 
+def counted(count: int, one: str, many: str) -> str:
+    """Return `1 run`, `1,200 runs`."""
+    return f"{count:,} {one if count == 1 else many}"
+
+
 def shown(value: object) -> str:
     """Return a cell's text: numbers short, times to the second, long texts cut."""
     if value is None:
@@ -64,6 +69,7 @@ def _environment() -> Environment:
         finalize=_cleaned, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["shown"] = shown
+    environment.filters["counted"] = counted
     return environment
 
 
