@@ -162,7 +162,10 @@ def test_each_list_counts_its_rows_by_facet(service, place, name, rows):
     )
     assert f"{source} {count}" in parsed.text
     chosen = page(service, f"/{name}?source={source}")
-    assert f"{count} {LISTINGS[name].rows_are}" in chosen.text and "NULL" in chosen.text
+    assert (
+        f"{count} {LISTINGS[name].row_is if count == 1 else LISTINGS[name].rows_are}" in chosen.text
+        and "NULL" in chosen.text
+    )
     status, _, content = service.send("GET", f"/{name}.parquet?source={source}")
     assert status == 200 and pq.read_table(io.BytesIO(content)).num_rows == count
 
