@@ -28,6 +28,8 @@ _CONNECT_S = 10.0
 _RECONNECT_S = 10.0  # a service that is started anew answers within seconds
 _OK, _ACCEPTED, _BUSY = 200, 202, 429
 _AGAIN = (_BUSY, 503)
+_FAILURES = 500  # statuses from here on are the service's only with its media types; a proxy makes them otherwise
+_OURS = ("application/json", "application/problem+json")
 _BATCH = 500
 
 
@@ -38,6 +40,10 @@ class Refused(UsageError):
         super().__init__(str(document.get("detail") or document.get("title") or "the service refused the request"))
         self.document = dict(document)
         self.errors = tuple((one["pointer"], one["detail"]) for one in document.get("errors") or ())
+
+
+class _ProxyFailed(http.client.HTTPException):
+    """A proxy answered because it did not reach the service."""
 
 
 class Client:
@@ -188,11 +194,15 @@ class Client:
                 with self._open() as connection:
                     connection.request(method, path, content, self._headers)
                     answer = connection.getresponse()
-                    return answer.status, answer.headers, answer.read()
+                    text = answer.read()
+                    if answer.status < _FAILURES or answer.headers.get_content_type() in _OURS:
+                        return answer.status, answer.headers, text
+                    raise _ProxyFailed(f"status {answer.status}")
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 if time.monotonic() + pause_s > ends or isinstance(error, ssl.SSLError):
                     reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+                    reason = str(error) if isinstance(error, _ProxyFailed) else reason
                     raise EnvironmentProblem(f"{self._url} does not answer: {reason}") from error
                 time.sleep(pause_s)
         raise AssertionError("pauses never end")

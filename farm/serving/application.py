@@ -27,6 +27,7 @@ from farm.serving.fast_answers import FastEstimates, admission, fits_of, largest
 from farm.serving.gate import Gate, GateRules, wait_asked
 from farm.serving.kubernetes import reviewed
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
+from farm.serving.question_access import LocalQuestions, QuestionAccess
 from farm.serving.questions import (
     ClientQuestion,
     Policy,
@@ -64,15 +65,15 @@ _POLLED: dict[int | str, dict[str, Any]] = {
 
 
 class EstimationService:
-    """One process's share of the service."""
+    """One process's share of the service. questions: those for traces; default the data folder's own."""
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, questions: QuestionAccess | None = None) -> None:
         folder = DataFolder.resolve(settings.data)
         self.settings = settings
         self.scrubber = Scrubber(folder.root)
         self.log = RequestLog(settings.log)
-        self.store = TraceStore(folder.service)
-        self.metrics = ServiceMetrics(self.store)
+        self.questions = questions or LocalQuestions(TraceStore(folder.service))
+        self.metrics = ServiceMetrics()
         self.fast = FastEstimates(str(folder.root), self.scrubber)
         self.policy = Policy(settings.trust, settings.scripts)
         self._state = ServiceState(folder)
@@ -148,16 +149,20 @@ class EstimationService:
 
     async def answer_of(self, kind: str, key: str, prefer: str) -> Response:
         """Return a traced question's answer, or 202. Raises `Problem`."""
-        row = self.store.get(key)
+        row = await self.questions.get(key)
         if row is None:
             raise Problem(HTTPStatus.NOT_FOUND, "not-found", "There is no question of this id, or it was long ago.")
         return await self._waited(kind, row, prefer)
 
-    def health(self) -> answers.Health:
+    async def health(self) -> answers.Health:
         """Return whether this process can answer all that it takes."""
-        age = self.store.pulse_age_s()
+        age = await self.questions.pulse_age_s()
         traces = age is not None and age < _OLD_PULSE_S
         return answers.Health(ready=self.warm and traces, fast_path=self.warm, trace_pool_age_s=age)
+
+    async def metrics_text(self) -> bytes:
+        """Return the metrics in Prometheus's text format."""
+        return self.metrics.text(await self.questions.counts(), await self.questions.pulse_age_s())
 
     async def warm_up(self) -> None:
         """Load the fast path."""
@@ -182,17 +187,17 @@ class EstimationService:
             question = estimate_question(request, self.policy)
             if question.fast:
                 return await self._fast(question)
-            row = self._ask(question)
+            row = await self._ask(question)
             if row.state == FAILED:
                 raise _failed(row)
             return json.dumps(_done("estimate", row) if row.state == DONE else _pending("estimate", row)).encode()
         except Problem as problem:
             return json.dumps(problem.document()).encode()
 
-    def _ask(self, question: ClientQuestion) -> Traced:
+    async def _ask(self, question: ClientQuestion) -> Traced:
         limits = self.settings.limits
         key = question.key(self._state.text)
-        row = self.store.ask(key, question.text, limits.queued, self.settings.cache_s)
+        row = await self.questions.ask(key, question.text, limits.queued, self.settings.cache_s)
         if row is None:
             raise busy(f"{limits.queued:,} questions wait for a trace; try again later.", retry_after_s=30)
         if row.is_over:
@@ -200,7 +205,7 @@ class EstimationService:
         return row
 
     async def _traced(self, question: ClientQuestion, prefer: str) -> Response:
-        return await self._waited(question.kind, self._ask(question), prefer)
+        return await self._waited(question.kind, await self._ask(question), prefer)
 
     async def _waited(self, kind: str, row: Traced, prefer: str) -> Response:
         """Return the answer, waiting as long as the client asked to."""
@@ -208,7 +213,7 @@ class EstimationService:
         current: Traced | None = row
         while current is not None and not current.is_over and time.monotonic() < ends:
             await asyncio.sleep(_LOOK_EVERY_S)
-            current = self.store.get(row.key)
+            current = await self.questions.get(row.key)
         row = current or row
         if row.state == FAILED:
             raise _failed(row)
@@ -230,9 +235,9 @@ class EstimationService:
 _BODY: TypeAdapter[requests.EstimateRequest] = TypeAdapter(requests.EstimateRequest)
 
 
-def make_application(settings: ServeSettings) -> Any:
-    """Return the ASGI application of one process."""
-    service = EstimationService(settings)
+def make_application(settings: ServeSettings, questions: QuestionAccess | None = None) -> Any:
+    """Return the ASGI application of one process. questions: those for traces; default the data folder's own."""
+    service = EstimationService(settings, questions)
     pages = ExplorerPages(DataFolder.resolve(settings.data), settings.limits, service.fast, service.scrubber)
 
     @asynccontextmanager
@@ -241,7 +246,7 @@ def make_application(settings: ServeSettings) -> Any:
         yield
         pages.close()
         service.fast.close()
-        service.store.close()
+        service.questions.close()
 
     app = FastAPI(
         title="gpufarm", version="1", lifespan=lifespan, redoc_url=None, docs_url=None,
@@ -321,14 +326,14 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.get("/readyz", responses={503: {"model": answers.Health}}, tags=["operations"])
     async def readyz(response: Response) -> answers.Health:
         """Return 503 until the fast path is loaded and the traces are alive."""
-        health = service.health()
+        health = await service.health()
         response.status_code = HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE
         return health
 
     @app.get("/metrics", response_class=PlainTextResponse, tags=["operations"])
     async def metrics() -> Response:
         """Return metrics in Prometheus's text format."""
-        return PlainTextResponse(service.metrics.text(), headers={"content-type": _PROMETHEUS})
+        return PlainTextResponse(await service.metrics_text(), headers={"content-type": _PROMETHEUS})
 
 
 def _add_problems(app: FastAPI) -> None:

@@ -52,12 +52,12 @@ def serve(settings: ServeSettings) -> int:
     if settings.data is None and not folder.root.exists():
         folder.create()  # a service that only estimates needs no runs
     folder.open()
-    with _only_service(folder):
+    with only_service(folder):
         return _serve(settings, folder)
 
 
 @contextlib.contextmanager
-def _only_service(folder: DataFolder) -> Iterator[None]:
+def only_service(folder: DataFolder) -> Iterator[None]:
     """Hold the lock of the data folder's one service: two would trace each other's questions."""
     with open_lock(folder.service_lock) as lock:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import http.server
 import json
 import os
 import re
@@ -464,3 +465,26 @@ def test_a_client_without_a_service_says_so(monkeypatch):
     monkeypatch.setattr("learn.client._RECONNECT_S", 0.1)
     with Client("http://127.0.0.1:1") as client, pytest.raises(EnvironmentProblem, match="does not answer"):
         client.devices()
+
+
+def test_a_proxy_that_loses_the_service_for_a_while_loses_no_question():
+    statuses = [502, 500, 200]
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status = statuses.pop(0)
+            text = b'{"devices": [{"name": "L4"}]}' if status == 200 else b"<html>Bad gateway</html>"
+            self.send_response(status)
+            self.send_header("content-type", JSON if status == 200 else "text/html")
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        with Client(f"http://127.0.0.1:{proxy.server_port}") as client:
+            assert client.devices() == [{"name": "L4"}] and not statuses
+        proxy.shutdown()

@@ -1,0 +1,82 @@
+"""How the processes that answer reach the questions for traces: in the same folder, or through Ray Serve.
+
+Start reading at `QuestionAccess`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from farm.serving.trace_store import Traced, TraceStore
+
+
+class QuestionAccess(Protocol):
+    """What of `TraceStore` an answering process needs; the methods do as its own do."""
+
+    async def ask(self, key: str, question: str, most_waiting: int, fresh_s: float) -> Traced | None:
+        """Return the question's row, added where it is new; None where too many wait."""
+        ...
+
+    async def get(self, key: str) -> Traced | None:
+        """Return the question's row, or None."""
+        ...
+
+    async def counts(self) -> dict[str, int]:
+        """Return the number of questions by state."""
+        ...
+
+    async def pulse_age_s(self) -> float | None:
+        """Return how long ago the pool of traces was alive; None where it never was."""
+        ...
+
+    def close(self) -> None:
+        """Give back what was opened."""
+        ...
+
+
+class LocalQuestions:
+    """The questions of a service on one machine."""
+
+    def __init__(self, store: TraceStore) -> None:
+        self._store = store
+
+    async def ask(self, key: str, question: str, most_waiting: int, fresh_s: float) -> Traced | None:
+        return self._store.ask(key, question, most_waiting, fresh_s)
+
+    async def get(self, key: str) -> Traced | None:
+        return self._store.get(key)
+
+    async def counts(self) -> dict[str, int]:
+        return self._store.counts()
+
+    async def pulse_age_s(self) -> float | None:
+        return self._store.pulse_age_s()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class RemoteQuestions:
+    """The questions of a service on Ray Serve. handle: of the deployment `Traces`."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def ask(self, key: str, question: str, most_waiting: int, fresh_s: float) -> Traced | None:
+        row: Traced | None = await self._handle.ask.remote(key, question, most_waiting, fresh_s)
+        return row
+
+    async def get(self, key: str) -> Traced | None:
+        row: Traced | None = await self._handle.get.remote(key)
+        return row
+
+    async def counts(self) -> dict[str, int]:
+        counts: dict[str, int] = await self._handle.counts.remote()
+        return counts
+
+    async def pulse_age_s(self) -> float | None:
+        age_s: float | None = await self._handle.pulse_age_s.remote()
+        return age_s
+
+    def close(self) -> None:
+        pass

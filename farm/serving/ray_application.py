@@ -1,0 +1,128 @@
+"""The service on Ray Serve, where one machine does not answer enough.
+
+    serve run farm.serving.ray_application:build data=/srv/farm token_file=/srv/farm/tokens processes=4
+
+Start reading at `build`. Replicas answer by the fast path on any node; one deployment keeps the questions for traces,
+and traces them, so that an answer is found whichever replica is asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from conf.errors import UsageError
+from conf.overrides import load_settings
+from farm.serving.request_log import RequestLog
+from farm.serving.server import only_service
+from farm.serving.service_metrics import FOLDER_VARIABLE
+from farm.serving.settings import ServeSettings
+from farm.serving.trace_pool import TracePool
+from farm.serving.trace_store import Traced, TraceStore
+from farm.serving.tracing import TraceLimits
+from warehouse.folder import DataFolder
+
+TRACES, ESTIMATIONS = "Traces", "Estimations"
+_OF_RAY = ("host", "port", "certificate", "private_key")  # Ray Serve's proxies listen
+_MORE_REQUESTS = 64  # than the gate takes, so that the gate refuses and Ray does not hold back
+
+
+def build(arguments: Mapping[str, Any]) -> Any:
+    """Return the application of Ray Serve.
+
+    Args:
+        arguments: Keys of `python -m farm.serve` and their values, without those of an address. `processes` is the
+            number of replicas. The data folder must have the same path on every node; only the node of `Traces`
+            writes into it.
+
+    Raises:
+        UsageError: A bad key, or no token_file=: a proxy of Ray Serve may listen to other machines.
+    """
+    from ray import serve
+
+    settings = settings_of(arguments)
+    folder = DataFolder.resolve(settings.data)
+    if not folder.root.exists():
+        raise UsageError(f"data={settings.data} is no data folder; name one that every node has")
+    traces = serve.deployment(Traces).options(
+        name=TRACES, num_replicas=1, max_ongoing_requests=settings.limits.concurrent * max(settings.processes, 1),
+        ray_actor_options={"num_cpus": settings.traces},
+    )  # fmt: skip
+    estimations = serve.deployment(serve.ingress()(Estimations)).options(
+        name=ESTIMATIONS, num_replicas=settings.processes,
+        max_ongoing_requests=settings.limits.concurrent + _MORE_REQUESTS, ray_actor_options={"num_cpus": 1},
+    )  # fmt: skip
+    return estimations.bind(settings, traces.bind(settings))
+
+
+class Traces:
+    """The questions for traces, and the processes that trace them: one replica, beside the data folder."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        folder = DataFolder.resolve(settings.data).open()
+        limits = TraceLimits(
+            str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
+        )
+        self._opened = contextlib.ExitStack()
+        self._opened.enter_context(only_service(folder))
+        self._store = TraceStore(folder.service)
+        self._opened.callback(self._store.close)
+        self._opened.enter_context(TracePool(self._store, limits, settings.traces, RequestLog(settings.log).event))
+
+    async def ask(self, key: str, question: str, most_waiting: int, fresh_s: float) -> Traced | None:
+        """As `TraceStore.ask`."""
+        return self._store.ask(key, question, most_waiting, fresh_s)
+
+    async def get(self, key: str) -> Traced | None:
+        """As `TraceStore.get`."""
+        return self._store.get(key)
+
+    async def counts(self) -> dict[str, int]:
+        """As `TraceStore.counts`."""
+        return self._store.counts()
+
+    async def pulse_age_s(self) -> float | None:
+        """As `TraceStore.pulse_age_s`."""
+        return self._store.pulse_age_s()
+
+    def __del__(self) -> None:
+        self._opened.close()
+
+
+class Estimations:
+    """A replica that answers requests: the application of `farm.serving.application`."""
+
+    def __init__(self, settings: ServeSettings, traces: Any) -> None:
+        # Before prometheus_client is imported; a replica's `/metrics` counts what that replica answered.
+        os.environ.setdefault(FOLDER_VARIABLE, tempfile.mkdtemp(prefix="gpufarm-metrics-"))
+        from farm.serving.application import make_application
+        from farm.serving.question_access import RemoteQuestions
+
+        self._application = make_application(settings, RemoteQuestions(traces))
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._application
+
+
+def settings_of(arguments: Mapping[str, Any]) -> ServeSettings:
+    """Return the settings that `build` is given. Raises `UsageError`."""
+    if unfit := [name for name in _OF_RAY if name in arguments]:
+        raise UsageError(f"{', '.join(unfit)}: Ray Serve listens; set its http_options")
+    if not arguments.get("token_file"):
+        raise UsageError("token_file=FILE is missing: Ray Serve's proxies may listen to other machines")
+    if not arguments.get("data"):
+        raise UsageError("data=FOLDER is missing: every node must have it under the same path")
+    return load_settings(ServeSettings, "serve", [f"{name}={value}" for name, value in _flat(arguments)])
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Yield keys and values as a command line has them: `serve run` gives text, a YAML file typed values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,133 @@
+"""The service on Ray Serve: the same answers, traces that every replica knows, and a replica that is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+import threading
+
+import psutil
+import pytest
+import ray
+
+from conf.errors import UsageError
+from learn import estimate_many
+from learn.client import Client, Refused
+from warehouse.folder import DataFolder
+
+MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
+TOKEN = "a-token-of-many-characters"
+needs_serve = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("grpc", "aiohttp", "opencensus", "watchfiles")),
+    reason="the packages of ray[serve] are not installed",
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("spread")
+    DataFolder(root / "data").create()
+    (root / "tokens").write_text(f"{TOKEN}\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def url(place):
+    from ray import serve
+
+    from farm.serving.ray_application import build
+
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        given = {"data": str(place / "data"), "token_file": str(place / "tokens"), "log": str(place / "log.jsonl")}
+        serve.run(build({**given, "processes": "2", "limits": {"batch": 7}}), name="gpufarm")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture
+def client(url):
+    with Client(url, token=TOKEN) as client:
+        yield client
+
+
+@needs_serve
+@pytest.mark.slow
+def test_answers_are_those_of_the_library(client):
+    (known,) = estimate_many([MLP], method="fast")
+    done = client.estimate(config=MLP)
+    assert (done.peak_memory_mib, done.upper_mib) == (known.peak_memory_mib, known.upper_mib)
+    with pytest.raises(Refused, match="at most 7 jobs"):
+        client.estimate_many([{"config": MLP}] * 8)
+
+
+@needs_serve
+@pytest.mark.slow
+def test_a_trace_is_known_to_every_replica(client, url):
+    done = client.estimate(config=MLP, method="full")
+    assert done.estimator != "fast"
+    for _ in range(6):
+        with Client(url, token=TOKEN) as other:
+            assert other.estimate(config=MLP, method="full").peak_memory_mib == done.peak_memory_mib
+
+
+@needs_serve
+@pytest.mark.slow
+def test_without_a_token_nothing_is_answered(url):
+    with Client(url) as client, pytest.raises(Refused, match="token"):
+        client.estimate(config=MLP)
+
+
+@needs_serve
+@pytest.mark.slow
+def test_a_killed_replica_loses_no_question_and_answers_none_wrong(url):
+    configs = [{**MLP, "batch_size": 1 + at} for at in range(200)]
+    known = estimate_many(configs, method="fast")
+    answers: dict[int, float] = {}
+    halfway = threading.Event()
+
+    def ask(places: range) -> None:
+        with Client(url, token=TOKEN) as client:
+            for place in places:
+                while place not in answers:
+                    with contextlib.suppress(Refused, OSError):
+                        answers[place] = client.estimate(config=configs[place]).peak_memory_mib
+                if len(answers) >= 60:
+                    halfway.set()
+
+    threads = [threading.Thread(target=ask, args=(range(first, 200, 4),)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    assert halfway.wait(120)
+    replicas = [process for process in psutil.process_iter(["cmdline"])
+                if any("Estimations" in part for part in process.info["cmdline"] or ())]  # fmt: skip
+    os.kill(replicas[0].pid, 9)
+    for thread in threads:
+        thread.join()
+    figures = [answers[place] for place in range(200)]
+    assert figures == pytest.approx([one.peak_memory_mib for one in known], rel=1e-6)  # a batch adds in another order
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"data": "d"}, "token_file"),
+        ({"token_file": "t"}, "data=FOLDER"),
+        ({"data": "d", "token_file": "t", "port": 1}, "Ray Serve listens"),
+        ({"data": "d", "token_file": "t", "colour": "red"}, "unknown key 'colour'"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused(given, words, place, monkeypatch):
+    from farm.serving.ray_application import settings_of
+
+    monkeypatch.chdir(place)
+    with pytest.raises(UsageError, match=words):
+        settings_of(given)
