@@ -260,7 +260,13 @@ def make_application(settings: ServeSettings, questions: QuestionAccess | None =
     limits = settings.limits
     hosts = {"localhost", "127.0.0.1", "[::1]", settings.host.lower()} if not settings.tokens else set()
     rules = GateRules(
-        settings.tokens, frozenset(hosts), 1024 * limits.body_kib, limits.concurrent, limits.inline_s, limits.wait_s
+        settings.tokens,
+        frozenset(hosts),
+        1024 * limits.body_kib,
+        limits.concurrent,
+        limits.inline_s,
+        limits.wait_s,
+        settings.open_metrics,
     )
     return Gate(app, rules, service.log, service.metrics)
 

@@ -40,7 +40,7 @@ _NO_ROUTE = "unmatched"
 @dataclass(frozen=True)
 class GateRules:
     """tokens: none lets everybody in. hosts: names that requests may give the service; none takes any. inline_s: does
-    not count what a client asked to wait for."""
+    not count what a client asked to wait for. open_metrics: /metrics needs no token."""
 
     tokens: tuple[str, ...]
     hosts: frozenset[str]
@@ -48,6 +48,7 @@ class GateRules:
     concurrent: int
     inline_s: float
     wait_s: float
+    open_metrics: bool = False
 
 
 class Gate:
@@ -100,7 +101,8 @@ class Gate:
         if rules.hosts and host not in rules.hosts:
             detail = "Without tokens, only this machine's own names are answered, as in http://localhost."
             raise Problem(HTTPStatus.MISDIRECTED_REQUEST, "host-not-allowed", detail)
-        if self._digests and path not in _WITHOUT_TOKEN and not self._is_known(headers.get(b"authorization", "")):
+        is_open = path in _WITHOUT_TOKEN or (path == "/metrics" and self._rules.open_metrics)
+        if self._digests and not is_open and not self._is_known(headers.get(b"authorization", "")):
             challenge = 'Bearer realm="gpufarm", Basic realm="gpufarm"'
             detail = "Send `Authorization: Bearer TOKEN`; in a browser, the token is the password."
             raise Problem(

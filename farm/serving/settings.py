@@ -54,6 +54,7 @@ class ServeSettings:
     traces: int = key(1, "child processes that trace at the same time", "int >= 1")
     data: str | None = data_key()
     token_file: str | None = key(None, "tokens that clients send as `Authorization: Bearer TOKEN`, one a line", "path")
+    open_metrics: bool = key(False, "true: /metrics needs no token")
     certificate: str | None = key(None, "PEM file of the service's certificate chain, for HTTPS", "path")
     private_key: str | None = key(None, "PEM file of the certificate's key", "path")
     trust: tuple[str, ...] = key(

@@ -1,19 +1,20 @@
 #!/bin/sh
-# Installs and starts the nightly timer and the dispatcher's service; again: updates them.
-#   sudo infra/systemd/install.sh data=FOLDER [user=NAME] [work=no] [units=FOLDER]
+# Installs and starts the nightly timer, the dispatcher and, if asked, the service; again: updates them.
+#   sudo infra/systemd/install.sh data=FOLDER [user=NAME] [work=no] [serve=yes] [units=FOLDER]
 # data: the data folder; user: who runs it (default: who called sudo); work=no: the nightly cycle only;
-# units: write the unit files there and start nothing.
+# serve=yes: the service as well (docs/service.md); units: write the unit files there and start nothing.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
-data='' user=${SUDO_USER:-$(id -un)} work=yes units=''
+data='' user=${SUDO_USER:-$(id -un)} work=yes serve=no units=''
 for argument in "$@"; do
     case $argument in
         data=*) data=${argument#*=} ;;
         user=*) user=${argument#*=} ;;
         work=yes | work=no) work=${argument#*=} ;;
+        serve=yes | serve=no) serve=${argument#*=} ;;
         units=*) units=${argument#*=} ;;
-        *) echo "error: unknown $argument; known: data=, user=, work=yes|no, units=" >&2; exit 2 ;;
+        *) echo "error: unknown $argument; known: data=, user=, work=yes|no, serve=yes|no, units=" >&2; exit 2 ;;
     esac
 done
 [ -n "$data" ] || { echo "error: which data folder? data=FOLDER" >&2; exit 2; }
@@ -29,6 +30,7 @@ mkdir -p "$target"
 [ -n "$units" ] || { mkdir -p "$data"; chown "$user" "$data"; }
 names='gpufarm-grow.service gpufarm-grow.timer'
 [ "$work" = no ] || names="$names gpufarm-work.service"
+[ "$serve" = no ] || names="$names gpufarm-serve.service"
 for name in $names; do
     sed -e "s|@ROOT@|$root|g" -e "s|@DATA@|$data|g" -e "s|@USER@|$user|g" "$here/$name" >"$target/$name"
 done
@@ -40,4 +42,5 @@ fi
 systemctl daemon-reload
 systemctl enable --now gpufarm-grow.timer
 [ "$work" = no ] || systemctl enable --now gpufarm-work.service
+[ "$serve" = no ] || systemctl enable --now gpufarm-serve.service
 systemctl --no-pager list-timers gpufarm-grow.timer

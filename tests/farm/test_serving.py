@@ -467,6 +467,13 @@ def test_a_client_without_a_service_says_so(monkeypatch):
         client.devices()
 
 
+def test_metrics_need_no_token_where_the_operator_says_so(tmp_path):
+    (tmp_path / "tokens").write_text("a-token-of-many-characters\n")
+    data = DataFolder(tmp_path / "data").create()
+    with served(data.root, f"token_file={tmp_path / 'tokens'}", "open_metrics=true", "processes=1") as service:
+        assert service.send("GET", "/metrics")[0] == 200 and service.send("GET", "/v1/devices")[0] == 401
+
+
 def test_a_proxy_that_loses_the_service_for_a_while_loses_no_question():
     statuses = [502, 500, 200]
 

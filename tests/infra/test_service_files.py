@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,13 +56,13 @@ def install(root, tmp_path, *arguments):
     return units, done
 
 
-@pytest.mark.parametrize("work", ["yes", "no"])
-def test_the_installed_units_are_good_to_systemd(root, tmp_path, work):
+@pytest.mark.parametrize(("work", "serve", "count"), [("yes", "no", 3), ("no", "no", 2), ("yes", "yes", 4)])
+def test_the_installed_units_are_good_to_systemd(root, tmp_path, work, serve, count):
     tool("systemd-analyze")
-    units, done = install(root, tmp_path, f"data={tmp_path}/data", f"work={work}")
+    units, done = install(root, tmp_path, f"data={tmp_path}/data", f"work={work}", f"serve={serve}")
     assert done.returncode == 0, done.stderr
     files = sorted(units.iterdir())
-    assert len(files) == (3 if work == "yes" else 2)
+    assert len(files) == count
     assert not [file for file in files if re.search(r"@[A-Z]+@", file.read_text())]
     assert work == "yes" or "gpufarm-work" not in "".join(file.read_text() for file in files)
     checked = run("systemd-analyze", "verify", *files)
@@ -83,6 +84,10 @@ def test_the_service_starts_a_command_that_exists(root, tmp_path):
     assert command[1:3] == ["-m", "farm.work"] and command[-1] == "$GPUFARM_WORK_ARGS"
     cfg = load_config("work", command[3:-1])
     assert cfg.wait and cfg.metrics.port == 9108
+    units, _ = install(root, tmp_path, f"data={tmp_path}/data", "serve=yes")
+    command = re.search(r"^ExecStart=(.*)$", (units / "gpufarm-serve.service").read_text(), re.MULTILINE)[1].split()
+    assert command[1:3] == ["-m", "farm.serve"] and command[-1] == "$GPUFARM_SERVE_ARGS"
+    assert load_config("serve", command[3:-1]).data == f"{tmp_path}/data"
     night = (units / "gpufarm-grow.service").read_text()
     assert (
         load_config("grow", re.search(r"^Environment=GPUFARM_GROW_ARGS=(.*)$", night, re.MULTILINE)[1].split()).n == 500
@@ -118,6 +123,20 @@ def metric_names(tmp_path):
     return names
 
 
+def service_metric_names():
+    """What `/metrics` of a service that has answered something holds."""
+    answered = """
+from farm.serving.service_metrics import ServiceMetrics
+metrics = ServiceMetrics()
+metrics.request("/v1/estimate", "POST", 200, 0.01)
+metrics.answered("fast")
+print(metrics.text({"queued": 1}, 1.0).decode())
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(sys.executable, "-c", answered, PROMETHEUS_MULTIPROC_DIR=folder)
+    return set(re.findall(r"^(gpufarm_\w+)", done.stdout, re.MULTILINE))
+
+
 def expressions():
     dashboard = json.loads((INFRA / "grafana/dashboards/gpufarm.json").read_text())
     for panel in dashboard["panels"]:
@@ -128,7 +147,7 @@ def expressions():
 
 
 def test_dashboard_and_alerts_ask_only_for_metrics_that_are_served(tmp_path):
-    served = metric_names(tmp_path)
+    served = metric_names(tmp_path) | service_metric_names()
     fields = {line.split(",")[0] for line in (INFRA / "dcgm-exporter/counters.csv").read_text().splitlines()}
     asked = set()
     for expression in expressions():
@@ -177,12 +196,19 @@ def test_prometheus_lints_no_metric(tmp_path):
 def test_the_services_reach_each_other_where_they_listen():
     compose = yaml.safe_load((INFRA / "container/compose.yaml").read_text())
     overlay = yaml.safe_load((INFRA / "container/compose.gpu.yaml").read_text())
-    services = {**overlay["services"], **compose["services"]}
+    serve = yaml.safe_load((INFRA / "container/compose.serve.yaml").read_text())
+    services = {**overlay["services"], **serve["services"], **compose["services"]}
     scraped = yaml.safe_load((INFRA / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     targets = [target for job in scraped for config in job["static_configs"] for target in config["targets"]]
     assert {target.partition(":")[0] for target in targets} <= set(services)
     assert "metrics.port=9108" in (INFRA / "container/start.sh").read_text()
-    published = [port for service in compose["services"].values() for port in service["ports"]]
+    command = serve["services"]["serve"]["command"]
+    assert command[:3] == ["python", "-m", "farm.serve"] and "open_metrics=true" in command
+    settings = load_config("serve", command[3:])
+    assert settings.port == 8350 and set(serve["secrets"]) == {settings.token_file.removeprefix("/run/secrets/")}
+    published = [
+        port for service in [*compose["services"].values(), *serve["services"].values()] for port in service["ports"]
+    ]
     assert published and all(port.startswith("127.0.0.1:") for port in published)
     folder = INFRA / "container"
     for service in compose["services"].values():
