@@ -17,12 +17,13 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.overrides import load_settings
+from farm.serving.question_access import LocalQuestions, RemoteQuestions
 from farm.serving.request_log import RequestLog
 from farm.serving.server import only_service
 from farm.serving.service_metrics import FOLDER_VARIABLE
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_pool import TracePool
-from farm.serving.trace_store import Traced, TraceStore
+from farm.serving.trace_store import TraceStore
 from farm.serving.tracing import TraceLimits
 from warehouse.folder import DataFolder
 
@@ -59,7 +60,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     return estimations.bind(settings, traces.bind(settings))
 
 
-class Traces:
+class Traces(LocalQuestions):
     """The questions for traces, and the processes that trace them: one replica, beside the data folder."""
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -69,25 +70,10 @@ class Traces:
         )
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(only_service(folder))
-        self._store = TraceStore(folder.service)
-        self._opened.callback(self._store.close)
-        self._opened.enter_context(TracePool(self._store, limits, settings.traces, RequestLog(settings.log).event))
-
-    async def ask(self, key: str, question: str, most_waiting: int, fresh_s: float) -> Traced | None:
-        """As `TraceStore.ask`."""
-        return self._store.ask(key, question, most_waiting, fresh_s)
-
-    async def get(self, key: str) -> Traced | None:
-        """As `TraceStore.get`."""
-        return self._store.get(key)
-
-    async def counts(self) -> dict[str, int]:
-        """As `TraceStore.counts`."""
-        return self._store.counts()
-
-    async def pulse_age_s(self) -> float | None:
-        """As `TraceStore.pulse_age_s`."""
-        return self._store.pulse_age_s()
+        store = TraceStore(folder.service)
+        super().__init__(store)
+        self._opened.callback(store.close)
+        self._opened.enter_context(TracePool(store, limits, settings.traces, RequestLog(settings.log).event))
 
     def __del__(self) -> None:
         self._opened.close()
@@ -100,7 +86,6 @@ class Estimations:
         # Before prometheus_client is imported; a replica's `/metrics` counts what that replica answered.
         os.environ.setdefault(FOLDER_VARIABLE, tempfile.mkdtemp(prefix="gpufarm-metrics-"))
         from farm.serving.application import make_application
-        from farm.serving.question_access import RemoteQuestions
 
         self._application = make_application(settings, RemoteQuestions(traces))
 
