@@ -10,7 +10,6 @@ import threading
 
 import psutil
 import pytest
-import ray
 
 from conf.errors import UsageError
 from learn import estimate_many
@@ -35,6 +34,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(place):
+    import ray  # here: the farm's own Ray reads how to authenticate when the library is imported first
     from ray import serve
 
     from farm.serving.ray_application import build
