@@ -108,8 +108,8 @@ class ExplorerPages:
         page = run_page(reader, require_run_id(run_id))
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such run", f"There is no run {run_id} in this warehouse.")
-        beside, note = self._beside(page.run)
-        return self.html("run", page=page, beside=beside, note=note)
+        beside, notes = self._beside(page.run)
+        return self.html("run", page=page, beside=beside, notes=notes)
 
     def device(self, reader: ExplorerReader, name: str, source: str | None) -> Response:
         """Return the page of one device model, with the residuals of the fast path."""
@@ -168,8 +168,8 @@ class ExplorerPages:
             for place, done in self._each({one: configs[one] for one in half}, device, machine).items()
         }
 
-    def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], str | None]:
-        """Return what the fast path says beside what was measured, or why it says nothing."""
+    def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
+        """Return what the fast path says beside what was measured, and notes: also why it says nothing."""
         from featurize.device_spec import describe_device, known_device
         from featurize.row_config import config_of_row
         from learn.estimation.fast_estimates import fast_problem
@@ -177,22 +177,25 @@ class ExplorerPages:
         trace = f"`python -m learn.estimate run={run['run_id']}` traces it."
         device = known_device(run["device_name"])
         if device is None:
-            return [], f"No estimate: the device {run['device_name']} is not described."
+            return [], [f"No estimate: the device {run['device_name']} is not described."]
         try:
             config = config_of_row(run["config"])
             if problem := fast_problem(config, describe_device(device)):
-                return [], f"No estimate at once: {problem}. {trace}"
+                return [], [f"No estimate at once: {problem}. {trace}"]
             (done,) = self._fast.estimates([config], device, _machine_of(run))
         except (CommandError, ArithmeticError, ValueError) as error:
-            return [], f"No estimate: {self._scrubber.text(str(error))}"
+            return [], [f"No estimate: {self._scrubber.text(str(error))}"]
         rows = []
         for name in _BESIDE:
             estimated, known = getattr(done, name), run[name]
             rows.append((name, estimated, known, _difference(name, estimated, known)))
         rows.insert(1, ("99 % bound of memory, MiB", done.upper_mib, run["peak_memory_mib"], ""))
-        loops = _other_loops(run["source"])
-        notes = [*done.warnings, *(f"{name}: {text}" for name, text in loops.items() if run[name] is not None)]
-        return rows, " ".join(notes) or None
+        by_text: dict[str, list[str]] = {}
+        for name, text in _other_loops(run["source"]).items():
+            if run[name] is not None:
+                by_text.setdefault(text, []).append(name)
+        notes = [*done.warnings, *(f"{', '.join(names)}: {text}" for text, names in by_text.items())]
+        return rows, notes
 
     def _clean(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(self._scrubber.text(value) if isinstance(value, str) and "/" in value else value for value in row)

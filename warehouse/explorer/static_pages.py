@@ -107,7 +107,7 @@ def write_pages(published: Path, most_runs: int) -> int:
         for name in names:
             write(f"/devices/{_quoted(name)}", "", "device", page=device_page(reader, name), facts=[], loops={})
         for run_id in runs:
-            write(f"/runs/{_quoted(run_id)}", "", "run", page=run_page(reader, run_id), beside=[], note=None)
+            write(f"/runs/{_quoted(run_id)}", "", "run", page=run_page(reader, run_id), beside=[], notes=[])
     return sum(1 for _ in to.iterdir())
 
 
