@@ -7,6 +7,7 @@ after its run is durable in the warehouse.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -173,8 +174,9 @@ class Dispatcher:
             self._land_run(expired, lost_run(expired, "every attempt lost its worker or its dispatcher"))
 
     def _spec(self, task: Task, worker: str) -> TaskSpec:
-        own_code, _ = self._code.decide_all((task.config, *task.partners))
-        return task_spec(task, own_code, self._alone.of(task, worker))
+        (config, *partners), _ = self._code.decide_all((task.config, *task.partners))
+        marked = dataclasses.replace(task, config=config, partners=tuple(partners))
+        return task_spec(marked, self._alone.of(task, worker))
 
     def _lease(self, worker: str) -> Task | None:
         """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from conf.own_files import open_own_file, open_own_folder
 from conf.plain_text import one_line
-from featurize.own_code import CodeName, code_entries, code_fields, data_refusal, trusting
+from featurize.own_code import CodeName, TrustedName, code_entries, code_fields, refusal, trusting
 from featurize.trial import TrialConfig
 
 _FILE = "submitted_code"  # one JSON string a line
@@ -31,30 +31,32 @@ class SubmittedCode:
         self._recorded: frozenset[str] = frozenset()
         self._read_at: tuple[int, ...] | None = None
 
-    def decide(self, config: TrialConfig) -> tuple[bool, str | None]:
-        """Return whether a task's code counts as the user's, and why the task must not run (None: it may).
+    def decide(self, config: TrialConfig) -> tuple[TrialConfig, str | None]:
+        """Return a task's config, its names of code marked as they may run, and why the task must not run (None: it
+        may).
 
-        A task that is neither the user's nor refused runs under the rules for data: models of known libraries alone.
+        A task that is neither the user's nor of a trusted module runs under the rules for data: models of known
+        libraries alone.
         """
-        if not code_fields(config.family):
-            return False, None
-        entries = code_entries(trusting(config, self._trust))
-        if all(isinstance(name, CodeName) or self._knows(entry) for name, entry in entries.items()):
-            return True, None
-        if data_refusal(config) is None:
-            return False, None
-        name = getattr(config, code_fields(config.family)[0])
+        fields = code_fields(config.family)
+        if fields and all(self._knows(entry) for entry in code_entries(config).values()):
+            return trusting(config, [getattr(config, field) for field in fields]), None
+        config = trusting(config, self._trust)
+        problem = refusal(config)
+        if problem is None or any(isinstance(getattr(config, field), TrustedName) for field in fields):
+            return config, problem
+        name = getattr(config, fields[0])
         module = name.partition(":")[0]
-        return False, (
+        return config, (
             f"{one_line(name)} is code that this user has not submitted, so it is not imported; "
             f"submit the job yourself, or start farm.work with trust=[{one_line(module)}]"
         )
 
-    def decide_all(self, configs: Iterable[TrialConfig]) -> tuple[bool, str | None]:
-        """Return the same of trials that run together: whose any is the user's, and the first refusal."""
+    def decide_all(self, configs: Iterable[TrialConfig]) -> tuple[tuple[TrialConfig, ...], str | None]:
+        """Return the same of trials that run together: all their configs, and the first refusal."""
         decisions = [self.decide(config) for config in configs]
-        refusal = next((refusal for _, refusal in decisions if refusal is not None), None)
-        return any(own for own, _ in decisions), refusal
+        problem = next((problem for _, problem in decisions if problem is not None), None)
+        return tuple(config for config, _ in decisions), problem
 
     def _knows(self, entry: str) -> bool:
         if entry in _of_this_process or entry in self._recorded:

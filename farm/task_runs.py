@@ -31,7 +31,7 @@ _TEXT_COLUMNS = tuple(
 _MAPPING_COLUMNS = tuple(name for name in JSON_COLUMNS if name != "config")
 
 
-def task_spec(task: Task, own_code: bool = False, alone: Sequence[AloneRun | None] = ()) -> TaskSpec:
+def task_spec(task: Task, alone: Sequence[AloneRun | None] = ()) -> TaskSpec:
     """Return a queued task as its worker needs it; its seed is the task's index, so that repeats are equal.
 
     `alone`: of each member of a group the run alone, where it is known.
@@ -43,7 +43,6 @@ def task_spec(task: Task, own_code: bool = False, alone: Sequence[AloneRun | Non
         config=task.config,
         settings=task.settings,
         seed=task.task_index,
-        own_code=own_code,
         partners=task.partners,
         alone=tuple(alone),
     )

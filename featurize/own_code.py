@@ -1,7 +1,7 @@
 """Which names of code may be imported: those that the user gave, and models of known libraries made of plain data.
 
-Start reading at `CodeName`, then `library_problem`. A config that was read from a row or a file names no code, unless
-the user trusts its module; so a path that forgets to ask is refused. Torch-free.
+Start reading at `CodeName` and `TrustedName`, then `require_model`. A config that was read from a row or a file names
+no code, unless the user trusts its module; so a path that forgets to ask is refused. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from conf.errors import UsageError
@@ -51,13 +51,23 @@ class NotTrusted(UsageError):
 
 
 class CodeName(str):
-    """`MODULE:FACTORY` that the user of this process gave, or whose module the user trusts: it may be imported.
+    """`MODULE:FACTORY` that the user of this process gave: it may be imported and called, whatever it names.
 
     The type is the permission. It survives copies, `dataclasses.replace` and pickling between processes of one command;
     JSON and Parquet hold plain text, so what is read from a file has lost it.
     """
 
     __slots__ = ()
+
+
+class TrustedName(str):
+    """`MODULE:FACTORY` that data brought, of a module that the user trusts. The module is imported; of what it holds,
+    only classes of `nn.Module` and functions that the module itself defines are called."""
+
+    __slots__ = ()
+
+
+_MARKS = {"typed": CodeName, "trusted": TrustedName}
 
 
 def named_by_user(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,13 +86,22 @@ def config_of_user(mapping: Mapping[str, Any]) -> TrialConfig:
 
 
 def trusting(config: TrialConfig, trust: Sequence[str]) -> TrialConfig:
-    """The config, its names of code marked as the user's where they lie in one of the modules `trust`, or are one of
-    its `MODULE:FACTORY`."""
-    if not trust:
-        return config
-    named = {name: getattr(config, name) for name in code_fields(config.family)}
-    granted: dict[str, Any] = {name: CodeName(text) for name, text in named.items() if _within(text, trust)}
+    """The config, its names of code marked as `granted_model` marks them."""
+    granted: dict[str, Any] = {
+        name: granted_model(getattr(config, name), trust) for name in code_fields(config.family) if trust
+    }
     return replace(config, **granted) if granted else config
+
+
+def code_marks(config: TrialConfig) -> dict[str, str]:
+    """The permissions of a config's names of code, by field, for a process that receives the config as JSON."""
+    types = {name: type(getattr(config, name)) for name in code_fields(config.family)}
+    return {name: mark for name, kind in types.items() for mark, marked in _MARKS.items() if kind is marked}
+
+
+def config_with_marks(mapping: Mapping[str, Any], marks: Mapping[str, str]) -> TrialConfig:
+    """`config_from_mapping` with the permissions that `code_marks` returned. Errors as there."""
+    return config_from_mapping({**mapping, **{name: _MARKS[mark](mapping[name]) for name, mark in marks.items()}})
 
 
 def parse_trust(value: object) -> tuple[str, ...]:
@@ -96,8 +115,14 @@ def parse_trust(value: object) -> tuple[str, ...]:
 
 
 def granted_model(model: str, trust: Sequence[str]) -> str:
-    """Return a model's name that data brought, marked as the user's where it lies in one of the modules `trust`."""
-    return CodeName(model) if _within(model, trust) else model
+    """Return a model's name that data brought, marked as trusted where it lies in one of the modules `trust`, and as
+    the user's where `trust` holds it as `MODULE:FACTORY`."""
+    module, colon, _ = model.partition(":")
+    if isinstance(model, CodeName):
+        return model
+    if colon and model in trust:
+        return CodeName(model)
+    return TrustedName(model) if any(module == one or module.startswith(f"{one}.") for one in trust) else model
 
 
 def data_refusal(config: TrialConfig) -> str | None:
@@ -129,6 +154,8 @@ def library_problem(model: str, arguments: str) -> str | None:
         return None
     module, _, factory = model.partition(":")
     package = module.partition(".")[0]
+    if isinstance(model, TrustedName):
+        return _dotted_problem(model, factory)
     if package not in _MODULES:
         return (
             f"{model} comes from stored data, so it is not imported; pass trust=[{module}] to allow it, "
@@ -152,10 +179,17 @@ def arguments_problem(model: str, arguments: str) -> str | None:
 
 
 def require_model(model: str, factory: Any, arguments: str) -> None:
-    """`NotTrusted` unless the user named the model, or the imported `factory` is a library's model of plain data."""
+    """`NotTrusted` unless the user named the model, a module that the user trusts defines the imported `factory`, or it
+    is a library's model of plain data. Whoever imports what a config names asks this before the first call."""
     if isinstance(model, CodeName):
         return
     problem = library_problem(model, arguments)
+    if problem is None and isinstance(model, TrustedName):
+        problem = _foreign_problem(model, factory)
+        if problem is None:
+            return
+        if model.partition(":")[0].partition(".")[0] in _MODULES:
+            problem = library_problem(str(model), arguments)
     if problem is None and not _is_a_model(model, factory):
         problem = f"{model} is not one of the library's models, and data may name no other code"
     if problem is None:
@@ -166,13 +200,28 @@ def require_model(model: str, factory: Any, arguments: str) -> None:
 
 def require_settings(model: str, settings: Any) -> None:
     """`NotTrusted` where a transformers model's configuration would fetch weights of its own accord."""
-    if not isinstance(model, CodeName) and _fetches(settings, 0):
+    if not isinstance(model, CodeName | TrustedName) and _fetches(settings, 0):
         raise NotTrusted(f"zoo: {model} would fetch pretrained weights, which data may not ask for")
 
 
-def _within(name: str, trust: Sequence[str]) -> bool:
-    module = name.partition(":")[0]
-    return any(name == one or module == one or module.startswith(f"{one}.") for one in trust)
+def _dotted_problem(model: str, factory: str) -> str | None:
+    if "." not in factory:
+        return None
+    module = model.partition(":")[0]
+    return f"{model} leads out of the trusted {module}: name what the module itself defines, as in {module}:Net"
+
+
+def _foreign_problem(model: str, factory: Any) -> str | None:
+    """Why `factory`, which the trusted module holds, is not called; None: the module itself defines it."""
+    from torch import nn
+
+    module = model.partition(":")[0]
+    if not isinstance(factory, FunctionType) and not (isinstance(factory, type) and issubclass(factory, nn.Module)):
+        return f"{model} is {type(factory).__name__}, neither a class of nn.Module nor a function that {module} defines"
+    home = factory.__module__
+    if home != module:
+        return f"{model} is defined in {home}; name it as {home}:{factory.__name__}, and trust that module"
+    return None
 
 
 def code_fields(family: str) -> tuple[str, ...]:

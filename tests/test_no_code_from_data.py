@@ -143,7 +143,7 @@ def test_imports_by_name_are_those_of_the_list_and_the_list_has_no_others():
 
 def test_configs_become_code_names_only_where_the_user_speaks():
     """Who grants a config's names of code: what is typed, what the user trusts, tasks that the user submitted."""
-    granting = {"CodeName", "named_by_user", "config_of_user"}
+    granting = {"CodeName", "named_by_user", "config_of_user", "config_with_marks"}
     callers = set()
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):

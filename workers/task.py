@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """A task as its worker receives it."""
+    """A task as its worker receives it; the types of the configs' names of code say what may be imported."""
 
     job_id: str
     task_index: int
@@ -26,7 +26,6 @@ class TaskSpec:
     config: TrialConfig
     settings: TrialSettings
     seed: int
-    own_code: bool = False  # the code that `config` names is of the user who runs the farm: it may be imported
     partners: tuple[TrialConfig, ...] = ()  # trials that start together with it on the same device
     part: str = ""  # of a task of several runs: which one, as in `with-1`; the task's own run has none
     # Of `config` and each partner the run alone, where it is known; None, or nothing: it is measured first.

@@ -32,7 +32,7 @@ __all__ = ["TrialLink", "classify", "run_trial", "thread_budget"]
 def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None = None) -> None:
     """Run one trial, or the rank of one at `place`, and report.
 
-    `trial`: config, own_code, settings, device, slots, seed and `ahead`. A trial of several ranks starts their
+    `trial`: config, code_marks, settings, device, slots, seed and `ahead`. A trial of several ranks starts their
     processes (`workers.ranks`), each of which comes back here.
     """
     link = TrialLink(
@@ -60,13 +60,12 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
 
 
 def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> None:
-    from featurize.own_code import config_of_user
-    from featurize.trial import config_from_mapping
+    from featurize.own_code import config_with_marks
     from workers.devices import DeviceChoice, Slot, make_device
     from workers.settings import TrialSettings
 
-    # The queue is data of a folder; whether its user submitted this task is the dispatcher's to say.
-    config = config_of_user(trial["config"]) if trial["own_code"] else config_from_mapping(trial["config"])
+    # The queue is data of a folder; which of its names of code may run is the dispatcher's to say.
+    config = config_with_marks(trial["config"], trial["code_marks"])
     settings = TrialSettings.from_mapping(trial["settings"])
     device = make_device(DeviceChoice(**trial["device"]))
     slots = [Slot(**slot) for slot in trial["slots"]]

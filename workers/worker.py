@@ -13,6 +13,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+from featurize.own_code import code_marks
 from featurize.trial import config_hash
 from warehouse.run import Run
 from warehouse.schema import SCHEMA_VERSION
@@ -290,7 +291,7 @@ class Worker:
         """Return the message that describes the task to its process."""
         return {
             "config": task.config.to_mapping(),
-            "own_code": task.own_code,
+            "code_marks": code_marks(task.config),
             "settings": task.settings.to_mapping(),
             "seed": task.seed,
             "device": self._choice.to_mapping(),

@@ -1,11 +1,19 @@
-"""The service's OpenAPI description, fuzzed by schemathesis: no failure, and no answer that it does not describe."""
+"""The service's OpenAPI description, fuzzed by schemathesis, and what a client may name of the operator's modules."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
+import pytest
 from test_serving import service as service
+
+from farm.serving.problems import Problem
+from farm.serving.questions import Policy, estimate_question
+from farm.serving.requests import EstimateRequest
+from farm.serving.tracing import TraceLimits, _reply
+from warehouse.folder import DataFolder
 
 CHECKS = (
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
@@ -18,3 +26,27 @@ def test_no_body_that_the_description_allows_or_refuses_makes_the_service_fail(s
     command += ["--phases", "examples,fuzzing", "--max-examples", "60", "--seed", "1", "--request-timeout", "30"]
     done = subprocess.run([*command, "--checks", ",".join(CHECKS)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def mark(tmp_path, monkeypatch):
+    """A module that the operator trusts, `served_nets`, and a file that exists once a command was run through it."""
+    own = "import os\nfrom os import system\nfrom torch import nn\ndef build(): return nn.Linear(4, 2)\n"
+    (tmp_path / "served_nets.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path / "it ran"
+    sys.modules.pop("served_nets", None)
+
+
+@pytest.mark.parametrize("factory", ["os.system", "os.popen", "system", "build"])
+def test_a_client_runs_nothing_that_a_trusted_module_only_imports(mark, tmp_path, factory):
+    arguments = {} if factory == "build" else {"command" if "system" in factory else "cmd": f"touch '{mark}'"}
+    data = str(DataFolder(tmp_path / "data").create().root)
+    body = {"model": f"served_nets:{factory}", "arguments": arguments, "inputs": [2, 4]}
+    try:
+        question = estimate_question(EstimateRequest.model_validate(body), Policy(("served_nets",)))
+        reply = _reply(json.loads(question.text), TraceLimits(data, ("served_nets",), 60, 2**33))
+    except Problem as problem:
+        reply = {"problem": problem.detail}
+    assert not mark.exists()
+    assert ("answer" in reply) if factory == "build" else ("served_nets" in reply["problem"]), reply

@@ -17,6 +17,7 @@ from farm.queue_values import configs_of_text
 from farm.sampling import sample_range
 from farm.space import parse_space
 from farm.submitted_code import SubmittedCode, record_code, record_submitted
+from featurize.own_code import code_marks
 from featurize.trial import canonical_json, config_from_mapping
 from warehouse import connect
 
@@ -44,13 +45,20 @@ def forget(monkeypatch):
     monkeypatch.setattr(submitted_code, "_of_this_process", set())
 
 
+def may_run(code, text):
+    """Whether a config counts as the user's own; one that does not is refused."""
+    (decided,), refusal = code.decide_all(configs_of_text(text))
+    assert (refusal is None) == bool(code_marks(decided))
+    return refusal is None
+
+
 class Executor(ScriptedExecutor):
     def __init__(self):
         super().__init__(Clock())
-        self.own_code = []
+        self.marks = []
 
     def submit(self, worker, task, upcoming=None):
-        self.own_code.append(task.own_code)
+        self.marks.append(code_marks(task.config).get("model"))
         super().submit(worker, task, upcoming)
 
 
@@ -63,7 +71,7 @@ def dispatch(folder, queue, configs, trust=()):
     executor = Executor()
     clock = executor.clock
     Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock, trust=trust).run(Stop(), NoLock())
-    return [index for _, index, _ in executor.handed_out], executor.own_code
+    return [index for _, index, _ in executor.handed_out], executor.marks
 
 
 def runs(folder):
@@ -75,8 +83,8 @@ def runs(folder):
 
 
 def test_a_task_whose_code_this_user_did_not_submit_lands_as_invalid_and_says_what_to_do(folder, queue):
-    handed_out, own_code = dispatch(folder, queue, [config(), LIBRARY, config("mine.nets:other")])
-    assert handed_out == [1] and own_code == [False]  # a library's model, under the rules for data
+    handed_out, marks = dispatch(folder, queue, [config(), LIBRARY, config("mine.nets:other")])
+    assert handed_out == [1] and marks == [None]  # a library's model, under the rules for data
     invalid = [run for run in runs(folder) if run[1] == "invalid"]
     assert [(run[0], run[2]) for run in invalid] == [(0, "NotTrusted"), (2, "NotTrusted")]
     assert "trust=[mine.nets]" in invalid[0][3] and OWN in invalid[0][3]
@@ -87,9 +95,22 @@ def test_many_refused_tasks_do_not_block_those_that_may_run(folder, queue):
     assert handed_out == [45]
 
 
-@pytest.mark.parametrize("trust", [["mine"], ["mine.nets"], [OWN]])
-def test_a_module_that_is_trusted_runs(folder, queue, trust):
-    assert dispatch(folder, queue, [config(), config("yours:build")], trust) == ([0], [True])
+@pytest.mark.parametrize(("trust", "mark"), [(["mine"], "trusted"), (["mine.nets"], "trusted"), ([OWN], "typed")])
+def test_a_module_that_is_trusted_runs(folder, queue, trust, mark):
+    assert dispatch(folder, queue, [config(), config("yours:build")], trust) == ([0], [mark])
+
+
+def test_what_a_trusted_module_imports_does_not_run(folder, queue):
+    assert dispatch(folder, queue, [config("mine.nets:os.system"), config()], ["mine"]) == ([1], ["trusted"])
+    assert "leads out of the trusted mine.nets" in runs(folder)[0][3]
+
+
+def test_of_trials_that_run_together_each_has_its_own_permission():
+    record_code([OWN])
+    several = [one for name in (OWN, "mine.nets:other", "torchvision.models:get_model")
+               for one in configs_of_text(config(name))]  # fmt: skip
+    configs, refusal = SubmittedCode(["mine.nets"]).decide_all(several)
+    assert [code_marks(one) for one in configs] == [{"model": "typed"}, {"model": "trusted"}, {}] and refusal is None
 
 
 def test_what_the_user_samples_is_recorded_and_runs_in_a_later_process(folder, queue, state, monkeypatch):
@@ -98,40 +119,39 @@ def test_what_the_user_samples_is_recorded_and_runs_in_a_later_process(folder, q
     assert state.stat().st_mode & 0o777 == 0o700
     forget(monkeypatch)
     texts = [canonical_json(one.to_mapping()) for one in configs]
-    assert dispatch(folder, queue, [*texts, config("mine.nets:other")]) == ([0, 1], [True, True])
+    assert dispatch(folder, queue, [*texts, config("mine.nets:other")]) == ([0, 1], ["typed", "typed"])
 
 
 def test_a_dispatcher_that_stands_by_learns_of_what_is_submitted_meanwhile(monkeypatch):
     code = SubmittedCode()
-    assert code.decide_all(configs_of_text(config()))[1]
+    assert not may_run(code, config())
     record_code([OWN])
     forget(monkeypatch)
-    assert code.decide_all(configs_of_text(config())) == (True, None)
+    assert may_run(code, config())
 
 
 def test_a_librarys_model_with_arguments_that_data_may_not_give_needs_its_own_record(monkeypatch):
     fetching = config("torchvision.models:resnet18", arguments='{"weights":"DEFAULT"}', inputs="float32[3,32,32]")
     record_code(["torchvision.models:resnet18"])
-    assert SubmittedCode().decide_all(configs_of_text(LIBRARY)) == (True, None)
-    allowed, refusal = SubmittedCode().decide_all(configs_of_text(fetching))
-    assert not allowed and refusal
+    assert may_run(SubmittedCode(), LIBRARY)
+    assert not may_run(SubmittedCode(), fetching)
     space = {"model": "torchvision.models:resnet18", "arguments": "{weights: DEFAULT}", "inputs": "float32[3,32,32]"}
     assert len(list(record_submitted(sample_range(parse_space("zoo", {**space, "batch_size": 2}), 0, 0, 1)))) == 1
     forget(monkeypatch)
-    assert SubmittedCode().decide_all(configs_of_text(fetching)) == (True, None)
+    assert may_run(SubmittedCode(), fetching)
 
 
 def test_names_of_code_that_a_row_brought_are_not_recorded():
     assert len(list(record_submitted([config_from_mapping(json.loads(config()))]))) == 1
-    assert SubmittedCode().decide_all(configs_of_text(config()))[1]
+    assert not may_run(SubmittedCode(), config())
 
 
 def test_without_a_state_folder_the_process_runs_what_it_submitted_itself(state, monkeypatch):
     state.parent.write_text("in the way")
     record_code([OWN])
-    assert SubmittedCode().decide_all(configs_of_text(config())) == (True, None)
+    assert may_run(SubmittedCode(), config())
     forget(monkeypatch)
-    assert SubmittedCode().decide_all(configs_of_text(config()))[1]
+    assert not may_run(SubmittedCode(), config())
 
 
 @pytest.mark.parametrize("how", ["open to others", "a link", "a pipe", "garbage", "torn"])
@@ -152,19 +172,19 @@ def test_only_a_record_that_this_user_alone_can_write_counts(state, how, monkeyp
         file.write_bytes(b"\xff\x00[1]\n{}\n" + b"[" * 100_000)
     else:
         file.write_bytes(file.read_bytes()[:-4])
-    assert SubmittedCode().decide_all(configs_of_text(config()))[1]
+    assert not may_run(SubmittedCode(), config())
     if how in ("garbage", "torn"):
         record_code([OWN])
         forget(monkeypatch)
-        assert SubmittedCode().decide_all(configs_of_text(config())) == (True, None)
+        assert may_run(SubmittedCode(), config())
 
 
 @pytest.mark.parametrize(
     "text", ["{}", "[]", "no json", "[" * 100_000, '{"family": 3}', '{"family": "zoo", "model": 3}']
 )
 def test_a_config_that_makes_no_sense_lands_as_one_invalid_run_and_is_never_handed_out(folder, queue, text):
-    handed_out, own_code = dispatch(folder, queue, [text, LIBRARY])
-    assert handed_out == [1] and own_code == [False]
+    handed_out, marks = dispatch(folder, queue, [text, LIBRARY])
+    assert handed_out == [1] and marks == [None]
     assert [run[:3] for run in runs(folder)] == [(0, "invalid", "UsageError"), (1, "ok", None)]
 
 

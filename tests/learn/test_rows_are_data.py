@@ -18,7 +18,15 @@ from omegaconf import OmegaConf
 from conf import cli
 from conf.errors import UsageError
 from featurize.families import zoo
-from featurize.own_code import CodeName, NotTrusted, config_of_user, library_problem, named_by_user, trusting
+from featurize.own_code import (
+    CodeName,
+    NotTrusted,
+    TrustedName,
+    config_of_user,
+    library_problem,
+    named_by_user,
+    trusting,
+)
 from featurize.row_config import UnreadableConfig, config_of_row
 from learn import estimate
 from learn.cases import Case
@@ -110,13 +118,80 @@ def test_a_typed_config_a_trusted_module_and_a_task_run_code_and_nothing_else_do
 def test_trust_is_kept_by_copies_between_processes_and_lost_in_text():
     one = config_of_user(OWN)
     assert isinstance(one.model, CodeName) and isinstance(pickle.loads(pickle.dumps(one)).model, CodeName)
-    assert isinstance(config_of_row(json.dumps(OWN), trust=["rows_are_data_evil"]).model, CodeName)
+    of_row = config_of_row(json.dumps(OWN), trust=["rows_are_data_evil"])
+    assert isinstance(of_row.model, TrustedName) and isinstance(pickle.loads(pickle.dumps(of_row)).model, TrustedName)
+    assert isinstance(trusting(one, ["rows_are_data_evil"]).model, CodeName), "what the user typed stays the user's"
     for lost in (json.loads(json.dumps(one.to_mapping())), OWN):
         assert not isinstance(config_of_row(json.dumps(lost)).model, CodeName)
     assert one == own_config() and Case(one).key == Case(own_config()).key
-    assert not isinstance(trusting(own_config(), ["rows_are_data"]).model, CodeName)
+    assert type(trusting(own_config(), ["rows_are_data"]).model) is str
     with pytest.raises(UsageError, match="trust must name modules"):
         estimate(OWN, trust=["os; rm"])
+
+
+TRUSTED = """
+import functools, os, torch
+from os import system
+from torch import nn
+from torch.nn import Linear
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+    def forward(self, x):
+        return self.linear(x)
+class Command:
+    def __init__(self, command): os.system(command)
+def build(): return Net()
+def run(command): os.system(command)
+made = functools.partial(run)
+"""
+
+
+@pytest.fixture
+def trusted(tmp_path, monkeypatch):
+    """A module that the user trusts, and a file that exists once a command was run through it."""
+    (tmp_path / "rows_are_data_trusted.py").write_text(TRUSTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path / "it ran"
+    sys.modules.pop("rows_are_data_trusted", None)
+    zoo._read.cache_clear()
+
+
+def trusted_config(factory, **changes):
+    values = {**OWN, "model": f"rows_are_data_trusted:{factory}", **changes}
+    return config_of_row(json.dumps(values), trust=["rows_are_data_trusted"])
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("os.system", "name what the module itself defines"),
+        ("os.popen", "name what the module itself defines"),
+        ("torch.hub.load", "name what the module itself defines"),
+        ("run.__call__", "name what the module itself defines"),
+        ("system", "is builtin_function_or_method, neither a class of nn.Module nor a function"),
+        ("made", "is partial, neither a class of nn.Module nor a function"),
+        ("Command", "is type, neither a class of nn.Module nor a function"),
+        ("Linear", "is defined in torch.nn.modules.linear; name it as torch.nn.modules.linear:Linear, and trust that"),
+    ],
+)
+def test_of_a_trusted_module_data_may_name_only_what_it_defines(trusted, factory, message):
+    arguments = {"arguments": json.dumps({"command": f"touch '{trusted}'"})}
+    with pytest.raises(NotTrusted, match=message):
+        zoo.build(trusted_config(factory, **arguments))
+    assert not trusted.exists()
+
+
+def test_a_trusted_modules_own_classes_and_functions_are_built_and_the_user_may_name_anything(trusted):
+    assert [type(zoo.build(trusted_config(name))).__name__ for name in ("Net", "build")] == ["Net", "Net"]
+    linear = trusted_config("torch.nn.Linear", arguments='{"in_features":4,"out_features":2}')
+    assert type(zoo.build(config_of_user(linear.to_mapping()))).__name__ == "Linear"
+
+
+def test_a_library_that_is_trusted_still_makes_its_models_of_plain_data():
+    mapping = {**OWN, "model": "torchvision.models:resnet18", "inputs": "float32[3,32,32]"}
+    assert zoo.build(config_of_row(json.dumps(mapping), trust=["torchvision"])) is not None
 
 
 def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, tmp_path):

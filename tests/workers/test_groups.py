@@ -36,7 +36,7 @@ def worker():
 
 def group(*configs, alone=(KNOWN, KNOWN, KNOWN), **settings):
     spec = task(configs[0], **{"window": WINDOW, **settings})
-    return dataclasses.replace(spec, partners=configs[1:], alone=tuple(alone[: len(configs)]), own_code=True)
+    return dataclasses.replace(spec, partners=configs[1:], alone=tuple(alone[: len(configs)]))
 
 
 def acting(name):

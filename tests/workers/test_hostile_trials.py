@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from featurize.trial import config_from_mapping
+from featurize.own_code import config_of_user
 from workers.devices import DeviceChoice
 from workers.reports import READINGS_KEPT
 from workers.settings import TrialSettings, WindowSettings
@@ -29,10 +29,9 @@ def hostile(name, path="", timeout_s=30.0, **settings):
         job_id="zoo-00000000",
         task_index=0,
         attempt=1,
-        config=config_from_mapping({key: value for key, value in config.items() if key != "target"}),
+        config=config_of_user({key: value for key, value in config.items() if key != "target"}),
         settings=TrialSettings(window=SHORT, timeout_s=timeout_s, **settings),
         seed=0,
-        own_code=True,
     )
 
 
