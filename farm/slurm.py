@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
 HEADER = "gpufarm-slurm 1"
 YES, NO, UNKNOWN = "yes", "no", "unknown"
-_LONGEST = 8192  # characters of a directive, as the plugin has it
+_LONGEST = 8192  # bytes of a directive, as the plugin has it
 _LONGEST_COMMENT = 200
-_MOST_ROWS = 20_000
+_MOST_BYTES = 4 << 20  # of the table's directives: slurmctld reads all of it
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_CODING = {"encoding": "utf-8", "errors": "surrogateescape"}  # any bytes of a script come back as they were
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,20 +136,32 @@ def entry(settings: SlurmSettings) -> int:
 def _answer_wanted(
     settings: SlurmSettings, rows: dict[str, DirectiveRow], service: Client, ended: threading.Event
 ) -> None:
-    for directive in _wanted(settings.wanted):
+    for directive in read_wanted(settings.wanted):
         if ended.is_set():
             return
         if directive not in rows:
             rows[directive] = row_of(directive, settings.devices, service)
-            for oldest in list(rows)[: max(0, len(rows) - _MOST_ROWS)]:
-                del rows[oldest]
+            _forget_oldest(rows)
             write_table(settings.path, rows)
-            print(f"{directive}: {rows[directive].comment}", flush=True)
+            print(f"{one_line(directive)}: {rows[directive].comment}", flush=True)
     _take_back(settings.wanted, rows)
+
+
+def _forget_oldest(rows: dict[str, DirectiveRow]) -> None:
+    size = sum(map(len, rows))
+    for directive in list(rows):
+        if size <= _MOST_BYTES:
+            return
+        size -= len(directive)
+        del rows[directive]
 
 
 def row_of(directive: str, devices: Mapping[str, str], service: Client) -> DirectiveRow:
     """Return what the service says of a directive. Raises `EnvironmentProblem` where it does not answer."""
+    try:
+        directive.encode()
+    except UnicodeEncodeError:
+        return DirectiveRow(1, UNKNOWN, "", "gpufarm: the #GPUFARM line is not UTF-8")
     try:
         body = json.loads(directive)
     except (ValueError, RecursionError):
@@ -183,12 +198,12 @@ def _gpus_of(parallel: object) -> int:
 def read_table(path: Path) -> dict[str, DirectiveRow]:
     """Return the table's rows by directive; none where there is no table, or one of another format."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode(**_CODING).split("\n")
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise EnvironmentProblem(f"table={path} cannot be read: {error}") from error
-    if not lines or not lines[0].startswith(HEADER):
+    if not lines[0].startswith(HEADER):
         return {}
     rows = {}
     for line in lines[1:]:
@@ -202,27 +217,27 @@ def write_table(path: Path, rows: Mapping[str, DirectiveRow]) -> None:
     """Write the table in place of the old one; the plugin sees either. Raises `EnvironmentProblem`."""
     lines = [f"{HEADER} {time.time_ns()}", *(row.line(directive) for directive, row in rows.items())]
     try:
-        write_bytes(path, "\n".join([*lines, ""]).encode())
+        write_bytes(path, "\n".join([*lines, ""]).encode(**_CODING))
     except OSError as error:
         raise EnvironmentProblem(f"table={path} cannot be written: {error.strerror}") from error
 
 
-def _wanted(path: Path) -> Iterator[str]:
-    """The directives in the plugin's file, each once."""
+def read_wanted(path: Path) -> Iterator[str]:
+    """Yield the directives in the plugin's file, each once. A line ends at a line feed and nowhere else, as in Lua."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_bytes().decode(**_CODING)
     except FileNotFoundError:
         return
     except OSError as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
-    for line in dict.fromkeys(text.splitlines()):
-        if line.strip() and len(line) <= _LONGEST and "\t" not in line:
+    for line in dict.fromkeys(text.split("\n")):
+        if line and len(line.encode(**_CODING)) <= _LONGEST and not _CONTROL.search(line):
             yield line
 
 
 def _take_back(path: Path, rows: Mapping[str, DirectiveRow]) -> None:
     """Empty the plugin's file where all of it is answered. A line that is noted just then is noted again."""
-    if path.exists() and path.stat().st_size and all(directive in rows for directive in _wanted(path)):
+    if path.exists() and path.stat().st_size and all(directive in rows for directive in read_wanted(path)):
         os.truncate(path, 0)
 
 

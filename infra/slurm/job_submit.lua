@@ -10,18 +10,25 @@
 local TABLE = os.getenv("GPUFARM_SLURM_TABLE") or "/var/lib/gpufarm/slurm.tsv"
 local WANTED = os.getenv("GPUFARM_SLURM_WANTED") or (TABLE .. ".wanted")
 local REJECT = os.getenv("GPUFARM_SLURM_REJECT") == "true"
-local LONGEST_DIRECTIVE = 8192  -- characters
+local LONGEST_DIRECTIVE = 8192  -- bytes, without the blanks around it
+local LONGEST_LINE = LONGEST_DIRECTIVE + 1024
+local SEARCHED = 65536  -- bytes of a script, from its start
 local MOST_WANTED = 1048576  -- bytes of the file of unknown directives: a daemon that stands still fills no disk
 local HEADER = "^gpufarm%-slurm 1 (%S+)$"
 
 local known, known_version = {}, nil
 
--- The text of the last #GPUFARM line, without spaces around it; nil without one.
+-- The text of the last #GPUFARM line near the script's start, without blanks around it; nil without one.
+-- Lengths are looked at first, and each pattern is anchored and has one way to match: the work is linear in SEARCHED.
+-- The text has no control character, so that a line of the table, which ends at "\n", holds it byte by byte.
 function gpufarm_directive(script)
   local directive = nil
-  for line in (script or ""):gmatch("[^\r\n]+") do
-    local text = line:match("^#GPUFARM%s+(.-)%s*$")
-    if text and #text <= LONGEST_DIRECTIVE and not text:find("[%c]") then directive = text end
+  for line in (script or ""):sub(1, SEARCHED):gmatch("[^\r\n]+") do
+    if #line <= LONGEST_LINE and line:sub(1, 8) == "#GPUFARM" then
+      local text = line:match("^[ \t]+([^ \t].*)$", 9)
+      text = text and text:match("^.*[^ \t]")
+      if text and #text <= LONGEST_DIRECTIVE and not text:find("%c") then directive = text end
+    end
   end
   return directive
 end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def run(module: str, *arguments: str, place: Path) -> subprocess.CompletedProces
 
 def answered(service, place: Path, *directives: str) -> dict:
     table = place / "a'; echo foo.tsv"
-    Path(f"{table}.wanted").write_text("".join(f"{one}\n" for one in directives))
+    Path(f"{table}.wanted").write_bytes(os.fsencode("".join(f"{one}\n" for one in directives)))
     done = run("farm.slurm", DEVICES, f"server={service.url}", f"table={table}", "once=true", place=place)
     assert done.returncode == 0, done.stderr
     assert not Path(f"{table}.wanted").read_text()
@@ -48,11 +49,31 @@ def test_wanted_directives_are_answered_once_and_kept(service, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "directive", ["nonsense", "[1]", '{"config": {"family": "nope"}}', '{"device": "L4"}', '{"x": 1}']
+    "directive",
+    [
+        "nonsense",
+        "[1]",
+        '{"config": {"family": "nope"}}',
+        '{"device": "L4"}',
+        '{"x": 1}',
+        '{"\u2028": "caf\udce9"}',
+        '{"model": "\u2028"}',
+        '{"model": "\\ud800:x"}',
+    ],
 )
 def test_a_directive_that_makes_no_sense_says_why_and_changes_no_job(service, tmp_path, directive):
-    (row,) = answered(service, tmp_path, directive).values()
+    ((noted, row),) = answered(service, tmp_path, directive).items()
+    assert noted == directive
     assert row.fits == "unknown" and row.comment.startswith("gpufarm: ") and not row.features
+
+
+def test_a_table_stays_small_enough_for_slurmctld_to_read(tmp_path):
+    from farm.slurm import _MOST_BYTES, DirectiveRow, _forget_oldest
+
+    rows = {f"{place:08192d}": DirectiveRow(1, "no", "", "") for place in range(_MOST_BYTES // 8192 + 5)}
+    newest = list(rows)[5:]
+    _forget_oldest(rows)
+    assert list(rows) == newest
 
 
 def test_a_service_that_does_not_answer_loses_no_directive(tmp_path):

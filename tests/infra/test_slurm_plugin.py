@@ -13,6 +13,8 @@ import lupa.lua51
 import lupa.lua53
 import pytest
 
+from farm import slurm as slurm_daemon
+
 PLUGIN = Path(__file__).resolve().parents[2] / "infra" / "slurm" / "job_submit.lua"
 KNOWN, TOO_LARGE, UNKNOWN = '{"config": 1}', '{"config": 2}', '{"config": 3}'
 ROWS = f"2\tyes\ta100|l4\tgpufarm: 711 MiB\t{KNOWN}\n1\tno\t\tgpufarm: fits no GPU\t{TOO_LARGE}\n"
@@ -29,7 +31,7 @@ class Plugin:
     def __init__(self, runtime, table: Path, monkeypatch, reject: bool) -> None:
         monkeypatch.setenv("GPUFARM_SLURM_TABLE", str(table))
         monkeypatch.setenv("GPUFARM_SLURM_REJECT", str(reject).lower())
-        self.lua = runtime()
+        self.lua = runtime(encoding="latin-1")  # a script may hold any bytes
         self.messages: list[str] = []
         slurm = self.lua.table(SUCCESS=OK, ERROR=ERROR, log_user=self._say, log_error=self._say)
         self.lua.globals().slurm = slurm
@@ -114,6 +116,46 @@ def test_the_file_of_wanted_directives_does_not_grow_without_end(plugin):
     loaded.wanted.write_text("x" * 2**20)
     loaded.submit(script=script(UNKNOWN))
     assert loaded.wanted.stat().st_size == 2**20
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#GPUFARM x" + " " * 40_000 + "x",
+        "#GPUFARM" + " " * 40_000 + "x",
+        ("#GPUFARM x" + " " * 8_000 + "x\n") * 500,
+        "\n" * 2**22,
+        "x" * 2**22,
+    ],
+    ids=["inner blanks", "leading blanks", "many lines", "line ends", "one line"],
+)
+def test_no_script_holds_slurmctld_up(plugin, text):
+    loaded = plugin()
+    began = time.monotonic()
+    assert loaded.submit(script=text + "\n")[0] == OK
+    assert time.monotonic() - began < 1.0
+
+
+def test_a_directive_stands_near_the_top_of_the_script(plugin):
+    filled = plugin().submit(script="#\n" * 10_000 + script(KNOWN))[1]
+    late = plugin().submit(script="#\n" * 40_000 + script(KNOWN))[1]
+    assert filled["gres"] == "gres:gpu:2" and "gres" not in late
+
+
+@pytest.mark.parametrize(
+    "directive",
+    ['{"a": "\u2028\x85\u00a0"}'.encode(), b'{"a": "caf\xe9"}', b"\xff", b"\xc2\xa0", b"x" * 8192],
+    ids=["line separators", "Latin-1", "one byte", "a blank of Unicode", "the longest"],
+)
+def test_the_daemon_reads_the_key_that_the_plugin_notes_and_the_plugin_finds_its_row(plugin, directive):
+    loaded = plugin()
+    text = "#!/bin/sh\n#GPUFARM  " + directive.decode("latin-1") + " \t\r\n"
+    assert loaded.submit(script=text)[0] == OK
+    (noted,) = slurm_daemon.read_wanted(loaded.wanted)
+    row = slurm_daemon.DirectiveRow(1, "yes", "a100", "gpufarm: known")
+    slurm_daemon.write_table(loaded.table, {noted: row})
+    assert slurm_daemon.read_table(loaded.table) == {noted: row}
+    assert loaded.submit(script=text)[1]["comment"] == "gpufarm: known"
 
 
 # ---- a real slurmctld
