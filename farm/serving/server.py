@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ import uvicorn
 
 from conf.cli import EXIT_INTERRUPTED
 from conf.errors import EnvironmentProblem, UsageError
+from farm.serving.connections import GuardedServer
 from farm.serving.request_log import RequestLog
 from farm.serving.service_metrics import FOLDER_VARIABLE
 from farm.serving.settings import ServeSettings
@@ -69,6 +71,7 @@ def only_service(folder: DataFolder) -> Iterator[None]:
 
 def _serve(settings: ServeSettings, folder: DataFolder) -> int:
     log = RequestLog(settings.log)
+    _raise_file_limit()
     listening = _listening(settings)
     store = TraceStore(folder.service)
     limits = TraceLimits(
@@ -87,6 +90,13 @@ def _serve(settings: ServeSettings, folder: DataFolder) -> int:
         listening.close()
         store.close()
         shutil.rmtree(metrics_folder, ignore_errors=True)
+
+
+def _raise_file_limit() -> None:
+    """Let this process and those that it starts open as many files as the machine allows: each connection is one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Answering:
@@ -162,11 +172,11 @@ def _answer_requests(settings: ServeSettings, listening: socket.socket) -> None:
     config = uvicorn.Config(
         make_application(settings), log_config=None, log_level="warning", access_log=False, backlog=_BACKLOG,
         timeout_graceful_shutdown=_STOP_S, timeout_keep_alive=_KEEP_ALIVE_S, server_header=False,
-        ssl_certfile=settings.certificate, ssl_keyfile=settings.private_key,
+        ssl_certfile=settings.certificate, ssl_keyfile=settings.private_key, ws="none",
     )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = GuardedServer(config, listening, settings.limits)
     threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
-    server.run([listening])
+    server.run()
 
 
 def _end_with_parent(server: uvicorn.Server) -> None:

@@ -29,6 +29,12 @@ class LimitSettings:
     rows: int = key(10_000, "rows of a query in the explorer", "int >= 1")
     download_rows: int = key(1_000_000, "rows of a download from the explorer", "int >= 1")
     query_s: float = key(8.0, "a query in the explorer may take", "number > 0")
+    connections: int = key(1000, "open connections of one process; the longest idle one makes room", "int >= 1")
+    peer_connections: int = key(400, "of them from one address, or one /64 of IPv6", "int >= 1")
+    head_kib: int = key(64, "of a request's line and headers", "int >= 1")
+    head_s: float = key(10.0, "from a connection or a request's first byte to the end of its headers", "number > 0")
+    body_s: float = key(30.0, "the rest of a request may take to arrive", "number > 0")
+    unread_s: float = key(30.0, "a client may read nothing of an answer", "number > 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,258 @@
+"""Bounds what a client takes before and beside its requests: connections, bytes of a head, and time.
+
+Start reading at `GuardedServer`, uvicorn's server with a listener of its own. `Listener` accepts connections and ends
+those that are late; `GuardedConnection` is uvicorn's protocol, which also knows what its client is late with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import resource
+import socket
+from enum import Enum
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from farm.serving.settings import LimitSettings
+
+_ACCEPTED_AT_ONCE = 64
+_LOOK_EVERY_S = 1.0
+_NO_DESCRIPTOR_S = 0.1  # a pause of accepting where the process has no file descriptor left
+_OTHER_FILES = 256  # that a process has open beside its connections
+_MOST_HEADERS = 100
+_MOST_PIPELINED = 16
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)  # fmt: skip
+
+
+class _Awaited(Enum):
+    """What a client has yet to send."""
+
+    REQUEST = 0  # nothing of it has arrived
+    HEAD = 1
+    BODY = 2
+
+
+class GuardedServer(uvicorn.Server):
+    """uvicorn's server, which answers connections of `listening` within the limits."""
+
+    def __init__(self, config: uvicorn.Config, listening: socket.socket, limits: LimitSettings) -> None:
+        super().__init__(config)
+        self._listener = Listener(self, listening, limits)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start without a listener of uvicorn's, then accept."""
+        await super().startup(sockets=[])
+        if self.started:
+            self._listener.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, then finish the requests that are being answered."""
+        self._listener.close()
+        await super().shutdown(sockets=[])
+
+
+class Listener:
+    """Accepts one process's connections, at most so many in all and from one peer."""
+
+    def __init__(self, server: uvicorn.Server, listening: socket.socket, limits: LimitSettings) -> None:
+        self.server, self.limits = server, limits
+        self._listening = listening
+        self._most = min(limits.connections, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES))
+        self._open: dict[GuardedConnection, None] = {}
+        self._of_peer: dict[str, dict[GuardedConnection, None]] = {}
+        self._opening: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Accept connections from now on, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._listening.setblocking(False)
+        self._loop.add_reader(self._listening, self._accept)
+        self._end_late_ones()
+
+    def close(self) -> None:
+        """Accept no more. Connections that are open stay, and are no longer watched."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._loop.remove_reader(self._listening)
+        self._listening.close()
+
+    def forget(self, connection: GuardedConnection) -> None:
+        """Count a connection no longer."""
+        self._open.pop(connection, None)
+        of_peer = self._of_peer.get(connection.peer, {})
+        of_peer.pop(connection, None)
+        if not of_peer:
+            self._of_peer.pop(connection.peer, None)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                accepted, address = self._listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:  # no descriptor or no memory is left; the queue of the kernel keeps those that wait
+                self._loop.remove_reader(self._listening)
+                self._loop.call_later(_NO_DESCRIPTOR_S, self._accept_again)
+                return
+            self._take(accepted, peer_of(address[0]))
+
+    def _accept_again(self) -> None:
+        if self._listening.fileno() >= 0:
+            self._loop.add_reader(self._listening, self._accept)
+
+    def _take(self, accepted: socket.socket, peer: str) -> None:
+        if not self._has_room(self._of_peer.get(peer, {}), self.limits.peer_connections) or not self._has_room(
+            self._open, self._most
+        ):
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        connection = GuardedConnection(self, accepted, peer)
+        self._open[connection] = None
+        self._of_peer.setdefault(peer, {})[connection] = None
+        tls = self.server.config.ssl
+        opening = self._loop.create_task(
+            self._loop.connect_accepted_socket(
+                lambda: connection, accepted, ssl=tls,
+                ssl_handshake_timeout=None if tls is None else self.limits.head_s,
+            )
+        )  # fmt: skip
+        self._opening.add(opening)
+        opening.add_done_callback(lambda task: self._opened(task, connection))
+
+    def _opened(self, opening: asyncio.Task[Any], connection: GuardedConnection) -> None:
+        self._opening.discard(opening)
+        if opening.cancelled() or opening.exception() is not None:  # the handshake failed, or the client has gone
+            self.forget(connection)
+
+    def _has_room(self, group: dict[GuardedConnection, None], most: int) -> bool:
+        """Return whether one more fits, after ending the one that has waited longest where there are too many."""
+        if len(group) < most:
+            return True
+        waiting = [connection for connection in group if not connection.is_answering]
+        if not waiting:
+            return False
+        max(waiting, key=GuardedConnection.dispensability).end()
+        return True
+
+    def _end_late_ones(self) -> None:
+        now = self._loop.time()
+        for connection in [one for one in self._open if one.is_late(now)]:
+            connection.end()
+        self._timer = self._loop.call_later(_LOOK_EVERY_S, self._end_late_ones)
+
+
+class GuardedConnection(HttpToolsProtocol):
+    """One connection, which knows what its client has yet to send and since when."""
+
+    def __init__(self, listener: Listener, accepted: socket.socket, peer: str) -> None:
+        server = listener.server
+        loop = asyncio.get_running_loop()
+        super().__init__(server.config, server.server_state, server.lifespan.state, loop)
+        self.peer = peer
+        self._listener, self._accepted, self._limits = listener, accepted, listener.limits
+        self._awaited = _Awaited.HEAD  # so that one that never sends anything is late, too
+        self._since = self._read_since = loop.time()
+        self._unparsed = 0  # bytes since the parser last handed on a head, a piece of a body or its end
+        self._unsent = 0  # bytes of answers at the last look
+
+    @property
+    def is_answering(self) -> bool:
+        """Return whether a request is being worked on."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def dispensability(self) -> tuple[bool, float]:
+        """Return what grows with how little is lost without this connection: idle ones first, then by their wait."""
+        return self._awaited is _Awaited.REQUEST, -self._since
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the client takes too long, at the loop's time `now`: with a head, with a body, or to read."""
+        limits, waited_s = self._limits, now - self._since
+        if self.transport is None:  # the TLS handshake
+            return waited_s > limits.head_s
+        unsent = self.transport.get_write_buffer_size()
+        if unsent < self._unsent or not (unsent or self.transport.is_closing()):
+            self._read_since = now
+        self._unsent = unsent
+        if now - self._read_since > limits.unread_s:
+            return True
+        if self._awaited is _Awaited.BODY:
+            return waited_s > limits.body_s and not self.pipeline
+        return self._awaited is _Awaited.HEAD and waited_s > limits.head_s and not self.is_answering
+
+    def end(self) -> None:
+        """Close the connection at once, and count it no longer."""
+        self._listener.forget(self)
+        if self.transport is not None:
+            self.transport.abort()
+        else:
+            with contextlib.suppress(OSError):
+                self._accepted.shutdown(socket.SHUT_RDWR)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Count the connection no longer."""
+        self._listener.forget(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what arrived. What the parser keeps for too long, a head, a trailer or a chunk's size, is refused."""
+        if self._awaited is _Awaited.REQUEST:
+            self._await(_Awaited.HEAD)
+        self._unparsed += len(data)
+        super().data_received(data)
+        if self._unparsed > 1024 * self._limits.head_kib and not self.transport.is_closing():
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        if self._awaited is not _Awaited.HEAD:
+            self._await(_Awaited.HEAD)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header, but none of the trailers behind a body, and no more than a request needs."""
+        if self._awaited is _Awaited.HEAD:
+            if len(self.headers) >= _MOST_HEADERS:
+                raise ValueError(f"more than {_MOST_HEADERS} headers")  # which the parser turns into a 400
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer."""
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            raise ValueError(f"more than {_MOST_PIPELINED} requests at once")
+        self._await(_Awaited.BODY)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Hand a piece of the body on."""
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the request."""
+        self._await(_Awaited.REQUEST)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Give the client its time anew: it may have waited for the answer."""
+        self._since = self.loop.time()
+        super().on_response_complete()
+
+    def _await(self, awaited: _Awaited) -> None:
+        self._awaited, self._since, self._unparsed = awaited, self.loop.time(), 0
+
+
+def peer_of(host: str) -> str:
+    """Return what counts as one peer: an IPv4 address, or the network of 64 bits of an IPv6 address."""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host)
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))

@@ -1,0 +1,226 @@
+"""What a client can hold of the service without a request: connections, memory and time, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import resource
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+
+import pytest
+import uvicorn
+
+from farm.serving.connections import GuardedServer, peer_of
+from farm.serving.settings import LimitSettings
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+LARGE = 8 << 20  # bytes of the answer of /large, more than sockets buffer
+
+
+async def application(scope, receive, send):
+    """Answers with the size of the body, or with LARGE bytes."""
+    if scope["type"] != "http":
+        return
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    body = bytes(LARGE) if scope["path"] == "/large" else b"%d %d" % (size, len(scope["headers"]))
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.contextmanager
+def listening(loop="uvloop", certificate=None, key=None, **limits):
+    """A server in a thread of this process; yields its port and the server."""
+    taken = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    config = uvicorn.Config(
+        application, lifespan="off", log_config=None, log_level="critical", loop=loop, ws="none",
+        timeout_graceful_shutdown=1, ssl_certfile=certificate, ssl_keyfile=key,
+    )  # fmt: skip
+    port = taken.getsockname()[1]
+    server = GuardedServer(config, taken, LimitSettings(**limits))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield port, server
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def connected(port, sent=b"", receive_buffer=None):
+    client = socket.socket()
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.settimeout(10)
+    client.connect(("127.0.0.1", port))
+    client.sendall(sent)
+    return client
+
+
+def ended(client):
+    """Whether the server closes the connection; what it sends before is read."""
+    try:
+        while client.recv(1 << 20):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def asked(port, path="/", **options):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("POST", path, b"four", options)
+        return connection.getresponse().read()
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET / HT", HEAD, HEAD + b"content-length: 9\r\n\r\nab",
+     HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: "],
+    ids=["nothing", "half a line", "half a head", "half a body", "half a trailer"],
+)  # fmt: skip
+def test_a_client_that_does_not_go_on_is_let_go(loop, sent):
+    with listening(loop, head_s=0.2, body_s=0.2) as (port, _):
+        late = connected(port, sent)
+        began = time.monotonic()
+        assert asked(port) == b"4 3"
+        assert ended(late) and time.monotonic() - began < 5
+
+
+def test_a_blank_line_after_a_request_holds_no_connection():
+    with listening(head_s=0.2) as (port, _):
+        client = connected(port, HEAD + b"content-length: 0\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.1 200"
+        client.sendall(b"\r\n")
+        began = time.monotonic()
+        assert ended(client) and time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_client_that_never_reads_its_answer_is_let_go(loop):
+    with listening(loop, unread_s=0.2) as (port, server):
+        request = b"POST /large HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
+        clients = [connected(port, request, receive_buffer=4096) for _ in range(2)]
+        assert len(asked(port, "/large")) == LARGE
+        until = time.monotonic() + 8
+        while server.server_state.connections and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not server.server_state.connections
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [(b"GET /", b"a"), (HEAD + b"x: ", b"a"), (HEAD, b"x: a\r\n"),
+     (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ", b"a"),
+     (HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"a"),
+     (HEAD + b"content-length: 4\r\n\r\nfour", HEAD + b"content-length: 0\r\n\r\n")],
+    ids=["a URL", "a header", "headers", "a trailer", "a chunk's extension", "pipelined requests"],
+)  # fmt: skip
+def test_what_never_ends_is_refused_before_it_takes_memory(start, piece):
+    with listening(head_kib=64) as (port, _):
+        client = connected(port, start)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 4 << 20:
+                client.sendall(piece * (65_536 // len(piece)))
+                sent += 65_536
+        assert sent < 4 << 20 and ended(client)
+        assert asked(port) == b"4 3"
+
+
+def test_a_request_within_the_limits_is_answered_whatever_its_shape():
+    with listening(head_kib=64) as (port, _):
+        assert asked(port, "/" + "a" * 30_000, **{f"x-{place}": "y" * 300 for place in range(90)}) == b"4 93"
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("POST", "/", (b"a" * 50_000 for _ in range(20)), encode_chunked=True)
+        assert connection.getresponse().read().startswith(b"1000000 ")
+        connection.request("POST", "/", b"a" * 1_000_000)
+        assert connection.getresponse().read().startswith(b"1000000 ")
+        connection.close()
+
+
+def test_many_half_open_connections_lock_nobody_out_and_idle_ones_make_room_first():
+    with listening(peer_connections=20, connections=30) as (port, server):
+        half_open = connected(port, HEAD)
+        idle = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        idle.request("GET", "/")
+        assert idle.getresponse().read() == b"0 2"
+        held = [connected(port, HEAD) for _ in range(18)]
+        assert asked(port) == b"4 3"
+        assert ended(idle.sock)
+        half_open.sendall(b"content-length: 0\r\nconnection: close\r\n\r\n")
+        assert half_open.recv(12) == b"HTTP/1.1 200"
+        held += [connected(port, HEAD) for _ in range(200)]
+        for _ in range(3):
+            assert asked(port) == b"4 3"
+        assert len(server.server_state.connections) <= 20
+        for client in held:
+            client.close()
+
+
+def test_no_file_descriptor_left_is_a_pause_and_no_end():
+    with listening() as (port, _):
+        assert asked(port) == b"4 3"
+        clients = [socket.socket() for _ in range(3)]
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (clients[-1].fileno() + 1, before[1]))
+            for client in clients:
+                client.settimeout(10)
+                client.connect(("127.0.0.1", port))
+                client.sendall(HEAD + b"content-length: 0\r\nconnection: close\r\n\r\n")
+        finally:
+            time.sleep(0.2)  # in which the server tries in vain
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert all(client.recv(12) == b"HTTP/1.1 200" for client in clients)
+        for client in clients:
+            client.close()
+
+
+@pytest.fixture(scope="module")
+def tls_files(tmp_path_factory):
+    """A certificate of localhost and its key."""
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "tls.crt"), str(folder / "tls.key")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_tls_handshake_that_never_ends_is_let_go_and_counts_as_a_connection(loop, tls_files):
+    certificate, key = tls_files
+    context = ssl.create_default_context(cafile=certificate)
+    with listening(loop, certificate, key, head_s=0.4, peer_connections=20) as (port, _):
+        silent = [connected(port) for _ in range(60)]
+        with context.wrap_socket(connected(port), server_hostname="localhost") as client:
+            client.sendall(HEAD + b"content-length: 0\r\n\r\n")
+            assert client.recv(12) == b"HTTP/1.1 200"
+            client.sendall(b"GET / HT")
+            began = time.monotonic()
+            assert all(map(ended, silent)) and ended(client) and time.monotonic() - began < 5
+
+
+def test_a_peer_is_an_address_of_ipv4_or_a_network_of_ipv6():
+    assert peer_of("2001:db8:1:2:3::4") == peer_of("2001:db8:1:2:ffff::1") != peer_of("2001:db8:1:3::4")
+    assert peer_of("::ffff:192.0.2.1") == peer_of("192.0.2.1") != peer_of("192.0.2.2")
+    assert peer_of("fe80::1%eth0")

@@ -1,0 +1,150 @@
+"""The whole service under attack by clients without a token: connections, memory, and names of code.
+
+Each attack is as large as those that stopped the service once. An honest client is answered all the while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import resource
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from warehouse.folder import DataFolder
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "farm"))
+
+from test_serving import MLP, served
+
+pytestmark = pytest.mark.slow
+HALF_OPEN = 3000
+HALF_A_HEAD = b"POST /v1/estimate HTTP/1.1\r\nhost: localhost\r\nx-slow: "
+TOKEN = "0123456789abcdef-token"
+WITH_TOKEN = {"authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    """A service with a token and a trusted module, which leaves the file `it ran` where a command is run."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    (tmp_path / "nets.py").write_text("import os\nimport torch\nfrom os import system\n")
+    (tmp_path / "tokens").write_text(f"{TOKEN}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    data = DataFolder(tmp_path / "a'; echo foo").create().root
+    with served(data, f"token_file={tmp_path / 'tokens'}", "trust=[nets]") as service:
+        yield service
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def answer_s(service) -> float:
+    """The seconds until an honest client, which connects anew, has its answer."""
+    began = time.monotonic()
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+    with contextlib.closing(connection):
+        connection.request("GET", "/v1/devices", headers=WITH_TOKEN)
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.read()
+    return time.monotonic() - began
+
+
+def memory_mib(service) -> float:
+    return sum(one.memory_info().rss for one in service.answering()) / 2**20
+
+
+def connected(service) -> socket.socket:
+    client = socket.socket()
+    client.settimeout(5)
+    client.connect(("127.0.0.1", service.port))
+    return client
+
+
+def test_half_open_connections_lock_nobody_out_and_are_let_go(service):
+    held: list[socket.socket] = []
+    ended = threading.Event()
+
+    def attack() -> None:
+        """Keep so many connections open, a byte of a head at a time; open those anew that the service has closed."""
+        for place in itertools.cycle(range(HALF_OPEN)):
+            if ended.is_set():
+                return
+            try:
+                if place < len(held):
+                    held[place].sendall(b"a")
+                    continue
+                held.append(connected(service))
+            except OSError:
+                held[place].close()
+                with contextlib.suppress(OSError):
+                    held[place] = connected(service)
+            with contextlib.suppress(OSError):
+                held[place].sendall(HALF_A_HEAD)
+
+    before_mib = memory_mib(service)
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    try:
+        while len(held) < HALF_OPEN:
+            assert answer_s(service) < 5
+        waits_s = [answer_s(service) for _ in range(50)]
+        connections = [len(one.net_connections()) for one in service.answering()]
+    finally:
+        ended.set()
+        attacker.join()
+    print(f"longest wait {max(waits_s):.2f} s, connections {connections}, {memory_mib(service) - before_mib:+.0f} MiB")
+    assert max(waits_s) < 5 and max(connections) < 500
+    assert memory_mib(service) - before_mib < 200
+    until = time.monotonic() + 30
+    while any(len(one.net_connections()) > 20 for one in service.answering()):
+        assert time.monotonic() < until, "half-open connections are not let go"
+        time.sleep(0.2)
+    for client in held:
+        client.close()
+
+
+@pytest.mark.parametrize("start", [b"GET /", HALF_A_HEAD], ids=["a URL", "a header"])
+def test_a_head_without_end_takes_no_memory(service, start):
+    before_mib = memory_mib(service)
+    for _ in range(8):
+        with contextlib.closing(connected(service)) as client:
+            client.sendall(start)
+            sent_mib = 0
+            with contextlib.suppress(ConnectionError):
+                while sent_mib < 64:
+                    client.sendall(b"a" * 2**20)
+                    sent_mib += 1
+            assert sent_mib < 16
+    assert memory_mib(service) - before_mib < 50 and answer_s(service) < 5
+
+
+def test_a_client_that_reads_nothing_of_its_answers_is_let_go(service):
+    request = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer " + TOKEN.encode() + b"\r\n\r\n"
+    before_mib = memory_mib(service)
+    clients = []
+    for _ in range(100):
+        clients.append(connected(service))
+        with contextlib.suppress(OSError):
+            clients[-1].sendall(request * 16)
+    assert answer_s(service) < 5 and memory_mib(service) - before_mib < 200
+    until = time.monotonic() + 90
+    while any(len(one.net_connections()) > 20 for one in service.answering()):
+        assert time.monotonic() < until
+        time.sleep(0.5)
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize("factory", ["os.system", "os.popen", "torch.hub.load", "system"])
+def test_a_trusted_module_lends_nothing_that_it_imports(service, tmp_path, factory):
+    arguments = {"cmd" if factory == "os.popen" else "command": f"touch '{tmp_path}/it ran'"}
+    body = {"model": f"nets:{factory}", "arguments": arguments, "inputs": [1, 4]}
+    status, _, answer = service.post("/v1/estimate", body, prefer="wait=60", **WITH_TOKEN)
+    assert status == 422 and "nets" in answer["detail"] and not (tmp_path / "it ran").exists()
+    assert service.post("/v1/estimate", {"config": MLP}, **WITH_TOKEN)[0] == 200
