@@ -180,6 +180,9 @@ def test_an_admission_is_the_librarys(service):
     own = admit(estimate(MLP, method="fast"), GpuState(memory_mib=40_326, jobs=(JobProfile(**figures),)))
     assert given.admitted == own.admitted and given.why == own.why and given.slowdowns[1][0] == "busy"
     assert given.bound_mib == pytest.approx(own.bound_mib)
+    unbounded = {"job": {"figures": {"memory_mib": 9_000}}, "gpu": {"jobs": [{"figures": figures}]}}
+    status, document = problem_of(service.post("/v1/admit", unbounded))
+    assert status == 422 and document["errors"][0]["pointer"] == "/job/figures/memory_bound_mib"
 
 
 def test_a_plan_is_polled(service):
