@@ -52,7 +52,7 @@ class ServeSettings:
     host: str = key("127.0.0.1", "address to listen on; any but this machine's own needs token_file=")
     port: int = key(8350, "0 takes a free one", "int >= 0")
     processes: int = key(2, "that answer requests, each with the fast path", "int >= 1")
-    traces: int = key(1, "child processes that trace at the same time", "int >= 1")
+    traces: int = key(2, "child processes that trace at the same time; one client has at most all but one", "int >= 1")
     data: str | None = data_key()
     token_file: str | None = key(None, "tokens that clients send as `Authorization: Bearer TOKEN`, one a line", "path")
     open_metrics: bool = key(False, "true: /metrics needs no token")

@@ -129,18 +129,23 @@ class TraceStore:
                 self._db.execute("UPDATE questions SET wanted_at = ? WHERE key = ?", (self._clock(), key))
             return row
 
-    def lease(self) -> tuple[str, str] | None:
-        """Take the oldest question of the client whose turn is longest ago. Returns its key and its text, or None."""
+    def lease(self, most_of_client: int) -> tuple[str, str] | None:
+        """Take the oldest question of the client whose turn is longest ago. Returns its key and its text, or None.
+
+        A client of which `most_of_client` questions are being traced has no turn.
+        """
         with self._guard, self._explained():
             row = self._db.execute(
                 "UPDATE questions SET state = :running, started_at = :now, attempts = attempts + 1 WHERE key = ("
                 "  SELECT key FROM questions WHERE state = :queued AND client = ("
-                "    SELECT client FROM questions AS waiting WHERE state = :queued GROUP BY client ORDER BY"
+                "    SELECT client FROM questions AS waiting WHERE state = :queued AND client NOT IN ("
+                "      SELECT client FROM questions WHERE state = :running GROUP BY client HAVING count(*) >= :most"
+                "    ) GROUP BY client ORDER BY"
                 "      (SELECT max(started_at) FROM questions AS led WHERE led.client = waiting.client),"
                 "      min(asked_at), client LIMIT 1"
                 "  ) ORDER BY asked_at, key LIMIT 1"
                 ") RETURNING key, question",
-                {"running": RUNNING, "queued": QUEUED, "now": self._clock()},
+                {"running": RUNNING, "queued": QUEUED, "now": self._clock(), "most": most_of_client},
             ).fetchone()
             return None if row is None else (row[0], row[1])
 

@@ -60,17 +60,24 @@ def test_a_client_leaves_as_many_places_free_as_it_holds():
 def test_one_clients_questions_leave_room_and_turns_to_others(store):
     assert len(ask_many(store, "greedy", 1000)) == 50
     (single,) = ask_many(store, "other", 1)
-    leased = [store.lease()[0] for _ in range(4)]
+    leased = [store.lease(9)[0] for _ in range(4)]
     assert single in leased[:2] and leased[2:] == ["greedy0001", "greedy0002"]
     late = ask_many(store, "late", 2)
-    assert [store.lease()[0] for _ in range(3)] == [late[0], "greedy0003", late[1]]
+    assert [store.lease(9)[0] for _ in range(3)] == [late[0], "greedy0003", late[1]]
+
+
+def test_a_client_whose_traces_run_leaves_one_child_to_others(store):
+    ask_many(store, "greedy", 10)
+    assert store.lease(1) and store.lease(1) is None
+    (single,) = ask_many(store, "other", 1)
+    assert store.lease(1)[0] == single
 
 
 def test_a_question_that_a_busy_client_asked_first_takes_the_turn_of_whoever_else_wants_it(store):
     ask_many(store, "greedy", 50)
-    store.lease()
+    store.lease(9)
     assert store.ask("greedy0049", "{}", "other", LIMITS).state == QUEUED
-    assert store.lease()[0] == "greedy0049"
+    assert store.lease(9)[0] == "greedy0049"
 
 
 def test_large_questions_of_one_client_leave_space_to_others(store):
@@ -81,7 +88,7 @@ def test_large_questions_of_one_client_leave_space_to_others(store):
 def test_answers_are_kept_for_a_while_and_their_space_is_given_back(store, clock, tmp_path):
     keys = ask_many(store, "someone", 40, "x" * 20_000)
     for _ in keys:
-        store.answered(store.lease()[0], {"large": "y" * 80_000})
+        store.answered(store.lease(9)[0], {"large": "y" * 80_000})
     store.forget(LIMITS)
     assert store.get(keys[0]).state == DONE and size_of(tmp_path) > 3 * 2**20
     clock.now += 700
@@ -98,14 +105,14 @@ def test_a_question_that_nobody_asks_for_any_more_is_dropped(store, clock):
     store.get(polled)
     clock.now += 200
     store.forget(LIMITS)
-    assert store.get(left) is None and store.lease()[0] == polled and store.lease() is None
+    assert store.get(left) is None and store.lease(9)[0] == polled and store.lease(9) is None
 
 
 def test_beyond_the_bound_of_the_file_the_oldest_answers_go(store, clock, tmp_path):
     for place in range(30):
         ask_many(store, "someone", 1, first=place)
         clock.now += 1
-        store.answered(store.lease()[0], {"large": "y" * 250_000})
+        store.answered(store.lease(9)[0], {"large": "y" * 250_000})
         store.forget(LIMITS)
     kept = [place for place in range(30) if store.get(f"someone{place:04}") is not None]
     assert kept == list(range(30 - len(kept), 30)) and 14 <= len(kept) <= 17
