@@ -111,9 +111,12 @@ class Client:
             ]
             results = self.ask("POST", "/v1/estimate:batch", {"jobs": jobs})["results"]
             for place, result in enumerate(results, start):
-                if "estimate" not in result and "url" not in result:
+                if result["status"] == _BUSY:  # beyond this client's share; the answers before it have made room
+                    done = self.ask("POST", "/v1/estimate", jobs[place - start])
+                elif "estimate" not in result and "url" not in result:
                     raise Refused({**result, "detail": f"configs[{place}]: {result.get('detail')}"})
-                done = result if "estimate" in result else self.ask("GET", result["url"])
+                else:
+                    done = result if "estimate" in result else self.ask("GET", result["url"])
                 estimates.append(Estimate.from_mapping(done["estimate"]))
         return estimates
 
@@ -171,6 +174,7 @@ class Client:
         ends = time.monotonic() + self._timeout_s
         content = None if body is None else json.dumps(body).encode()
         for pause_s in _pauses():
+            asked_at = time.monotonic()
             status, headers, text = self._sent(method, path, content, ends)
             if status == _OK:
                 return _parsed(text)
@@ -180,8 +184,8 @@ class Client:
                 raise Refused(_parsed(text))
             if time.monotonic() > ends:
                 raise EnvironmentProblem(f"{self._url} gave no answer within {self._timeout_s:g} s")
-            if status in _AGAIN:
-                time.sleep(max(float(headers.get("retry-after", 0)), pause_s))
+            back_at = asked_at + float(headers.get("retry-after", 0))
+            time.sleep(max(back_at - time.monotonic(), pause_s if status in _AGAIN else 0.0))
         raise AssertionError("pauses never end")
 
     def _sent(

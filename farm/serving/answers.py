@@ -93,8 +93,8 @@ class AdmitAnswer(BaseModel):
     admitted: bool
     why: str
     slowdowns: list[SlowdownFields]
-    risk: float | None
-    coverage: float | None
+    risk: float
+    coverage: float
     bound_mib: float
     memory_mib: float
 

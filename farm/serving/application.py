@@ -9,8 +9,9 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -23,14 +24,15 @@ from starlette.responses import PlainTextResponse
 from conf.errors import CommandError, EnvironmentProblem
 from farm.serving import answers, requests
 from farm.serving.explorer_pages import ExplorerPages, add_pages
-from farm.serving.fast_answers import FastEstimates, admission, fits_of, largest_batch_of
-from farm.serving.gate import Gate, GateRules, wait_asked
+from farm.serving.fast_answers import TOGETHER, FastEstimates, admission, fits_of, largest_batch_of
+from farm.serving.gate import CLIENT, Gate, GateRules, wait_asked
 from farm.serving.kubernetes import reviewed
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.question_access import LocalQuestions, QuestionAccess
 from farm.serving.questions import (
     ClientQuestion,
     Policy,
+    at_once_problem,
     config_at,
     device_at,
     estimate_question,
@@ -41,13 +43,17 @@ from farm.serving.request_log import RequestLog
 from farm.serving.service_metrics import ServiceMetrics
 from farm.serving.service_state import ServiceState
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_store import DONE, FAILED, Traced, TraceStore
+from farm.serving.shares import Places
+from farm.serving.trace_store import DONE, FAILED, QuestionLimits, Traced, TraceStore
 from learn.estimation.job_estimate import Estimate
 from warehouse.folder import DataFolder
 
 _JSON = "application/json"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S, _LOOK_SELDOM_S = 0.05, 0.5
+_FORGET_EVERY_S = 10.0
+_LARGEST_QUESTION = 320 * 1024  # characters of JSON: questions are stored
+_SEARCH_COST = 32  # jobs that a search for the largest batch looks at, about
 _OLD_PULSE_S = 10.0
 _PARTS = {"estimate": "estimate", "fit": "fit", "plan": "plan"}
 _PATHS = {"estimate": "/v1/estimates/", "fit": "/v1/fits/", "plan": "/v1/plans/"}
@@ -64,8 +70,19 @@ _POLLED: dict[int | str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, and how long the request may wait for a trace."""
+
+    client: str
+    wait_s: float
+
+
 class EstimationService:
-    """One process's share of the service. questions: those for traces; default the data folder's own."""
+    """One process's share of the service. questions: those for traces; default the data folder's own.
+
+    A request holds a place of `working`, or of `waiting` while it waits for a trace.
+    """
 
     def __init__(self, settings: ServeSettings, questions: QuestionAccess | None = None) -> None:
         folder = DataFolder.resolve(settings.data)
@@ -76,49 +93,61 @@ class EstimationService:
         self.metrics = ServiceMetrics()
         self.fast = FastEstimates(str(folder.root), self.scrubber)
         self.policy = Policy(settings.trust, settings.scripts)
+        limits = settings.limits
+        self.working, self.waiting = Places(limits.concurrent), Places(limits.concurrent)
+        self._question_limits = QuestionLimits(limits.queued, 2**20 * limits.stored_mib, settings.cache_s)
         self._state = ServiceState(folder)
         self.warm = False
 
-    async def estimate(self, request: requests.EstimateRequest, prefer: str) -> Response:
+    def caller(self, request: Request) -> Caller:
+        """Return who asks, as the gate has it."""
+        wait_s = wait_asked(request.headers.get("prefer", ""), self.settings.limits.wait_s)
+        return Caller(request.scope[CLIENT], wait_s)
+
+    async def estimate(self, request: requests.EstimateRequest, caller: Caller) -> Response:
         """Return 200 with the estimate, or 202 with where it will be. Raises `Problem`."""
         question = estimate_question(request, self.policy)
         if question.fast:
             return _json(await self._fast(question))
-        return await self._traced(question, prefer)
+        return await self._traced(question, caller)
 
-    async def batch(self, jobs: list[dict[str, Any]]) -> Response:
-        """Return one result for each job."""
+    async def batch(self, jobs: list[dict[str, Any]], caller: Caller) -> Response:
+        """Return one result for each job. Works on few at a time: others have their turns in between."""
         if len(jobs) > self.settings.limits.batch:
             raise invalid(f"a batch has at most {self.settings.limits.batch:,} jobs, got {len(jobs):,}", "/jobs")
-        results = await asyncio.gather(*(self._of_batch(job, place) for place, job in enumerate(jobs)))
+        results: list[bytes] = []
+        with self._places(caller, min(len(jobs), TOGETHER)):
+            for start in range(0, len(jobs), TOGETHER):
+                turn = enumerate(jobs[start : start + TOGETHER], start)
+                results += await asyncio.gather(*(self._of_batch(job, place, caller) for place, job in turn))
         return _json(b'{"results":[' + b",".join(results) + b"]}")
 
-    async def fit(self, request: requests.FitRequest, prefer: str) -> Response:
+    async def fit(self, request: requests.FitRequest, caller: Caller) -> Response:
         """Return what fits. Raises `Problem`."""
         question = fit_question(request, self.policy)
         if not question.fast:
-            return await self._traced(question, prefer)
+            return await self._traced(question, caller)
         config, values, by = question.config, question.values, request.by
         assert config is not None
         if request.find == "devices":
             devices = values["devices"]
-            fits = await self._in_thread(lambda: fits_of(self.fast, config, devices, by, request.machine))
+            with self._places(caller, len(devices)):
+                fits = await self._in_thread(lambda: fits_of(self.fast, config, devices, by, request.machine))
             fit = {"find": "devices", "devices": fits}
         else:
             device = values["device"]
-            fit = await self._in_thread(lambda: largest_batch_of(self.fast, config, device, by, request.machine))
+            with self._places(caller, _SEARCH_COST):
+                fit = await self._in_thread(lambda: largest_batch_of(self.fast, config, device, by, request.machine))
             fit["find"] = "largest_batch"
         answer = {"id": question.key(self._state.text), "status": "done", "method": "fast", "fit": fit}
         return _json(json.dumps(self.scrubber.values(answer)).encode())
 
-    async def plan(self, request: requests.PlanRequest, prefer: str) -> Response:
+    async def plan(self, request: requests.PlanRequest, caller: Caller) -> Response:
         """Return the layouts, or where they will be. Raises `Problem`."""
-        return await self._traced(plan_question(request, self.policy), prefer)
+        return await self._traced(plan_question(request, self.policy), caller)
 
-    async def admit(self, request: requests.AdmitRequest) -> Response:
+    async def admit(self, request: requests.AdmitRequest, caller: Caller) -> Response:
         """Return whether the job may join. Raises `Problem`."""
-        from learn.estimation.fast_estimates import fast_problem
-
         device = device_at(request.gpu.device, "/gpu/device")
         jobs: list[Any] = []
         places = ["/job", *(f"/gpu/jobs/{at}" for at in range(len(request.gpu.jobs)))]
@@ -128,14 +157,15 @@ class EstimationService:
                 continue
             assert job.config is not None
             config = config_at(job.config, f"{pointer}/config", self.policy.trust)
-            if problem := fast_problem(config, device):
+            if problem := at_once_problem(config, device):
                 advice = "ask /v1/estimate for it, and give its figures"
                 raise invalid(f"{problem}; {advice}", f"{pointer}/config")
             jobs.append(config)
         memory_mib = request.gpu.memory_mib or device.memory_mib
         gpu = {"device": device.name, "memory_mib": memory_mib, "used_mib": request.gpu.used_mib}
         limits = {"risk": request.risk, "max_slowdown": request.max_slowdown}
-        answer = await self._in_thread(lambda: admission(self.fast, jobs, gpu, **limits))
+        with self._places(caller, len(jobs)):
+            answer = await self._in_thread(lambda: admission(self.fast, jobs, gpu, **limits))
         return _json(json.dumps(self.scrubber.values(answer)).encode())
 
     async def review(self, review: dict[str, Any]) -> Response:
@@ -147,12 +177,12 @@ class EstimationService:
         self.metrics.answered("fast")
         return Estimate.from_mapping(json.loads(await self.fast.estimate(question)))
 
-    async def answer_of(self, kind: str, key: str, prefer: str) -> Response:
+    async def answer_of(self, kind: str, key: str, caller: Caller) -> Response:
         """Return a traced question's answer, or 202. Raises `Problem`."""
         row = await self.questions.get(key)
         if row is None:
             raise Problem(HTTPStatus.NOT_FOUND, "not-found", "There is no question of this id, or it was long ago.")
-        return await self._waited(kind, row, prefer)
+        return await self._waited(kind, row, caller)
 
     async def health(self) -> answers.Health:
         """Return whether this process can answer all that it takes."""
@@ -171,6 +201,26 @@ class EstimationService:
         gc.freeze()  # a full collection over all that torch imports stops a process for 100 ms
         self.warm = True
 
+    async def forget_regularly(self) -> None:
+        """Keep the questions for traces within their bounds, until it is cancelled."""
+        while True:
+            await asyncio.sleep(_FORGET_EVERY_S)
+            try:
+                await self.questions.forget(self._question_limits)
+            except Exception as error:  # a full disk, or a deployment of Ray Serve that is started anew
+                self.log.event("forget", problem=str(error))
+
+    @contextmanager
+    def _places(self, caller: Caller, jobs: int) -> Iterator[None]:
+        """Hold a place for each job that a request works on at the same time; it has one. Raises `Problem`."""
+        more = min(jobs, max(1, self.working.limit // 4)) - 1
+        if not self.working.take(caller.client, more):
+            raise busy("Your share of what is worked on is used up; try again in a second.")
+        try:
+            yield
+        finally:
+            self.working.give_back(caller.client, more)
+
     async def _fast(self, question: ClientQuestion) -> bytes:
         hits = self.fast.hits
         text = await self.fast.estimate(question)
@@ -178,7 +228,7 @@ class EstimationService:
         key = question.key(self._state.text).encode()
         return b'{"id":"' + key + b'","status":"done","method":"fast","estimate":' + text + b"}"
 
-    async def _of_batch(self, job: dict[str, Any], place: int) -> bytes:
+    async def _of_batch(self, job: dict[str, Any], place: int, caller: Caller) -> bytes:
         try:
             try:
                 request = _BODY.validate_python(job)
@@ -187,34 +237,38 @@ class EstimationService:
             question = estimate_question(request, self.policy)
             if question.fast:
                 return await self._fast(question)
-            row = await self._ask(question)
+            row = await self._ask(question, caller)
             if row.state == FAILED:
                 raise _failed(row)
             return json.dumps(_done("estimate", row) if row.state == DONE else _pending("estimate", row)).encode()
         except Problem as problem:
             return json.dumps(problem.document()).encode()
 
-    async def _ask(self, question: ClientQuestion) -> Traced:
-        limits = self.settings.limits
+    async def _ask(self, question: ClientQuestion, caller: Caller) -> Traced:
+        if len(question.text) > _LARGEST_QUESTION:
+            detail = f"A question for a trace has at most {_LARGEST_QUESTION // 1024} KiB of JSON."
+            raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body-too-large", detail)
         key = question.key(self._state.text)
-        row = await self.questions.ask(key, question.text, limits.queued, self.settings.cache_s)
+        row = await self.questions.ask(key, question.text, caller.client, self._question_limits)
         if row is None:
-            raise busy(f"{limits.queued:,} questions wait for a trace; try again later.", retry_after_s=30)
+            raise busy("Your share of the questions that wait for a trace is used up; try again later.", 30)
         if row.is_over:
             self.metrics.answered("cache")
         return row
 
-    async def _traced(self, question: ClientQuestion, prefer: str) -> Response:
-        return await self._waited(question.kind, await self._ask(question), prefer)
+    async def _traced(self, question: ClientQuestion, caller: Caller) -> Response:
+        return await self._waited(question.kind, await self._ask(question, caller), caller)
 
-    async def _waited(self, kind: str, row: Traced, prefer: str) -> Response:
-        """Return the answer, waiting as long as the client asked to."""
-        ends = time.monotonic() + wait_asked(prefer, self.settings.limits.wait_s)
-        current: Traced | None = row
-        while current is not None and not current.is_over and time.monotonic() < ends:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            current = await self.questions.get(row.key)
-        row = current or row
+    async def _waited(self, kind: str, row: Traced, caller: Caller) -> Response:
+        """Return the answer, waiting as long as the client asked to; not at all beyond its share of those who wait."""
+        client = caller.client
+        if not row.is_over and caller.wait_s and self.waiting.take(client):
+            self.working.give_back(client)
+            try:
+                row = await self._over(row, caller.wait_s)
+            finally:
+                self.waiting.give_back(client)
+                self.working.hold(client)  # the gate gives it back
         if row.state == FAILED:
             raise _failed(row)
         if row.state == DONE:
@@ -222,6 +276,16 @@ class EstimationService:
         pending = _pending(kind, row)
         headers = {"location": pending["url"], "retry-after": "1"}
         return _json(json.dumps(pending).encode(), HTTPStatus.ACCEPTED, headers)
+
+    async def _over(self, row: Traced, wait_s: float) -> Traced:
+        """Return the row when it is over, or as it is after the time."""
+        began = time.monotonic()
+        current: Traced | None = row
+        while current is not None and not current.is_over and (waited_s := time.monotonic() - began) < wait_s:
+            row = current
+            await asyncio.sleep(min(max(_LOOK_EVERY_S, waited_s / 10), _LOOK_SELDOM_S))
+            current = await self.questions.get(row.key)
+        return current or row
 
     async def _in_thread(self, work: Any) -> Any:
         try:
@@ -243,7 +307,9 @@ def make_application(settings: ServeSettings, questions: QuestionAccess | None =
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await service.warm_up()
+        forgetting = asyncio.create_task(service.forget_regularly())
         yield
+        forgetting.cancel()
         pages.close()
         service.fast.close()
         service.questions.close()
@@ -263,39 +329,38 @@ def make_application(settings: ServeSettings, questions: QuestionAccess | None =
         settings.tokens,
         frozenset(hosts),
         1024 * limits.body_kib,
-        limits.concurrent,
         limits.inline_s,
         limits.wait_s,
         settings.open_metrics,
     )
-    return Gate(app, rules, service.log, service.metrics)
+    return Gate(app, rules, service.working, service.log, service.metrics)
 
 
 def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.post("/v1/estimate", response_model=answers.EstimateAnswer, responses=_POLLED, tags=["estimates"])
     async def estimate(body: requests.EstimateRequest, request: Request) -> Response:
         """Estimate a job's memory, utilization and step time: at once by the fast path, or traced (202)."""
-        return await service.estimate(body, request.headers.get("prefer", ""))
+        return await service.estimate(body, service.caller(request))
 
     @app.post("/v1/estimate:batch", response_model=answers.BatchAnswer, responses=_REFUSALS, tags=["estimates"])
-    async def estimate_batch(body: requests.BatchRequest) -> Response:
+    async def estimate_batch(body: requests.BatchRequest, request: Request) -> Response:
         """Estimate many jobs; each has a result, a pending trace or a problem of its own."""
-        return await service.batch(body.jobs)
+        return await service.batch(body.jobs, service.caller(request))
 
     @app.post("/v1/fit", response_model=answers.FitAnswer, responses=_POLLED, tags=["estimates"])
     async def fit(body: requests.FitRequest, request: Request) -> Response:
         """Return the GPU models that a job fits, or the largest batch that fits one."""
-        return await service.fit(body, request.headers.get("prefer", ""))
+        return await service.fit(body, service.caller(request))
 
     @app.post("/v1/admit", response_model=answers.AdmitAnswer, responses=_REFUSALS, tags=["sharing"])
-    async def admit(body: requests.AdmitRequest) -> Response:
+    async def admit(body: requests.AdmitRequest, request: Request) -> Response:
         """Say whether a job may join the jobs of a GPU, with slowdowns and the risk of running out of memory."""
-        return await service.admit(body)
+        return await service.admit(body, service.caller(request))
 
     @app.post("/v1/plan", response_model=answers.PlanAnswer, responses=_POLLED, tags=["several GPUs"])
     async def plan(body: requests.PlanRequest, request: Request) -> Response:
         """Return which layouts of a job on several GPUs fit, the quickest first."""
-        return await service.plan(body, request.headers.get("prefer", ""))
+        return await service.plan(body, service.caller(request))
 
     @app.post("/v1/kubernetes/mutate", responses=_REFUSALS, tags=["schedulers"])
     async def mutate(body: dict[str, Any]) -> dict[str, Any]:
@@ -307,17 +372,17 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.get("/v1/estimates/{key}", response_model=answers.EstimateAnswer, responses=polled, tags=["estimates"])
     async def estimate_of(key: str, request: Request) -> Response:
         """Return the estimate of a traced question, or 202 while it is traced."""
-        return await service.answer_of("estimate", key, request.headers.get("prefer", ""))
+        return await service.answer_of("estimate", key, service.caller(request))
 
     @app.get("/v1/fits/{key}", response_model=answers.FitAnswer, responses=polled, tags=["estimates"])
     async def fit_of(key: str, request: Request) -> Response:
         """Return what fits of a traced question, or 202 while it is traced."""
-        return await service.answer_of("fit", key, request.headers.get("prefer", ""))
+        return await service.answer_of("fit", key, service.caller(request))
 
     @app.get("/v1/plans/{key}", response_model=answers.PlanAnswer, responses=polled, tags=["several GPUs"])
     async def plan_of(key: str, request: Request) -> Response:
         """Return the layouts of a traced question, or 202 while it is traced."""
-        return await service.answer_of("plan", key, request.headers.get("prefer", ""))
+        return await service.answer_of("plan", key, service.caller(request))
 
     @app.get("/v1/devices", responses=_REFUSALS, tags=["devices"])
     async def devices() -> answers.DevicesAnswer:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from featurize.trial import TrialConfig
     from learn.estimation.job_estimate import Estimate
 
-_TOGETHER = 32  # questions of one turn: the last waits some 10 ms for the others
+TOGETHER = 32  # questions of one turn: the last waits some 10 ms for the others
 _REMEMBERED = 20_000
 
 
@@ -86,7 +86,8 @@ class FastEstimates:
         if self._busy or not self._waiting:
             return
         self._busy = True
-        turn = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
+        turn = [self._waiting.popleft() for _ in range(min(TOGETHER, len(self._waiting)))]
+        turn = [one for one in turn if not one.answer.done()]  # of the others, the clients have gone
         loop = asyncio.get_running_loop()
         done = loop.run_in_executor(self._thread, self._answers, turn)
         done.add_done_callback(lambda future: self._hand_out(turn, future))

@@ -1,6 +1,6 @@
 """What every request passes first: its id, its token, its size, its turn and its time; and what is recorded of it.
 
-Start reading at `Gate`, an ASGI application around another.
+Start reading at `Gate`, an ASGI application around another. Work on a request ends when its client is gone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ from typing import Any
 from farm.serving.problems import PROBLEM_TYPE, Problem, busy
 from farm.serving.request_log import RequestLog
 from farm.serving.service_metrics import ServiceMetrics
+from farm.serving.shares import Places
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+CLIENT = "gpufarm.client"  # of a scope: who asks
 
 OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token and never wait
-_WITHOUT_TOKEN = (*OPEN_PATHS, "/v1/kubernetes/mutate")  # the API server has none, either
-_UNCOUNTED = (*OPEN_PATHS, "/metrics")
+_METRICS, _WEBHOOK = "/metrics", "/v1/kubernetes/mutate"
+_UNCOUNTED = (*OPEN_PATHS, _METRICS)
+_NO_TOKEN = "webhook"  # API servers without a token: they are one client, with few places
+_WEBHOOK_SHARE = 16  # one place of so many
+_CLIENT_GONE = 499  # in log and metrics, as nginx has it
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JSON = "application/json"
 _NO_ROUTE = "unmatched"
@@ -45,19 +50,27 @@ class GateRules:
     tokens: tuple[str, ...]
     hosts: frozenset[str]
     body_bytes: int
-    concurrent: int
     inline_s: float
     wait_s: float
     open_metrics: bool = False
 
 
-class Gate:
-    """Lets requests through to `inner`, and answers with a problem document what may not pass."""
+class _ClientGone(Exception):
+    """The client has closed its connection before the answer."""
 
-    def __init__(self, inner: Application, rules: GateRules, log: RequestLog, metrics: ServiceMetrics) -> None:
-        self._inner, self._rules, self._log, self._metrics = inner, rules, log, metrics
+
+class Gate:
+    """Lets requests through to `inner`, and answers with a problem document what may not pass.
+
+    `scope[CLIENT]` tells `inner` who asks; the request holds one of that client's `places`.
+    """
+
+    def __init__(
+        self, inner: Application, rules: GateRules, places: Places, log: RequestLog, metrics: ServiceMetrics
+    ) -> None:
+        self._inner, self._rules, self._places, self._log, self._metrics = inner, rules, places, log, metrics
         self._digests = [hashlib.sha256(token.encode()).digest() for token in rules.tokens]
-        self._inside = 0
+        self._of_webhook = max(1, places.limit // _WEBHOOK_SHARE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,18 +82,24 @@ class Gate:
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
         scope["request_id"] = request_id
         answer = _Answer(send, request_id)
-        counted = scope["path"] not in _UNCOUNTED
-        self._inside += counted
+        holder: str | None = None
         try:
-            self._let_in(scope, headers, counted)
+            self._check_host(headers)
+            scope[CLIENT] = client = self._client(scope, headers)
+            self._check_length(scope, headers)
+            if scope["path"] not in _UNCOUNTED:
+                self._take_place(client)
+                holder = client
             async with asyncio.timeout(self._rules.inline_s + _wait_asked(headers, self._rules.wait_s)):
                 body = await _whole_body(receive, self._rules.body_bytes)
                 if body and headers.get(b"content-type", "").partition(";")[0].strip().lower() != _JSON:
                     detail = f"Send the body as {_JSON}."
                     raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported-media-type", detail)
-                await self._inner(scope, _handing_on(body, receive), answer)
+                await self._answered(scope, body, receive, answer)
         except Problem as problem:
             await answer.problem(problem)
+        except _ClientGone:
+            answer.status = answer.status or _CLIENT_GONE
         except TimeoutError:
             detail = f"No answer within {self._rules.inline_s:g} s; ask with method full, which is traced and polled."
             await answer.problem(Problem(HTTPStatus.SERVICE_UNAVAILABLE, "too-slow", detail))
@@ -89,44 +108,81 @@ class Gate:
             detail = "The service failed on this request; its log has the reason."
             await answer.problem(Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
         finally:
-            self._inside -= counted
+            if holder is not None:
+                self._places.give_back(holder)
             seconds = (time.monotonic_ns() - began_ns) / 1e9
             route = getattr(scope.get("route"), "path", _NO_ROUTE)
             self._metrics.request(route, scope["method"], answer.status, seconds)
             self._log.request(request_id, scope, answer.status, seconds, answer.sent_bytes)
 
-    def _let_in(self, scope: Scope, headers: dict[bytes, str], counted: bool) -> None:
-        rules, path = self._rules, scope["path"]
+    async def _answered(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
+        """Have `inner` answer, and stop it when the client is gone. Raises `_ClientGone`."""
+        working = asyncio.current_task()
+        assert working is not None
+
+        def stop(_: object) -> None:
+            if not answer.is_complete:
+                working.cancel()
+
+        gone: asyncio.Future[Message] = asyncio.ensure_future(receive())
+        gone.add_done_callback(stop)
+        try:
+            await self._inner(scope, _handing_on(body, gone), answer)
+        except asyncio.CancelledError:
+            if not gone.done():  # the service stops, or the time is up
+                raise
+            working.uncancel()
+            raise _ClientGone from None
+        finally:
+            gone.remove_done_callback(stop)
+            gone.cancel()
+
+    def _check_host(self, headers: dict[bytes, str]) -> None:
         host = _host_name(headers.get(b"host", ""))
-        if rules.hosts and host not in rules.hosts:
+        if self._rules.hosts and host not in self._rules.hosts:
             detail = "Without tokens, only this machine's own names are answered, as in http://localhost."
             raise Problem(HTTPStatus.MISDIRECTED_REQUEST, "host-not-allowed", detail)
-        is_open = path in _WITHOUT_TOKEN or (path == "/metrics" and self._rules.open_metrics)
-        if self._digests and not is_open and not self._is_known(headers.get(b"authorization", "")):
+
+    def _check_length(self, scope: Scope, headers: dict[bytes, str]) -> None:
+        length = headers.get(b"content-length", "0")
+        if scope["method"] == "POST" and length.isdigit() and int(length) > self._rules.body_bytes:
+            raise _too_large(self._rules.body_bytes)
+
+    def _client(self, scope: Scope, headers: dict[bytes, str]) -> str:
+        """Return who asks: a token by its place in the file, an address where there are no tokens. Raises `Problem`."""
+        path, authorization = scope["path"], headers.get(b"authorization", "")
+        address = (scope.get("client") or ("",))[0]
+        if not self._digests or path in OPEN_PATHS or (path == _METRICS and self._rules.open_metrics):
+            return address
+        if path == _WEBHOOK and not authorization:
+            return _NO_TOKEN
+        place = self._token_place(authorization)
+        if place is None:
             challenge = 'Bearer realm="gpufarm", Basic realm="gpufarm"'
             detail = "Send `Authorization: Bearer TOKEN`; in a browser, the token is the password."
             raise Problem(
                 HTTPStatus.UNAUTHORIZED, "unauthorized", detail, headers={"www-authenticate": challenge}
             )  # fmt: skip
-        if counted and self._inside > rules.concurrent:
-            raise busy(f"{rules.concurrent} requests are being worked on; try again in a second.")
-        if scope["method"] == "POST":
-            length = headers.get(b"content-length", "0")
-            if length.isdigit() and int(length) > rules.body_bytes:
-                raise _too_large(rules.body_bytes)
+        return f"token {place}"
 
-    def _is_known(self, authorization: str) -> bool:
+    def _token_place(self, authorization: str) -> int | None:
         scheme, _, given = authorization.partition(" ")
         token = given.strip()
         if scheme.lower() == "basic":
             try:
                 token = b64decode(token, validate=True).decode().partition(":")[2]
             except ValueError:
-                return False
+                return None
         elif scheme.lower() != "bearer":
-            return False
+            return None
         digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
-        return any([hmac.compare_digest(digest, known) for known in self._digests])  # all are compared, always
+        same = [hmac.compare_digest(digest, known) for known in self._digests]  # all are compared, always
+        return same.index(True) if any(same) else None
+
+    def _take_place(self, client: str) -> None:
+        most = self._of_webhook if client == _NO_TOKEN else None
+        if not self._places.take(client, most=most):
+            raise busy("Your share of the requests that are worked on is used up; try again in a second.")
 
 
 class _Answer:
@@ -136,6 +192,7 @@ class _Answer:
         self._send, self._request_id = send, request_id
         self.status = 0
         self.sent_bytes = 0
+        self.is_complete = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -146,6 +203,7 @@ class _Answer:
             ]  # fmt: skip
         elif message["type"] == "http.response.body":
             self.sent_bytes += len(message.get("body", b""))
+            self.is_complete = not message.get("more_body", False)
         await self._send(message)
 
     async def problem(self, problem: Problem) -> None:
@@ -160,14 +218,14 @@ class _Answer:
 
 
 async def _whole_body(receive: Receive, most_bytes: int) -> bytes:
-    """Return the body, also one that is sent in pieces. Raises `Problem` beyond the limit."""
+    """Return the body, also one that is sent in pieces. Raises `Problem` beyond the limit, and `_ClientGone`."""
     pieces: list[bytes] = []
     size = 0
     more = True
     while more:
         message = await receive()
-        if message["type"] != "http.request":  # the client has gone
-            break
+        if message["type"] != "http.request":
+            raise _ClientGone
         pieces.append(message.get("body", b""))
         size += len(pieces[-1])
         if size > most_bytes:
@@ -176,12 +234,12 @@ async def _whole_body(receive: Receive, most_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def _handing_on(body: bytes, receive: Receive) -> Receive:
-    """Return what gives the application the body that was read."""
+def _handing_on(body: bytes, gone: asyncio.Future[Message]) -> Receive:
+    """Return what gives the application the body that was read, and then that the client is gone."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def hand_on() -> Message:
-        return waiting.pop() if waiting else await receive()
+        return waiting.pop() if waiting else await asyncio.shield(gone)
 
     return hand_on
 

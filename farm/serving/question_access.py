@@ -5,20 +5,25 @@ Start reading at `QuestionAccess`.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol
 
-from farm.serving.trace_store import Traced, TraceStore
+from farm.serving.trace_store import QuestionLimits, Traced, TraceStore
 
 
 class QuestionAccess(Protocol):
     """What of `TraceStore` an answering process needs; the methods do as its own do."""
 
-    async def ask(self, key: str, question: str, most_waiting: int, fresh_s: float) -> Traced | None:
-        """Return the question's row, added where it is new; None where too many wait."""
+    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> Traced | None:
+        """Return the question's row, added where it is new; None where the client's share is used up."""
         ...
 
     async def get(self, key: str) -> Traced | None:
         """Return the question's row, or None."""
+        ...
+
+    async def forget(self, limits: QuestionLimits) -> None:
+        """Delete old answers, and questions that nobody asks for."""
         ...
 
     async def counts(self) -> dict[str, int]:
@@ -40,11 +45,14 @@ class LocalQuestions:
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 
-    async def ask(self, key: str, question: str, most_waiting: int, fresh_s: float) -> Traced | None:
-        return self._store.ask(key, question, most_waiting, fresh_s)
+    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> Traced | None:
+        return self._store.ask(key, question, client, limits)
 
     async def get(self, key: str) -> Traced | None:
         return self._store.get(key)
+
+    async def forget(self, limits: QuestionLimits) -> None:
+        await asyncio.to_thread(self._store.forget, limits)
 
     async def counts(self) -> dict[str, int]:
         return self._store.counts()
@@ -62,13 +70,16 @@ class RemoteQuestions:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def ask(self, key: str, question: str, most_waiting: int, fresh_s: float) -> Traced | None:
-        row: Traced | None = await self._handle.ask.remote(key, question, most_waiting, fresh_s)
+    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> Traced | None:
+        row: Traced | None = await self._handle.ask.remote(key, question, client, limits)
         return row
 
     async def get(self, key: str) -> Traced | None:
         row: Traced | None = await self._handle.get.remote(key)
         return row
+
+    async def forget(self, limits: QuestionLimits) -> None:
+        await self._handle.forget.remote(limits)
 
     async def counts(self) -> dict[str, int]:
         counts: dict[str, int] = await self._handle.counts.remote()

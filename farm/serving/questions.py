@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _KEY_CHARACTERS = 32
 _HOW = ("coverage", "machine", "loop", "allocator", "workspaces")
 _TRACED_ONLY = ("loop", "allocator", "workspaces")
+_DEEPEST_AT_ONCE = 128  # some 3 ms; the fast path was distilled on jobs up to depth 39
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,16 @@ def config_at(mapping: Mapping[str, Any], pointer: str, trust: Sequence[str] = (
     """Return the trial config of a mapping that a client sent, read as data. Raises `Problem`."""
     with _as_problem(pointer):
         return config_of_row(json.dumps(mapping), trust)
+
+
+def at_once_problem(config: TrialConfig, device: DeviceSpec) -> str | None:
+    """Return why a config is not answered at once on a GPU model, or None."""
+    from learn.estimation.fast_estimates import fast_problem
+
+    depth = getattr(config, "depth", 0)
+    if depth > _DEEPEST_AT_ONCE:
+        return f"method fast takes a depth of at most {_DEEPEST_AT_ONCE}, and the config has {depth:,}; use method full"
+    return fast_problem(config, device)
 
 
 def device_at(name: str, pointer: str) -> DeviceSpec:
@@ -210,8 +221,6 @@ def _how(request: HowFields) -> dict[str, Any]:
 
 def _fast(request: HowFields, config: TrialConfig | None, devices: list[DeviceSpec]) -> bool:
     """Return whether the fast path answers. Raises `Problem` where it is asked for and cannot."""
-    from learn.estimation.fast_estimates import fast_problem
-
     if request.method == "full":
         return False
     given = [name for name in _TRACED_ONLY if getattr(request, name) is not None]
@@ -222,7 +231,7 @@ def _fast(request: HowFields, config: TrialConfig | None, devices: list[DeviceSp
     elif given:
         problem = f"method fast has no {', '.join(given)}"
     else:
-        problem = next((text for one in devices if (text := fast_problem(config, one))), None)
+        problem = next((text for one in devices if (text := at_once_problem(config, one))), None)
     if problem is not None and request.method == "fast":
         raise invalid(problem, "/method")
     return problem is None

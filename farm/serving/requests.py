@@ -124,7 +124,7 @@ class KnownFigures(_Body):
 
     name: Text = "job"
     memory_mib: Mib | None = None
-    memory_bound_mib: Mib | None = None
+    memory_bound_mib: Mib = Field(description="what 99 of 100 such jobs stay below, or the measured peak")
     step_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
     smact: Share | None = None
     smocc: Share | None = None

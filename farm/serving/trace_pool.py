@@ -37,7 +37,7 @@ class TracePool:
     Args:
         store: The questions. What ran when the service last ended is asked again.
         limits: Of one trace.
-        size: Children at the same time.
+        size: Children at the same time. One of several is kept from a client that has all the others.
         log: Is called with an event's name and fields.
     """
 
@@ -48,6 +48,7 @@ class TracePool:
         self._ended = threading.Event()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
+        self._most_of_client = max(1, size - 1)
         self._threads = [threading.Thread(target=self._work, name=f"trace {place}") for place in range(size)]
         self._threads.append(threading.Thread(target=self._beat, name="pulse"))
 
@@ -71,7 +72,7 @@ class TracePool:
     def _work(self) -> None:
         while not self._ended.is_set():
             try:
-                leased = self._store.lease()
+                leased = self._store.lease(self._most_of_client)
             except EnvironmentProblem as error:
                 self._log("trace_store", problem=str(error))
                 leased = None

@@ -1,6 +1,8 @@
 """Questions that wait for a trace, and their answers: SQLite, shared by all processes of the service.
 
 Start reading at `TraceStore`. A question is kept until its answer is stored, so that none is lost with a process.
+Clients take turns, and have a share each of what may wait. Answers are forgotten when they are old, and what nobody
+asks for any more.
 """
 
 from __future__ import annotations
@@ -16,28 +18,56 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import EnvironmentProblem
+from farm.serving.shares import is_within_share
 
 QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
 MOST_ATTEMPTS = 3  # of a question whose child process, or whose service, was killed
-_KEPT = 10_000  # answers
 _BUSY_S = 10.0
+_LEAST_KEPT_S = 600.0  # an answer, for whoever asked for it
+_WANTED_EVERY_S = 30.0  # that somebody asks for a question is noted
+_WAL_BYTES = 4 * 2**20
+_FREE_PAGES = 256  # that the file keeps for the next questions
+_GIVEN_BACK_PAGES = 4096  # at a time: others wait meanwhile
+_VERSION = 2  # of the file: another one's questions are forgotten
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS questions (
-    key TEXT PRIMARY KEY, question TEXT NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0,
-    asked_at REAL NOT NULL, started_at REAL, ended_at REAL, answer TEXT, problem TEXT
+    key TEXT PRIMARY KEY, client TEXT NOT NULL, question TEXT NOT NULL, state TEXT NOT NULL,
+    attempts INTEGER NOT NULL DEFAULT 0, asked_at REAL NOT NULL, wanted_at REAL NOT NULL, started_at REAL,
+    ended_at REAL, answer TEXT, problem TEXT, bytes INTEGER AS
+    (500 + length(question) + ifnull(length(answer), 0) + ifnull(length(problem), 0)) STORED
 );
-CREATE INDEX IF NOT EXISTS waiting ON questions (state, asked_at);
+CREATE INDEX IF NOT EXISTS waiting ON questions (state, client, asked_at, bytes);
+CREATE INDEX IF NOT EXISTS ended ON questions (state, ended_at, bytes);
+CREATE INDEX IF NOT EXISTS turns ON questions (client, started_at);
 CREATE TABLE IF NOT EXISTS pulse (place INTEGER PRIMARY KEY CHECK (place = 0), at REAL NOT NULL);
 """
 
 
 @dataclass(frozen=True)
+class QuestionLimits:
+    """waiting: questions; stored_bytes: of questions and answers; fresh_s: an answer is reused for so long."""
+
+    waiting: int
+    stored_bytes: int
+    fresh_s: float
+
+    @property
+    def kept_s(self) -> float:
+        """Return how long an answer is kept, and a question that nobody asks for."""
+        return max(self.fresh_s, _LEAST_KEPT_S)
+
+
+@dataclass(frozen=True)
 class Traced:
-    """A question's row. answer: of state `done`; problem: of `failed`, in words; times are seconds since 1970."""
+    """A question's row. answer: of state `done`; problem: of `failed`, in words; times are seconds since 1970.
+
+    wanted_at   when somebody last asked for it, give or take half a minute
+    """
 
     key: str
     state: str
     asked_at: float
+    wanted_at: float
     started_at: float | None
     ended_at: float | None
     answer: dict[str, Any] | None
@@ -65,46 +95,84 @@ class TraceStore:
         self._guard = threading.Lock()
         with self._explained():
             self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
+            if self._db.execute("PRAGMA user_version").fetchone() != (_VERSION,):
+                self._begin_anew()
             self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
             self._db.executescript(_SCHEMA)
 
-    def ask(self, key: str, question: str, most_waiting: int, fresh_s: float) -> Traced | None:
-        """Return the question's row, added where it is new, or where its answer is older than `fresh_s`.
+    def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> Traced | None:
+        """Return the question's row, added where it is new, or where its answer is too old.
 
-        Returns None where `most_waiting` questions wait already.
+        Returns None where the client's share of what may wait is used up.
         """
         now = self._clock()
         with self._transaction():
             row = self._row(key)
-            if row is not None and not (row.is_over and now - (row.ended_at or 0.0) > fresh_s):
+            if row is not None and not (row.is_over and now - (row.ended_at or 0.0) > limits.fresh_s):
+                self._want(row, client, now)
                 return row
-            (waiting,) = self._db.execute(
-                "SELECT count(*) FROM questions WHERE state IN (?, ?)", (QUEUED, RUNNING)
-            ).fetchone()
-            if waiting >= most_waiting:
+            if not self._has_share(client, len(question), limits):
                 return None
             self._db.execute(
-                "INSERT OR REPLACE INTO questions (key, question, state, asked_at) VALUES (?, ?, ?, ?)",
-                (key, question, QUEUED, now),
+                "INSERT OR REPLACE INTO questions (key, client, question, state, asked_at, wanted_at) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (key, client, question, QUEUED, now, now),
             )
-            self._forget_old()
             return self._row(key)
 
     def get(self, key: str) -> Traced | None:
         """Return the question's row, or None."""
         with self._guard, self._explained():
-            return self._row(key)
+            row = self._row(key)
+            if row is not None and self._clock() - row.wanted_at > _WANTED_EVERY_S:
+                self._db.execute("UPDATE questions SET wanted_at = ? WHERE key = ?", (self._clock(), key))
+            return row
 
-    def lease(self) -> tuple[str, str] | None:
-        """Take the question that has waited longest. Returns its key and its text, or None."""
+    def lease(self, most_of_client: int) -> tuple[str, str] | None:
+        """Take the oldest question of the client whose turn is longest ago. Returns its key and its text, or None.
+
+        A client of which `most_of_client` questions are being traced has no turn.
+        """
         with self._guard, self._explained():
             row = self._db.execute(
-                "UPDATE questions SET state = ?, started_at = ?, attempts = attempts + 1 WHERE key = "
-                "(SELECT key FROM questions WHERE state = ? ORDER BY asked_at, key LIMIT 1) RETURNING key, question",
-                (RUNNING, self._clock(), QUEUED),
+                "UPDATE questions SET state = :running, started_at = :now, attempts = attempts + 1 WHERE key = ("
+                "  SELECT key FROM questions WHERE state = :queued AND client = ("
+                "    SELECT client FROM questions AS waiting WHERE state = :queued AND client NOT IN ("
+                "      SELECT client FROM questions WHERE state = :running GROUP BY client HAVING count(*) >= :most"
+                "    ) GROUP BY client ORDER BY"
+                "      (SELECT max(started_at) FROM questions AS led WHERE led.client = waiting.client),"
+                "      min(asked_at), client LIMIT 1"
+                "  ) ORDER BY asked_at, key LIMIT 1"
+                ") RETURNING key, question",
+                {"running": RUNNING, "queued": QUEUED, "now": self._clock(), "most": most_of_client},
             ).fetchone()
             return None if row is None else (row[0], row[1])
+
+    def forget(self, limits: QuestionLimits) -> None:
+        """Delete what is old: answers, and questions that nobody asks for. Gives their space back to the disk.
+
+        Beyond `stored_bytes`, the oldest answers go first, however young.
+        """
+        ends = self._clock() - limits.kept_s
+        with self._transaction():
+            self._db.execute(
+                "DELETE FROM questions WHERE state IN (?, ?) AND ended_at < ? AND wanted_at < ?",
+                (DONE, FAILED, ends, ends),
+            )
+            self._db.execute("DELETE FROM questions WHERE state = ? AND wanted_at < ?", (QUEUED, ends))
+            (stored,) = self._db.execute("SELECT ifnull(sum(bytes), 0) FROM questions").fetchone()
+            if stored > limits.stored_bytes:
+                self._db.execute(
+                    "DELETE FROM questions WHERE key IN (SELECT key FROM (SELECT key, sum(bytes) OVER"
+                    " (ORDER BY ended_at, key) - bytes AS older_bytes FROM questions WHERE state IN (?, ?))"
+                    " WHERE older_bytes < ?)",
+                    (DONE, FAILED, stored - limits.stored_bytes),
+                )
+        with self._guard, self._explained():
+            if self._db.execute("PRAGMA freelist_count").fetchone()[0] > _FREE_PAGES:
+                # `execute` would stop after the first page
+                self._db.executescript(f"PRAGMA incremental_vacuum({_GIVEN_BACK_PAGES}); PRAGMA wal_checkpoint;")
 
     def answered(self, key: str, answer: dict[str, Any]) -> None:
         """Store an answer."""
@@ -143,18 +211,19 @@ class TraceStore:
 
     def close(self) -> None:
         """Close the file."""
-        self._db.close()
+        with self._guard:
+            self._db.close()
 
     def _end(self, key: str, state: str, answer: str | None, problem: str | None) -> None:
         with self._guard, self._explained():
             self._db.execute(
-                "UPDATE questions SET state = ?, ended_at = ?, answer = ?, problem = ? WHERE key = ?",
+                "UPDATE questions SET state = ?, ended_at = ?, answer = ?, problem = ?, question = '' WHERE key = ?",
                 (state, self._clock(), answer, problem, key),
             )
 
     def _give_back(self, where: str, values: tuple[Any, ...], problem: str) -> int:
         self._db.execute(
-            f"UPDATE questions SET state = ?, ended_at = ?, problem = ? WHERE {where} AND attempts >= ?",
+            f"UPDATE questions SET state = ?, ended_at = ?, problem = ?, question = '' WHERE {where} AND attempts >= ?",
             (FAILED, self._clock(), f"{problem}, {MOST_ATTEMPTS} times", *values, MOST_ATTEMPTS),
         )
         return self._db.execute(
@@ -162,22 +231,44 @@ class TraceStore:
             (QUEUED, *values, RUNNING),
         ).rowcount
 
-    def _forget_old(self) -> None:
-        self._db.execute(
-            "DELETE FROM questions WHERE state IN (?, ?) AND ended_at <= (SELECT ended_at FROM questions "
-            "WHERE state IN (?, ?) ORDER BY ended_at DESC LIMIT 1 OFFSET ?)",
-            (DONE, FAILED, DONE, FAILED, _KEPT),
+    def _begin_anew(self) -> None:
+        """Make the file one that gives space back, without what a file of another version holds."""
+        self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("DROP TABLE IF EXISTS questions")
+        self._db.execute("VACUUM")
+        self._db.execute(f"PRAGMA user_version = {_VERSION}")
+
+    def _has_share(self, client: str, size: int, limits: QuestionLimits) -> bool:
+        rows = self._db.execute(
+            "SELECT client, count(*), sum(bytes) FROM questions WHERE state IN (?, ?) GROUP BY client",
+            (QUEUED, RUNNING),
+        ).fetchall()
+        own, own_bytes = next((row[1:] for row in rows if row[0] == client), (0, 0))
+        n, n_bytes = sum(row[1] for row in rows), sum(row[2] for row in rows)
+        return is_within_share(own, 1, n, limits.waiting) and is_within_share(
+            own_bytes, size, n_bytes, limits.stored_bytes
         )
 
+    def _want(self, row: Traced, client: str, now: float) -> None:
+        """Note that somebody asks for the row. A client with fewer questions takes it over: its turn comes sooner."""
+        if now - row.wanted_at > _WANTED_EVERY_S:
+            self._db.execute("UPDATE questions SET wanted_at = ? WHERE key = ?", (now, row.key))
+        if row.state == QUEUED:
+            of_client = "(SELECT count(*) FROM questions AS o WHERE o.state = :queued AND o.client = {})"
+            self._db.execute(
+                "UPDATE questions SET client = :client WHERE key = :key AND client != :client AND "
+                f"{of_client.format(':client')} < {of_client.format('questions.client')} - 1",
+                {"queued": QUEUED, "client": client, "key": row.key},
+            )
+
     def _row(self, key: str) -> Traced | None:
-        row = self._db.execute(
-            "SELECT key, state, asked_at, started_at, ended_at, answer, problem FROM questions WHERE key = ?", (key,)
-        ).fetchone()
+        columns = "key, state, asked_at, wanted_at, started_at, ended_at, answer, problem"
+        row = self._db.execute(f"SELECT {columns} FROM questions WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
-        key, state, asked_at, started_at, ended_at, answer, problem = row
-        parsed = None if answer is None else json.loads(answer)
-        return Traced(key, state, asked_at, started_at, ended_at, parsed, problem)
+        *known, answer, problem = row
+        return Traced(*known, None if answer is None else json.loads(answer), problem)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

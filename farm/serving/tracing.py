@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PRELOADED = ["learn.estimation.preloaded"]
 _SCRIPT = "train.py"
+_LARGEST_ANSWER = 4 * 2**20  # characters of JSON: answers are stored
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,10 @@ def run_question(text: str, limits: TraceLimits, to: Connection) -> None:
     os.setsid()
     die_with_parent(os.getppid())
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
-        reply = _reply(json.loads(text), limits)
-    to.send_bytes(json.dumps(reply).encode())
+        reply = json.dumps(_reply(json.loads(text), limits))
+    if len(reply) > _LARGEST_ANSWER:
+        reply = json.dumps({"problem": f"the answer is larger than {_LARGEST_ANSWER // 2**20} MiB"})
+    to.send_bytes(reply.encode())
     to.close()
     os._exit(0)  # what a model left running does not hold the answer back
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UsageError
-from learn.admission.gpu_state import MEDIAN, GpuState, KnownJob, known_job
+from learn.admission.gpu_state import GpuState, KnownJob, known_job
 from learn.admission.memory_need import MemoryNeed, overflow_probability
 from learn.collocation.learned import LearnedSlowdowns
 from learn.collocation.profile import JobProfile
@@ -27,19 +27,17 @@ class Admission:
     admitted    yes or no
     why         one or two sentences with the figures that decided
     slowdowns   (name, expected slowdown) of each job, the new one first; None where a utilization is not known
-    risk        probability that memory runs out, 0 where the bounds add up to no more than there is. None without a
-                bound for each job: the points decide then
-    coverage    what share of jobs stay below their bound, the least of all jobs; None without a bound for each job
-    bound_mib   all bounds together, and of the present jobs no less than what is measured; a point where there is no
-                bound
+    risk        probability that memory runs out, 0 where the bounds add up to no more than there is
+    coverage    what share of jobs stay below their bound, the least of all jobs
+    bound_mib   all bounds together, and of the present jobs no less than what is measured
     memory_mib  what there is
     """
 
     admitted: bool
     why: str
     slowdowns: tuple[tuple[str, Slowdown | None], ...]
-    risk: float | None
-    coverage: float | None
+    risk: float
+    coverage: float
     bound_mib: float
     memory_mib: float
 
@@ -71,7 +69,7 @@ def admit(
         estimator: of slowdowns; None: the newest that was fitted to groups of the data folder, else the packaged one.
 
     Raises:
-        UsageError: for a limit out of range, or a job whose memory is not known.
+        UsageError: for a limit out of range, or a job whose memory has no bound.
 
     Example:
         >>> from learn.collocation.profile import JobProfile
@@ -88,7 +86,7 @@ def admit(
     present = [known_job(one, f"job {place}", gpu_state.device, data) for place, one in enumerate(gpu_state.jobs, 1)]
     memory = _memory(need, [one for _, one in present], gpu_state)
     slowdowns, unknown = _slowdowns([profile, *(one for one, _ in present)], estimator or default_slowdowns(data))
-    fits = memory.risk <= risk if memory.risk is not None else memory.bound_mib <= gpu_state.memory_mib
+    fits = memory.risk <= risk
     reasons = [_memory_reason(memory, gpu_state, fits, risk)]
     quick = True
     if present and max_slowdown is not None:
@@ -102,16 +100,14 @@ def admit(
 
 @dataclass(frozen=True)
 class _Memory:
-    risk: float | None
-    coverage: float | None
+    risk: float
+    coverage: float
     bound_mib: float
 
 
 def _memory(need: MemoryNeed, present: Sequence[MemoryNeed], state: GpuState) -> _Memory:
     used, every = state.used_mib or 0.0, (need, *present)
     bound = max(used, sum(one.bound_mib for one in present)) + need.bound_mib
-    if min(one.coverage for one in every) <= MEDIAN:
-        return _Memory(None, None, bound)
     risk = overflow_probability([need], state.memory_mib, present=present, used_mib=used)
     return _Memory(risk, min(one.coverage for one in every), bound)
 
@@ -131,8 +127,6 @@ def _slowdowns(
 
 def _memory_reason(memory: _Memory, state: GpuState, fits: bool, limit: float) -> str:
     figures = f"{memory.bound_mib:,.0f} of {state.memory_mib:,.0f} MiB"
-    if memory.risk is None or memory.coverage is None:
-        return f"A job has no bound of its memory: by the points, {figures} are needed, and {_verdict(fits)}."
     level = f"{100 * memory.coverage:g} % level"
     if memory.risk == 0:
         return f"Memory fits at the {level}: {figures} by the bounds."
@@ -141,10 +135,6 @@ def _memory_reason(memory: _Memory, state: GpuState, fits: bool, limit: float) -
         f"The risk of running out of memory is {_percent(memory.risk)}, {comparison} the limit of {_percent(limit)}: "
         f"{figures} are needed at the {level}."
     )
-
-
-def _verdict(fits: bool) -> str:
-    return "they fit" if fits else "they do not fit"
 
 
 def _percent(share: float) -> str:

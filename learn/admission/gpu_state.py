@@ -19,7 +19,7 @@ from learn.collocation.profile import JobProfile
 from learn.estimation.job_estimate import Estimate
 from learn.estimators import LEVEL
 
-MEDIAN = 0.5
+_MEDIAN = 0.5
 KnownJob = JobProfile | Estimate | TrialConfig | Mapping[str, Any]
 
 
@@ -60,7 +60,7 @@ def known_job(
         data: data folder with fitted models, for the estimate.
 
     Raises:
-        UsageError: for another object, a config that cannot be estimated, or a job whose memory is not known.
+        UsageError: for another object, a config that cannot be estimated, or a job whose memory has no bound.
     """
     if isinstance(job, JobProfile):
         return job, _need_of(job)
@@ -74,16 +74,20 @@ def known_job(
         name, memory_mib=job.peak_memory_mib, memory_bound_mib=job.upper_mib, step_ms=job.step_time_ms,
         smact=job.smact, smocc=job.smocc, drama=job.drama,
     )  # fmt: skip
-    upper = [(p, mib) for p, mib in job.distribution if MEDIAN <= p <= job.coverage]
-    return profile, MemoryNeed(tuple(upper)) if upper else _need_of(profile, job.coverage)
+    upper = tuple((p, mib) for p, mib in job.distribution if _MEDIAN <= p <= job.coverage)
+    return profile, MemoryNeed(upper) if upper and upper[-1][0] > _MEDIAN else _need_of(profile, job.coverage)
 
 
 def _need_of(job: JobProfile, coverage: float = LEVEL) -> MemoryNeed:
-    """Return the point as the median and the bound as what the coverage names, as far as they are known."""
+    """Return the point, where there is one, as the median, and the bound as what the coverage names."""
     point, bound = job.memory_mib, job.memory_bound_mib
-    if point is None and bound is None:
-        raise UsageError(f"{shown(job.name)}: neither its memory_mib nor its memory_bound_mib is known")
-    if point is not None and bound is not None and bound < point:
+    if bound is None:
+        raise UsageError(
+            f"{shown(job.name)}: memory_bound_mib is missing, and without it there is no risk to judge; give what "
+            "99 of 100 such jobs stay below, or the peak of a job that was measured"
+        )
+    if point is None:
+        return MemoryNeed(((coverage, bound),))
+    if bound < point:
         raise UsageError(f"{shown(job.name)}: memory_bound_mib {bound:,.0f} lies below memory_mib {point:,.0f}")
-    known = [(p, mib) for p, mib in ((MEDIAN, point), (coverage, bound)) if mib is not None]
-    return MemoryNeed(tuple(known))
+    return MemoryNeed(((_MEDIAN, point), (coverage, bound)))

@@ -40,7 +40,7 @@ class MemoryNeed:
 
     @property
     def coverage(self) -> float:
-        """The probability of the highest quantile; 0.5 or less where there is no bound above the point."""
+        """The probability of the highest quantile."""
         return self.quantiles[-1][0]
 
     @property

@@ -37,9 +37,9 @@ class AdmitSettings:
       python -m learn.admit job='{family: mlp, batch_size: 64, input_size: 784, classes: 10, depth: 3}' max_slowdown=1.5
 
     A job is a mapping: of figures of the job alone on the GPU, measured or estimated, or of a trial config, which is
-    estimated. Figures are memory_mib, memory_bound_mib (what 99 of 100 such jobs stay below), step_ms, gpu_util,
-    memory_util, smact, smocc, drama, tensor (shares from 0 to 1), launches_per_s and power_w; name is free. The exit
-    code is 0 for yes and for no. docs/admission.md says how risk and slowdowns are computed.
+    estimated. Figures are memory_bound_mib (required: what 99 of 100 such jobs stay below), memory_mib, step_ms,
+    gpu_util, memory_util, smact, smocc, drama, tensor (shares from 0 to 1), launches_per_s and power_w; name is free.
+    The exit code is 0 for yes and for no. docs/admission.md says how risk and slowdowns are computed.
     """
 
     device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
@@ -79,7 +79,7 @@ def entry(settings: AdmitSettings) -> int:
 def _job(values: object, key_name: str, name: str) -> KnownJob:
     """Return a trial config as it is, and figures as a profile. Raises `UsageError` that names every bad figure."""
     if not isinstance(values, Mapping) or not values:
-        raise UsageError(f"{key_name} must be a mapping such as {{memory_mib: 9000, smact: 0.4}}, got {shown(values)}")
+        raise UsageError(f"{key_name} must be a mapping such as {{memory_bound_mib: 9000}}, got {shown(values)}")
     if "family" in values:
         return {str(one): value for one, value in values.items()}
     problems = [
@@ -103,9 +103,8 @@ def _lines(answer: Admission) -> list[str]:
         (name, *((f"{one.median:.2f}", f"{one.p90:.2f}") if one is not None else (MISSING, MISSING)))
         for name, one in answer.slowdowns
     ]
-    risk = "not known" if answer.risk is None else f"{100 * answer.risk:.3g} %"
     return [
         f"{'yes' if answer.admitted else 'no'}: {answer.why}",
         *table_lines(("job", "expected slowdown", "90 % below"), rows),
-        f"risk of out-of-memory: {risk}",
+        f"risk of out-of-memory: {100 * answer.risk:.3g} %",
     ]

@@ -180,6 +180,9 @@ def test_an_admission_is_the_librarys(service):
     own = admit(estimate(MLP, method="fast"), GpuState(memory_mib=40_326, jobs=(JobProfile(**figures),)))
     assert given.admitted == own.admitted and given.why == own.why and given.slowdowns[1][0] == "busy"
     assert given.bound_mib == pytest.approx(own.bound_mib)
+    unbounded = {"job": {"figures": {"memory_mib": 9_000}}, "gpu": {"jobs": [{"figures": figures}]}}
+    status, document = problem_of(service.post("/v1/admit", unbounded))
+    assert status == 422 and document["errors"][0]["pointer"] == "/job/figures/memory_bound_mib"
 
 
 def test_a_plan_is_polled(service):
@@ -213,6 +216,7 @@ def test_the_request_id_is_the_clients_where_it_is_one(service):
         ({"config": {"family": "nope"}}, "/config"),
         ({"config": {"family": "mlp"}}, "/config"),
         ({"config": {**MLP, "depth": 10**9}}, "/config"),
+        ({"config": {**MLP, "depth": 5000}, "method": "fast"}, "/method"),
         ({"config": MLP, "device": "A101"}, "/device"),
         ({"config": MLP, "coverage": 2}, "/coverage"),
         ({"config": MLP, "colour": 1}, "/colour"),
@@ -332,12 +336,20 @@ def served_with_token(folder, tokens):
         service.stop()
 
 
-def test_beyond_the_limits_a_client_is_told_to_come_back(folder):
-    with served(folder, "limits.queued=1", "limits.batch=2", "processes=1") as service:
-        slow = [{"config": {**MLP, "depth": depth}, "method": "full"} for depth in range(200, 206)]
-        answers = [service.post("/v1/estimate", body) for body in slow]
-        busy = [answer for answer in answers if answer[0] == 429]
-        assert busy and busy[0][1]["retry-after"] and problem_of(busy[0])[1]["type"] == "/problems/too-many-requests"
+def test_beyond_the_limits_a_client_is_told_to_come_back_and_who_waits_for_a_trace_is_not_in_the_way(folder):
+    deep, other = ({"config": {**MLP, "depth": depth}} for depth in (5000, 5001))  # too deep for an answer at once
+    limits = ("limits.queued=1", "limits.batch=2", "limits.concurrent=1")
+    with served(folder, *limits, "processes=1") as service:
+        waits = http.client.HTTPConnection("127.0.0.1", service.port)
+        with contextlib.closing(waits):
+            waits.request("POST", "/v1/estimate", json.dumps(deep), {"content-type": JSON, "prefer": "wait=60"})
+            while b'questions{state="running"} 1' not in service.send("GET", "/metrics")[2]:
+                pass
+            assert service.post("/v1/estimate", {"config": MLP})[0] == 200
+            status, headers, _ = service.post("/v1/estimate", deep, prefer="wait=60")
+            assert status == 202 and headers["location"]
+            busy = service.post("/v1/estimate", other)
+        assert problem_of(busy)[1]["type"] == "/problems/too-many-requests" and busy[1]["retry-after"]
         assert problem_of(service.post("/v1/estimate:batch", {"jobs": [{"config": MLP}] * 3}))[0] == 422
 
 

@@ -1,5 +1,6 @@
 """Admission of a job to a GPU with others: memory as distributions, slowdowns, the reason, and the command."""
 
+import dataclasses
 import json
 import runpy
 import sys
@@ -57,10 +58,16 @@ def test_measured_memory_counts_where_it_is_more_than_the_jobs_figures():
     assert admit(job(), gpu(memory=30_000, used=21_000)).risk == 1  # nobody knows the jobs, but their memory is taken
 
 
-def test_without_a_bound_the_points_decide_and_no_risk_is_claimed():
-    answer = admit(job(bound=None), gpu(job(), memory=22_000))
-    assert answer.admitted and answer.risk is None and "no bound" in answer.why
-    assert not admit(job(bound=None), gpu(job(), memory=21_000)).admitted
+def test_a_job_without_a_bound_is_refused_and_named():
+    unbounded = dataclasses.replace(estimate(MLP, method="fast"), upper_mib=None, distribution=())
+    jobs = [
+        (job("new", bound=None), job(), "new"),
+        (job(), job("old", bound=None), "old"),
+        (unbounded, job(), "new job"),
+    ]
+    for new, present, name in jobs:
+        with pytest.raises(UsageError, match=f"^'{name}': memory_bound_mib is missing"):
+            admit(new, gpu(present, memory=1e6))
 
 
 def test_a_slowdown_beyond_the_limit_is_refused_with_who_and_how_much():
@@ -90,7 +97,7 @@ def test_an_estimate_and_a_trial_config_are_jobs():
     [
         (lambda: admit(job(), gpu(), risk=1), "risk"),
         (lambda: admit(job(), gpu(), max_slowdown=0.9), "max_slowdown"),
-        (lambda: admit(JobProfile("new"), gpu()), "new.*memory_mib"),
+        (lambda: admit(JobProfile("new"), gpu()), "new.*memory_bound_mib"),
         (lambda: admit(job(bound=9000.0), gpu()), "below memory_mib"),
         (lambda: admit(5, gpu()), "JobProfile"),
         (lambda: gpu(memory=0), "memory_mib"),

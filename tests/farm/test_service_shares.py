@@ -1,0 +1,237 @@
+"""What one client of the service may hold while others ask: places, questions for traces, space on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+
+import pytest
+
+from farm.serving.gate import CLIENT, Gate, GateRules
+from farm.serving.request_log import RequestLog
+from farm.serving.service_metrics import ServiceMetrics
+from farm.serving.shares import Places
+from farm.serving.trace_store import DONE, QUEUED, QuestionLimits, TraceStore
+
+LIMITS = QuestionLimits(waiting=100, stored_bytes=4 * 2**20, fresh_s=60.0)
+
+
+class Clock:
+    now = 1e9
+
+    def __call__(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path, clock):
+    store = TraceStore(tmp_path / "a'; echo foo.sqlite", clock)
+    yield store
+    store.close()
+
+
+def ask_many(store, client, n, text="{}", first=0):
+    """The keys that were taken of n questions."""
+    keys = [f"{client}{place:04}" for place in range(first, first + n)]
+    return [key for key in keys if store.ask(key, text, client, LIMITS) is not None]
+
+
+def size_of(tmp_path):
+    return sum(file.stat().st_size for file in tmp_path.iterdir())
+
+
+def test_a_client_leaves_as_many_places_free_as_it_holds():
+    places = Places(256)
+    taken = [sum(places.take(client) for _ in range(1000)) for client in ("greedy", "second", "third")]
+    assert taken == [128, 64, 32] and places.take("newcomer")
+    places.give_back("greedy", 128)
+    assert sum(places.take("newcomer") for _ in range(1000)) > 32
+    assert [Places(1).take("alone"), Places(1).take("large", 2)] == [True, False]
+    small = Places(256)
+    assert [small.take("webhook", most=2) for _ in range(3)] == [True, True, False]
+
+
+def test_one_clients_questions_leave_room_and_turns_to_others(store):
+    assert len(ask_many(store, "greedy", 1000)) == 50
+    (single,) = ask_many(store, "other", 1)
+    leased = [store.lease(9)[0] for _ in range(4)]
+    assert single in leased[:2] and leased[2:] == ["greedy0001", "greedy0002"]
+    late = ask_many(store, "late", 2)
+    assert [store.lease(9)[0] for _ in range(3)] == [late[0], "greedy0003", late[1]]
+
+
+def test_a_client_whose_traces_run_leaves_one_child_to_others(store):
+    ask_many(store, "greedy", 10)
+    assert store.lease(1) and store.lease(1) is None
+    (single,) = ask_many(store, "other", 1)
+    assert store.lease(1)[0] == single
+
+
+def test_a_question_that_a_busy_client_asked_first_takes_the_turn_of_whoever_else_wants_it(store):
+    ask_many(store, "greedy", 50)
+    store.lease(9)
+    assert store.ask("greedy0049", "{}", "other", LIMITS).state == QUEUED
+    assert store.lease(9)[0] == "greedy0049"
+
+
+def test_large_questions_of_one_client_leave_space_to_others(store):
+    assert len(ask_many(store, "greedy", 60, "x" * 300_000)) < 9
+    assert ask_many(store, "other", 1, "x" * 300_000)
+
+
+def test_answers_are_kept_for_a_while_and_their_space_is_given_back(store, clock, tmp_path):
+    keys = ask_many(store, "someone", 40, "x" * 20_000)
+    for _ in keys:
+        store.answered(store.lease(9)[0], {"large": "y" * 80_000})
+    store.forget(LIMITS)
+    assert store.get(keys[0]).state == DONE and size_of(tmp_path) > 3 * 2**20
+    clock.now += 700
+    store.get(keys[0])
+    clock.now += 500
+    store.forget(LIMITS)
+    assert store.get(keys[0]).answer == {"large": "y" * 80_000} and store.get(keys[1]) is None
+    assert (tmp_path / "a'; echo foo.sqlite").stat().st_size < 2**20
+
+
+def test_a_question_that_nobody_asks_for_any_more_is_dropped(store, clock):
+    polled, left = ask_many(store, "someone", 2)
+    clock.now += 500
+    store.get(polled)
+    clock.now += 200
+    store.forget(LIMITS)
+    assert store.get(left) is None and store.lease(9)[0] == polled and store.lease(9) is None
+
+
+def test_beyond_the_bound_of_the_file_the_oldest_answers_go(store, clock, tmp_path):
+    for place in range(30):
+        ask_many(store, "someone", 1, first=place)
+        clock.now += 1
+        store.answered(store.lease(9)[0], {"large": "y" * 250_000})
+        store.forget(LIMITS)
+    kept = [place for place in range(30) if store.get(f"someone{place:04}") is not None]
+    assert kept == list(range(30 - len(kept), 30)) and 14 <= len(kept) <= 17
+    assert size_of(tmp_path) < 14 * 2**20
+
+
+def test_a_file_of_an_earlier_version_is_begun_anew(tmp_path):
+    path = tmp_path / "service.sqlite"
+    with sqlite3.connect(path) as old:
+        old.execute("CREATE TABLE questions (key TEXT PRIMARY KEY, question TEXT NOT NULL, state TEXT NOT NULL)")
+        old.executemany("INSERT INTO questions VALUES (?, ?, 'done')", [(str(n), "x" * 10_000) for n in range(200)])
+    old.close()
+    store = TraceStore(path)
+    assert ask_many(store, "someone", 1) and store.counts()[QUEUED] == 1
+    store.close()
+    assert path.stat().st_size < 2**18
+
+
+# ---- the gate
+
+
+TOKENS = ("first-token-of-someone", "second-token-of-another")
+WEBHOOK = "/v1/kubernetes/mutate"
+
+
+@pytest.fixture(scope="module")
+def metrics():
+    return ServiceMetrics()
+
+
+class Asked:
+    """One request to a gate, whose work goes on until the test ends it."""
+
+    def __init__(self, gate, token=None, path="/v1/estimate", address="10.0.0.1"):
+        self._disconnected = asyncio.Event()
+        self._body = [{"type": "http.request", "body": b"{}", "more_body": False}]
+        self.status = None
+        headers = [(b"content-type", b"application/json")]
+        headers += [(b"authorization", f"Bearer {token}".encode())] if token else []
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "client": (address, 1)}
+        self.task = asyncio.ensure_future(gate(scope, self._receive, self._send))
+
+    async def _receive(self):
+        if self._body:
+            return self._body.pop()
+        await self._disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message):
+        self.status = message.get("status", self.status)
+
+    async def leave(self):
+        self._disconnected.set()
+        await self.task
+
+
+class Work:
+    """An application whose answers come when `ended` is set."""
+
+    def __init__(self, gate_of, metrics, tokens=TOKENS, places=64):
+        rules = GateRules(tokens, frozenset(), 1024, inline_s=30.0, wait_s=1.0)
+        self.gate = gate_of(self, rules, Places(places), RequestLog("none"), metrics)
+        self.running, self.stopped, self.ended = [], [], asyncio.Event()
+
+    async def __call__(self, scope, _receive, send):
+        self.running.append(scope[CLIENT])
+        try:
+            await self.ended.wait()
+        except asyncio.CancelledError:
+            self.stopped.append(scope[CLIENT])
+            raise
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def statuses(self, *asked):
+        """The statuses of requests, None where one is worked on."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return [one.status for one in asked]
+
+
+def test_a_token_or_an_address_beyond_its_share_is_refused_while_others_are_answered(metrics):
+    async def attack(tokens, greedy, other):
+        work = Work(Gate, metrics, tokens)
+        flood = [Asked(work.gate, **greedy) for _ in range(100)]
+        statuses = await work.statuses(*flood)
+        assert (statuses.count(None), statuses.count(429)) == (32, 68)
+        answered = Asked(work.gate, **other)
+        assert await work.statuses(answered) == [None]
+        work.ended.set()
+        await answered.task
+        assert answered.status == 200
+        await asyncio.gather(*(one.task for one in flood))
+        assert await work.statuses(Asked(work.gate, **greedy)) == [200]
+
+    asyncio.run(attack(TOKENS, {"token": TOKENS[0]}, {"token": TOKENS[1]}))
+    asyncio.run(attack((), {"address": "10.0.0.1"}, {"address": "10.0.0.2"}))
+
+
+def test_the_webhook_without_a_token_has_few_places_and_a_wrong_token_none(metrics):
+    async def attack():
+        work = Work(Gate, metrics)
+        flood = [Asked(work.gate, path=WEBHOOK, address=f"10.0.0.{n}") for n in range(120)]
+        statuses = await work.statuses(*flood)
+        assert (statuses.count(None), statuses.count(429)) == (4, 116)
+        known, wrong = Asked(work.gate, TOKENS[0], WEBHOOK), Asked(work.gate, "not-a-token", WEBHOOK)
+        others = [Asked(work.gate, TOKENS[1]) for _ in range(20)]
+        assert await work.statuses(known, wrong, *others) == [None, 401, *[None] * 20]
+
+    asyncio.run(attack())
+
+
+def test_work_ends_when_its_client_leaves_and_its_place_is_free(metrics):
+    async def attack():
+        work = Work(Gate, metrics, places=1)
+        first = Asked(work.gate, TOKENS[0])
+        assert await work.statuses(first, Asked(work.gate, TOKENS[1])) == [None, 429]
+        await first.leave()
+        assert work.stopped == ["token 0"] and first.status is None
+        assert await work.statuses(Asked(work.gate, TOKENS[1])) == [None]
+
+    asyncio.run(attack())
