@@ -42,23 +42,21 @@ class Optimizer:
 
 
 _BITSANDBYTES: dict[str, Any] = {"elementwise": False, "package": "bitsandbytes", "cuda_only": True}
-OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
-    {
-        "adam": Optimizer(states=2, implementations=_ANY, on_host=True),
-        "adamw": Optimizer(states=2, implementations=_ANY, on_host=True),
-        "sgd": Optimizer(states=0, implementations=_ANY, on_host=True),
-        "momentum": Optimizer(states=1, implementations=_ANY, on_host=True),
-        "nesterov": Optimizer(states=1, implementations=_ANY, on_host=True),
-        "rmsprop": Optimizer(states=1, implementations=("foreach", "loop")),
-        "adagrad": Optimizer(states=1, implementations=_ANY, on_host=True),
-        "adafactor": Optimizer(states=0, implementations=("foreach", "loop"), elementwise=False, shared=False),
-        "transformers_adafactor": Optimizer(states=0, elementwise=False, shared=False, package="transformers"),
-        "lion": Optimizer(states=1),
-        "adamw_8bit": Optimizer(states=0.5, **_BITSANDBYTES),
-        "paged_adamw_8bit": Optimizer(states=0, **_BITSANDBYTES),
-        "paged_adamw": Optimizer(states=0, **_BITSANDBYTES),
-    }
-)
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adam": Optimizer(states=2, implementations=_ANY, on_host=True),
+    "adamw": Optimizer(states=2, implementations=_ANY, on_host=True),
+    "sgd": Optimizer(states=0, implementations=_ANY, on_host=True),
+    "momentum": Optimizer(states=1, implementations=_ANY, on_host=True),
+    "nesterov": Optimizer(states=1, implementations=_ANY, on_host=True),
+    "rmsprop": Optimizer(states=1, implementations=("foreach", "loop")),
+    "adagrad": Optimizer(states=1, implementations=_ANY, on_host=True),
+    "adafactor": Optimizer(states=0, implementations=("foreach", "loop"), elementwise=False, shared=False),
+    "transformers_adafactor": Optimizer(states=0, elementwise=False, shared=False, package="transformers"),
+    "lion": Optimizer(states=1),
+    "adamw_8bit": Optimizer(states=0.5, **_BITSANDBYTES),
+    "paged_adamw_8bit": Optimizer(states=0, **_BITSANDBYTES),
+    "paged_adamw": Optimizer(states=0, **_BITSANDBYTES),
+}
 FITTED_OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")  # those that the published models were fitted on
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # bf16 and fp16 are autocast over fp32 weights
 # Bits of a number as a product reads it: sign, exponent and mantissa.
