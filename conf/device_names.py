@@ -1,11 +1,13 @@
-"""Names of GPU models: the data sheet's or the driver's, in any case, or an unambiguous beginning.
+"""Names of GPU models: the data sheet's or the driver's, in any case, or a beginning of it; and a user's own files.
 
-Start reading at `resolve_device`.
+Start reading at `resolve_device`; `read_device_file` reads a description that is not in `conf/device/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from conf.errors import UsageError, shown, unknown_name
 
@@ -24,6 +26,34 @@ _DRIVER_NAMES = {
 }
 # What a short name means: the model that the others are variants of.
 _USUAL = {"a100": "a100-sxm4-40gb", "h100": "h100-sxm5-80gb", "v100": "v100-sxm2-32gb", "p100": "p100-pcie-16gb"}
+
+
+_LARGEST_FILE = 65_536  # bytes of a description
+
+
+def is_device_file(device: str) -> bool:
+    """Return whether a device is given as the YAML file that describes it, rather than by name."""
+    return device.endswith((".yaml", ".yml"))
+
+
+def read_device_file(path: str) -> dict[str, Any]:
+    """Return the mapping in a user's own description of a GPU model, `device=FILE.yaml`; its keys are not checked here.
+
+    Raises `UsageError` for what is no file, or holds no mapping.
+    """
+    import yaml
+
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            text = file.read(_LARGEST_FILE + 1)
+        values = yaml.safe_load(text) if len(text) <= _LARGEST_FILE else None
+    except OSError as error:
+        raise UsageError(f"device={shown(path)} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"device={shown(path)} is not YAML") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"device={shown(path)} holds no description of a GPU model; write one as in conf/device/")
+    return values
 
 
 def plain_device(name: str | None) -> str:

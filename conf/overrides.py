@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from conf.commands import settings_class
-from conf.device_names import resolve_device
+from conf.device_names import is_device_file, read_device_file, resolve_device
 from conf.errors import UsageError, shown, unknown_name
 from conf.keys import (
     choice_values,
@@ -116,6 +116,7 @@ def load_config(name: str, arguments: Sequence[str | Override]) -> DictConfig:
 
     overrides = [item if isinstance(item, Override) else parsed([item])[0] for item in arguments]
     overrides = [_with_device(name, _as_own_key(name, override)) for override in overrides]
+    overrides, own_device = _with_file(name, overrides)
     overrides, slice_problems = _with_slices(name, overrides)
     chosen, problems = _choices(name, overrides)
     problems += slice_problems
@@ -143,6 +144,12 @@ def load_config(name: str, arguments: Sequence[str | Override]) -> DictConfig:
     cfg = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in absent])
     for key, written in texts.items():
         OmegaConf.update(cfg, key, literal(written))
+    if own_device is not None:
+        given = {override.key: OmegaConf.select(cfg, override.key) for override in overrides}
+        cfg[DEVICES] = _plain_texts(own_device)
+        for key, value in given.items():
+            if key.startswith(f"{DEVICES}."):
+                OmegaConf.update(cfg, key, value)
     if problems := problems_of(plain_values(cfg), declared):
         raise UsageError("; ".join(problems))
     return cfg
@@ -178,6 +185,33 @@ def _as_own_key(name: str, override: Override) -> Override:
     if name == "submit" and override.key == "collocate":
         return replace(override, plus="")
     return override
+
+
+def _with_file(name: str, overrides: Sequence[Override]) -> tuple[list[Override], dict[str, Any] | None]:
+    """Return the overrides with a described GPU model in place of `device=FILE.yaml`, and what the file holds.
+
+    The model in its place has the keys that a description has, so that `device.memory_mib=20000` goes with a file too.
+    """
+    files = [override.choice for override in overrides if override.key == DEVICES and is_device_file(override.choice)]
+    if not files or DEVICES not in chosen_by_default(name):
+        return list(overrides), None
+    values = read_device_file(files[-1])
+    like = next(
+        option
+        for option in command_options(name, DEVICES)
+        if not set(values) & {"llvm_target", "compute_capability"} - set(choice_values(DEVICES, option))
+        and "backend" not in choice_values(DEVICES, option)
+    )
+    return [replace(one, written=like) if one.key == DEVICES else one for one in overrides], values
+
+
+def _plain_texts(value: Any) -> Any:
+    """Return the value with no text that OmegaConf would interpolate."""
+    if isinstance(value, dict):
+        return {str(key): _plain_texts(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain_texts(one) for one in value]
+    return literal(value) if isinstance(value, str) else value
 
 
 def _with_slices(name: str, overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:

@@ -48,6 +48,19 @@ class Choice:
     name: str
     choices: tuple[Scalar, ...]
 
+    @cached_property
+    def _distinct(self) -> tuple[Scalar, ...]:
+        return tuple(dict.fromkeys(self.choices))
+
+    @property
+    def count(self) -> int:
+        """Return the number of different values."""
+        return len(self._distinct)
+
+    def at(self, place: int) -> Scalar:
+        """Return one of the `count` values."""
+        return self._distinct[place]
+
     def value(self, u: float) -> Scalar:
         return self.choices[min(int(u * len(self.choices)), len(self.choices) - 1)]
 
@@ -73,13 +86,20 @@ class Range:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     @property
-    def values_on_grid(self) -> int | None:
+    def count(self) -> int | None:
         """Return the number of values; None for a continuous range."""
         step = self._grid_step
         return None if step is None else self._count(step)
 
     def _count(self, step: int | float) -> int:
         return int((self.high - self.low) / step + 1e-9) + 1
+
+    def at(self, place: int) -> int | float:
+        """Return the value at one of the `count` places of the grid."""
+        step = self._grid_step
+        assert step is not None, "a continuous range has no grid"
+        value = self.low + place * step
+        return value if isinstance(value, int) else round(value, 12)  # 0.15, not 0.15000000000000002
 
     @property
     def _grid_step(self) -> int | float | None:
@@ -98,8 +118,7 @@ class Range:
             at = int((self.low * ((self.low + count * step) / self.low) ** u - self.low) / step)
         else:
             at = int(u * count)
-        value = self.low + min(max(at, 0), count - 1) * step
-        return value if isinstance(value, int) else round(value, 12)  # 0.15, not 0.15000000000000002
+        return self.at(min(max(at, 0), count - 1))
 
     def spec(self) -> Any:
         spec = {"low": self.low, "high": self.high, "scale": self.scale}
@@ -117,7 +136,7 @@ class Space:
     dimensions: tuple[Dimension, ...]
 
     @cached_property
-    def varied(self) -> tuple[Dimension, ...]:
+    def varied(self) -> tuple[Choice | Range, ...]:
         """Return the dimensions with more than one value, which are the coordinates of a point."""
         return tuple(d for d in self.dimensions if not isinstance(d, Constant))
 

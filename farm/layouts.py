@@ -1,6 +1,6 @@
-"""How the trials of a search space are spread over GPUs: the dimension `parallel`, and what its values need.
+"""How the trials of a search space are spread over GPUs: the dimension `parallel`, and what a space's values need.
 
-Start reading at `with_layouts`.
+Start reading at `with_layouts`; `require_gpus` and `require_optimizers` refuse what a device cannot run.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
+from conf.identity import version_of
 from farm.cluster_settings import ClusterSettings
 from farm.dimensions import Choice, Constant, Dimension, Scalar
 from farm.space import Space
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXPERTS, MODES, OWN, WRAPPED
 from featurize.parallel.layout_text import parse_parallel
+from featurize.trial_config import OPTIMIZERS
 from workers.devices import DeviceChoice, make_device
 
 DIMENSION = "parallel"
@@ -49,7 +51,7 @@ def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -
         choice: Where the trials run. Simulated GPUs are as many as a layout wants.
         cluster: Where they run: the GPUs of this machine can be counted, those of a joined cluster not yet.
     """
-    layouts = [layout for value in _values(space) if (layout := parse_parallel(value)) is not None]
+    layouts = [layout for value in _values(space, DIMENSION) if (layout := parse_parallel(value)) is not None]
     if choice.backend == "simulated" or not layouts:
         return
     for layout in layouts:
@@ -80,8 +82,26 @@ def gpu_problem(layout: Parallel, gpus: int) -> str | None:
     return f"parallel={layout.text()} needs {layout.ranks} GPUs of one node, and the largest node has {gpus}"
 
 
-def _values(space: Space) -> tuple[Scalar, ...]:
+def require_optimizers(space: Space, choice: DeviceChoice) -> None:
+    """Raise for optimizers that the device cannot run.
+
+    Raises:
+        UsageError: They run on CUDA only, and trials run on the CPU.
+        EnvironmentProblem: Their package is missing here. A simulated GPU needs none for those of CUDA.
+    """
+    for name in _values(space, "optimizer"):
+        optimizer = OPTIMIZERS[str(name)]
+        if optimizer.cuda_only and choice.backend == "cpu":
+            choices = ", ".join(known for known, other in OPTIMIZERS.items() if not other.cuda_only)
+            raise UsageError(f"optimizer={name} runs on CUDA only; with device=cpu choose among {choices}")
+        if optimizer.package is None or (optimizer.cuda_only and choice.backend == "simulated"):
+            continue
+        if version_of(optimizer.package) is None:
+            raise EnvironmentProblem(f"optimizer={name} needs {optimizer.package}: pip install {optimizer.package}")
+
+
+def _values(space: Space, name: str) -> tuple[Scalar, ...]:
     for dimension in space.dimensions:
-        if dimension.name == DIMENSION:
+        if dimension.name == name:
             return dimension.choices if isinstance(dimension, Choice) else (dimension.value(0.0),)
     return ()

@@ -1,6 +1,6 @@
 """Draws trial configs from a search space: a pure function of the space, the seed and the index.
 
-Start reading at `sample`. Policies turn (space, seed, index) into a point of the unit cube; the family repairs it.
+Start reading at `sample`. `farm.sampling_points` turns (space, seed, index) into a point; the family repairs it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-import numpy as np
-
 from conf.errors import UsageError, unknown_name
 from conf.settings import key
-from farm.dimensions import Space
+from farm.dimensions import Choice, Scalar, Space
+from farm.sampling_points import POLICIES, PointsOf, key_of, uniform_point
 from featurize import families
 from featurize.layers import rough_memory_mib, totals
 from featurize.own_code import named_by_user
 from featurize.trial import TrialConfig
 
-SAMPLER_VERSION = 2  # part of a job's identity: grows whenever the same seed would give other configs
+# Part of a job's identity: grows whenever the same seed would give other configs. A job of an older version goes on
+# with what its queue holds; submitted again, it is a new job. 3: lists are drawn evenly, small spaces without repeats.
+SAMPLER_VERSION = 3
 MAX_ATTEMPTS = 1000  # points tried for one index before the space is called empty
+SMALL_SPACE = 2**20  # points; a space of no more repeats none of them before all were drawn
+_SAME_CHOICES = 16  # substitutes of a point that keep what it has of the lists, so that these stay evenly drawn
+_DRAWN = 64  # substitutes that are drawn, before a small space is searched
 _POINTS_AT_ONCE = 1024
-PointsOf = Callable[[Space, bytes, range], list[list[float]]]  # (space, key, indices) -> their points
-_DIGITS = 32  # binary digits of a stratified coordinate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,8 @@ def sample_range(
 ) -> Iterator[TrialConfig]:
     """Yield the configs of the indices `start` <= i < `stop`, as `sample` gives them one by one.
 
+    A space of no more than `SMALL_SPACE` points gives no config twice while it has others.
+
     With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space says of batch
     sizes: the very same trial but for that. A point is taken only if its configs are valid at all of them.
     `rejections`, if given, is filled with how many points each rule rejected. Errors as in `sample`, at the first
@@ -113,7 +117,7 @@ def sample_range(
     sizes = tuple(batch_sizes or ())
     k = max(1, len(sizes))
     first, last = start // k, -(-stop // k)  # of points
-    groups = _configs(space, _key(space, seed), first, last, POLICIES[policy], limits, rejections, sizes)
+    groups = _configs(space, key_of(space, seed), first, last, POLICIES[policy], limits, rejections, sizes)
     skipped = start - first * k
     return itertools.islice(itertools.chain.from_iterable(groups), skipped, skipped + max(0, stop - start))
 
@@ -128,12 +132,56 @@ def _configs(
     rejections: Counter[str] | None,
     sizes: Sequence[int],
 ) -> Iterator[list[TrialConfig]]:
-    """Yield each point's config, or its configs at every batch size."""
+    """Yield each point's config, or its configs at every batch size.
+
+    What a small space gave before an index is drawn again first, from the last multiple of its number of points on.
+    """
     family = families.get_family(space.family)
-    for first in range(start, stop, _POINTS_AT_ONCE):
+    drawn = _drawn_before(space)
+    since = start if drawn is None else start - start % drawn.points
+    for first in range(since, stop, _POINTS_AT_ONCE):
         indices = range(first, min(first + _POINTS_AT_ONCE, stop))
         for index, point in zip(indices, points_of(space, key, indices), strict=True):
-            yield _configs_at(space, family, key, index, point, limits, rejections, sizes)
+            if drawn is not None and index % drawn.points == 0:
+                drawn.forget()
+            counted = rejections if index >= start else None
+            configs = _configs_at(space, family, key, index, point, limits, counted, sizes, drawn)
+            if index >= start:
+                yield configs
+
+
+class _Drawn:
+    """What a space of so many points gave so far; empty again once all of them were drawn."""
+
+    def __init__(self, points: int) -> None:
+        self.points = points
+        self.values: set[tuple[Scalar, ...]] = set()
+        self.configs: set[tuple[TrialConfig, ...]] = set()
+
+    def is_new(self, values: Mapping[str, Scalar]) -> bool:
+        """Return whether these values were not drawn yet, and record them."""
+        if len(self.values) >= self.points:
+            self.forget()
+        before = len(self.values)
+        self.values.add(tuple(values.values()))
+        return len(self.values) > before
+
+    def gives(self, configs: list[TrialConfig]) -> bool:
+        """Return whether no other values gave these configs, and record them."""
+        before = len(self.configs)
+        self.configs.add(tuple(configs))
+        return len(self.configs) > before
+
+    def forget(self) -> None:
+        self.values.clear()
+        self.configs.clear()
+
+
+def _drawn_before(space: Space) -> _Drawn | None:
+    """Return an empty record for a small space; None for a larger one, whose repeats are rare."""
+    counts = [dimension.count for dimension in space.varied]
+    points = 0 if None in counts else math.prod(count or 1 for count in counts)
+    return _Drawn(points) if 1 < points <= SMALL_SPACE else None
 
 
 def _configs_at(
@@ -145,15 +193,16 @@ def _configs_at(
     limits: Limits,
     rejections: Counter[str] | None,
     sizes: Sequence[int],
+    drawn: _Drawn | None,
 ) -> list[TrialConfig]:
-    """Return the configs (one a batch size) at `point`, or at the first valid one of its uniform substitutes."""
+    """Return the configs (one a batch size) at `point`, or at the first of its substitutes that is valid and new."""
     rejected: list[tuple[dict, list[_Breach]]] = []
-    for attempt in range(MAX_ATTEMPTS):
-        if attempt:
-            point = _uniforms(space, key, index, attempt)
+    for attempt, drawn_values in enumerate(_tries(space, key, index, point, searched=drawn is not None)):
+        if drawn is not None and not drawn.is_new(drawn_values):
+            continue
         # Repaired once, so that all batch sizes get the same network.
         largest = {"batch_size": max(sizes)} if sizes else {}
-        repaired = family.repair({**space.values(point), **largest}, _Draw(key, index, attempt))
+        repaired = family.repair({**drawn_values, **largest}, _Draw(key, index, attempt))
         configs: list[TrialConfig] = []
         breaches: list[_Breach] = []
         for values in [{**repaired, "batch_size": size} for size in sizes] or [repaired]:
@@ -162,11 +211,53 @@ def _configs_at(
                 break
             configs.append(config)
         else:
-            return configs
+            if drawn is None or drawn.gives(configs):
+                return configs
+            continue
         rejected.append((values, breaches))
         if rejections is not None:
             rejections.update(breach.rule for breach in breaches)
+        if len(rejected) == MAX_ATTEMPTS:
+            break
     raise UsageError(_no_valid_configuration(space.family, index, rejected))
+
+
+def _tries(space: Space, key: bytes, index: int, point: list[float], searched: bool) -> Iterator[dict[str, Scalar]]:
+    """Yield the values at `point`, then those of its substitutes, without end; `searched` for what was not drawn."""
+    yield space.values(point)
+    lists = [isinstance(dimension, Choice) for dimension in space.varied]
+    keeps = any(lists) and not all(lists)
+
+    def drawn(attempt: int, keep: bool) -> dict[str, Scalar]:
+        other = uniform_point(space, key, index, attempt)
+        return space.values([u if keep and kept else v for u, v, kept in zip(point, other, lists, strict=True)])
+
+    for attempt in range(1, _SAME_CHOICES):
+        yield drawn(attempt, keeps)
+    if searched and keeps:
+        yield from _search(space, _Draw(key, index, 0), {d.name for d in space.varied if isinstance(d, Choice)}, point)
+    for attempt in itertools.count(_SAME_CHOICES):
+        if searched and attempt % _DRAWN == 0:
+            yield from _search(space, _Draw(key, index, attempt), set(), point)
+        yield drawn(attempt, False)
+
+
+def _search(
+    space: Space, draw: Callable[[str], float], kept: set[str], point: list[float]
+) -> Iterator[dict[str, Scalar]]:
+    """Yield every point of a small space once, in an order of its own; names that are `kept` stay as at `point`."""
+    values = space.values(point)
+    searched = [d for d in space.varied if d.name not in kept]
+    points = math.prod(dimension.count or 1 for dimension in searched)
+    at, stride = int(draw("start") * points), int(draw("stride") * points) + 1
+    while math.gcd(stride, points) != 1:
+        stride += 1
+    for _ in range(points):
+        at, rest = (at + stride) % points, at
+        for dimension in searched:
+            rest, place = divmod(rest, dimension.count or 1)
+            values[dimension.name] = dimension.at(place)
+        yield dict(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +330,6 @@ def _no_valid_configuration(family: str, index: int, rejected: list[tuple[dict, 
     return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(sentences)}{more}"
 
 
-# Points: every number comes from (space, seed, index, attempt), never from what was drawn before.
-
-
-def _key(space: Space, seed: int) -> bytes:
-    return hashlib.blake2b(f"{space.identity} {seed}".encode(), digest_size=16).digest()
-
-
 @dataclass(frozen=True, slots=True)
 class _Draw:
     """`draw(name)` of `repair`: uniform in [0, 1), the same for the same point and name."""
@@ -258,62 +342,3 @@ class _Draw:
         text = f"{self.index} {self.attempt} {name}".encode()
         digest = hashlib.blake2b(text, key=self.key, digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 11) / 2**53
-
-
-def _uniforms(space: Space, key: bytes, index: int, attempt: int) -> list[float]:
-    digest = hashlib.blake2b(f"{index} {attempt}".encode(), key=key, digest_size=16).digest()
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    return generator.random(len(space.varied)).tolist()
-
-
-def _uniform_points(space: Space, key: bytes, indices: range) -> list[list[float]]:
-    return [_uniforms(space, key, index, 0) for index in indices]
-
-
-def _stratified_points(space: Space, key: bytes, indices: range) -> list[list[float]]:
-    """Every dimension follows a random (0, 1)-sequence in base 2 of its own (a nested Latin hypercube).
-
-    Digit m of index i is bit m-1 of i, flipped or not by a coin that depends on the dimension, on m, on the aligned
-    block i >> m and on the digits before. In each aligned block of 2^m indices, every dyadic interval of length 2^-m of
-    every dimension then holds exactly one point: by induction, the block's two halves hold one point each in an
-    interval of length 2^-(m-1), and these two meet the same coin with different bits, so they fall into different
-    halves of it. A prefix of any length is made of such blocks, hence even: n points put n/k + O(log n) into each of k
-    equal bins. Coins of different dimensions are independent, so that no pair of dimensions is confounded, unlike in a
-    digital sequence (Sobol), where the first digits of two dimensions are fixed parities of the same index bits
-    whatever the linear scrambling. A dimension's key comes from space, seed and name: a point needs no other point.
-    """
-    if not space.varied:
-        return [[] for _ in indices]
-    names = [dimension.name.encode() for dimension in space.varied]
-    digests = b"".join(hashlib.blake2b(name, key=key, digest_size=8).digest() for name in names)
-    keys = np.frombuffer(digests, "<u8").astype(np.uint64)
-    index = np.arange(indices.start, indices.stop, dtype=np.uint64)
-    return ((_stratified_digits(keys, index) + 0.5) / 2**_DIGITS).T.tolist()  # the middle of the cell
-
-
-def _stratified_digits(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """keys [D] and index [N], both uint64 -> [D, N]: the first 32 digits as one number, the first digit on top."""
-    one, top = np.uint64(1), np.uint64(63)
-    prefix = np.zeros((len(keys), len(index)), np.uint64)
-    block = index.copy()
-    for m in range(1, _DIGITS + 1):
-        bit = block & one
-        block >>= one
-        of_digit = _mix(keys + np.uint64(m))[:, None]
-        coin = _mix(_mix(of_digit ^ block) ^ prefix) >> top
-        prefix = prefix << one | (bit ^ coin)
-    return prefix
-
-
-def _mix(words: np.ndarray) -> np.ndarray:
-    """One step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words that looks random."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return words ^ words >> np.uint64(31)
-
-
-POLICIES: dict[str, PointsOf] = {
-    "stratified": _stratified_points,
-    "uniform": _uniform_points,
-}

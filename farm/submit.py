@@ -17,7 +17,7 @@ from farm.collocating import SIZES, Groups, pool_of
 from farm.described_device import spec_of
 from farm.jobs import MIXED_FAMILY, Job, Queue, job_id_for
 from farm.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
-from farm.layouts import require_gpus
+from farm.layouts import require_gpus, require_optimizers
 from farm.model_check import require_models
 from farm.monitoring.service import Service
 from farm.queue_copy import queue_to_read
@@ -45,6 +45,7 @@ def entry(settings: SubmitSettings) -> int:
     next(_texts(settings, 0, 1))
     for space in settings.spaces:
         require_gpus(space, choice, settings.cluster)
+        require_optimizers(space, choice)
     require_models(settings.spaces)
     if choice.backend == "simulated" and any(asks_cudnn(space.family) for space in settings.spaces):
         installed_libraries()  # else every trial would end without what it is sampled for

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
+from conf.device_names import is_device_file, read_device_file, resolve_device
 from conf.device_names import plain_device as plain_device
-from conf.device_names import resolve_device
 from conf.errors import UsageError
 from conf.mig_slices import profiles_of, slice_values, split_slice
 from featurize.architecture import LLVM_TARGETS, Architecture, architecture_of
@@ -169,6 +169,17 @@ def describe_device(name: str | DeviceSpec) -> DeviceSpec:
     """The description of a GPU by a name that `load_device` takes; a description is given back as
     it is. Unknown and ambiguous names raise `UsageError` listing the choices."""
     return name if isinstance(name, DeviceSpec) else load_device(name)
+
+
+def device_of_user(device: str | DeviceSpec) -> DeviceSpec:
+    """Return the description that a user gives: a name, a description, or the path of a YAML file like those of
+    `conf/device/`. Not for names out of rows or requests, which must open no file.
+
+    Raises `UsageError` as `describe_device` and `device_from_mapping` do.
+    """
+    if isinstance(device, str) and is_device_file(device):
+        return device_from_mapping(read_device_file(device))
+    return describe_device(device)
 
 
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:

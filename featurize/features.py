@@ -11,7 +11,7 @@ import math
 from conf.units import MIB
 from featurize.families import get_family
 from featurize.layers import Layer, rough_memory_mib
-from featurize.trial_config import ACTIVATIONS, OPTIMIZER_STATES, TrialConfig
+from featurize.trial_config import ACTIVATIONS, OPTIMIZERS, TrialConfig
 
 # Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that
 # the columns of a joint table don't depend on the families in it.
@@ -48,7 +48,7 @@ def scalar_features(config: TrialConfig) -> dict[str, float | str]:
     of_plan = _plan_features(plan, config.batch_size)
     parameters, elements = of_plan["parameters"], of_plan["batch_output_elements"]
     of_plan["weights_mib"] = 4 * parameters / MIB
-    of_plan["optimizer_state_mib"] = 4 * parameters * OPTIMIZER_STATES[config.optimizer] / MIB
+    of_plan["optimizer_state_mib"] = 4 * parameters * OPTIMIZERS[config.optimizer].states / MIB
     of_plan["batch_output_mib"] = 4 * elements / MIB
     of_plan["rough_memory_mib"] = rough_memory_mib(plan, config.batch_size, config.optimizer)
     of_plan["flops_per_element"] = of_plan["flops"] / max(of_plan["output_elements"], 1.0)

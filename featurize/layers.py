@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conf.units import MIB
-from featurize.trial_config import OPTIMIZER_STATES
+from featurize.trial_config import OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,5 +51,5 @@ def rough_memory_mib(plan: Iterable[Layer], batch_size: int, optimizer: str) -> 
     """A quick upper-side guess for the sampling ceiling: fp32 weights, gradients, optimizer state, and every
     layer's output kept once. No context, no workspace, no allocator. Not an estimator: see `learn`."""
     sums = totals(plan)
-    copies = 2 + OPTIMIZER_STATES[optimizer]  # with weights and gradients
+    copies = 2 + OPTIMIZERS[optimizer].states  # with weights and gradients
     return 4 * (copies * sums.parameters + batch_size * sums.output_elements) / MIB

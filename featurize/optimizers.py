@@ -6,6 +6,7 @@ Start reading at `make_optimizer`; `OptimizerInBackward` and `OptimizerOnHost` s
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar, overload
 
@@ -15,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from conf.errors import EnvironmentProblem, unknown_name
 from featurize.autocast import replaced
-from featurize.training_settings import ALL_OPTIMIZERS, IMPLEMENTATIONS_OF
+from featurize.trial_config import OPTIMIZERS
 from featurize.vision import import_library
 
 _T = TypeVar("_T", bound=Tensor)
@@ -32,7 +33,7 @@ def make_optimizer(
     """Return the optimizer at learning rate 1e-3, with its library's defaults otherwise.
 
     Args:
-        name: One of `ALL_OPTIMIZERS`. `momentum` is SGD with 0.9, `nesterov` the same with Nesterov's step.
+        name: One of `OPTIMIZERS`. `momentum` is SGD with 0.9, `nesterov` the same with Nesterov's step.
         parameters: What it updates.
         foreach: As torch takes it; None leaves the choice to torch, which takes the for-each implementation on CUDA
             and the loop on CPU. Adafactor's default is the loop everywhere.
@@ -42,49 +43,35 @@ def make_optimizer(
         UsageError: There is no such optimizer, or transformers is missing for its Adafactor.
         EnvironmentProblem: bitsandbytes is missing, or the parameters are on the CPU, where it cannot run.
     """
-    if name not in ALL_OPTIMIZERS:
-        raise unknown_name("optimizer", name, ALL_OPTIMIZERS)
+    if name not in OPTIMIZERS:
+        raise unknown_name("optimizer", name, OPTIMIZERS)
     given = alike(parameters)
-    if name not in IMPLEMENTATIONS_OF:
-        return _other(name, given)
-    if implementation is not None:
-        foreach = implementation == "foreach"
-    elif name == "adafactor":
-        foreach = None
+    known = OPTIMIZERS[name]
     more: dict[str, Any] = {}
-    if "fused" in IMPLEMENTATIONS_OF[name] and implementation == "fused":
-        more["fused"] = True
+    if known.cuda_only:
+        if all(p.is_meta for p in _parameters(given)):
+            more = {"bits": 32 if name == "paged_adamw" else 8, "paged": name.startswith("paged")}
+            return BlockwiseAdamW(given, **more)
+        return _of_bitsandbytes(name, given)
+    if known.implementations != ("loop",):
+        more["foreach"] = foreach
+        if implementation is not None:
+            more["foreach"] = implementation == "foreach"
+        elif name == "adafactor":
+            more["foreach"] = None
+        if "fused" in known.implementations and implementation == "fused":
+            more["fused"] = True
     with _fused_on_meta():
-        return _torchs(name, given, foreach=foreach, **more)
+        return _MAKERS[name](given, lr=LEARNING_RATE, **more)
 
 
-def _torchs(name: str, parameters: list[Any], **more: Any) -> torch.optim.Optimizer:
-    if name in ("adam", "adamw"):
-        cls = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-        return cls(parameters, lr=LEARNING_RATE, **more)
-    if name == "rmsprop":
-        return torch.optim.RMSprop(parameters, lr=LEARNING_RATE, **more)
-    if name == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=LEARNING_RATE, **more)
-    if name == "adafactor":
-        return torch.optim.Adafactor(parameters, lr=LEARNING_RATE, **more)
-    momentum = 0.0 if name == "sgd" else 0.9
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, nesterov=name == "nesterov", **more)
+def _adafactor_of_transformers(parameters: list[Any], lr: float) -> torch.optim.Optimizer:
+    adafactor = import_library("transformers.optimization").Adafactor
+    return adafactor(parameters, lr=lr, relative_step=False, scale_parameter=False)
 
 
-def _other(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
-    if name == "lion":
-        return Lion(parameters)
-    if name == "transformers_adafactor":
-        adafactor = import_library("transformers.optimization").Adafactor
-        return adafactor(parameters, lr=LEARNING_RATE, relative_step=False, scale_parameter=False)
-    if any(not p.is_meta for p in parameters):
-        return _of_bitsandbytes(name, parameters)
-    return BlockwiseAdamW(parameters, bits=32 if name == "paged_adamw" else 8, paged=name.startswith("paged"))
-
-
-def _of_bitsandbytes(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if any(p.device.type != "cuda" for p in parameters):
+def _of_bitsandbytes(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
+    if any(p.device.type != "cuda" for p in _parameters(parameters)):
         raise EnvironmentProblem(f"optimizer={name} runs on CUDA only; take adamw")
     try:
         from bitsandbytes import optim
@@ -92,6 +79,11 @@ def _of_bitsandbytes(name: str, parameters: list[nn.Parameter]) -> torch.optim.O
         raise EnvironmentProblem(f"optimizer={name} needs bitsandbytes: pip install bitsandbytes") from error
     names = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW"}
     return getattr(optim, names[name])(parameters, lr=LEARNING_RATE)
+
+
+def _parameters(given: list[Any]) -> list[nn.Parameter]:
+    """Return the parameters of a list of them, or of groups."""
+    return [p for one in given for p in (one["params"] if isinstance(one, dict) else [one])]
 
 
 class _TensorByTensor(torch.optim.Optimizer):
@@ -137,6 +129,21 @@ class Lion(_TensorByTensor):
         direction = momentum.clone().mul_(short).add(gradient, alpha=1 - short).sign_()
         parameter.add_(direction, alpha=-group["lr"])
         momentum.mul_(long).add_(gradient, alpha=1 - long)
+
+
+# Of `OPTIMIZERS`, those that every device runs: name -> what makes it of parameters and `lr`.
+_MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "nesterov": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adafactor": torch.optim.Adafactor,
+    "transformers_adafactor": _adafactor_of_transformers,
+    "lion": Lion,
+}
 
 
 class BlockwiseAdamW(_TensorByTensor):

@@ -162,7 +162,8 @@ def library_problem(model: str, arguments: str) -> str | None:
             "or type the config on the command line"
         )
     if not _MODULES[package].fullmatch(module) or "." in factory or factory.startswith("_"):
-        return f"{model} is not one of {package}'s models, and data may name no other code"
+        written = f"; write {package}.models:{factory}" if package == module == "torchvision" else ""
+        return f"{model} is not one of {package}'s models, and data may name no other code{written}"
     return arguments_problem(model, arguments)
 
 

@@ -19,7 +19,7 @@ from featurize.replay import MemoryProfile, outside_mib
 from featurize.step_trace import BATCH, StepTrace
 from featurize.trace_memo import of_trace
 from featurize.training import TrainingSettings
-from featurize.trial_config import MATH_BITS, OPTIMIZER_STATES
+from featurize.trial_config import MATH_BITS, OPTIMIZERS
 from featurize.workspace_scenarios import scenario_features
 
 _CONVOLUTIONS = ("1x1", "3x3", "5x5", "wide", "depthwise", "grouped", "strided", "long")
@@ -42,7 +42,7 @@ def step_features(
     """
     return {
         **of_trace(trace, ("network", batch_size), lambda: _network(trace, batch_size)),
-        "net_states": OPTIMIZER_STATES.get(settings.optimizer, 2),
+        "net_states": OPTIMIZERS[settings.optimizer].states,
         "net_math_bits": MATH_BITS.get(settings.precision, 32),
         "net_channels_last": float(settings.channels_last),
         "net_cudnn_benchmark": float(settings.cudnn_benchmark),

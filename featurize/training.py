@@ -37,6 +37,7 @@ from featurize.tf32 import allow_tf32
 from featurize.training_settings import Training as Training
 from featurize.training_settings import TrainingSettings as TrainingSettings
 from featurize.training_settings import training_of
+from featurize.trial_config import OPTIMIZERS
 
 if TYPE_CHECKING:
     from featurize.parallel.local_update import LocalOptimizer
@@ -191,9 +192,9 @@ class TrainingStep:
         if settings.offload_optimizer:
             return OptimizerOnHost(self.model.parameters(), functools.partial(make, foreach=None))
         if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
-            from featurize.parallel.local_update import ELEMENTWISE, LocalOptimizer  # its imports are heavy
+            from featurize.parallel.local_update import LocalOptimizer  # its imports are heavy
 
-            if settings.optimizer in ELEMENTWISE:
+            if OPTIMIZERS[settings.optimizer].elementwise:
                 return LocalOptimizer(self.model.parameters(), make)
         return make(self.model.parameters())
 

@@ -10,29 +10,18 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 from conf.errors import UsageError, unknown_name
-from featurize.trial_config import OPTIMIZERS, PRECISIONS
+from featurize.trial_config import FITTED_OPTIMIZERS, OPTIMIZERS, PRECISIONS
 
-# Beyond those of trial configs. `featurize.optimizers` makes them.
-MORE_OPTIMIZERS = (
-    "nesterov", "rmsprop", "adagrad", "adafactor", "transformers_adafactor", "lion", "adamw_8bit", "paged_adamw_8bit",
-    "paged_adamw",
-)  # fmt: skip
-ALL_OPTIMIZERS = (*OPTIMIZERS, *MORE_OPTIMIZERS)
 # Weights, gradients and optimizer state in that type, without autocast.
 LOW_PRECISIONS = ("bf16-true", "fp16-true")
 ALL_PRECISIONS = (*PRECISIONS, *LOW_PRECISIONS)
 IMPLEMENTATIONS = ("foreach", "fused", "loop")
-# Which of torch's implementations each optimizer has; one that is not listed has its own loop only.
-IMPLEMENTATIONS_OF = {
-    **dict.fromkeys(("adam", "adamw", "sgd", "momentum", "nesterov", "adagrad"), IMPLEMENTATIONS),
-    **dict.fromkeys(("rmsprop", "adafactor"), ("foreach", "loop")),
-}
 # `mode` of torch.compile, and those that run the model as CUDA graphs (torch/_inductor/__init__.py: list_mode_options).
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CHECKPOINTING = ("full", "selective")
 ZERO_GRADS = ("before_forward", "after_forward")
-_ON_HOST = (*OPTIMIZERS, "nesterov", "adagrad")  # optimizers with an implementation for the CPU
+_ON_HOST = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.on_host)
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.float8.Float8LinearRecipeName
 QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 
@@ -41,7 +30,7 @@ class TrainingSettings(Protocol):
     """What every training job states besides its model; each `featurize.trial.TrialConfig` has it."""
 
     @property
-    def optimizer(self) -> str: ...  # one of ALL_OPTIMIZERS
+    def optimizer(self) -> str: ...  # one of OPTIMIZERS
     @property
     def precision(self) -> str: ...  # one of ALL_PRECISIONS
     @property
@@ -55,7 +44,7 @@ class Training:
     """Training settings by themselves, for a model that is no family's.
 
     Args:
-        optimizer: One of `ALL_OPTIMIZERS`.
+        optimizer: One of `OPTIMIZERS`.
         precision: `fp32`, `tf32`; `bf16` and `fp16`: autocast over the model's weights; `bf16-true` and `fp16-true`:
             weights, gradients and optimizer state in that type.
         cudnn_benchmark: cuDNN searches for its fastest algorithms.
@@ -153,7 +142,7 @@ class Training:
 
     def beyond_trials(self) -> tuple[str, ...]:
         """Return the settings, as `name=value`, that no trial config has."""
-        return self._beyond("cudnn_benchmark", "channels_last")
+        return self._beyond(tuple(OPTIMIZERS), "cudnn_benchmark", "channels_last")
 
     def beyond_fits(self) -> tuple[str, ...]:
         """Return those of `beyond_trials` that no fitted model can speak of.
@@ -161,15 +150,15 @@ class Training:
         Where gradients are freed is not among them: it runs the same operators, and what lives longer is in the traced
         peak, which fitted models scale.
         """
-        return self._beyond("cudnn_benchmark", "channels_last", "zero_grad")
+        return self._beyond(FITTED_OPTIMIZERS, "cudnn_benchmark", "channels_last", "zero_grad")
 
-    def _beyond(self, *known: str) -> tuple[str, ...]:
+    def _beyond(self, known_optimizers: tuple[str, ...], *known: str) -> tuple[str, ...]:
         default = Training()
         return tuple(
             f"{field.name}={getattr(self, field.name)}"
             for field in fields(default)
             if getattr(self, field.name) != getattr(default, field.name)
-            and not (field.name == "optimizer" and self.optimizer in OPTIMIZERS)
+            and not (field.name == "optimizer" and self.optimizer in known_optimizers)
             and not (field.name == "precision" and self.precision in PRECISIONS)
             and field.name not in known
         )
@@ -199,7 +188,7 @@ class Training:
         return problems
 
     def _exclusions(self) -> list[str]:
-        known = IMPLEMENTATIONS_OF.get(self.optimizer, ("loop",))
+        known = OPTIMIZERS[self.optimizer].implementations
         rules = (
             (self.implementation not in (None, *known),
              f"optimizer={self.optimizer} has no implementation={self.implementation}; it has {', '.join(known)}"),
@@ -237,7 +226,7 @@ class Training:
 
 
 _CHOICES = {
-    "optimizer": ALL_OPTIMIZERS,
+    "optimizer": OPTIMIZERS,
     "precision": ALL_PRECISIONS,
     "implementation": IMPLEMENTATIONS,
     "checkpointing": CHECKPOINTING,

@@ -16,8 +16,8 @@ from conf.identity import canonical_json as canonical_json
 from conf.identity import mapping_hash as mapping_hash
 from featurize.families import get_family
 from featurize.trial_config import ACTIVATIONS as ACTIVATIONS
+from featurize.trial_config import FITTED_OPTIMIZERS as FITTED_OPTIMIZERS
 from featurize.trial_config import MATH_BITS as MATH_BITS
-from featurize.trial_config import OPTIMIZER_STATES as OPTIMIZER_STATES
 from featurize.trial_config import OPTIMIZERS as OPTIMIZERS
 from featurize.trial_config import PRECISIONS as PRECISIONS
 from featurize.trial_config import TRAINING_FIELDS as TRAINING_FIELDS

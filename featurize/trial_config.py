@@ -16,10 +16,49 @@ from conf.errors import UsageError, shown
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import parse_parallel
 
-OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
+_ANY = ("foreach", "fused", "loop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What is known of an optimizer before it is made; `featurize.optimizers` makes it.
+
+    states: tensors of its parameter's size, in float32, that it keeps on the device.
+    implementations: torch's, of which it has these.
+    elementwise: its step does the same to every element, so that ranks that share a parameter update their parts alone.
+    shared: it runs on parameters that ranks share (DTensor).
+    on_host: DeepSpeed-like offloading runs it on the CPU.
+    package: what it takes beside torch.
+    cuda_only: no other device runs it for real.
+    """
+
+    states: float
+    implementations: tuple[str, ...] = ("loop",)
+    elementwise: bool = True
+    shared: bool = True
+    on_host: bool = False
+    package: str | None = None
+    cuda_only: bool = False
+
+
+_BITSANDBYTES: dict[str, Any] = {"elementwise": False, "package": "bitsandbytes", "cuda_only": True}
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adam": Optimizer(states=2, implementations=_ANY, on_host=True),
+    "adamw": Optimizer(states=2, implementations=_ANY, on_host=True),
+    "sgd": Optimizer(states=0, implementations=_ANY, on_host=True),
+    "momentum": Optimizer(states=1, implementations=_ANY, on_host=True),
+    "nesterov": Optimizer(states=1, implementations=_ANY, on_host=True),
+    "rmsprop": Optimizer(states=1, implementations=("foreach", "loop")),
+    "adagrad": Optimizer(states=1, implementations=_ANY, on_host=True),
+    "adafactor": Optimizer(states=0, implementations=("foreach", "loop"), elementwise=False, shared=False),
+    "transformers_adafactor": Optimizer(states=0, elementwise=False, shared=False, package="transformers"),
+    "lion": Optimizer(states=1),
+    "adamw_8bit": Optimizer(states=0.5, **_BITSANDBYTES),
+    "paged_adamw_8bit": Optimizer(states=0, **_BITSANDBYTES),
+    "paged_adamw": Optimizer(states=0, **_BITSANDBYTES),
+}
+FITTED_OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")  # those that the published models were fitted on
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # bf16 and fp16 are autocast over fp32 weights
-# Tensors of each parameter's size that the optimizer keeps.
-OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType({"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0})
 # Bits of a number as a product reads it: sign, exponent and mantissa.
 MATH_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "tf32": 19, "bf16": 16, "fp16": 16})
 ACTIVATIONS = (
@@ -62,7 +101,9 @@ class TrialConfig:
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} must be true or false, got {getattr(self, name)!r}")
         try:
-            parse_parallel(self.parallel)
+            layout = parse_parallel(self.parallel)
+            if self.optimizer in OPTIMIZERS and (problem := sharing_problem(self.optimizer, layout)):
+                problems.append(problem)
         except UsageError as error:
             rule = str(error).removeprefix("parallel").lstrip(": ").replace("; ", ", ")
             problems.append(f"parallel cannot be {shown(self.parallel)}: {rule}")
@@ -85,6 +126,14 @@ class TrialConfig:
         if self.parallel is None:
             del values["parallel"]
         return {"family": self.family, **values}
+
+
+def sharing_problem(optimizer: str, layout: Parallel | None) -> str | None:
+    """Return why an optimizer does not run on a layout's parameters; None if it does."""
+    if layout is None or not layout.shards or layout.flat or OPTIMIZERS[optimizer].shared:
+        return None
+    choices = ", ".join(name for name, known in OPTIMIZERS.items() if known.shared)
+    return f"optimizer={optimizer} does not run on parameters that ranks share (DTensor), choose one of {choices}"
 
 
 TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))

@@ -54,7 +54,7 @@ def operators_of(config: TrialConfig) -> frozenset[str]:
 
     `other` stands for the layers of a model that cannot be read here (of a library that is not installed).
     """
-    names = {"loss", _OPTIMIZERS[config.optimizer]}
+    names = {"loss", _OPTIMIZERS.get(config.optimizer, OTHER)}
     if config.precision in _AUTOCAST:
         names.add("autocast")
     try:

@@ -29,6 +29,7 @@ from featurize.families._zoo_texts import (
     tensor_problems,
 )
 from featurize.layers import Layer
+from featurize.near_names import library_names, near_names
 from featurize.own_code import NotTrusted, library_problem, require_model, require_settings
 from featurize.trial_config import TrialConfig
 
@@ -225,8 +226,7 @@ def _load(model: str, arguments: str) -> Callable:
     except Exception as error:  # a user's module may raise anything while it is imported
         raise UsageError(f"zoo: {module_name} fails on import: {type(error).__name__}: {error}") from error
     if part is None:
-        near = difflib.get_close_matches(name, dir(owner), n=5, cutoff=0.6)
-        hint = f"; near names: {', '.join(near)}" if near else ""
+        hint = library_names(module_name, attribute) or near_names(name, dir(owner))
         raise UsageError(f"zoo: {module_name} has no {attribute!r}{hint}")
     if not callable(part) or _is_module(part):
         raise UsageError(f"zoo: {model} is {type(part).__name__}, not a class or function that gives a torch.nn.Module")

@@ -15,16 +15,13 @@ from torch.distributed.tensor import DTensor
 from featurize.optimizers import run_step
 from featurize.tensor_parts import local_tensor
 
-# Each element is updated by itself, so that parts of parameters are updated as whole ones are.
-ELEMENTWISE = frozenset({"adam", "adamw", "adagrad", "lion", "momentum", "nesterov", "rmsprop", "sgd"})
-
 
 class LocalOptimizer:
     """Updates parts of parameters; gradients are read, and freed, where the wrapper leaves them.
 
     Args:
         parameters: Of the wrapped model.
-        make: Gives the optimizer of some parameters; one of `ELEMENTWISE`.
+        make: Gives the optimizer of some parameters; an elementwise one.
     """
 
     def __init__(

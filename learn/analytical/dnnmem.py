@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from featurize.device_spec import DeviceSpec
+from featurize.trial_config import OPTIMIZERS
 from learn.analytical.base import AnalyticalEstimator
 from learn.workload import Workload
 
 BLOCK = 512  # PyTorch's allocator rounds every tensor up to this
 RESERVED_MIB = 64.0  # resident buffer of the framework's memory management, the published constant
-STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # tensors of its size that the optimizer keeps a weight
 
 
 class DNNMem:
@@ -50,7 +50,7 @@ class DNNMem:
         parts = {
             "weights": weights,
             "weight gradients": trained,
-            "optimizer state": STATES[workload.settings.optimizer] * trained,
+            "optimizer state": OPTIMIZERS[workload.settings.optimizer].states * trained,
             "buffers and batch": others,
             **_liveness(operators),
         }

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from featurize.allocator import CachingAllocator
 from featurize.device_spec import DeviceSpec
-from featurize.trial import OPTIMIZER_STATES
+from featurize.trial import OPTIMIZERS
 from learn.analytical.base import AnalyticalEstimator, CannotEstimate
 from learn.workload import Workload
 
@@ -156,7 +156,7 @@ def _require_memory(workload: Workload) -> None:
 
     model = meta_model(workload)
     weights = sum(unique_bytes(model.parameters()))
-    states = 2 + OPTIMIZER_STATES[workload.settings.optimizer]
+    states = 2 + OPTIMIZERS[workload.settings.optimizer].states
 
     def require(outputs: int) -> None:
         needed = (weights * states + outputs) / MIB

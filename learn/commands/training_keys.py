@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.settings import key
-from featurize.training_settings import ALL_OPTIMIZERS, COMPILE_MODES, FLOAT8_RECIPES, IMPLEMENTATIONS, QUANTIZATIONS
+from featurize.training_settings import COMPILE_MODES, FLOAT8_RECIPES, IMPLEMENTATIONS, QUANTIZATIONS
+from featurize.trial_config import OPTIMIZERS
 
 
 def _any_of(names: Sequence[str]) -> str:
@@ -21,7 +22,7 @@ def _any_of(names: Sequence[str]) -> str:
 class TrainingKeys:
     """The fields of `Training`, each None where nothing was given."""
 
-    optimizer: str | None = key(None, f"for model: adam (the default), {_any_of(ALL_OPTIMIZERS[1:])}")
+    optimizer: str | None = key(None, f"for model: adam (the default), {_any_of(tuple(OPTIMIZERS)[1:])}")
     precision: str | None = key(
         None,
         "for model: fp32 (the default), tf32, bf16 or fp16 (autocast), bf16-true or fp16-true (weights in that type)",

@@ -14,7 +14,7 @@ from pathlib import Path
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.machine import DESCRIBED, MachineProfile, machine
-from featurize.trial import MATH_BITS, OPTIMIZER_STATES, TrialConfig
+from featurize.trial import FITTED_OPTIMIZERS, MATH_BITS, OPTIMIZERS, TrialConfig
 from featurize.version import is_current
 from learn.artifacts import DEFAULT_MODELS, default_artifact
 from learn.estimation.job_estimate import Estimate
@@ -92,6 +92,8 @@ def fast_problem(config: TrialConfig, device: DeviceSpec) -> str | None:
         return f"method fast knows the families {', '.join(sorted(path.families))}, not {config.family}"
     if config.parallel is not None:
         return f"method fast knows one GPU, and the config has parallel={config.parallel}"
+    if config.optimizer not in FITTED_OPTIMIZERS:
+        return f"method fast knows the optimizers {', '.join(FITTED_OPTIMIZERS)}, not {config.optimizer}"
     if not path.answers_for(device):
         return f"method fast was distilled on NVIDIA GPUs, and {device.name} is none"
     return None
@@ -121,7 +123,7 @@ def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[str]:
     reasons = known.settings_said(
         {
             "net_math_bits": MATH_BITS[config.precision],
-            "net_states": OPTIMIZER_STATES[config.optimizer],
+            "net_states": OPTIMIZERS[config.optimizer].states,
             "net_channels_last": float(config.channels_last),
             "net_cudnn_benchmark": float(config.cudnn_benchmark),
         }

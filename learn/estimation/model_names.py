@@ -32,8 +32,8 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     Raises:
         UsageError: There is no such module or attribute, or it cannot be called.
     """
+    from featurize.near_names import library_names, near_modules, near_names
     from featurize.vision import mending
-    from learn.estimation.near_names import near_modules, near_names
 
     module_name, colon, attribute = str(text).partition(":")
     if not (module_name and colon and attribute):
@@ -49,7 +49,7 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     except Exception as error:  # a user's module may raise anything while it is imported
         raise UsageError(f"model={text}: {module_name} fails on import: {type(error).__name__}: {error}") from error
     if named is None:
-        near = near_names(attribute, dir(module))
+        near = library_names(module_name, attribute) or near_names(attribute, dir(module))
         raise UsageError(f"model={text}: {module_name} has no attribute {attribute!r}{near}")
     if not callable(named):
         raise UsageError(f"model={text}: {attribute} is {type(named).__name__}, neither a module nor a factory")

@@ -13,7 +13,8 @@ from conf.errors import UsageError
 from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import parse_parallel
-from featurize.training_settings import ALL_OPTIMIZERS, Training, training_of
+from featurize.training_settings import Training, training_of
+from featurize.trial_config import sharing_problem
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
 
 SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
-# Optimizers whose own step stops on a DTensor: of torch 2.13, and of transformers.
-_NOT_SHARED = ("adafactor", "transformers_adafactor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +69,8 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
         _require_pipelined(training)
     if parallel.ep > 1 and training.compile:
         raise UsageError("compile with parallel=ep is not estimated yet; leave either out")
-    if parallel.shards and not parallel.flat and training.optimizer in _NOT_SHARED:
-        choices = ", ".join(name for name in ALL_OPTIMIZERS if name not in _NOT_SHARED)
-        raise UsageError(
-            f"optimizer={training.optimizer} does not run on parameters that ranks share (DTensor); choose one of "
-            f"{choices}"
-        )
+    if problem := sharing_problem(training.optimizer, parallel):
+        raise UsageError(problem)
     if (file := parallel.deepspeed) is not None and file.micro_batch not in (None, job.batch_size):
         raise UsageError(
             f"the DeepSpeed file has train_micro_batch_size_per_gpu={file.micro_batch}, and the inputs hold "

@@ -50,7 +50,7 @@ _OF_ESTIMATE = ("device", "method", "report", "settings")  # keywords of `estima
 
 def checked(estimator: object, method: object, device: object) -> DeviceSpec:
     """Return the device's description. Raises `UsageError` that lists the known names, for an unknown one of any."""
-    from featurize.device_spec import DeviceSpec, describe_device, device_names
+    from featurize.device_spec import DeviceSpec, device_names, device_of_user
     from learn.estimators import ESTIMATORS
 
     if estimator is not None and not (isinstance(estimator, str) and estimator in ESTIMATORS):
@@ -59,7 +59,7 @@ def checked(estimator: object, method: object, device: object) -> DeviceSpec:
         raise unknown_name("method", method, METHODS)
     if not isinstance(device, str | DeviceSpec):
         raise unknown_name("device", device, device_names())
-    return describe_device(device)
+    return device_of_user(device)
 
 
 def question_of(

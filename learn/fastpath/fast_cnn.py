@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from featurize.device_spec import DeviceSpec
 from featurize.families import cnn
-from featurize.trial import OPTIMIZER_STATES
+from featurize.trial import OPTIMIZERS
 from learn.fastpath.fast_blocks import SMALL_REQUEST, Program, units
 from learn.fastpath.fast_tape import NONE, Tape
 
@@ -251,7 +251,7 @@ def cnn_program(config: cnn.Config, spec: DeviceSpec) -> tuple[Program, int]:
         if recompute:
             tape.release(entered)
     zeroed = [~slot for slot in tape.gradients if tape.sizes[slot] > SMALL_REQUEST]
-    states = OPTIMIZER_STATES[config.optimizer]
+    states = OPTIMIZERS[config.optimizer].states
     setup, state, end = [], [], []
     for nbytes in tape.weights:
         if (size := units(nbytes)) > SMALL_REQUEST:

@@ -14,7 +14,7 @@ from typing import Any
 from conf.errors import UsageError, unknown_name
 from featurize.families import get_family
 from featurize.layers import rough_memory_mib
-from featurize.trial import OPTIMIZERS, PRECISIONS, TrialConfig
+from featurize.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 from learn.cases import DEFAULT_DEVICE, Case
 
 FAMILIES = ("cnn", "mlp", "transformer")
@@ -29,7 +29,7 @@ MAX_ATTEMPTS = 1000
 # value listed twice is drawn twice as often.
 _WIDER: Mapping[str, Any] = {
     "batch_size": {"low": 1, "high": 1024},
-    "optimizer": ("adam", *OPTIMIZERS),
+    "optimizer": ("adam", *FITTED_OPTIMIZERS),
     "precision": ("fp32", "fp32", *PRECISIONS),
     "activation_checkpointing": (False, False, False, True),
     "cudnn_benchmark": (False, False, False, True),

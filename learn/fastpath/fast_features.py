@@ -31,7 +31,7 @@ from featurize.kernel_constants import (
     TILES,
 )
 from featurize.layers import Layer
-from featurize.trial import ACTIVATIONS, OPTIMIZER_STATES, TrialConfig
+from featurize.trial import ACTIVATIONS, OPTIMIZERS, TrialConfig
 from learn.fastpath.fast_replay import replayed_mib
 
 # Per kind of layer, for each element: of its input and of its output that the backward pass needs, what else it keeps
@@ -142,7 +142,7 @@ class _Flat:
                 (
                     config.batch_size,
                     2.0 if config.precision in ("bf16", "fp16") else 4.0,
-                    OPTIMIZER_STATES[config.optimizer],
+                    OPTIMIZERS[config.optimizer].states,
                     _PASSES[config.optimizer],
                     _STEPS[config.optimizer],
                     config.activation_checkpointing,

@@ -129,7 +129,7 @@ class Familiarity:
         for name, words in (("net_math_bits", _BITS), ("net_states", _STATES)):
             if values[name] not in self.settings[name]:
                 known = " and ".join(words.get(int(value), str(value)) for value in self.settings[name])
-                reasons.append(f"{words.get(int(values[name]), values[name])}: only {known} was fitted on")
+                reasons.append(f"{words.get(values[name], values[name])}: only {known} was fitted on")
         for name in ("net_channels_last", "net_cudnn_benchmark"):
             if values[name] not in self.settings[name]:
                 reasons.append(f"{name.removeprefix('net_')}={bool(values[name])} was never fitted on".lower())

@@ -19,7 +19,7 @@ from conf.errors import UsageError, shown
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
 from featurize.cudnn.releases import require_release
-from featurize.device_spec import describe_device
+from featurize.device_spec import device_of_user
 from featurize.machine import MachineProfile
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import named_settings, names_network_only
@@ -119,7 +119,7 @@ def estimate_script(
     began = time.monotonic_ns()
     parsed = parse_command(command)
     loop, coverage = require_loop(loop), require_coverage(coverage)
-    spec = describe_device(device)
+    spec = device_of_user(device)
     if estimator is not None and estimator not in ESTIMATORS:
         raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
     if isinstance(allocator, str):

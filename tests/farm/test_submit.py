@@ -22,6 +22,7 @@ from farm.cluster_settings import ClusterSettings
 from farm.jobs import Queue
 from farm.large_submissions import queue_bytes
 from featurize.families import family_names
+from featurize.trial_config import OPTIMIZERS
 from warehouse import connect
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
@@ -107,6 +108,27 @@ def test_layouts_can_be_sampled_and_one_gpu_keeps_its_job(data, capsys):
     capsys.readouterr()
     assert submit(data, "n=1", "parallel=ddp=1", "detach=true") == 0
     assert "0 trials added (1 were queued before)" in capsys.readouterr().out
+
+
+def test_the_farm_takes_every_optimizer_that_estimates_know(data):
+    space = f"arch.space.optimizer=[{','.join(OPTIMIZERS)}]"
+    assert submit(data, f"n={len(OPTIMIZERS)}", space, "device=A100-SXM4-40GB") == 0
+    landed = rows(data, "SELECT optimizer, status, peak_memory_mib > 0 FROM runs ORDER BY 1")
+    assert landed == [(name, "ok", True) for name in sorted(OPTIMIZERS)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["device=cpu", "arch.space.optimizer=[adam,adamw_8bit]"], "optimizer=adamw_8bit runs on CUDA only"),
+        (["device=cpu", "arch.space.optimizer=adafactor", "parallel=fsdp=2"], "optimizer=adafactor does not run on"),
+        (["device=cpu", "arch.space.optimizer=transformers_adafactor"], "needs transformers: pip install"),
+    ],
+)
+def test_an_optimizer_that_cannot_run_is_refused_before_anything_is_queued(data, capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr("farm.layouts.version_of", lambda package: None)
+    assert submit(data, "n=2", *arguments) == 2
+    assert words in capsys.readouterr().err and not data.exists()
 
 
 @pytest.mark.parametrize(
@@ -318,7 +340,7 @@ BAD = {
     "n=1 arch.space.batch_size={low:9,high:3}": "batch_size",
     "n=1 arch.space.topology=[]": "topology",
     "n=1 arch.space.topology=[nope]": "arch.space.topology: topology must be one of pyramid, ",
-    "n=1 arch.space.optimizer=lion": "arch.space.optimizer: optimizer must be one of adam, ",
+    "n=1 arch.space.optimizer=adamx": "arch.space.optimizer: optimizer must be one of adam, ",
     "n=1 limits.max_parameters=1": "limits.max_parameters=1 rejected all 1,000 points; the smallest needed ",
     "n=1 limits.max_memory_mib=-1": "max_memory_mib",
     "n=1 cluster.kind=slurm": "cluster.kind must be one of ray, inline, got 'slurm'",

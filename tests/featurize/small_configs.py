@@ -13,13 +13,13 @@ from omegaconf import OmegaConf
 
 from farm.sampling import Limits, sample
 from farm.space import parse_space
-from featurize.trial import OPTIMIZERS, PRECISIONS, TrialConfig
+from featurize.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 
 SHARE = 8  # every range is cut to its lower eighth
 LIMITS = Limits(max_parameters=30_000_000, max_memory_mib=2000)
 # Every combination of the training settings, which the spaces hold constant by default.
 TRAINING = {
-    "optimizer": list(OPTIMIZERS),
+    "optimizer": list(FITTED_OPTIMIZERS),
     "precision": list(PRECISIONS),
     "activation_checkpointing": [False, True],
     "channels_last": [False, True],

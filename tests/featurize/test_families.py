@@ -322,8 +322,8 @@ def test_decoder_positions_see_only_what_came_before():
         ("transformer", dict(topology="hybrid", depth=1), "depth must be >= 2 for topology hybrid"),
         (
             "transformer",
-            dict(optimizer="lion"),
-            f"optimizer must be one of {', '.join(OPTIMIZERS)}, got 'lion'",
+            dict(optimizer="adamx"),
+            f"optimizer must be one of {', '.join(OPTIMIZERS)}, got 'adamx'",
         ),
         (
             "transformer",

@@ -20,7 +20,7 @@ def make_step(**settings):
     return TrainingStep(model, Training(**settings), "cpu"), (inputs,), inputs[:, :3].argmax(dim=1)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [name for name, one in OPTIMIZERS.items() if not one.cuda_only])
 def test_steps_reduce_the_loss(optimizer):
     step, inputs, targets = make_step(optimizer=optimizer)
     losses = [step(inputs, targets).item() for _ in range(30)]

@@ -1,16 +1,27 @@
 """What GPU models may be called, in Python and on the command line, and what is said of the card."""
 
+import contextlib
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from torch import nn
 
+import conf
+import warehouse
 from conf import cli
 from conf.device_names import resolve_device
 from conf.errors import UsageError
+from farm.serving.problems import Problem
+from farm.serving.questions import device_at
+from farm.submit import entry as submit_entry
 from featurize.device_spec import describe_device, device_names, load_device
-from learn import estimate
+from featurize.families import zoo
+from featurize.trial import config_from_mapping
+from learn import devices_that_fit, estimate
+from learn.cases import Case
 from learn.commands.estimate import entry
 from learn.estimation.model_names import load_factory
 
@@ -144,3 +155,76 @@ def test_transformers_models_are_estimated_from_their_configuration(capsys, tmp_
     assert isinstance(
         load_factory("transformers:GPT2LMHeadModel", {"n_layer": 1, "n_embd": 64, "n_head": 2})(), nn.Module
     )
+
+
+@pytest.fixture
+def own_device(tmp_path):
+    """A description of one's own: an A100 with half the memory, of another name."""
+    folder = tmp_path / "a'; echo ${foo}"
+    folder.mkdir()
+    text = (Path(conf.__file__).parent / "device" / "A100-SXM4-40GB.yaml").read_text()
+    path = folder / "lab.yaml"
+    path.write_text(re.sub(r"(?m)^memory_mib: \d+", "memory_mib: 20000", text.replace("A100-SXM4-40GB", "Lab ${GPU}")))
+    return path
+
+
+def test_a_file_of_one_s_own_is_a_device_wherever_one_is_taken(own_device, tmp_path, capsys):
+    assert estimate(CONFIG, device=str(own_device), estimator="trace").device == "Lab ${GPU}"
+    assert [fit.device for fit in devices_that_fit(CONFIG, devices=[str(own_device)])] == ["Lab ${GPU}"]
+    assert run(f"config='{json.dumps(CONFIG)}'", f"device={own_device}", "device.memory_mib=1500", "format=json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["device"], answer["device_memory_mib"]) == ("Lab ${GPU}", 1500)
+    space = ("+arch=mlp", "arch.space.input_size=8", "n=1", "cluster=inline", f"data={tmp_path / 'data'}")
+    assert cli.run("submit", submit_entry, [*space, f"device={own_device}", "device.count=1"]) == 0
+    with contextlib.closing(warehouse.connect(tmp_path / "data")) as connection:
+        landed = connection.execute("SELECT device_name, device_memory_mib, source FROM runs").fetchall()
+    assert landed == [("Lab ${GPU}", 20000.0, "simulated")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("- 1", "holds no description of a GPU model"),
+        ("a: [", "is not YAML"),
+        ("name: x\nfans: 3", "missing bandwidth_gb_s"),
+        ("name: x\nfans: 3", "unknown fans"),
+        ("x: " + "1" * 70_000, "holds no description"),
+    ],
+)
+def test_a_file_that_describes_no_device_is_refused(tmp_path, capsys, text, message):
+    path = tmp_path / "lab.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert run(f"config='{json.dumps(CONFIG)}'", f"device={path}") == 2
+    assert message in capsys.readouterr().err
+    with pytest.raises(UsageError, match=re.escape(message)):
+        estimate(CONFIG, device=str(path))
+
+
+def test_a_client_of_the_service_and_a_row_name_no_file(own_device):
+    with pytest.raises(Problem) as refused:
+        device_at(str(own_device), "/device")
+    assert "unknown device" in refused.value.errors[0][1]
+    assert Case(config_from_mapping(CONFIG), str(own_device)).spec is None
+
+
+SPELLINGS = {
+    "timm:resnet50": "write timm.models:resnet50 or timm:create_model with arguments {model_name: resnet50}",
+    "torchvision:resnet50": "write torchvision.models:resnet50",
+    "transformers:gpt2": "write transformers:GPT2LMHeadModel or transformers:GPT2Model",
+}
+
+
+@pytest.mark.parametrize("model", SPELLINGS)
+def test_a_library_s_model_under_another_spelling_is_told_the_one_that_works(model):
+    pytest.importorskip(model.partition(":")[0])
+    for refused in (
+        load_factory,
+        lambda name: zoo.layers(zoo.Config(model=name, inputs="float32[3,8,8]", batch_size=1)),
+    ):
+        with pytest.raises(UsageError) as error:
+            refused(model)
+        assert SPELLINGS[model] in str(error.value)
+    first = SPELLINGS[model].removeprefix("write ").partition(" ")[0]
+    assert callable(load_factory(first))

@@ -14,7 +14,7 @@ from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.families import cnn, get_family, mlp, timm, transformer
 from featurize.layers import totals
-from featurize.trial import OPTIMIZERS, PRECISIONS
+from featurize.trial import FITTED_OPTIMIZERS, PRECISIONS
 from learn import estimate, estimate_many
 from learn.fastpath.fast_configs import distillation_configs
 
@@ -360,7 +360,7 @@ def test_the_command_answers_a_config_and_a_past_run_fast(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", FITTED_OPTIMIZERS)
 def test_the_fast_path_says_what_was_never_measured_as_the_full_one_does(precision, optimizer):
     config = mlp.Config(
         batch_size=64, input_size=512, classes=10, depth=2, precision=precision, optimizer=optimizer,
