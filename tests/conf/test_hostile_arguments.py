@@ -430,3 +430,33 @@ def test_a_backslash_is_part_of_a_files_name_and_refused_of_a_data_folders(invok
     assert invoke("submit", *NEEDED["submit"], "device=simulated")[0] == 0
     assert invoke("query", "SELECT 1 AS n", "format=csv", r"out=a\b.csv")[0] == 0
     assert (invoke.place / r"a\b.csv").read_text().split() == ["n", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("export", ["source=simulated", "out={}"]), ("publish", ["licence=CC0", "out={}"]),
+        ("query", ["SELECT 1", "out={}"]), ("submit", ["+arch=mlp", "n=1", "detach=true", "log.file={}"]),
+        ("replay", ["n=2", "seeds=[0]", "report={}"]), ("benchmark", ["target=memory", "report={}"]),
+        ("plan", ["model=none:none", "input=[1]", "gpus=2", "report={}"]), ("fit_kernels", ["out={}"]),
+        ("estimate", ["method=fast", f"config={MLP}", "report={}"]), ("work", ["log.file={}"]),
+    ],
+)  # fmt: skip
+def test_a_place_that_takes_no_files_is_refused_in_one_line(invoke, name, arguments):
+    from warehouse.folder import DataFolder
+
+    data = DataFolder.resolve("made").create()
+    before = contents(invoke.place)
+    folder = [] if name in ("plan", "replay") else [f"data={data.root}"]
+    for place in ("/proc/x", "/proc/x/y", "/sys/x", "/dev/null/x", "/"):
+        code, out, err = invoke(name, *folder, *[argument.replace("{}", place) for argument in arguments])
+        assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, (place, err)
+    assert contents(invoke.place) == before
+
+
+def test_a_log_file_that_cannot_be_written_is_refused_before_the_data_folder_is_made(invoke):
+    for place in ("/", "/proc/x", "/proc/x/y", "file/x"):
+        (invoke.place / "file").write_text("mine")
+        code, out, err = invoke("submit", *NEEDED["submit"], "device=simulated", f"log.file={place}", "data=new")
+        assert (code, out) == (2, "") and "log.file" in err and err.count("\n") == 1
+        assert [path.name for path in invoke.place.iterdir()] == ["file"]
