@@ -435,13 +435,18 @@ def test_a_backslash_is_part_of_a_files_name_and_refused_of_a_data_folders(invok
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("export", ["source=simulated", "out={}"]), ("publish", ["licence=CC0", "out={}"]),
-        ("query", ["SELECT 1", "out={}"]), ("submit", ["+arch=mlp", "n=1", "detach=true", "log.file={}"]),
-        ("replay", ["n=2", "seeds=[0]", "report={}"]), ("benchmark", ["target=memory", "report={}"]),
-        ("plan", ["model=none:none", "input=[1]", "gpus=2", "report={}"]), ("fit_kernels", ["out={}"]),
-        ("estimate", ["method=fast", f"config={MLP}", "report={}"]), ("work", ["log.file={}"]),
+        ("export", ["source=simulated", "out={}"]),
+        ("publish", ["licence=CC0", "out={}"]),
+        ("query", ["SELECT 1", "out={}"]),
+        ("submit", ["+arch=mlp", "n=1", "detach=true", "log.file={}"]),
+        ("replay", ["n=2", "seeds=[0]", "report={}"]),
+        ("benchmark", ["target=memory", "report={}"]),
+        ("plan", ["model=none:none", "input=[1]", "gpus=2", "report={}"]),
+        ("fit_kernels", ["out={}"]),
+        ("estimate", ["method=fast", f"config={MLP}", "report={}"]),
+        ("work", ["log.file={}"]),
     ],
-)  # fmt: skip
+)
 def test_a_place_that_takes_no_files_is_refused_in_one_line(invoke, name, arguments):
     from warehouse.folder import DataFolder
 
