@@ -113,6 +113,9 @@ def run(
         where = f": {os.fsdecode(error.filename)}" if error.filename else ""
         print_error(f"{error.strerror}{where}")
         return EXIT_USAGE
+    except SystemExit as error:  # of a user's model
+        print_error(f"the code that was run ends the process, with exit code {shown(error.code)}")
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
