@@ -37,7 +37,7 @@ EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, goes on
 # What the user's machine, not our code, is to blame for: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR,
-    errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.EIO, errno.ENXIO, errno.ENODEV,
 }  # fmt: skip
 
 
@@ -112,6 +112,9 @@ def run(
             raise
         where = f": {os.fsdecode(error.filename)}" if error.filename else ""
         print_error(f"{error.strerror}{where}")
+        return EXIT_USAGE
+    except SystemExit as error:  # of a user's model
+        print_error(f"the code that was run ends the process, with exit code {shown(error.code)}")
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

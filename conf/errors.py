@@ -5,11 +5,12 @@ Start reading at `CommandError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 from conf.plain_text import shown
 
-__all__ = ["CommandError", "EnvironmentProblem", "UsageError", "shown", "unknown_name"]
+__all__ = ["CommandError", "EnvironmentProblem", "UsageError", "kept_from_exit", "shown", "unknown_name"]
 
 
 class CommandError(Exception):
@@ -42,3 +43,15 @@ class EnvironmentProblem(CommandError, RuntimeError):
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> UsageError:
     """Return the error for an unknown name, with the known ones: `unknown family 'cmm'; known: cnn, mlp`."""
     return UsageError(f"unknown {kind} {shown(name)}; known: {', '.join(sorted(map(str, known)))}")
+
+
+@contextlib.contextmanager
+def kept_from_exit() -> Iterator[None]:
+    """Turn what a user's code raises to end the process, as `sys.exit` does, into a `RuntimeError`; not Ctrl-C."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        left = RuntimeError(f"it ends the process by {type(error).__name__}({error})")
+        raise left.with_traceback(error.__traceback__) from error

@@ -22,13 +22,18 @@ from typing import BinaryIO, cast
 from conf.errors import EnvironmentProblem, UsageError
 from conf.json_file import MARKER_BYTES, read_json
 
-# What a data folder consists of; other names in it belong to the user. See `warehouse.folder.DataFolder`.
+# What a data folder consists of; other names in it belong to the user. `warehouse.layout` takes its paths from here.
 DATA_FORMAT = "gpufarm-data"
 OWN_FOLDERS = (
     "runs", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale", "compactions", "models", "features",
-    "snapshots", "growth", "reports", "locks", "damaged", "environments", "comparisons", "replays",
+    "snapshots", "growth", "reports", "locks", "damaged", "environments", "comparisons", "replays", "machines",
 )  # fmt: skip
-OWN_FILES = ("format.json", "queue.sqlite", "warehouse.duckdb")  # and what SQLite and DuckDB put beside them
+OWN_FILES = (
+    "format.json",
+    "queue.sqlite",
+    "service.sqlite",
+    "warehouse.duckdb",
+)  # and what SQLite and DuckDB put beside them
 
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
@@ -80,12 +85,17 @@ def checked_report(
     output = checked_output(path, key=key, data=data)
     if output.is_plain:
         try:
-            with tempfile.NamedTemporaryFile(dir=output.path.parent, prefix=f".{output.path.name}.", suffix=".tmp"):
-                pass
+            _try_to_write(output.path)
         except OSError as error:
             kind = UsageError if error.errno == errno.ENAMETOOLONG else EnvironmentProblem
             raise kind(f"{key}={path} cannot be written: {error.strerror or error}") from error
     return path
+
+
+def _try_to_write(path: Path) -> None:
+    """Make a temporary file beside `path` and remove it. Raises `OSError` where no file can be made."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"):
+        pass
 
 
 def _output(out: str | os.PathLike[str], key: str, data: Sequence[str | os.PathLike[str]]) -> Output:
@@ -118,8 +128,15 @@ def _output(out: str | os.PathLike[str], key: str, data: Sequence[str | os.PathL
 
 
 def folder_problems(out: str | os.PathLike[str], *, key: str = "out") -> list[str]:
-    """Return why a command must not make its own files in the folder `out`: it is a data folder's own."""
+    """Return why a command cannot make its own files in the folder `out`: it is a data folder's own, or read-only."""
     real = Path(os.path.realpath(os.path.expanduser(out)))
+    place = real
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        _try_to_write(place / real.name)
+    except OSError as error:
+        return [f"{key}={os.fspath(out)} cannot be used: no file can be made in {place}: {error.strerror or error}"]
     for folder in (real, *real.parents):
         inside = real.relative_to(folder).parts
         if (not inside or inside[0] in OWN_FOLDERS) and _is_data_folder(folder):

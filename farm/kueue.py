@@ -18,11 +18,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, urlsplit
 
 from conf.cli import command
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem, UsageError, shown
+from conf.plain_text import one_line
 from conf.settings import key
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _TIMEOUT_S = 30.0
 _LONGEST = 1000  # characters of a message
 _PAGE = 500
 Decision = tuple[str, str]
+Shape = TypeVar("Shape", dict[str, Any], list[Any], str, int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +93,9 @@ class ApiServer:
         """Return the objects of a list, page by page."""
         token = ""
         while True:
-            page = self.get(f"{path}?limit={_PAGE}" + (f"&continue={token}" if token else ""))
-            yield from page.get("items", [])
-            token = page.get("metadata", {}).get("continue", "")
+            page = self.get(f"{path}?limit={_PAGE}" + (f"&continue={quote(token)}" if token else ""))
+            yield from (item for item in _said(page, "items", list) if isinstance(item, dict))
+            token = _said(page, "metadata.continue", str)
             if not token:
                 return
 
@@ -118,7 +120,7 @@ class ApiServer:
             connection.close()
         try:
             value = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = {}
         if answer.status >= 300 or not isinstance(value, dict):
             reason = value.get("message", "") if isinstance(value, dict) else ""
@@ -156,14 +158,40 @@ def decide_pending(api: ApiServer, service: Client) -> None:
     """Decide every workload that waits for one of our checks; one whose trace is not done yet goes on waiting."""
     checks = set()
     for check in api.items(f"{_API}/admissionchecks"):
-        if check.get("spec", {}).get("controllerName") == CONTROLLER:
-            checks.add(check["metadata"]["name"])
-            _mark_active(api, check)
+        name = _said(check, "metadata.name", str)
+        if name and _said(check, "spec.controllerName", str) == CONTROLLER:
+            checks.add(name)
+            _mark_active(api, check, name)
     for workload in api.items(f"{_API}/workloads") if checks else ():
-        states = workload.get("status", {}).get("admissionChecks", [])
-        waiting = [one["name"] for one in states if one.get("name") in checks and one.get("state") == PENDING]
-        if waiting and (decision := _decision(workload, service)) is not None:
-            _decided(api, workload, waiting, decision)
+        states = _said(workload, "status.admissionChecks", list)
+        waiting = [one["name"] for one in states if _said(one, "name", str) in checks and one.get("state") == PENDING]
+        if not waiting:
+            continue
+        name, namespace = (_said(workload, f"metadata.{one}", str) for one in ("name", "namespace"))
+        if not name or not namespace:
+            print(f"a workload without a name and a namespace is left alone: {shown(workload.get('metadata'))}")
+        elif (decision := _decision(workload, service)) is not None:
+            _decided(api, name, namespace, waiting, decision)
+
+
+def _said(owner: object, path: str, kind: type[Shape], odd: list[str] | None = None) -> Shape:
+    """Return what an object of the API says at a dotted path; nothing (`kind()`) where it is absent, null or no `kind`.
+
+    Appends to `odd` the path of what has another shape.
+    """
+    value = owner
+    for name in path.split("."):
+        if not isinstance(value, dict):
+            break
+        value = value.get(name)
+        if value is None:
+            return kind()
+    else:
+        if isinstance(value, kind):
+            return value
+    if odd is not None:
+        odd.append(path)
+    return kind()
 
 
 def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
@@ -171,16 +199,17 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
     from farm.serving.kubernetes import JOB, device_of
     from learn.client import Refused
 
-    messages = []
-    for pods in workload.get("spec", {}).get("podSets", []):
-        template = pods.get("template", {})
-        text = (template.get("metadata", {}).get("annotations") or {}).get(JOB)
+    messages: list[str] = []
+    odd: list[str] = []
+    for pods in _said(workload, "spec.podSets", list, odd):
+        template = _said(pods, "template", dict, odd)
+        text = _said(template, "metadata.annotations", dict, odd).get(JOB)
         if text is None:
             continue
-        name = pods.get("name", "main")
+        name = _said(pods, "name", str, odd) or "main"
         try:
             body = json.loads(text)
-        except (ValueError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             body = None
         if not isinstance(body, dict):
             messages.append(f"{name}: {JOB} is not a JSON object")
@@ -202,35 +231,35 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
         if done["fits"] is False:
             return REJECTED, f"{figures}, which does not fit"
         messages.append(figures)
-    return READY, "; ".join(messages) or "no pod says which job it runs"
+    messages = messages or ["no pod says which job it runs"]
+    return READY, "; ".join([*messages, *(f"{path} has no shape that is known" for path in odd)])
 
 
-def _mark_active(api: ApiServer, check: Mapping[str, Any]) -> None:
-    conditions = check.get("status", {}).get("conditions", [])
-    if any(one.get("type") == "Active" and one.get("status") == "True" for one in conditions):
+def _mark_active(api: ApiServer, check: Mapping[str, Any], name: str) -> None:
+    conditions = _said(check, "status.conditions", list)
+    if any(_said(one, "type", str) == "Active" and one.get("status") == "True" for one in conditions):
         return
     active = {
         "type": "Active", "status": "True", "reason": "Active", "message": "gpufarm's controller answers",
-        "lastTransitionTime": _now(), "observedGeneration": check["metadata"].get("generation", 1),
+        "lastTransitionTime": _now(), "observedGeneration": _said(check, "metadata.generation", int) or 1,
     }  # fmt: skip
-    path = f"{_API}/admissionchecks/{check['metadata']['name']}"
-    api.apply_status(path, {**_identity(check, "AdmissionCheck"), "status": {"conditions": [active]}})
+    status = {"conditions": [active]}
+    api.apply_status(f"{_API}/admissionchecks/{quote(name)}", _applied("AdmissionCheck", {"name": name}, status))
 
 
-def _decided(api: ApiServer, workload: Mapping[str, Any], checks: list[str], decision: Decision) -> None:
+def _decided(api: ApiServer, name: str, namespace: str, checks: list[str], decision: Decision) -> None:
     state, message = decision
     states = [
-        {"name": name, "state": state, "message": message[:_LONGEST], "lastTransitionTime": _now()} for name in checks
+        {"name": check, "state": state, "message": message[:_LONGEST], "lastTransitionTime": _now()} for check in checks
     ]
-    metadata = workload["metadata"]
-    path = f"{_API}/namespaces/{metadata['namespace']}/workloads/{metadata['name']}"
-    api.apply_status(path, {**_identity(workload, "Workload"), "status": {"admissionChecks": states}})
-    print(f"{metadata['namespace']}/{metadata['name']}: {state}: {message[:_LONGEST]}", flush=True)
+    metadata = {"name": name, "namespace": namespace}
+    path = f"{_API}/namespaces/{quote(namespace)}/workloads/{quote(name)}"
+    api.apply_status(path, _applied("Workload", metadata, {"admissionChecks": states}))
+    print(one_line(f"{namespace}/{name}: {state}: {message[:_LONGEST]}"), flush=True)
 
 
-def _identity(known: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    metadata = {name: known["metadata"][name] for name in ("name", "namespace") if name in known["metadata"]}
-    return {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": kind, "metadata": metadata}
+def _applied(kind: str, metadata: Mapping[str, str], status: Mapping[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": kind, "metadata": metadata, "status": status}
 
 
 def _now() -> str:

@@ -6,19 +6,21 @@ machine's CPU, as this user, until two optimizer steps are done.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.cli import command
 from conf.device_names import resolve_device
 from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.plain_text import bounded, one_line
 from conf.settings import key
 
 if TYPE_CHECKING:
@@ -30,6 +32,20 @@ _WITH_VALUE = re.compile(r"-[A-Za-z]")  # sbatch's short options, each of which 
 _SWITCHES = ("-H", "-h", "-I", "-k", "-O", "-Q", "-s", "-V", "-v", "-W")  # but for these
 _GPU_OPTIONS = ("--gres", "--gpus", "--gpus-per-node", "--gpus-per-task", "-G")
 _FEATURE_OPTIONS = ("--constraint", "-C")
+_SUBMITTED_FROM = "SLURM_SUBMIT_DIR"
+_CHANGES = ("cd", "pushd", "popd")
+_BLOCK_BEGINS = ("if", "for", "while", "until", "case", "select", "{", "(")
+_BLOCK_ENDS = ("fi", "done", "esac", "}", ")")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_SHELL_ALONE = re.compile(r"[$`\0]|^[|&<>(){}]+$")  # a variable or command that is not known, a redirection, a NUL
+
+
+class TrainingCommand(NamedTuple):
+    """A batch script's training command, as `learn.estimate` takes it after `--`, and the folder that it runs in."""
+
+    words: tuple[str, ...]
+    folder: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +56,9 @@ class SbatchSettings:
       python -m farm.sbatch devices='{L4: l4}' dry_run=true -- train.sbatch
 
     After `--`: sbatch's own options, the batch script and its arguments. The estimate's GPUs, features and a comment
-    are added where the script and the options leave them open. A script whose training command is not found, or cannot
-    be followed, is submitted as it is, with a note.
+    are added where the script and the options leave them open. The training command is estimated in the folder that
+    --chdir and the script's `cd` lines lead to. A script whose training command is not found, or cannot be followed, is
+    submitted as it is, with a note.
     """
 
     devices: Mapping[str, Any] = key(
@@ -71,14 +88,18 @@ def entry(settings: SbatchSettings, arguments: Sequence[str]) -> int:
     options, script, rest = parted(arguments)
     added: list[str] = []
     try:
-        text = Path(script).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{script} cannot be read: {error}") from error
-    given = [*options, *_directives(text)]
+        # Bytes that are no UTF-8 reach the command as they are.
+        text = Path(script).read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise UsageError(f"{script} cannot be read: {error.strerror or error}") from error
+    directives = _directives(text)
+    given = [*options, *directives]
     try:
-        estimates = _estimates(training_command(text, [script, *rest]), settings)
+        begins_in = _folder(".", _chdir(options) or _chdir(directives) or ".")
+        training = training_command(text, [script, *rest], begins_in)
+        estimates = _estimates(training, settings)
     except CommandError as error:
-        print(f"note: not estimated: {error}", file=sys.stderr)
+        print(f"note: not estimated: {one_line(bounded(str(error)))}", file=sys.stderr)
     else:
         added = added_options(estimates, settings.devices, given)
         fitting = [name for name, done in estimates.items() if done.fits_device]
@@ -110,32 +131,39 @@ def parted(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
     return list(arguments[:at]), arguments[at], list(arguments[at + 1 :])
 
 
-def training_command(text: str, called: Sequence[str]) -> list[str]:
-    """Return the command of a batch script that trains, as `learn.estimate` takes it after `--`.
+def training_command(text: str, called: Sequence[str], begins_in: Path) -> TrainingCommand:
+    """Return the command of a batch script that trains, and the folder that the script's `cd` lines lead to.
 
     Args:
         text: The script.
         called: Its name and arguments, which `$1` and `$@` stand for.
+        begins_in: The folder in which Slurm starts the script.
 
     Raises:
-        UsageError: No command starts Python or a launcher, or several do.
+        UsageError: No command starts Python or a launcher, or several do; the shell alone knows where it runs.
     """
-    commands = []
-    for line in text.replace("\\\n", " ").splitlines():
-        if line.lstrip().startswith("#") or not line.strip():
-            continue
-        try:
-            words = shlex.split(_expanded(line, called), comments=True)
-        except ValueError:  # a quotation that goes on in the next line
-            continue
-        start = next((at for at, word in enumerate(words) if _starts_training(word)), None)
-        if start is not None and _leads(words[:start]):
-            commands.append(["python" if _FIRST_PYTHON.fullmatch(_name(words[start])) else _name(words[start]),
-                                   *words[start + 1 :]])  # fmt: skip
+    variables = {**os.environ, _SUBMITTED_FROM: str(begins_in)}
+    folder, depth, commands = begins_in, 0, []
+    for after, words in _simple_commands(text):
+        depth += (words[0] in _BLOCK_BEGINS or words[-1] == "{") - (words[0] in _BLOCK_ENDS)
+        expanded = _expanded(words, called, variables)
+        if all(_ASSIGNMENT.match(word) for word in words if word != "export"):
+            _assign(expanded, variables)
+        elif words[0] in _CHANGES and not commands:
+            if depth or after in ("||", "|", "&") or words[0] == "popd":
+                raise UsageError(f"{called[0]}: only the shell knows whether `{shlex.join(words)}` runs")
+            folder = _folder(folder, _target(expanded, variables))
+        elif set(words) & set(_CHANGES) and not commands:
+            raise UsageError(f"{called[0]}: only the shell knows where `{shlex.join(words)}` leads")
+        start = next((at for at, word in enumerate(expanded) if _starts_training(word)), None)
+        if start is not None and _leads(expanded[:start]):
+            name = _name(expanded[start])
+            name = "python" if _FIRST_PYTHON.fullmatch(name) else name
+            commands.append(TrainingCommand((name, *expanded[start + 1 :]), folder))
     if len(commands) != 1:
         count = "no" if not commands else str(len(commands))
         raise UsageError(f"{called[0]} has {count} commands that start {', '.join(_LAUNCHERS)}; one is wanted")
-    if left := next((word for word in commands[0] if "$" in word or word in ("|", "&&", ";", ">")), None):
+    if left := next((word for word in commands[0].words if _SHELL_ALONE.search(word)), None):
         raise UsageError(f"{called[0]}: {left!r} in its training command is known to the shell alone")
     return commands[0]
 
@@ -160,22 +188,103 @@ def added_options(
     return added
 
 
-def _estimates(words: Sequence[str], settings: SbatchSettings) -> dict[str, Estimate]:
+def _estimates(training: TrainingCommand, settings: SbatchSettings) -> dict[str, Estimate]:
     from learn.script.estimating import estimate_script
 
-    return {name: estimate_script(words, device=name, time_limit_s=settings.time_limit_s) for name in settings.devices}
+    with contextlib.chdir(training.folder):
+        return {
+            name: estimate_script(training.words, device=name, time_limit_s=settings.time_limit_s)
+            for name in settings.devices
+        }
 
 
 def _directives(text: str) -> list[str]:
     """Return the options of the script's #SBATCH lines."""
-    lines = (line.removeprefix("#SBATCH").strip() for line in text.splitlines() if line.startswith("#SBATCH"))
-    return [word for line in lines for word in shlex.split(line, comments=True)]
+    words: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("#SBATCH"):
+            words += _words(line.removeprefix("#SBATCH")) or line.removeprefix("#SBATCH").split()
+    return words
 
 
-def _expanded(line: str, called: Sequence[str]) -> str:
-    line = re.sub(r"\"?\$[@*]\"?", shlex.join(called[1:]), line)
-    line = re.sub(r"\$\{?(\d)\}?", lambda match: (list(called) + [""] * 10)[int(match[1])], line)
-    return os.path.expandvars(line)
+def _chdir(options: Sequence[str]) -> str | None:
+    """Return the folder that sbatch's options name for the job."""
+    folder = None
+    for at, option in enumerate(options):
+        if option in ("-D", "--chdir"):
+            folder = next(iter(options[at + 1 :]), None)
+        elif option.startswith(("-D", "--chdir=")):
+            folder = option.removeprefix("-D").removeprefix("--chdir=")
+    return folder
+
+
+def _simple_commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the script's simple commands, each with the operator before it; a line that no reader can part has none."""
+    for line in text.replace("\\\n", " ").split("\n"):
+        before, words = "", []
+        for word in (*_words(line), ";"):
+            if word not in (";", "&&", "||"):
+                words.append(word)
+                continue
+            if words:
+                yield before, words
+            before, words = word, []
+
+
+def _words(line: str) -> list[str]:
+    """Return the words and operators of a line; none for a quotation that goes on in the next line."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+    lexer.whitespace_split = True
+    try:
+        return list(lexer)
+    except ValueError:
+        return []
+
+
+def _expanded(words: Sequence[str], called: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """Return the words with arguments and variables in them; what is not known here keeps its `$`."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name == "0":  # Slurm runs a copy of the script, in a folder of its own
+            return match[0]
+        if name.isdigit():
+            return called[int(name)] if int(name) < len(called) else ""
+        return variables.get(name, match[0])
+
+    expanded: list[str] = []
+    for word in words:
+        if word in ("$@", "$*"):
+            expanded += called[1:]
+        else:
+            expanded.append(os.path.expanduser(_VARIABLE.sub(value, word)))
+    return expanded
+
+
+def _assign(words: Sequence[str], variables: dict[str, str]) -> None:
+    for name, _, value in (word.partition("=") for word in words if "=" in word):
+        if _SHELL_ALONE.search(value):
+            variables.pop(name, None)
+        else:
+            variables[name] = value
+
+
+def _target(words: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Return the folder that a `cd` names."""
+    names = [word for word in words[1:] if word not in ("-P", "-L", "--")]
+    return names[0] if names else variables.get("HOME", "-")
+
+
+def _folder(base: str | Path, target: str) -> Path:
+    """Return the folder that `target` names from `base`. Raises `UsageError` where it is not known or not there."""
+    folder = Path(base, target).absolute()
+    try:
+        known = target != "-" and not _SHELL_ALONE.search(target) and folder.is_dir()
+    except (OSError, ValueError):
+        known = False
+    if not known:
+        raise UsageError(f"the training command runs in {target}, which is no folder here")
+    return folder
 
 
 def _name(word: str) -> str:
@@ -188,6 +297,8 @@ def _starts_training(word: str) -> bool:
 
 def _leads(words: Sequence[str]) -> bool:
     """Return whether these words may stand before the command: assignments, and srun or time with their options."""
+    if any(word.startswith(("-D", "--chdir")) for word in words):
+        return False
     return all(word in ("srun", "time", "exec", "env") or word.startswith("-") or "=" in word for word in words)
 
 

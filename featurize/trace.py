@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from conf.errors import CommandError
+from conf.errors import CommandError, kept_from_exit
 from conf.plain_text import exception_line
 from featurize.batches import Inputs
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
@@ -139,9 +139,10 @@ def trace_step(
     with _without_collection(), contextlib.ExitStack() as entered:
         tracing = Tracing(request, entered)
         try:
-            tracing.build(model)
-            tracing.run()
-            return tracing.result()
+            with kept_from_exit():
+                tracing.build(model)
+                tracing.run()
+                return tracing.result()
         except (CommandError, TraceError, DoesNotRepeat):
             raise
         except Exception as error:  # a model may raise anything

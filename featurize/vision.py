@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TypeVar
 
-from conf.errors import EnvironmentProblem
+from conf.errors import EnvironmentProblem, kept_from_exit
 from conf.identity import aside_folder
 
 # Operators that torchvision describes to torch while it is imported, and whose schemas its own library brings. That
@@ -49,15 +49,17 @@ def import_library(name: str) -> ModuleType:
 
 def mending(call: Callable[[], T]) -> T:
     """`call()`, and once more if it failed for want of torchvision, where one is kept aside, or of its operators:
-    directly, or because of a library that says no more than that it could not be imported."""
-    try:
+    directly, or because of a library that says no more than that it could not be imported. Code that ends the process
+    fails with a `RuntimeError`."""
+    with kept_from_exit():
+        try:
+            return call()
+        except Exception as error:
+            if not _for_want_of_operators(error):
+                raise
+        _forget("torchvision")
+        mend_torchvision()
         return call()
-    except Exception as error:
-        if not _for_want_of_operators(error):
-            raise
-    _forget("torchvision")
-    mend_torchvision()
-    return call()
 
 
 def mend_torchvision() -> None:

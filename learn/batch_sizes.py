@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from learn.workload import first_sizes, holds_tensors, is_shape, is_tensor
+from learn.workload import checked_shape, first_sizes, holds_tensors, is_shape, is_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ def batch_size_of(inputs: Any) -> int:
     sizes = first_sizes(inputs)
     if not len(sizes):
         raise UsageError("inputs have no batch to scale: give tensors or shapes, as in input=[64,3,224,224]")
-    return int(sizes[0])
+    return checked_shape(sizes)[0]
 
 
 def with_batch_size(inputs: Any, batch_size: int, *, from_size: int) -> Any:

@@ -5,12 +5,13 @@ Start reading at `Workload`; `of_config` and `of_module` make one. torch is impo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError
+from conf.errors import UsageError, shown
 from featurize.trial import TrialConfig
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from featurize.parallel.layout import Parallel
     from featurize.step_trace import StepTrace
     from featurize.training import TrainingSettings
+
+MOST_ELEMENTS = 2**56  # of an input: 16 bytes each, and products of a few of them, stay below 2**63
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,15 @@ def is_shape(value: Any) -> bool:
     )
 
 
+def checked_shape(shape: Sequence[int], key: str = "input") -> tuple[int, ...]:
+    """Return a shape that a tensor may have. Raises `UsageError` that names the key which holds it."""
+    if min(shape) < 1:
+        raise UsageError(f"{key} sizes must be >= 1, got {shown(list(shape))}")
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise UsageError(f"{key} must have at most {MOST_ELEMENTS:,} elements, got the shape {shown(list(shape))}")
+    return tuple(map(int, shape))
+
+
 def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
     """Return a torch dtype by its name. Raises `UsageError` that names the key which holds it."""
     import torch
@@ -275,9 +287,7 @@ def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
         known = hasattr(value, "__array__")  # printed, it may take many lines
         given_text = f"{type(value).__name__}; torch.from_numpy makes one" if known else repr(value)
         raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {given_text}")
-    if min(value) < 1:
-        raise UsageError(f"input sizes must be >= 1, got {list(value)}")
-    shape = tuple(map(int, value))
+    shape = checked_shape(value)
 
     def make_of_shape(device: str) -> Tensor:
         empty = torch.empty(shape, dtype=dtype, device=device)

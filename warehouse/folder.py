@@ -15,10 +15,9 @@ from pathlib import Path
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.json_file import MARKER_BYTES, read_json
+from conf.outputs import DATA_FORMAT
 from warehouse.layout import KINDS, FolderLayout, write_bytes
 from warehouse.schema import SCHEMA_VERSION
-
-FORMAT = "gpufarm-data"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class DataFolder(FolderLayout):
                 folder.mkdir(parents=True, exist_ok=True)
             self.write_anchors()
             if version != SCHEMA_VERSION:
-                text = json.dumps({"format": FORMAT, "schema_version": SCHEMA_VERSION}) + "\n"
+                text = json.dumps({"format": DATA_FORMAT, "schema_version": SCHEMA_VERSION}) + "\n"
                 write_bytes(self.format_marker, text.encode())
             from warehouse.views import refresh  # needs DuckDB, which users of the paths alone may lack
 
@@ -85,8 +84,10 @@ class DataFolder(FolderLayout):
             raise EnvironmentProblem(f"data={self.root} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise EnvironmentProblem(f"{self.format_marker} is damaged: {_beginning(self.format_marker)!r}") from error
-        if marker.get("format") != FORMAT or not isinstance(version, int):
-            raise UsageError(f"{self.format_marker} is not of a {FORMAT} folder: {_beginning(self.format_marker)!r}")
+        if marker.get("format") != DATA_FORMAT or not isinstance(version, int):
+            raise UsageError(
+                f"{self.format_marker} is not of a {DATA_FORMAT} folder: {_beginning(self.format_marker)!r}"
+            )
         if version > SCHEMA_VERSION:
             raise EnvironmentProblem(
                 f"data={self.root} has schema version {version}, this code knows up to {SCHEMA_VERSION}; "

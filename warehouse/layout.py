@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from conf.outputs import OWN_FILES, OWN_FOLDERS
 from warehouse.checksum import sealed_bytes
 from warehouse.schema import JOB_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TABLES
 
@@ -40,81 +41,106 @@ class FolderLayout:
 
     root: Path  # absolute
 
+    def own(self, name: str) -> Path:
+        """Return the path of a file or folder that `conf.outputs` lets no command overwrite."""
+        assert name in (*OWN_FOLDERS, *OWN_FILES), f"{name} is missing in conf.outputs"
+        return self.root / name
+
     @property
     def format_marker(self) -> Path:
-        return self.root / "format.json"
+        return self.own("format.json")
 
     @property
     def queue(self) -> Path:
         """SQLite: jobs and tasks."""
-        return self.root / "queue.sqlite"
+        return self.own("queue.sqlite")
 
     @property
     def warehouse(self) -> Path:
         """DuckDB file of views only."""
-        return self.root / "warehouse.duckdb"
+        return self.own("warehouse.duckdb")
 
     @property
     def runs(self) -> Path:
-        return self.root / "runs"
+        return self.own("runs")
 
     @property
     def telemetry(self) -> Path:
-        return self.root / "telemetry"
+        return self.own("telemetry")
 
     @property
     def kernels(self) -> Path:
-        return self.root / "kernels"
+        return self.own("kernels")
 
     @property
     def ranks(self) -> Path:
-        return self.root / "ranks"
+        return self.own("ranks")
 
     @property
     def collocations(self) -> Path:
-        return self.root / "collocations"
+        return self.own("collocations")
 
     @property
     def jobs(self) -> Path:
-        return self.root / "jobs"
+        return self.own("jobs")
 
     @property
     def stale(self) -> Path:
         """Marks of labels that no longer hold, see `warehouse.stale`."""
-        return self.root / "stale"
+        return self.own("stale")
 
     @property
     def models(self) -> Path:
-        return self.root / "models"
+        return self.own("models")
 
     @property
     def features(self) -> Path:
         """Computed features, by their version: a cache that may be deleted."""
-        return self.root / "features"
+        return self.own("features")
 
     @property
     def snapshots(self) -> Path:
         """A folder for each snapshot, see `warehouse.snapshot`."""
-        return self.root / "snapshots"
+        return self.own("snapshots")
 
     @property
     def growth(self) -> Path:
         """The growth cycles' journal and plans, see `farm.growth`."""
-        return self.root / "growth"
+        return self.own("growth")
 
     @property
     def reports(self) -> Path:
         """The growth cycles' reports, a page and a JSON file for each, and `latest` of both."""
-        return self.root / "reports"
+        return self.own("reports")
+
+    @property
+    def replays(self) -> Path:
+        """Pages of replayed traces and their JSON, see `farm.replaying`."""
+        return self.own("replays")
+
+    @property
+    def environments(self) -> Path:
+        """A data folder for each environment that was compared, see `farm.comparison`."""
+        return self.own("environments")
+
+    @property
+    def comparisons(self) -> Path:
+        """Pages of comparisons and their JSON, see `farm.comparison`."""
+        return self.own("comparisons")
+
+    @property
+    def machines(self) -> Path:
+        """Profiles of machines, by GPU model, see `learn.calibrate`."""
+        return self.own("machines")
 
     @property
     def locks(self) -> Path:
-        return self.root / "locks"
+        return self.own("locks")
 
     @property
     def damaged(self) -> Path:
         """Folder of damaged files that were set aside, each with the reason beside it; see `farm.repair`."""
-        return self.root / "damaged"
+        return self.own("damaged")
 
     @property
     def dispatcher_lock(self) -> Path:
@@ -139,11 +165,11 @@ class FolderLayout:
     @property
     def service(self) -> Path:
         """Questions that the service traces, and their answers: SQLite that may be deleted, see `farm.serving`."""
-        return self.root / "service.sqlite"
+        return self.own("service.sqlite")
 
     def listings(self, kind: str) -> Path:
         """Return the folder of the listings of merged files of one of `KINDS`."""
-        return self.root / "compactions" / kind
+        return self.own("compactions") / kind
 
     def partition(self, kind: str, family: str) -> Path:
         """Return the folder of one family's part of one of `KINDS`. Raises `ValueError` for an invalid folder name."""

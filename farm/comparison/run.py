@@ -188,7 +188,7 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
     """Return the side's runs, after running those that an environment lacks."""
     if isinstance(side, Recorded):
         return RunSet(folder=side.folder, snapshot=side.snapshot, family=settings.family)
-    folder = DataFolder(environments_folder(home) / checked_name("environment", side.folder_name)).create()
+    folder = DataFolder(home.environments / checked_name("environment", side.folder_name)).create()
     submission = _submission(settings)
     cluster = dataclasses.replace(submission.cluster, environment=trial_environment(side, code))
     print(f"{side.label}: {side.python}, runs in {folder.root}")
@@ -201,16 +201,6 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
 
             compact(folder)
     return RunSet(folder=folder, job_id=job_id, n=submission.n)
-
-
-def environments_folder(home: DataFolder) -> Path:
-    """Return the folder that holds each environment's data folder."""
-    return home.root / "environments"
-
-
-def comparisons_folder(home: DataFolder) -> Path:
-    """Return the folder of pages and their JSON files."""
-    return home.root / "comparisons"
 
 
 def _operators(

@@ -8,7 +8,7 @@ from conf.errors import EnvironmentProblem
 from conf.outputs import write_output
 from conf.reports.render import render_page
 from farm.comparison.page import comparison_page
-from farm.comparison.run import Result, comparisons_folder
+from farm.comparison.run import Result
 from farm.comparison.view import as_json
 from warehouse.folder import DataFolder
 from warehouse.layout import write_bytes
@@ -29,7 +29,7 @@ def write_comparison(home: DataFolder, result: Result, report: str | None) -> Pa
         write_output(path.with_suffix(".json"), figures, key="report", data=[home.root])
         write_output(path, page, key="report", data=[home.root])
         return path
-    path = comparisons_folder(home) / f"{result.name}.html"
+    path = home.comparisons / f"{result.name}.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path.with_suffix(".json"), figures)

@@ -6,6 +6,7 @@ status` what applies; docs/operations.md lists them all.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError, unknown_name
-from conf.outputs import checked_output, folder_problems
+from conf.outputs import checked_output, checked_report, folder_problems
 from conf.settings import key
 from farm.job_records import Lease
 from workers.task import TaskSpec
@@ -48,8 +49,12 @@ class LogSettings:
             problems.append(f"log.max_mib must be a number > 0, got {self.max_mib!r}")
         if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
             problems.append(f"log.keep must be an integer >= 1, got {self.keep!r}")
+        if self.file is not None and not (parent := Path(self.file).expanduser().parent).is_dir():
+            problems += folder_problems(parent, key=_KEY)
         if problems:
             raise UsageError("; ".join(problems))
+        if self.file is not None and parent.is_dir():
+            checked_report(Path(self.file).expanduser(), key=_KEY, like="events.jsonl", data=[])
 
 
 class Events:
@@ -59,6 +64,7 @@ class Events:
         self._sinks = list(sinks or ())
         self._clock = clock
         self._handlers: list[logging.Handler] = []
+        self._has_told = False
 
     @classmethod
     def open(cls, settings: LogSettings, data: Sequence[Path] = ()) -> Events:
@@ -76,12 +82,19 @@ class Events:
 
     def _add(self, handler: logging.Handler) -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.handleError = self._tell_write_error  # type: ignore[method-assign]
         self._handlers.append(handler)
 
         def write(event: Mapping[str, Any]) -> None:
             handler.handle(_record(json.dumps(event, default=str)))
 
         self._sinks.append(write)
+
+    def _tell_write_error(self, _record: logging.LogRecord) -> None:
+        """Print once that events are lost; the work goes on."""
+        if not self._has_told:
+            self._has_told = True
+            print(f"note: {_KEY} cannot be written, events are lost: {sys.exc_info()[1]}", file=sys.stderr)
 
     def emit(self, event: str, task: TaskSpec | Lease | None = None, **fields: Any) -> None:
         """Emit an event; fields that are None are left out."""
@@ -105,11 +118,8 @@ class Events:
 
 def _file_handler(file: str, settings: LogSettings, data: Sequence[Path]) -> logging.Handler:
     """Return a handler with a rotated file; a device or a pipe is not rotated."""
-    parent = Path(file).expanduser().parent
-    if not parent.is_dir() and (problems := folder_problems(parent, key=_KEY)):
-        raise UsageError("; ".join(problems))
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
         output = checked_output(file, key=_KEY, data=data)
         if not output.is_plain:
             descriptor = None if output.descriptor is None else os.dup(output.descriptor)
@@ -125,7 +135,8 @@ class _StreamHandler(logging.StreamHandler):
     """A handler that closes its own stream."""
 
     def close(self) -> None:
-        self.stream.close()
+        with contextlib.suppress(OSError):  # a full disk, which has been told
+            self.stream.close()
         super().close()
 
 

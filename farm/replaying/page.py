@@ -35,7 +35,7 @@ def keep_in(home: DataFolder, done: CrossedReplays) -> Path:
     """
     settings = dataclasses.asdict(dataclasses.replace(done.settings, report=None, data=None, format="table"))
     stem = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in done.trace_name)[:40]
-    path = home.root / "replays" / f"{stem}-{mapping_hash(settings)[:6]}.html"
+    path = home.replays / f"{stem}-{mapping_hash(settings)[:6]}.html"
     try:
         path.parent.mkdir(exist_ok=True)
         write_bytes(path.with_suffix(".json"), json.dumps(as_mapping(done), indent=1).encode() + b"\n")

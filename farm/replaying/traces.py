@@ -12,19 +12,19 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError, shown
+from conf.plain_text import printable
 from farm.replaying.catalogue import JobType, load_catalogue
 
-_SLEEP = re.compile(r"\s*sleep\s+(\d+(?:\.\d+)?)\s*$")
-_SUBMITTED = re.compile(r"--task\s+\S*?([^/\s]+)\.rad\s*$")
-_EPOCHS = re.compile(r"_(\d+)e_(\d+)$")
+_EPOCHS = re.compile(r"_(\d{1,6})e_(\d+)$")
 _TASK_COLUMNS = ("job_name", "task_name", "inst_num", "status", "start_time", "end_time", "plan_cpu", "plan_mem",
                  "plan_gpu", "gpu_type")  # fmt: skip
 _TIME = "%Y-%m-%d %H:%M:%S"
+_LARGEST = 1e12  # of a figure: seconds, or GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,14 @@ def read_trace(path: str, n: int | None, seed: int) -> ClusterTrace:
         rows, left_out = reader(source)
     except OSError as error:
         raise UsageError(f"trace={shown(path)} cannot be read: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+    except UsageError:
+        raise
+    except (ValueError, RecursionError, csv.Error) as error:
         raise UsageError(f"trace={shown(path)} is no such trace: {error}") from error
     if not rows:
         raise UsageError(f"trace={shown(path)} has no job that ran on a GPU")
     rows = sorted(rows, key=lambda row: row[0])[:n]
-    return _trace(source.name, rows, left_out, seed)
+    return _trace(printable(source.name), rows, left_out, seed)
 
 
 # arrival in s, duration in s, GPUs, index of the type or None
@@ -99,14 +101,16 @@ def _read_carma(path: Path) -> tuple[list[_TraceRow], int]:
     rows: list[_TraceRow] = []
     now = 0.0
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if pause := _SLEEP.match(line):
-            now += float(pause[1])
-        elif task := _SUBMITTED.search(line):
-            rad = _EPOCHS.sub(r"_20e_\2", task[1])
+        words = line.split()
+        if len(words) == 2 and words[0] == "sleep" and (pause_s := _positive(words[1])) is not None:
+            now += pause_s
+        elif words[-2:-1] == ["--task"] and words[-1].endswith(".rad"):
+            task = words[-1].removesuffix(".rad").rpartition("/")[2]
+            rad = _EPOCHS.sub(r"_20e_\2", task)
             if rad not in types:
-                raise UsageError(f"{path.name}, line {number}: unknown task {shown(task[1])}.rad")
+                raise UsageError(f"{path.name}, line {number}: unknown task {shown(task)}.rad")
             job = load_catalogue()[types[rad]]
-            epochs = int(named[1]) if (named := _EPOCHS.search(task[1])) else job.epochs[0]
+            epochs = int(named[1]) if (named := _EPOCHS.search(task)) else job.epochs[0]
             rows.append((now, 60.0 * job.minutes * epochs, job.gpus, types[rad]))
     return rows, 0
 
@@ -122,18 +126,22 @@ def _read_philly(path: Path) -> tuple[list[_TraceRow], int]:
 
 def _philly_row(job: dict[str, Any]) -> _TraceRow | None:
     submitted = _philly_time(job.get("submitted_time"))
-    attempts = job.get("attempts")
-    for attempt in reversed(attempts if isinstance(attempts, list) else []):
+    for attempt in reversed(_mappings(job.get("attempts"))):
         began, ended = _philly_time(attempt.get("start_time")), _philly_time(attempt.get("end_time"))
-        gpus = sum(len(node.get("gpus") or ()) for node in attempt.get("detail") or ())
+        nodes = [node.get("gpus") for node in _mappings(attempt.get("detail"))]
+        gpus = sum(len(of_node) for of_node in nodes if isinstance(of_node, list))
         if submitted is not None and began is not None and ended is not None and ended > began and gpus:
             return submitted, ended - began, gpus, None
     return None
 
 
+def _mappings(value: object) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
 def _philly_time(text: object) -> float | None:
     try:
-        return datetime.strptime(text, _TIME).timestamp() if isinstance(text, str) else None
+        return datetime.strptime(text, _TIME).replace(tzinfo=UTC).timestamp() if isinstance(text, str) else None
     except ValueError:  # "None" stands where a time was not logged
         return None
 
@@ -168,7 +176,7 @@ def _positive(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if 0 <= value < math.inf else None
+    return value if 0 <= value <= _LARGEST else None
 
 
 _READERS = {".json": _read_philly, ".csv": _read_alibaba, ".sh": _read_carma}

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 def problems_of(layout: Parallel) -> Iterator[str]:
-    """Yield each thing that is wrong with a layout, in words."""
-    for name in (*MODES, EXPERTS, OWN, "gpus_per_node"):
-        value = getattr(layout, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_RANKS:
-            yield f"{name} must be a whole number from 1 to {MOST_RANKS}, got {shown(value)}"
+    """Yield each thing that is wrong with a layout, in words; of a wrong degree nothing follows."""
+    degrees = {name: getattr(layout, name) for name in (*MODES, EXPERTS, OWN, "gpus_per_node")}
+    wrong = {name: value for name, value in degrees.items() if type(value) is not int or not 1 <= value <= MOST_RANKS}
+    for name, value in wrong.items():
+        yield f"{name} must be a whole number from 1 to {MOST_RANKS}, got {shown(value)}"
     for name in ("network_gb_s", "bucket_cap_mb"):
         value = getattr(layout, name)
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
@@ -46,6 +46,8 @@ def problems_of(layout: Parallel) -> Iterator[str]:
     for field in dataclasses.fields(layout):
         if field.type == "bool" and not isinstance(value := getattr(layout, field.name), bool):
             yield f"{field.name} must be true or false, got {shown(value)}"
+    if wrong:
+        return
     yield from _problems_of_shards(layout)
     yield from _problems_of_flat(layout)
     yield from _problems_of_zero(layout)
@@ -55,14 +57,13 @@ def problems_of(layout: Parallel) -> Iterator[str]:
     if layout.own != 1 and any(getattr(layout, name) != 1 for name in (*MODES, EXPERTS)):
         others = ", ".join((*MODES, EXPERTS))
         yield f"own goes with no other mode ({others}): the model's own code says how it is spread"
-    if layout.fsdp == layout.cp == 1 and all(type(one) is int and one > 1 for one in (layout.ddp, layout.tp)):
+    if layout.fsdp == layout.cp == 1 and layout.ddp > 1 and layout.tp > 1:
         yield (
             "ddp with tp needs fsdp: DistributedDataParallel does not reduce tensors that tp splits; use fsdp in "
             "place of ddp, or replicas of shards, as in ddp=2,fsdp=4,tp=2"
         )
-    counts = *layout.degrees.values(), layout.gpus_per_node
-    if all(type(one) is int and one > 0 for one in counts) and layout.ranks > counts[-1] and layout.ranks % counts[-1]:
-        yield f"{layout.ranks} ranks do not fill nodes of {counts[-1]}; change gpus_per_node"
+    if layout.ranks > layout.gpus_per_node and layout.ranks % layout.gpus_per_node:
+        yield f"{layout.ranks} ranks do not fill nodes of {layout.gpus_per_node}; change gpus_per_node"
 
 
 def _problems_of_shards(layout: Parallel) -> Iterator[str]:
@@ -70,10 +71,8 @@ def _problems_of_shards(layout: Parallel) -> Iterator[str]:
         if (value := getattr(layout, name)) is not None and value not in DTYPES:
             yield f"{name} must be one of {', '.join(DTYPES)}, got {shown(value)}"
     kept = layout.reshard_after_forward
-    whole = isinstance(kept, int) and isinstance(layout.fsdp, int) and isinstance(layout.cp, int)
-    if not (
-        kept is None or isinstance(kept, bool) or (whole and 1 < kept < layout.sharded and not layout.sharded % kept)
-    ):
+    divides = type(kept) is int and 1 < kept < layout.sharded and not layout.sharded % kept
+    if not (kept is None or isinstance(kept, bool) or divides):
         yield f"reshard_after_forward must be true, false or a divisor of fsdp times cp, got {shown(kept)}"
     if layout.wrap is not None and not (
         isinstance(layout.wrap, tuple) and layout.wrap and all(isinstance(one, str) and one for one in layout.wrap)
@@ -128,10 +127,7 @@ def _problems_of_parts(layout: Parallel) -> Iterator[str]:
         yield f"cp_rotate must be one of {', '.join(ROTATIONS)}, got {shown(layout.cp_rotate)}"
     if not isinstance(layout.cp_load_balance, bool | None):
         yield f"cp_load_balance must be true or false, got {shown(layout.cp_load_balance)}"
-    if (
-        not all(type(one) is int and one > 0 for one in (layout.fsdp, layout.cp, layout.tp, layout.ep))
-        or layout.ep == 1
-    ):
+    if layout.ep == 1:
         return
     among = layout.sharded * layout.tp
     if among % layout.ep:
@@ -157,7 +153,7 @@ def _problems_of_pipelines(layout: Parallel) -> Iterator[str]:
     ):
         yield f"stage_starts must be paths of modules, as in {EXAMPLE_STARTS}, got {shown(layout.stage_starts)}"
         return
-    if type(layout.pp) is int and layout.pp > 1:
+    if layout.pp > 1:
         yield from _problems_of_order(layout)
 
 

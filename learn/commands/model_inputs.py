@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from conf.errors import UsageError
+from conf.errors import UsageError, shown
 from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
-from learn.workload import is_shape, torch_dtype
+from learn.workload import checked_shape, is_shape, torch_dtype
 
 _TYPED = {"shape", "dtype"}  # the keys of a shape with a type of its own
 
@@ -62,6 +62,6 @@ def _typed(value: Any, name: str) -> Any:
 def _meta_tensor(shape: Any, dtype: Any, name: str) -> Any:
     import torch
 
-    if not is_shape(shape) or min(shape) < 1:
-        raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shape!r}")
-    return torch.empty(tuple(shape), dtype=torch_dtype(dtype, f"{name}.dtype"), device="meta")
+    if not is_shape(shape):
+        raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shown(shape)}")
+    return torch.empty(checked_shape(shape, f"{name}.shape"), dtype=torch_dtype(dtype, f"{name}.dtype"), device="meta")

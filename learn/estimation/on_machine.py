@@ -35,7 +35,7 @@ GUESSED, CUDNN, DISTILLED, AUTO = WORKSPACES = (
 
 def profile_path(folder: DataFolder, device: DeviceSpec) -> Path:
     """Return where `learn.calibrate` keeps the profile of the machine with this GPU model."""
-    return folder.root / "machines" / f"{device.name}.json"
+    return folder.machines / f"{device.name}.json"
 
 
 def machine_for(given: str | os.PathLike[str] | MachineProfile | None, device: DeviceSpec, data: Any) -> MachineProfile:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError, kept_from_exit, unknown_name
 from featurize.allocator_settings import AllocatorSettings
 from featurize.machine import MachineProfile
 from featurize.own_code import parse_trust, trusting
@@ -145,7 +145,8 @@ def _hidden_size_of(model: Model | TrialConfig) -> int | None:
 
         factory = model
         try:
-            model = flash_attention.building(lambda: build_on_meta(factory))
+            with kept_from_exit():
+                model = flash_attention.building(lambda: build_on_meta(factory))
         except Exception:  # a factory may raise anything, and raises it again where the model is traced
             return None
     return hidden_size_of(getattr(model, "config", None))

@@ -430,3 +430,80 @@ def test_a_backslash_is_part_of_a_files_name_and_refused_of_a_data_folders(invok
     assert invoke("submit", *NEEDED["submit"], "device=simulated")[0] == 0
     assert invoke("query", "SELECT 1 AS n", "format=csv", r"out=a\b.csv")[0] == 0
     assert (invoke.place / r"a\b.csv").read_text().split() == ["n", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("export", ["source=simulated", "out={}"]),
+        ("publish", ["licence=CC0", "out={}"]),
+        ("query", ["SELECT 1", "out={}"]),
+        ("submit", ["+arch=mlp", "n=1", "detach=true", "log.file={}"]),
+        ("replay", ["n=2", "seeds=[0]", "report={}"]),
+        ("benchmark", ["target=memory", "report={}"]),
+        ("plan", ["model=none:none", "input=[1]", "gpus=2", "report={}"]),
+        ("fit_kernels", ["out={}"]),
+        ("estimate", ["method=fast", f"config={MLP}", "report={}"]),
+        ("work", ["log.file={}"]),
+    ],
+)
+def test_a_place_that_takes_no_files_is_refused_in_one_line(invoke, name, arguments):
+    from warehouse.folder import DataFolder
+
+    data = DataFolder.resolve("made").create()
+    before = contents(invoke.place)
+    folder = [] if name in ("plan", "replay") else [f"data={data.root}"]
+    for place in ("/proc/x", "/proc/x/y", "/sys/x", "/dev/null/x", "/"):
+        code, out, err = invoke(name, *folder, *[argument.replace("{}", place) for argument in arguments])
+        assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, (place, err)
+    assert contents(invoke.place) == before
+
+
+def test_a_log_file_that_cannot_be_written_is_refused_before_the_data_folder_is_made(invoke):
+    for place in ("/", "/proc/x", "/proc/x/y", "file/x"):
+        (invoke.place / "file").write_text("mine")
+        code, out, err = invoke("submit", *NEEDED["submit"], "device=simulated", f"log.file={place}", "data=new")
+        assert (code, out) == (2, "") and "log.file" in err and err.count("\n") == 1
+        assert [path.name for path in invoke.place.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["estimate", "largest_batch", "devices", "plan"])
+def test_a_shape_that_no_tensor_has_is_one_line(invoke, name):
+    (invoke.place / "own_nets.py").write_text("from torch import nn\ndef net(): return nn.Linear(4, 4)\n")
+    find = {"largest_batch": ["find=largest_batch"], "devices": ["find=devices"], "plan": ["gpus=2"]}.get(name, [])
+    sizes = (
+        "99999999999999999999",
+        "9223372036854775807,4",
+        "3037000500,3037000500",
+        "-1,4",
+        "0,4",
+        "2,-4",
+        "1e30",
+        "",
+    )
+    shapes = [f"[{one}]" for one in sizes] + ["[[2,4],[99999999999999999999]]", "{x: [99999999999999999999]}"]
+    shapes += ["{x: {shape: [99999999999999999999], dtype: int64}}", "[nan,4]", "[[[]]]", "{x: {shape: [0], dtype: x}}"]
+    for shape in shapes if name == "estimate" else shapes[:5]:
+        command = "plan" if name == "plan" else "estimate"
+        code, out, err = invoke(command, "model=own_nets:net", *find, f"input={shape}")
+        assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, (shape, err)
+
+
+def test_a_model_that_ends_the_process_is_one_line(invoke):
+    (invoke.place / "leaving_nets.py").write_text(
+        "import sys\nfrom torch import nn\n"
+        "class Odd(BaseException): pass\n"
+        "def odd(): raise Odd('x')\n"
+        "class Net(nn.Linear):\n"
+        "    def __init__(self): super().__init__(4, 4)\n"
+        "    def forward(self, x): sys.exit()\n"
+    )
+    (invoke.place / "leaving.py").write_text("import sys\nsys.exit()\n")
+    asked = [(model, []) for model in ("sys:exit", "leaving_nets:odd", "leaving_nets:Net", "leaving:x")]
+    for model, more in [
+        *asked,
+        ("leaving_nets:odd", ["find=largest_batch"]),
+        ("leaving_nets:Net", ["estimator=llmem"]),
+    ]:
+        code, out, err = invoke("estimate", f"model={model}", "input=[2,4]", *more)
+        assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, (model, err)

@@ -12,8 +12,11 @@ import pytest
 
 from conf.cli import run
 from conf.errors import EnvironmentProblem, UsageError
-from conf.outputs import OWN_FILES, OWN_FOLDERS, checked_output, output_file, write_output
+from conf.outputs import checked_output, output_file, write_output
+from farm.jobs import Queue
+from farm.serving.trace_store import TraceStore
 from warehouse.folder import DataFolder
+from warehouse.layout import FolderLayout
 
 
 @pytest.fixture
@@ -91,13 +94,35 @@ def test_standard_output_is_written_after_what_was_printed(place, name):
     assert (place / "log").read_bytes() == b"first\nthen\n"
 
 
-@pytest.mark.parametrize("name", [*OWN_FILES, "queue.sqlite-wal", *(f"{folder}/x" for folder in OWN_FOLDERS)])
-def test_a_data_folders_own_files_are_refused_however_they_are_named(place, name, monkeypatch):
+@pytest.fixture
+def whole(place):
+    """A data folder in which every file and folder that the layout names exists, the databases open."""
     data = DataFolder.resolve(place / "data").create()
-    own = data.root / name
-    own.parent.mkdir(exist_ok=True)
-    if not own.exists():
-        own.write_bytes(b"precious")
+    store = TraceStore(data.service)
+    with Queue.open(data.queue):
+        names = [name for name, value in vars(FolderLayout).items() if isinstance(value, property)]
+        for path in (getattr(data, name) for name in names):
+            if not path.exists() and path.suffix:
+                path.write_bytes(b"precious")
+            elif not path.exists():
+                path.mkdir()
+        for folder in [path for path in data.root.iterdir() if path.is_dir()]:
+            (folder / "precious").write_bytes(b"precious")
+        yield data
+    store.close()
+
+
+def test_no_file_of_a_data_folder_is_overwritten(whole):
+    files = [path for path in whole.root.rglob("*") if path.is_file()]
+    assert {"service.sqlite", "service.sqlite-wal", "queue.sqlite-wal"} < {path.name for path in files}
+    for own in files:
+        with pytest.raises(UsageError, match=r"out=.* it is a file of the data folder"):
+            checked_output(own)
+
+
+@pytest.mark.parametrize("name", ["service.sqlite", "machines/precious", "runs/precious"])
+def test_a_data_folders_own_files_are_refused_however_they_are_named(place, whole, name, monkeypatch):
+    own = whole.root / name
     before = own.read_bytes()
     (place / "to_file").symlink_to(own)
     (place / "to_folder").symlink_to(own.parent)
@@ -105,7 +130,7 @@ def test_a_data_folders_own_files_are_refused_however_they_are_named(place, name
     monkeypatch.chdir(own.parent)
     for out in (own, own.name, place / "to_file", place / "to_folder" / own.name, place / "hard"):
         with pytest.raises(UsageError, match=r"report=.* it is a file of the data folder"):
-            write_output(out, b"x", key="report", data=[data.root])
+            write_output(out, b"x", key="report", data=[whole.root])
     with open(own, "rb") as file, pytest.raises(UsageError, match="data folder"):
         write_output(f"/dev/fd/{file.fileno()}", b"x")
     assert own.read_bytes() == before

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import random
+import re
 import runpy
 import sys
 import time
@@ -235,6 +237,112 @@ def test_a_file_that_is_no_trace_is_refused_by_what_is_wrong_with_it(tmp_path, n
     (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=part):
         read_trace(str(tmp_path / name), None, seed=0)
+
+
+GOOD = {
+    ".json": json.dumps(
+        [
+            {
+                "submitted_time": "2017-10-07 01:00:00",
+                "attempts": [
+                    {
+                        "start_time": "2017-10-07 01:01:00",
+                        "end_time": "2017-10-07 01:02:00",
+                        "detail": [{"gpus": ["gpu0"]}],
+                    }
+                ],
+            },
+            {
+                "submitted_time": "2017-10-07 01:00:10",
+                "attempts": [
+                    {
+                        "start_time": "2017-10-07 01:01:00",
+                        "end_time": "2017-10-07 01:09:00",
+                        "detail": [{"gpus": ["a", "b"]}],
+                    }
+                ],
+            },
+        ]
+    ),
+    ".csv": "job_a,worker,3.0,Terminated,150.0,1000.0,600.0,29.3,50.0,T4\n"
+    "job_b,tensorflow,1.0,Failed,50.0,60.0,600.0,29.3,100.0,V100\n",
+    ".sh": "sleep 33\npython submit.py --task /x/resnet18_cifar100_50e_3.rad\nsleep 2\n"
+    "python submit.py --task /x/resnet2.rad\n",
+}
+ODD = (
+    "null",
+    "NaN",
+    "-1",
+    "1e400",
+    "Infinity",
+    "[]",
+    "{}",
+    '""',
+    "9" * 5000,
+    "true",
+    "0001-01-01 00:00:00",
+    "[" * 3000,
+    "9999-12-31 23:59:59",
+    "1e-320",
+    "",
+    "\x00",
+    "\udcff",
+    "_" * 3000,
+    "é",
+    "\u2028",
+    "sleep",
+    "--task .rad",
+)
+
+
+def malformed(draw, text):
+    """The text with pieces of it replaced, taken out, doubled or cut off."""
+    pieces = re.split(r'([\s,:"\[\]{}/_]+)', text)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(pieces))
+        pieces[at] = draw.choice([draw.choice(ODD), draw.choice(pieces), "", pieces[at] * 2])
+    changed = "".join(pieces)
+    return changed[: draw.randrange(len(changed) + 1)] if draw.random() < 0.2 else changed
+
+
+@pytest.mark.parametrize("suffix", GOOD)
+def test_a_malformed_trace_is_refused_in_one_line_or_replayed(tmp_path, suffix):
+    draw, path = random.Random(suffix), tmp_path / f"trace{suffix}"
+    changed = [malformed(draw, GOOD[suffix]) for _ in range(150)]
+    if suffix == ".json":
+        values = (None, 5, -1, "text", [], [None], [5], {}, {"gpus": None}, True, math.inf)
+        changed += [json.dumps([{"submitted_time": one, "attempts": one}]) for one in values]
+        attempt = {"start_time": "2017-10-07 01:01:00", "end_time": "2017-10-07 01:02:00"}
+        changed += [
+            json.dumps([{"submitted_time": "2017-10-07 01:01:00", "attempts": [attempt | {"detail": detail}]}])
+            for one in values
+            for detail in (one, [one], [{"gpus": one}])
+        ]
+    refused = 0
+    for text in changed:
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        try:
+            trace = read_trace(str(path), None, seed=0)
+        except UsageError as error:
+            assert "trace" in str(error)
+            refused += 1
+        else:
+            assert all(map(math.isfinite, (*trace.arrivals_s, *trace.durations_s)))
+            for policy in ("exclusive", "ours"):
+                assert math.isfinite(run(trace, policy, "ours_bound").makespan_s)
+    assert 10 < refused < len(changed)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["a" * 200_000, "--task " * 30_000, "--task " + "a" * 60_000, "--task x.rad" + " " * 60_000 + "x", " " * 200_000],
+)
+def test_a_long_line_of_a_submission_script_is_read_at_once(tmp_path, line):
+    (tmp_path / "trace.sh").write_text(f"{line}\n")
+    began = time.process_time()
+    with pytest.raises(UsageError, match="no job"):
+        read_trace(str(tmp_path / "trace.sh"), None, seed=0)
+    assert time.process_time() - began < 5
 
 
 def command(monkeypatch, capsys, *arguments):

@@ -19,7 +19,7 @@ from test_serving import MLP, Served
 from test_serving import folder as folder
 from test_serving import service as service
 
-from farm.kueue import CONTROLLER
+from farm.kueue import CONTROLLER, ApiServer, decide_pending
 from farm.serving.kubernetes import device_of
 from learn import estimate
 
@@ -214,6 +214,7 @@ class RecordedApi:
         ]
         self.lists = {"admissionchecks": checks, "workloads": workloads}
         self.patches: dict[str, dict] = {}
+        self.of_page = 1
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -221,8 +222,8 @@ class RecordedApi:
                 kind = self.path.partition("?")[0].rpartition("/")[2]
                 objects = outer.lists[kind]
                 at = int(self.path.partition("continue=")[2] or 0)
-                more = str(at + 1) if at + 1 < len(objects) else ""  # one a page
-                self.answer({"items": objects[at : at + 1], "metadata": {"continue": more}})
+                more = str(at + outer.of_page) if at + outer.of_page < len(objects) else ""
+                self.answer({"items": objects[at : at + outer.of_page], "metadata": {"continue": more}})
 
             def do_PATCH(self) -> None:
                 assert self.headers["content-type"] == "application/apply-patch+yaml"
@@ -286,6 +287,68 @@ def test_a_workload_waits_until_its_trace_is_done(service):
     with service.client() as client:
         client.estimate(**job)
     assert decided(service, waiting)["traced"]["status"]["admissionChecks"][0]["state"] == "Ready"
+
+
+WRONG_SHAPES = (None, [], {}, 5, "text", [None], [5], {"x": None}, True)
+
+
+def with_shape(place: str, shape: object, number: int) -> dict:
+    """A workload that waits, with a value of another shape at a dotted place."""
+    made = workload(f"odd-{number}", {"gpufarm.io/job": "{}"})
+    *path, last = place.split("/")
+    owner = made
+    for name in path:
+        owner = owner[int(name)] if isinstance(owner, list) else owner[name]
+    owner[int(last) if isinstance(owner, list) else last] = shape
+    return made
+
+
+def test_a_workload_of_any_shape_keeps_no_other_from_its_decision(service, capsys):
+    places = (
+        "spec",
+        "spec/podSets",
+        "spec/podSets/0",
+        "spec/podSets/0/name",
+        "spec/podSets/0/template",
+        "spec/podSets/0/template/metadata",
+        "spec/podSets/0/template/spec",
+        "spec/podSets/0/template/metadata/annotations",
+        "metadata",
+        "metadata/name",
+        "metadata/namespace",
+        "status",
+        "status/admissionChecks",
+        "status/admissionChecks/0",
+        "status/admissionChecks/0/name",
+        "status/admissionChecks/1",
+        "status/admissionChecks/0/state",
+    )
+    odd = [with_shape(place, shape, 0) for place in places for shape in WRONG_SHAPES]
+    odd += [workload("odd", {"gpufarm.io/job": shape}) for shape in WRONG_SHAPES]
+    api = RecordedApi([*odd, *WRONG_SHAPES, workload("ü /?", {}), workload("last", {"gpufarm.io/job": JOB})])
+    api.lists["admissionchecks"] += [
+        *WRONG_SHAPES,
+        *({"metadata": shape, "spec": {"controllerName": CONTROLLER}} for shape in WRONG_SHAPES),
+        *({"metadata": {"name": "x"}, "spec": shape} for shape in WRONG_SHAPES),
+    ]
+    api.of_page = 50
+    for shape in WRONG_SHAPES:
+        api.lists["admissionchecks"].append(
+            {
+                "metadata": {"name": "memory", "generation": shape},
+                "spec": {"controllerName": CONTROLLER},
+                "status": {"conditions": shape},
+            }
+        )
+    try:
+        with service.client() as client:
+            decide_pending(ApiServer(api.url, None, None), client)
+    finally:
+        api.close()
+    assert api.patches["last"]["status"]["admissionChecks"][0]["state"] == "Ready"
+    lines = capsys.readouterr().out.splitlines()
+    assert "training/odd-0: Ready: no pod says which job it runs; spec.podSets has no shape that is known" in lines
+    assert any(line.startswith("a workload without a name and a namespace is left alone") for line in lines)
 
 
 # ---- manifests

@@ -14,7 +14,7 @@ from test_serving import MLP
 from test_serving import service as service
 
 from conf.errors import UsageError
-from farm.sbatch import parted, training_command
+from farm.sbatch import SbatchSettings, entry, parted, training_command
 from farm.slurm import read_table
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "learn" / "training_scripts"
@@ -97,16 +97,73 @@ def test_a_service_that_does_not_answer_loses_no_directive(tmp_path):
         ("python train.py $2  # quick", ["python", "train.py", "3"]),
     ],
 )
-def test_the_training_command_of_a_batch_script(text, command):
-    assert training_command(f"#!/bin/bash\n#SBATCH --time=1\n{text}\n", ["job.sh", "--epochs", "3"]) == command
+def test_the_training_command_of_a_batch_script(text, command, tmp_path):
+    training = training_command(f"#!/bin/bash\n#SBATCH --time=1\n{text}\n", ["job.sh", "--epochs", "3"], tmp_path)
+    assert (list(training.words), training.folder) == (command, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "text", ["echo hi", "python a.py\npython b.py", "python train.py | tee log", "pip install python"]
+    "text",
+    [
+        "echo hi",
+        "python a.py\npython b.py",
+        "python train.py | tee log",
+        "pip install python",
+        "python $0",
+        "python `hostname`.py",
+        "srun --chdir=x python train.py",
+        "python a\0b",
+    ],
 )
-def test_a_script_without_one_command_that_trains_is_told(text):
+def test_a_script_without_one_command_that_trains_is_told(text, tmp_path):
     with pytest.raises(UsageError, match=r"job\.sh"):
-        training_command(text, ["job.sh"])
+        training_command(text, ["job.sh"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "folder"),
+    [
+        ("cd here", "here"),
+        ("cd here/../here || exit 1", "here"),
+        ("cd 'it''s'", "its"),
+        ("cd here && cd ..", ""),
+        ('cd "$SLURM_SUBMIT_DIR"', ""),
+        ("cd here; cd ${SLURM_SUBMIT_DIR}/its", "its"),
+        ("cd $2", "here"),
+        ("export WORK=here\nmodule load x\npushd -- $WORK/", "here"),
+        ("(cd nope; ls)", ""),
+        ("echo 'cd here'", ""),
+    ],
+)
+def test_the_training_command_runs_where_cd_leads(lines, folder, tmp_path):
+    for name in ("here", "its"):
+        (tmp_path / name).mkdir()
+    text = f"#!/bin/bash\n{lines}\npython train.py\ncd nowhere\n"
+    for together in (text, text.replace("\npython", " && python") if "\n" not in lines else text):
+        assert training_command(together, ["job.sh", "x", "here"], tmp_path).folder.resolve() == tmp_path / folder
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "cd nowhere",
+        'cd "$(dirname "$0")"',
+        "cd $GPUFARM_NOT_SET",
+        "cd `pwd`",
+        "cd -",
+        "popd",
+        "if true; then\ncd here\nfi",
+        "if true; then cd here; fi",
+        "false || cd here",
+        "W=$(pwd)\ncd $W",
+        "cd train.py",
+        "cd " + "x" * 5000,
+    ],
+)
+def test_a_folder_that_only_the_shell_knows_is_told(lines, tmp_path):
+    (tmp_path / "here").mkdir()
+    with pytest.raises(UsageError, match=r"no folder here|only the shell knows"):
+        training_command(f"{lines}\npython train.py\n", ["job.sh"], tmp_path)
 
 
 def test_sbatchs_options_end_at_the_script():
@@ -145,7 +202,39 @@ def test_what_the_script_says_itself_stays(tmp_path, batch_script):
     assert done.returncode == 0 and shlex.split(done.stdout) == ["sbatch", str(batch_script)]
 
 
-def test_a_script_that_cannot_be_followed_is_submitted_as_it_is(tmp_path):
-    (tmp_path / "job.sh").write_text("#!/bin/bash\n./train\n")
-    done = run("farm.sbatch", DEVICES, "dry_run=true", "--", "job.sh", place=tmp_path)
-    assert done.returncode == 0 and done.stdout == "sbatch job.sh\n" and "note: not estimated" in done.stderr
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (b"./train\n", []),
+        (b"#SBATCH --job-name=it's\n./train\n", ["x"]),
+        (b"#SBATCH --time=1 \\", []),
+        (b"python train.py $@\n", ["a\\d", "\\1", "it's"]),
+        (b"# gr\xfc\xdfe\npython tr\xe4in.py\n", []),
+        (b"python train.py \\", []),
+        (b"\xff\xfe\x00\x01\npython \x00.py", []),
+        (b"", []),
+        (b"'" * 5000, []),
+        (b"cd nowhere\npython train.py\n", []),
+        (b"#SBATCH -D nowhere\npython train.py\n", []),
+    ],
+)
+def test_a_script_that_cannot_be_followed_is_submitted_as_it_is(tmp_path, monkeypatch, capsys, text, arguments):
+    (tmp_path / "job.sh").write_bytes(text)
+    monkeypatch.chdir(tmp_path)
+    assert entry(SbatchSettings(devices={"L4": "l4"}, dry_run=True), ["job.sh", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert shlex.split(out) == ["sbatch", "job.sh", *arguments]
+    assert err.startswith("note: not estimated: ") and err.count("\n") == 1 and err.strip().isprintable()
+    assert (tmp_path / "job.sh").read_bytes() == text
+
+
+def test_a_script_is_estimated_in_the_folder_that_it_goes_to(tmp_path, monkeypatch, capsys):
+    (tmp_path / "above" / "below").mkdir(parents=True)
+    (tmp_path / "above" / "below" / "train.py").write_text((SCRIPTS / "plain_amp.py").read_text())
+    directives = "#SBATCH --job-name=it's\n#SBATCH --chdir=nowhere\n"
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{directives}cd $SLURM_SUBMIT_DIR/below\npython train.py\n")
+    monkeypatch.chdir(tmp_path)
+    assert entry(SbatchSettings(devices={"L4": "l4"}, dry_run=True), ["-D", "above", "job.sh"]) == 0
+    out, err = capsys.readouterr()
+    assert "--gres=gpu:1" in shlex.split(out) and "--constraint=l4" in shlex.split(out), err
+    assert Path.cwd() == tmp_path

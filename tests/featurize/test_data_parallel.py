@@ -1,5 +1,9 @@
 """One rank of DistributedDataParallel in a trace, against two real ranks that talk over gloo."""
 
+import dataclasses
+import math
+import random
+import time
 from collections import Counter
 
 import pytest
@@ -217,3 +221,81 @@ def test_text_mapping_and_object_mean_the_same():
 def test_a_wrong_value_is_refused_with_the_choices(given, problem):
     with pytest.raises(UsageError, match=problem):
         parse_parallel(given)
+
+
+def test_no_value_of_any_setting_makes_a_traceback():
+    """2,000 layouts with a fixed seed, each as a text and as a mapping with values of any shape."""
+    chance = random.Random(37)
+    names = [field.name for field in dataclasses.fields(Parallel)] + ["hybrid", "nope"]
+    texts = (
+        "8",
+        "0",
+        "-1",
+        "9" * 20,
+        "1e400",
+        "nan",
+        "true",
+        "none",
+        "",
+        "[]",
+        "[a,b]",
+        "{0: colwise}",
+        "{:}",
+        "{a: {b: c}}",
+        "[[1]]",
+        "[",
+        "}",
+        "1f1b",
+        "x",
+        "2",
+        "4",
+        "3",
+    )
+    values = (
+        8,
+        0,
+        -1,
+        10**30,
+        1e400,
+        math.nan,
+        True,
+        None,
+        "",
+        "x",
+        [],
+        ["a", 1],
+        [[1]],
+        {},
+        {0: "colwise"},
+        {"a": {"b": 1}},
+        (1, 2),
+        {None: None},
+        [{}],
+        b"x",
+        1.5,
+        2,
+        4,
+        3,
+        "1f1b",
+        "interleaved",
+    )
+    refused = 0
+    for _ in range(2000):
+        chosen = [chance.choice(["ddp", "fsdp", "tp", "pp", "zero"]), *chance.sample(names, chance.randint(0, 3))]
+        text = ",".join(f"{name}={chance.choice(texts)}" for name in chosen)
+        for given in (text, {name: chance.choice(values) for name in chosen}):
+            try:
+                parse_parallel(given, files=chance.random() < 0.5)
+            except UsageError:
+                refused += 1
+    assert 2000 < refused < 4000
+    with pytest.raises(UsageError, match="fsdp must be a whole number"):
+        parse_parallel("zero=3,fsdp={0: colwise}")
+
+
+@pytest.mark.parametrize("text", [",", "[", "ddp=8,", ",[", "ddp={a:b,", "a=[b],"])
+def test_a_long_text_is_refused_at_once(text):
+    began = time.process_time()
+    with pytest.raises(UsageError):
+        parse_parallel(text * 20_000)
+    assert time.process_time() - began < 5
