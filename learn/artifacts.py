@@ -25,7 +25,7 @@ from featurize.device_spec import plain_device, same_device
 from featurize.row_config import printable
 from featurize.version import FEATURES_STAMP, is_current
 from learn.artifact_files import DamagedArtifact, checked, read_json, say_damaged, stamped
-from learn.estimators import ESTIMATORS, TRAINING_FREE, Estimator, get_estimator
+from learn.estimators import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
 from learn.targets import check_target, get_target
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 DataPlace: TypeAlias = "str | os.PathLike[str] | DataFolder | None"  # a data folder; None: the default one
 FORMAT = 1
-PREFERRED = "hybrid"
 DEFAULT_MODELS = Path(__file__).parent / "default_models"
 _PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric", "timm")
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,13 +35,17 @@ TRUSTED_ALONE = ", doubted rows apart"  # behind the file's name: the same estim
 
 
 def benchmark(
-    settings: BenchmarkSettings, *, progress: Callable[[int, int], None] = lambda done, of: None
+    settings: BenchmarkSettings,
+    *,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    finished: Callable[[Sequence[Figures]], None] = lambda figures: None,
 ) -> Benchmark:
     """Ask every estimator for every row. A row without an answer is counted with its reason and stops nothing.
 
     Estimators that learn answer for rows that they, and near-copies, were not fitted on: `split` says which. Same
     settings and rows, same figures, times aside. Raises `UsageError` for settings that fit no rows. `progress(done,
-    of)` hears of every traced step that is computed, every fit and every answer.
+    of)` hears of every traced step that is computed, every fit and every answer. `finished(figures)` hears of each
+    estimator's figures, one for each file, when it has answered; the slowest ones come last.
     """
     from learn.evaluation.benchmark_steps import benchmark_steps, is_of_measured_steps
 
@@ -81,15 +86,22 @@ def benchmark(
     elif selection.rows.target.is_memory:
         notes.append("labels were not compared with traces, which no learned estimator that is asked reads")
     tally.add(len(index) * len(names) + len(parts) * len(learned))
-    asked = ask_free(selection, index, free, settings, tally) if free else {}
-    fitted = {name: ask_learned(name, selection, parts, bins, settings.seed, tally, steps) for name in learned}
-    answers = {name: asked[name] if name in asked else fitted[name].answers for name in names}
-    answers |= _published_estimates(selection, index)
+    counted = partial(_counted, settings, selection, index, bins)
+    asked: dict[str, Mapping[int, Given]] = {}
+    fitted: dict[str, Learned] = {}
+    for name in learned:
+        fitted[name] = ask_learned(name, selection, parts, bins, settings.seed, tally, steps)
+        asked[name] = fitted[name].answers
+        finished(counted({name: asked[name]}, fitted, steps)[0])
+    for name, given in ask_free(selection, index, free, settings, tally, steps):
+        asked[name] = given
+        finished(counted({name: given}, fitted, steps)[0])
+    answers = {name: asked[name] for name in names} | _published_estimates(selection, index)
 
     notes = [*_said_of_parts(settings, parts, learned), *notes]
-    for name, given in fitted.items():
-        notes += [f"{name}: {text}" for text in _alike(given.warnings)]
-    figures, scored = _counted(settings, selection, index, bins, answers, fitted, steps)
+    for name, of_fits in fitted.items():
+        notes += [f"{name}: {text}" for text in _alike(of_fits.warnings)]
+    figures, scored = counted(answers, fitted, steps)
     rows = selection.rows.subset(index)
     cards = set(rows.card_mib.tolist())
     return Benchmark(
@@ -270,8 +282,8 @@ def entry(settings: BenchmarkSettings) -> int:
         return benchmark_entry(settings)
     from learn.evaluation.benchmark_view import BenchmarkProgress, print_benchmark, write_json
 
-    with BenchmarkProgress(f"benchmark of {settings.target}") as progress:
-        done = benchmark(settings, progress=progress.update)
+    with BenchmarkProgress(settings.target) as progress:
+        done = benchmark(settings, progress=progress.update, finished=progress.show)
     print_benchmark(done, by=settings.by, worst=settings.worst)
     if settings.out is not None:
         write_json(settings.out, done, settings)

@@ -36,6 +36,8 @@ ESTIMATORS: dict[str, str] = {
     "trace": "learn.analytical.trace:TraceEstimator",
     "xmem": "learn.analytical.xmem:XMemEstimator",
 }
+PREFERRED = "hybrid"  # of several fitted models
+OF_CONFIGS = "lightgbm"  # reads configurations only
 LEVEL = 0.99  # of the bounds that are told and judged
 TRAINING_FREE = tuple(name for name, where in ESTIMATORS.items() if where.startswith("learn.analytical."))
 
@@ -111,6 +113,15 @@ class Estimator(Protocol):
     def load(cls, folder: Path) -> Self:
         """What `save` wrote, predicting the same figures."""
         ...
+
+
+def default_estimator(rows: Rows) -> str:
+    """Return the name of the estimator that is fitted to these rows where none is named.
+
+    The trace makes the labels of simulated rows, so the hybrid, which starts from the trace, reproduces them whatever
+    it learns. An estimator that reads configurations only has something to learn there.
+    """
+    return OF_CONFIGS if set(rows.source) == {"simulated"} else PREFERRED
 
 
 def get_estimator(name: str) -> type[Estimator]:

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.settings import data_key, key
 from learn.targets import BIN_WIDTHS_GB, SLOWDOWN, Bins, check_target, get_target
@@ -42,7 +44,10 @@ class FitSettings:
     """
 
     target: str = key(help="what to estimate: memory, smact, smocc, drama, gpu_util, step_time, power or slowdown")
-    estimator: str = key("hybrid", "the name of one; an unknown one lists them all")
+    estimator: str | None = key(
+        None,
+        "the name of one; an unknown one lists them all; default hybrid, or lightgbm where all rows are simulated",
+    )
     family: str = key("all", "one family, or all")
     source: str | None = key(None, "measured, simulated or imported; needed where the rows are of several")
     device_name: str | None = key(
@@ -78,7 +83,7 @@ class FitSettings:
                 problems += foreign_keys(self, ("target", "source", "device_name", "data", "seed"))
             elif self.bin_gb is not None and not get_target(self.target).is_memory:
                 problems.append(f"bin_gb is for target=memory; target={self.target} has bins low, medium, high")
-        if self.estimator not in ESTIMATORS:
+        if self.estimator is not None and self.estimator not in ESTIMATORS:
             problems.append(str(unknown_name("estimator", self.estimator, ESTIMATORS)))
         if self.bin_gb is not None and self.bin_gb not in BIN_WIDTHS_GB:
             problems.append(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {self.bin_gb!r}")
@@ -136,7 +141,7 @@ def fit(
         raise UsageError("target=slowdown: call learn.fit_slowdowns, which fits to groups of jobs")
     from learn.artifacts import described, save_artifact
     from learn.data import load_rows
-    from learn.estimators import get_estimator, require_target
+    from learn.estimators import PREFERRED, default_estimator, get_estimator, require_target
     from learn.evaluation.evaluate import CV_FOLDS, evaluate
     from learn.evaluation.report import write_report
     from learn.step_store import StepStore
@@ -144,13 +149,15 @@ def fit(
     from learn.targets import make_bins
 
     now = now or datetime.now(UTC)
-    kind = get_estimator(settings.estimator)
-    require_target(kind, settings.target)
+    if settings.estimator is not None:
+        require_target(get_estimator(settings.estimator), settings.target)
     progress("reading rows", 0, 0)
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name,
         snapshot=settings.snapshot, trust=settings.trust,
     )  # fmt: skip
+    name = settings.estimator or default_estimator(rows)
+    kind = get_estimator(name)
     traced = StepStore(settings.data)
     if kind.needs_trace:
         traced.prepare(rows.cases, progress=partial(progress, "tracing jobs"))
@@ -158,20 +165,26 @@ def fit(
     bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
     steps, done = CV_FOLDS + 3, itertools.count()  # the held-out test, the fit on all rows, the report
     evaluation = evaluate(
-        settings.estimator, rows, bins, settings.seed, lambda step: progress(step, next(done), steps),
+        name, rows, bins, settings.seed, lambda step: progress(step, next(done), steps),
         steps=traced,
     )  # fmt: skip
     progress("fit on all rows", steps - 2, steps)
     estimator = kind(seed=settings.seed).fit(rows, traced)
 
-    notes = list(estimator.predict(rows.cases[:1], traced).warnings)
+    notes = []
+    if settings.estimator is None and name != PREFERRED:
+        notes.append(
+            f"estimator={name} by default: the labels of simulated rows are the trace's own figures, which {PREFERRED} "
+            "repeats; choose another with estimator=NAME"
+        )
+    notes += estimator.predict(rows.cases[:1], traced).warnings
     notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
     notes += remarks(kind, rows, bins)
     if settings.snapshot is not None:
         notes.append(
             f"fitted on the snapshot {settings.snapshot}; as the newest of its target it is what answers from now on"
         )
-    meta = {**described(settings.estimator, rows, evaluation, bins, settings.seed, now), "warnings": notes}
+    meta = {**described(name, rows, evaluation, bins, settings.seed, now), "warnings": notes}
     meta["snapshot"] = settings.snapshot
     meta["rows"] |= {
         "train": len(evaluation.train_rows),
@@ -197,7 +210,15 @@ def fit(
 
 def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
     """What a reader of the figures has to know of the rows that are fitted on and judged."""
+    from learn.estimators import OF_CONFIGS, PREFERRED
+    from learn.evaluation.evaluate import classes_of
+
     notes = []
+    present = np.unique(classes_of(rows, bins))
+    if len(present) == 1:
+        exact = rows.exact.label
+        span = f"{exact.min():.4g} to {exact.max():.4g} {rows.target.unit}" if exact.size else "out of memory"
+        notes.append(f"all {len(rows)} rows fall into one class, {bins.labels[present[0]]} ({span}): no accuracy")
     if rows.censored.any():
         known = "they are fitted on as lower bounds"
         if not estimator.uses_out_of_memory:
@@ -215,6 +236,9 @@ def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
     if "simulated" in rows.count("source"):
         origin = "the labels are of simulated devices: the figures say how well their model is reproduced, "
         notes.append(origin + "nothing about real GPUs")
-        if estimator.name in ("trace", "hybrid"):  # whose figures are the trace's own, corrected or not
-            notes.append("the trace made these very labels, so that errors here are near zero by construction")
+        if estimator.name in ("trace", PREFERRED):  # whose figures are the trace's own, corrected or not
+            notes.append(
+                "the trace made these very labels, so that errors here are near zero by construction; "
+                f"estimator={OF_CONFIGS} learns them from configurations"
+            )
     return notes + rows.left_out

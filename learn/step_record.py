@@ -22,10 +22,12 @@ from learn.cases import Case
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.opgraph import OpGraph
+    from learn.targets import Target
     from learn.traced import TracedStep
     from learn.workload import Workload
 
 _SHARE = "net_share_elements_"
+_TRACED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms", "power": "job_priced_power_w"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,11 @@ class StepRecord:
         """The kind of operator that makes the largest share of what the forward pass makes; None without features."""
         shares = {name: share for name, share in self.values.items() if name.startswith(_SHARE)}
         return max(sorted(shares), key=lambda name: shares[name]).removeprefix(_SHARE) if shares else None
+
+
+def traced_column(target: Target) -> str:
+    """Return the name in `StepRecord.values` of the trace's own figure of the target."""
+    return _TRACED.get(target.name, f"job_priced_{target.name}")
 
 
 def compute(case: Case) -> StepRecord:

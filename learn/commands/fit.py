@@ -18,6 +18,7 @@ def entry(settings: FitSettings) -> int:
         return fit_entry(settings)
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     screen = Console()
     with StepBar(settings.target) as bar:
@@ -28,7 +29,7 @@ def entry(settings: FitSettings) -> int:
     rows = done.meta["rows"]
     families = ", ".join(f"{name} {n}" for name, n in rows["family"].items())
     screen.print(
-        f"{settings.target} by {settings.estimator}: {rows['train'] + rows['test']} rows ({families}), "
+        f"{settings.target} by {done.meta['estimator']}: {rows['train'] + rows['test']} rows ({families}), "
         f"{', '.join(rows['source'])}, {', '.join(rows['device'])}",
         soft_wrap=True,
         highlight=False,
@@ -39,7 +40,7 @@ def entry(settings: FitSettings) -> int:
     table.add_column("3-fold CV", justify="right")
     table.add_column(f"held out (n={rows['test']})", justify="right")
     for row in metric_rows(done.evaluation):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a unit in brackets is no markup
     screen.print(table)
     screen.print(f"bins: {done.meta['bins']['rule']}", soft_wrap=True, highlight=False)
     for note in done.meta["warnings"]:

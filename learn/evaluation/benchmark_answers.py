@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from conf.errors import CommandError
-from featurize.device_spec import DeviceSpec
+from featurize.device_spec import describe_device
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, Estimator, Prediction, get_estimator, make_estimator
@@ -23,9 +23,11 @@ from learn.evaluation.benchmark_rows import RowSelection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.evaluation.scores import median
 from learn.evaluation.splits import Part
+from learn.step_record import traced_column
 from learn.step_store import StepStore
-from learn.targets import Bins
+from learn.targets import Bins, Target
 
+SLOW = ("faketensor", "xmem")  # seconds a row; the others take a tenth
 TIMED_CASES = 20  # of a file, after one that warms up
 
 
@@ -57,37 +59,50 @@ class Learned:
 
 
 def ask_free(
-    selection: RowSelection,
-    index: Sequence[int] | np.ndarray,
-    names: Sequence[str],
-    settings: BenchmarkSettings,
-    tally: Tally,
-) -> dict[str, dict[int, Given]]:
-    """estimator -> row -> answer, of estimators that learn nothing."""
-    from featurize.device_spec import describe_device
+    selection: RowSelection, index: np.ndarray, names: Sequence[str], settings: BenchmarkSettings, tally: Tally,
+    steps: StepStore,
+) -> Iterator[tuple[str, dict[int, Given]]]:  # fmt: skip
+    """Yield (estimator, row -> answer) of estimators that learn nothing, each when all its rows have an answer.
+
+    The slow ones come last. Where `steps` has a row's record, `trace` answers from that and traces nothing again.
+    """
     from learn.estimators import ESTIMATORS
     from learn.evaluation.benchmark_pool import PoolJob, run_all
 
-    specs: dict[str, DeviceSpec] = {}
-    jobs: list[PoolJob] = []
-    for i in index:
-        device = str(selection.rows.device[i])
-        spec = specs.setdefault(device, specs.get(device) or describe_device(device))
-        subject = selection.subjects[i]
-        if isinstance(subject, Case):
-            subject = replace(subject, described=spec)  # anew: what a case remembers need not travel
-        for name in names:
-            jobs.append(PoolJob(len(jobs), ESTIMATORS[name], subject, spec, settings.target))
-    workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
-    answers_found = run_all(
-        jobs, workers=workers, limit_s=settings.limit_s, memory_gib=settings.memory_gib, landed=tally.step
-    )  # fmt: skip
     answers: dict[str, dict[int, Given]] = {name: {} for name in names}
-    for place, i in enumerate(index):
-        for k, name in enumerate(names):
-            answer = answers_found[place * len(names) + k]
-            answers[name][i] = Given(estimate=answer.mib, reason=answer.reason, seconds=answer.seconds)
-    return answers
+    jobs: list[PoolJob] = []
+    places: list[tuple[str, int]] = []  # of each job: its estimator and row
+    for name in sorted(names, key=SLOW.__contains__):
+        for i in index.tolist():
+            case, subject = selection.rows.cases[i], selection.subjects[i]
+            if name == "trace" and (given := _of_record(case, selection.rows.target, steps)) is not None:
+                answers[name][i] = given
+                continue
+            spec = describe_device(case.device)
+            if isinstance(subject, Case):
+                subject = replace(subject, described=spec)  # anew: what a case remembers need not travel
+            jobs.append(PoolJob(len(jobs), ESTIMATORS[name], subject, spec, settings.target))
+            places.append((name, i))
+    for name, given_rows in answers.items():
+        tally.step(len(given_rows))
+        if len(given_rows) == len(index):
+            yield name, given_rows
+    workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
+    for number, answer in run_all(jobs, workers=workers, limit_s=settings.limit_s, memory_gib=settings.memory_gib):
+        name, i = places[number]
+        answers[name][i] = Given(estimate=answer.mib, reason=answer.reason, seconds=answer.seconds)
+        tally.step()
+        if len(answers[name]) == len(index):
+            yield name, answers[name]
+
+
+def _of_record(case: Case, target: Target, steps: StepStore) -> Given | None:
+    """Return the trace's answer from the case's record; None where none is at hand, or it has another figure."""
+    values = steps.features(case)
+    if values is None or (case.training_loop and not target.is_memory):  # the record's times are with the input's
+        return None
+    estimate = values[traced_column(target)]
+    return Given(estimate=estimate, seconds=steps.record(case).seconds)
 
 
 def ask_learned(

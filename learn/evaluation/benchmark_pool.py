@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
@@ -66,23 +66,14 @@ def _answer(job: PoolJob) -> Answer:
 
 
 def run_all(
-    jobs: Sequence[PoolJob],
-    *,
-    workers: int,
-    limit_s: float,
-    memory_gib: float | None = None,
-    landed: Callable[[], None] = lambda: None,
-) -> dict[int, Answer]:
-    """Job index -> answer. `workers` processes; 0 answers in this one, where nothing can be limited.
+    jobs: Sequence[PoolJob], *, workers: int, limit_s: float, memory_gib: float | None = None
+) -> Iterator[tuple[int, Answer]]:
+    """Yield (job index, answer) as jobs end. `workers` processes; 0 answers in this one, where nothing can be limited.
 
     A job that takes longer than `limit_s`, or whose process dies, has that as its reason. `memory_gib` bounds what a
-    process may allocate beyond which its allocations fail. `landed` is called after each job.
+    process may allocate beyond which its allocations fail.
     """
-    answers: dict[int, Answer] = {}
-    for index, answer in _in_turn(jobs) if workers == 0 else _spread(jobs, workers, limit_s, memory_gib):
-        answers[index] = answer
-        landed()
-    return answers
+    return _in_turn(jobs) if workers == 0 else _spread(jobs, workers, limit_s, memory_gib)
 
 
 def _in_turn(jobs: Sequence[PoolJob]) -> Iterator[tuple[int, Answer]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -15,15 +15,17 @@ from conf.bars import start_bar
 from conf.outputs import write_output
 from learn.evaluation.benchmark_figures import by_group, worst_of
 from learn.evaluation.scores import NOT_INFORMATIVE
-from learn.targets import LEVELS, MIB_PER_GB
+from learn.targets import LEVELS, MIB_PER_GB, TARGETS
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
+    from learn.evaluation.benchmark_figures import Figures
     from learn.evaluation.benchmark_result import Benchmark
     from learn.evaluation.benchmark_settings import BenchmarkSettings
 
+ERRORS = ("median", "mean", "p90")
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
 _CLASSES = 8  # more recalls than that are told in the files only
@@ -31,12 +33,13 @@ _REASONS = 5  # of an estimator's refusals on a file are told; `out=` holds all
 
 
 class BenchmarkProgress:
-    """A context manager on stderr: a bar on a terminal, else a line every ten seconds."""
+    """A context manager on stderr: a bar on a terminal, else a line every ten seconds; estimators as they are done."""
 
-    def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, target: str, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
 
-        self._label, self._clock = label, clock
+        self._label, self._clock = f"benchmark of {target}", clock
+        self._relative = target in TARGETS and TARGETS[target].space == "log"
         self._console = Console(stderr=True, highlight=False)
         self._bar: tuple[Bar, TaskID] | None = None
         self._began = self._printed = clock()
@@ -61,6 +64,17 @@ class BenchmarkProgress:
             self._printed = self._clock()
             left = (self._printed - self._began) / done * (of - done)
             self._console.print(f"{self._label}: {done}/{of} steps, {left:.0f} s left", markup=False)
+
+    def show(self, figures: Sequence[Figures]) -> None:
+        """Print the figures of an estimator that has answered, a line for each file."""
+        for of_file in figures:
+            median, _, p90 = (error_text(self._relative, getattr(of_file.raw, name)) for name in ERRORS)
+            scores = of_file.classes.get("published")
+            figures_text = f"median {median}, p90 {p90}, accuracy {_share(getattr(scores, 'accuracy', None))}"
+            if of_file.own_labels:
+                figures_text = NOT_INFORMATIVE
+            line = f"{of_file.file}, {of_file.estimator}: answered {_answered(of_file)}, {figures_text}"
+            self._console.print(line, markup=False, soft_wrap=True)
 
 
 def print_benchmark(done: Benchmark, *, by: str | None = None, worst: int = 0) -> None:
@@ -103,18 +117,15 @@ def errors_table(done: Benchmark) -> TableText:
     columns += ["fit told right", "by bound"] if fits else []
     rows = []
     for figures in done.figures:
-        asked = f"{figures.answered_ok:,}/{figures.ok:,}"
-        if figures.oom:
-            asked += f" + {figures.answered_oom}/{figures.oom} oom"
         raw, shifted = figures.raw, figures.shifted
-        row = [figures.file, figures.estimator, asked]
+        row = [figures.file, figures.estimator, _answered(figures)]
         if figures.own_labels:
             row += [NOT_INFORMATIVE, *["–"] * (len(columns) - len(row) - 1)]
             rows.append([*row, _seconds(figures.median_seconds), _seconds(figures.fit_seconds)])
             continue
-        row += [error_text(done, value) for value in (raw.median, raw.mean, raw.p90)]
+        row += [error_text(done.relative, getattr(raw, name)) for name in ERRORS]
         row += [_share(raw.under), "–" if figures.constant is None else _constant(figures.constant)]
-        row += [error_text(done, value) for value in (shifted.median, shifted.p90)]
+        row += [error_text(done.relative, value) for value in (shifted.median, shifted.p90)]
         row += [_share(figures.fit_right), _share(figures.fit_right_bound)] if fits else []
         rows.append([*row, _seconds(figures.median_seconds), _seconds(figures.fit_seconds)])
     error = "relative" if done.relative else "absolute"
@@ -193,11 +204,16 @@ def _print_table(screen, title: str, columns: list[str], rows: list[list[str]]) 
     screen.print(table)
 
 
-def error_text(done: Benchmark, value: float | None) -> str:
-    """An error as the target's are read: relative ones in percent."""
+def error_text(relative: bool, value: float | None) -> str:
+    """Return an error as the target's are read: relative ones in percent."""
     if value is None:
         return "–"
-    return f"{value:.1%}" if done.relative else f"{value:.4f}"
+    return f"{value:.1%}" if relative else f"{value:.4f}"
+
+
+def _answered(figures: Figures) -> str:
+    asked = f"{figures.answered_ok:,}/{figures.ok:,}"
+    return asked + (f" + {figures.answered_oom}/{figures.oom} oom" if figures.oom else "")
 
 
 def _constant(value: float) -> str:
@@ -227,7 +243,7 @@ def _print_groups(screen, done: Benchmark, by: str) -> None:
             for figures in own:
                 _, errors = groups[figures.estimator].get(group, (0, None))
                 both = (errors.median, errors.p90) if errors else (None, None)
-                cells.append(" / ".join(error_text(done, value) for value in both))
+                cells.append(" / ".join(error_text(done.relative, value) for value in both))
             table.add_row(group, f"{n}", *cells)
         screen.print(table)
 

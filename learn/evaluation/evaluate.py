@@ -78,6 +78,12 @@ class Evaluation:
     warnings: tuple[str, ...]
     own_labels: bool = False  # the figures say nothing: `learn.evaluation.scores.labels_are_its_own`
 
+    @property
+    def one_class(self) -> bool:
+        """Whether all rows are of one class, so that accuracy and recall say nothing."""
+        both = (self.train_rows, self.test_rows)
+        return len(np.unique(np.concatenate([classes_of(rows, self.bins) for rows in both]))) == 1
+
     def summary(self) -> dict:
         """{metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
         table = {}
@@ -106,12 +112,12 @@ def evaluate(
 
     `steps` has the records of the rows' steps (None: a new store).
 
-    Raises `UsageError` where all rows fall into one class, or where there are too few groups to split.
+    Raises `UsageError` where there are too few groups to split.
     `progress` hears the name of each step before it starts.
     """
     steps = StepStore() if steps is None else steps
     classes = classes_of(rows, bins)
-    require_classes(rows, bins, classes)
+    require_groups(rows)
     train, test = hold_out(rows, classes, seed)
     train_rows, test_rows = rows.subset(train), rows.subset(test)
 
@@ -175,19 +181,8 @@ def judged_classes(rows: Rows, bins: Bins, predicted: np.ndarray) -> np.ndarray:
     return np.where(rows.censored, np.maximum(classes, predicted), classes)
 
 
-def require_classes(rows: Rows, bins: Bins, classes: np.ndarray) -> None:
-    """Nothing can be learnt from one class, and nothing be held out of a handful of groups: `UsageError`."""
-    present = np.unique(classes)
-    if len(present) < 2:
-        exact = rows.exact.label
-        span = f"{exact.min():.4g} to {exact.max():.4g} {rows.target.unit}" if exact.size else "out of memory"
-        mend = "more varied runs"
-        if rows.target.is_memory:
-            mend = f"a smaller bin_gb (1 is the least) or {mend}"
-        raise UsageError(
-            f"all {len(rows)} rows of target={rows.target.name} fall into one class, "
-            f"{bins.labels[present[0]]} ({span}); it takes {mend}"
-        )
+def require_groups(rows: Rows) -> None:
+    """Raise `UsageError` where there are too few different configurations to hold some out."""
     groups = len(np.unique(rows.group.astype(str)))
     if groups < MIN_GROUPS:
         raise UsageError(

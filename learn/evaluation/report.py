@@ -18,6 +18,7 @@ from learn.evaluation.evaluate import Evaluation
 from learn.evaluation.scores import NOT_INFORMATIVE
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
+ONE_CLASS = "one class"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito
 _NAMES = {
     "accuracy": "accuracy",
@@ -37,12 +38,17 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
     """Return (metric, cross-validation as `mean +- std`, held-out test) of each metric, as text.
 
     A dash stands where there is no figure, `not informative` where the estimator itself has simulated the labels.
+    `one class` stands where all rows are of one, which every answer meets.
     """
     if evaluation.own_labels:
-        return [(name, NOT_INFORMATIVE, NOT_INFORMATIVE) for name in _NAMES.values()]
+        return [("all metrics", NOT_INFORMATIVE, NOT_INFORMATIVE)]
     unit = evaluation.train_rows.target.unit
     rows = []
+    one_class = evaluation.one_class
     for name, values in evaluation.summary().items():
+        if one_class and name in ("accuracy", "macro_f1"):
+            rows.append((_NAMES[name], ONE_CLASS, ONE_CLASS))
+            continue
         absolute = name.endswith("absolute_error")
 
         def say(value, absolute=absolute) -> str:
@@ -53,7 +59,7 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
         spread = f" ± {say(values['cv_std'])}" if values["cv_std"] is not None else ""
         label = _NAMES[name] + (f" [{unit}]" if absolute and unit != "ratio" else "")
         rows.append((label, f"{say(values['cv_mean'])}{spread}", say(values["test"])))
-    for name, recall in evaluation.test.recall.items():
+    for name, recall in () if one_class else evaluation.test.recall.items():
         folds = [m.recall[name] for m in evaluation.cv if name in m.recall]
         cv = f"{np.mean(folds):.1%}" if folds else "–"
         if len(folds) > 1:

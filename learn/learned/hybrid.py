@@ -22,7 +22,7 @@ from learn.learned.familiarity import DEVICE, FAMILY, Familiarity, Unfamiliar, t
 from learn.learned.hybrid_boosting import Boosted, Settings
 from learn.learned.scaled_prediction import ScaledPrediction
 from learn.learned.tabular import group_folds
-from learn.step_record import StepRecord
+from learn.step_record import StepRecord, traced_column
 from learn.step_store import StepStore
 from learn.targets import Target
 
@@ -34,11 +34,6 @@ KNOTS_PER_DOUBLING = 4
 # The scale of an error is at least this share of the 90th percentile of all: a network that looks all but certain, and
 # is not, must not stretch everybody's bound.
 _SCALE_SHARE = 0.1
-_BASES = {
-    "memory": "job_memory_mib",
-    "step_time": "job_step_time_ms",
-    "power": "job_priced_power_w",
-}
 _MEMORY = Settings(rounds=160, leaves=15, least=15, l2=5.0, share=0.3)
 _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
 _SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
@@ -208,7 +203,7 @@ class HybridEstimator(Estimator):
         return table[:, :-1] if self.target.is_memory else table
 
     def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
-        name = _BASES.get(self.target.name, f"job_priced_{self.target.name}")
+        name = traced_column(self.target)
         return to_space(np.array([record.values[name] for record in records]), self.target.space)
 
     def _boosted(self) -> Boosted:

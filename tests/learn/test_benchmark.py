@@ -251,6 +251,7 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
     ):  # fmt: skip
         assert text in said.out, text
     assert "4/4 steps" in said.err
+    assert "some, hundreds: answered 2/3 + 1/1 oom, median 41.7%, p90 48.3%, accuracy 100.0%" in said.err
     report = json.loads(out.read_text())
     assert report["figures"][0]["constant"] == 100 and report["settings"]["estimators"] == ["hundreds"]
     assert [row["status"] for row in report["rows"]] == ["ok", "ok", "ok", "oom"]

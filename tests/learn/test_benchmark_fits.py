@@ -14,6 +14,7 @@ from learn.data import load_rows
 from learn.estimators import Estimator
 from learn.evaluation.evaluate import classes_of, hold_out
 from learn.targets import make_bins
+from learn.traced import step_of
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
 OK = "SUCCESSFUL"
@@ -199,3 +200,24 @@ def test_an_estimator_that_reads_configs_only_refuses_modules_by_row(tmp_path):
     known, some = benchmark(settings(tmp_path, estimators=("lightgbm",))).figures
     assert known.answered_ok == 0 and "trial configs only" in next(iter(known.refusals))
     assert (some.ok, some.answered_ok) == (33, 32) and sum(some.refusals.values()) == 1
+
+
+def test_a_row_is_traced_once_for_all_estimators_and_figures_come_as_they_are_done(tmp_path, monkeypatch):
+    traced = []
+
+    def counted(job, *args, **options):
+        traced.append(job)
+        return step_of(job, *args, **options)
+
+    monkeypatch.setattr("learn.traced.step_of", counted)
+    monkeypatch.setattr("learn.evaluation.benchmark_answers.SLOW", ("hundreds",))
+    path = write(tmp_path / "some.csv", [mlp(8 * (i + 1), depth=1 + i) for i in range(18)])
+    shown = []
+    chosen = settings(path, estimators=("hundreds", "trace", "hybrid"), data=str(tmp_path / "data"))
+    done = benchmark(chosen, finished=shown.extend)
+    assert len(traced) == 18 and all(figures.answered_ok == 18 for figures in done.figures)
+    assert [figures.estimator for figures in done.figures] == ["hundreds", "trace", "hybrid"]
+    assert [figures.estimator for figures in shown] == ["hybrid", "trace", "hundreds"]
+    assert {figures.estimator: figures for figures in shown} == {figures.estimator: figures for figures in done.figures}
+    alone = benchmark(settings(path, estimators=("trace",)))
+    assert answers_of(alone, "trace") == answers_of(done, "trace") and len(traced) == 36

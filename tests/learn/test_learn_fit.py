@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from learn_rows import make_configs, restamp, write_runs
+from learn_rows import make_configs, restamp, write_batch, write_runs
 
 from conf import cli
 from conf.bars import StepBar
@@ -16,9 +16,10 @@ from featurize.version import FEATURES_STAMP
 from learn import FitSettings, fit
 from learn.artifacts import StaleArtifact, find_latest, load_latest, versions
 from learn.commands import fit as fit_module
-from learn.data import load_rows
+from learn.data import load_rows, make_rows
+from learn.estimators import default_estimator
 from learn.evaluation.evaluate import classes_of, hold_out, split
-from learn.targets import make_bins
+from learn.targets import TARGETS, make_bins
 from warehouse.folder import DataFolder
 from warehouse.snapshot import take_snapshot
 
@@ -184,10 +185,27 @@ def test_a_fit_that_fails_leaves_nothing_behind(data, monkeypatch):
     assert not list(home.glob(".*"))
 
 
-def test_one_class_only_is_refused_with_the_mend(tmp_path):
-    write_runs(tmp_path / "d", make_configs(40, families=("mlp",)), statuses=["ok"] * 40, peak_memory_mib=600.0)
-    with pytest.raises(UsageError, match=r"all 40 rows of target=memory fall into one class, 0. GB .*smaller bin_gb"):
-        fit(FitSettings(target="memory", data=str(tmp_path / "d")))
+def test_rows_of_one_class_have_errors_and_no_accuracy(tmp_path, capsys):
+    write_batch(tmp_path / "d", make_configs(40, families=("mlp",)), statuses=["ok"] * 40, step_time_ms=5.0)
+    assert run("target=step_time", f"data={json.dumps(str(tmp_path / 'd'))}") == 0
+    printed = capsys.readouterr().out
+    assert "accuracy" in printed and "one class" in printed and "recall of" not in printed
+    assert "all 40 rows fall into one class, high (5 to 5 ms)" in printed and "mean absolute error [ms]" in printed
+
+
+def test_simulated_rows_are_fitted_from_configurations_by_default(data, capsys):
+    assert run("target=drama", f"data={json.dumps(str(data))}") == 0
+    printed = capsys.readouterr().out
+    assert "drama by lightgbm: " in printed and "not informative" not in printed
+    (line,) = (line for line in printed.splitlines() if "estimator=NAME" in line)
+    assert line.startswith("note: estimator=lightgbm by default: ") and len(line) < 200
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_default_estimator_follows_the_rows_source(target):
+    configs = make_configs(4)
+    for source, name in (("simulated", "lightgbm"), ("measured", "hybrid"), ("imported", "hybrid")):
+        assert default_estimator(make_rows(target, configs, [0.5] * 4, source=source)) == name
 
 
 def test_copies_of_a_few_networks_are_refused(tmp_path):
