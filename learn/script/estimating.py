@@ -198,7 +198,7 @@ def _recorded(
         if memory_limit_gib is not None
         else _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
-    with ChildRunner() as child:
+    with ChildRunner(command.environment) as child:
         record_path, request_path = child.folder / "record.json", child.folder / "request.json"
         request = {
             "record": str(record_path),
