@@ -12,6 +12,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from conf.children.keeper import MEMORY, TIME
@@ -96,7 +97,7 @@ class TracePool:
             return "not started"
         child, receiver = started
         try:
-            reply = self._reply(receiver)
+            reply = self._reply(child, receiver)
         finally:
             receiver.close()
             _end(child)
@@ -132,13 +133,13 @@ class TracePool:
             return child, receiver
         return None
 
-    def _reply(self, receiver: Connection) -> bytes | None:
+    def _reply(self, child: BaseProcess, receiver: Connection) -> bytes | None:
         """Wait until the child has replied or ended. Returns its reply."""
-        while not receiver.poll(_LOOK_EVERY_S):
+        while not wait([receiver, child.sentinel], _LOOK_EVERY_S):
             if self._ended.is_set():
                 return None
         try:
-            return receiver.recv_bytes()
+            return receiver.recv_bytes() if receiver.poll() else None
         except (EOFError, OSError):  # it ended without a word
             return None
 

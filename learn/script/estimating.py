@@ -90,7 +90,7 @@ def estimate_script(
     Args:
         command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`, or a launcher's, such as
             `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
-            working folder, with this process's Python.
+            working folder, with this process's Python. `env NAME=VALUE` and `-u NAME` may stand before it.
         device: A GPU model of `conf/device`, by name or as its description.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
@@ -101,8 +101,9 @@ def estimate_script(
         loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
         name: The job's name in the report.
-        time_limit_s: Seconds after which the script is ended.
-        memory_limit_gib: Memory of the host that the script may take, in GiB; None is three quarters of the machine's.
+        time_limit_s: Seconds after which the script is ended, with all processes that it started.
+        memory_limit_gib: Memory of the host that these may take together, in GiB; None is three quarters of the
+            machine's.
         show_output: Whether the script's output goes to standard error.
 
     Returns:
@@ -110,6 +111,7 @@ def estimate_script(
 
     Raises:
         UsageError: The script cannot be followed; the message names its file and line.
+        EnvironmentProblem: No child process, or no temporary folder, can be made.
 
     Example:
         >>> estimate_script(["python", "train.py", "--batch", "64"], device="A100-SXM4-40GB").peak_memory_mib
