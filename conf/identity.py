@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -44,6 +43,8 @@ def sha256_of(path: Path) -> str:
 
 def version_of(package: str) -> str | None:
     """Return a package's version from its metadata, also of one kept aside; None where it is not installed."""
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

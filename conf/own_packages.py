@@ -8,6 +8,7 @@ any other.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +18,26 @@ from typing import NoReturn
 PACKAGES = ("conf", "farm", "featurize", "learn", "warehouse", "workers")
 ROOT = Path(__file__).parent.parent
 SAFE_PATH = "PYTHONSAFEPATH"  # Python's variable: `-m` does not put the working folder first
+_BEFORE = "GPUFARM_USERS_PATHS"  # what the user had of Python's variables, before `put_working_folder_last`
 _OF_COMMANDS = ("farm", "learn", "warehouse")
 
 
 def shadowing_files() -> dict[str, str]:
-    """Return each package of ours that an import would take from elsewhere, with the file that it would take."""
+    """Return each package of ours that an import would take from elsewhere, with the file or folder it would take.
+
+    A folder without `__init__.py` hides a package of an editable install, whose finder comes after the path.
+    """
     shadowing = {}
     for package in PACKAGES:
         try:
             spec = importlib.util.find_spec(package)
         except (ImportError, ValueError):
             continue
-        if spec is not None and spec.origin is not None and not _is_same(spec.origin, ROOT / package / "__init__.py"):
-            shadowing[package] = spec.origin
+        if spec is None:
+            continue
+        origin = spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+        if origin is not None and not _is_same(origin, ROOT / package / "__init__.py"):
+            shadowing[package] = origin
     return shadowing
 
 
@@ -92,6 +100,7 @@ def put_working_folder_last() -> None:
     """
     if (here := working_folder()) is None:
         return
+    os.environ.setdefault(_BEFORE, json.dumps({name: os.environ.get(name) for name in (SAFE_PATH, "PYTHONPATH")}))
     os.environ[SAFE_PATH] = "1"  # of the child processes
     sys.path[:] = [path for path in sys.path if path]
     is_hiding = bool(shadowing_files())
@@ -100,6 +109,16 @@ def put_working_folder_last() -> None:
     if is_hiding and "PYTHONPATH" in os.environ:
         paths = os.environ["PYTHONPATH"].split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path and not _is_same(path, here))
+
+
+def users_environment() -> dict[str, str]:
+    """Return this process's environment as its user set it: for programs of the user's own."""
+    environment = dict(os.environ)
+    for name, value in json.loads(environment.pop(_BEFORE, "{}")).items():
+        environment.pop(name, None)
+        if value is not None:
+            environment[name] = value
+    return environment
 
 
 def _refuse(shadowing: Mapping[str, str], arguments: Sequence[str]) -> NoReturn:

@@ -41,6 +41,11 @@ def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
     ]
 
 
+def left_out(count: int, unit: str) -> str:
+    """Return the line that stands for what was cut."""
+    return f"\n[... {count:,} {unit} left out ...]\n"
+
+
 def bounded(text: str) -> str:
     """Return `text`, or its beginning and its end where it is too long for a message."""
     return _cut(text, _LONGEST_LINE, " ... ")

@@ -1,7 +1,7 @@
 """Temporary folders of our processes, which record their owner and are deleted once the owner is dead.
 
-Start reading at `sweep_folders`. A folder `gpufarm-trial-*` or `gpufarm-ray-*` holds a file `owner` with the identity
-of the process that made it (`conf.identity`).
+Start reading at `sweep_folders`. A folder `gpufarm-trial-*`, `gpufarm-ray-*` or `gpufarm-child-*` holds a file `owner`
+with the identity of the process that made it (`conf.identity`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from pathlib import Path
 
 import psutil
 
+from conf.children.keeper import FOLDER_PREFIX
 from conf.identity import OWNER_FILE
 from conf.own_files import open_own_file, open_own_folder
 from farm.process_marker import has_ended, parse_marker, session_marker
 
-PREFIXES = ("gpufarm-trial-", "gpufarm-ray-")
+PREFIXES = ("gpufarm-trial-", "gpufarm-ray-", FOLDER_PREFIX)
 _OWNER_BYTES = 256
 _SOCKET_PATH_BYTES = 107  # the kernel's limit
 _SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")

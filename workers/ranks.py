@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.child import run_as_child
-from workers.containment import die_with_parent, kill
+from conf.children.containment import die_with_parent, kill
+from conf.children.forked import run_as_child
 from workers.devices.base import Place
 from workers.trial_link import LINE_BYTES, TrialLink
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from conf.plain_text import printable
+from conf.plain_text import left_out, printable
 
 ERROR_CHARACTERS = 32_000  # of an error's text that are kept
 _HEAD_SHARE = 0.25  # of the kept text; the rest is its end, where a traceback has its message
@@ -29,11 +29,6 @@ def cut(text: str, limit: int = ERROR_CHARACTERS) -> str:
     head = int(limit * _HEAD_SHARE)
     tail = limit - head
     return f"{text[:head]}{left_out(len(text) - limit, 'characters')}{text[-tail:]}"
-
-
-def left_out(count: int, unit: str) -> str:
-    """Return the line that stands for what was cut."""
-    return f"\n[... {count:,} {unit} left out ...]\n"
 
 
 def quoted(data: bytes | str) -> str:

@@ -10,7 +10,7 @@ Wire: one SOCK_SEQPACKET socket, a JSON object a packet.
                      {"exited": PID, "code": N | null, "signal": N | null, "output": TEXT, "left": N, "stayed": N}
 Two trials at most live at a time: the one that is measured, and the next, which is made ready and waits. A trial's
 output is read here, so that it never has to wait and never fills a disk; its beginning and end are kept. When a trial
-has ended, so does every process that it started (`workers.containment`): `left` says how many had to be killed,
+has ended, so does every process that it started (`conf.children.containment`): `left` says how many had to be killed,
 `stayed` how many could not be. End of file on the socket means that the worker died, on the keeper's pipe that the
 keeper did: everything is ended and the server exits.
 """
@@ -28,10 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.children.containment import ControlGroup, become_subreaper, die_with_parent, end_below
+from conf.children.forked import run_as_child
+from conf.children.output import ChildOutput
 from conf.own_packages import search_working_folder
-from workers.child import run_as_child
-from workers.containment import ControlGroup, become_subreaper, die_with_parent, end_below
-from workers.trial_output import TrialOutput
+from workers.safe_text import safe_text
 
 PACKET_BYTES = 1 << 20
 MOST_TRIALS = 4  # at a time
@@ -41,7 +42,7 @@ MOST_TRIALS = 4  # at a time
 class _Child:
     """A living trial: its output and, if it has one, its control group."""
 
-    output: TrialOutput
+    output: ChildOutput
     group: ControlGroup | None
 
 
@@ -109,7 +110,7 @@ class Server:
     def _fork(self, trial: dict[str, Any], descriptor: int) -> int:
         server = os.getpid()
         self._forked += 1
-        child = _Child(TrialOutput(), ControlGroup.below(self._group, f"trial-{self._forked}"))
+        child = _Child(ChildOutput(), ControlGroup.below(self._group, f"trial-{self._forked}"))
         pid = os.fork()
         if pid:
             os.setpgid(pid, pid)  # here as well as in the child: a kill of the group may come before the child has run
@@ -157,7 +158,7 @@ class Server:
                 "exited": pid,
                 "code": code if code >= 0 else None,
                 "signal": -code if code < 0 else None,
-                "output": child.output.text(),
+                "output": safe_text(child.output.text()).strip(),
                 "left": left,
                 "stayed": stayed,
             }

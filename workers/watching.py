@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from workers.containment import descendants_of
+from conf.children.containment import descendants_of
 from workers.devices.base import Slot
 from workers.outcome import Observed
 from workers.settings import TrialSettings

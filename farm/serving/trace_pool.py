@@ -1,7 +1,7 @@
-"""Child processes that trace questions, each killed when it is late or too large.
+"""Child processes that trace questions, each ended when it is late or too large, with all that it started.
 
 Start reading at `TracePool`. Children are forked from a small process that has imported torch; the pool's own process
-never imports it.
+never imports it. `farm.serving.tracing` has what they do.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
+from conf.children.keeper import MEMORY, TIME
 from conf.errors import EnvironmentProblem
+from farm.leftovers import sweep_folders
 from farm.serving.trace_store import TraceStore
-from farm.serving.tracing import PRELOADED, TraceLimits, run_question
-from learn.script.limits import resident_bytes
+from farm.serving.tracing import EXIT_CODES, PRELOADED, TraceLimits, run_question
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
 _LOOK_EVERY_S = 0.05
-_MEMORY_EVERY_S = 0.2
+_END_S = 15.0  # for a child to end its own children, which takes milliseconds
 _BEAT_EVERY_S = 1.0
 _STARTS, _START_AGAIN_S = 40, 0.25
 
@@ -53,6 +53,7 @@ class TracePool:
         self._threads.append(threading.Thread(target=self._beat, name="pulse"))
 
     def __enter__(self) -> TracePool:
+        sweep_folders()  # of children that were killed together with the service
         self._store.recover()
         self._store.beat()
         for thread in self._threads:
@@ -97,7 +98,7 @@ class TracePool:
             return "not started"
         child, receiver = started
         try:
-            reply, limit = self._watched(child, receiver)
+            reply = self._reply(child, receiver)
         finally:
             receiver.close()
             _end(child)
@@ -108,7 +109,7 @@ class TracePool:
                 return "answered"
             self._store.failed(key, content["problem"])
             return "refused"
-        if limit is not None:
+        if (limit := self._limit_reached(child)) is not None:
             self._store.failed(key, limit)
             return limit
         if self._ended.is_set():
@@ -120,7 +121,7 @@ class TracePool:
     def _started(self, question: str) -> tuple[BaseProcess, Connection] | None:
         """Start a child. Where the process that children are forked from was killed, another one takes its place."""
         for _ in range(_STARTS):
-            receiver, sender = self._context.Pipe(duplex=False)
+            receiver, sender = self._context.Pipe()
             child = self._context.Process(target=run_question, args=(question, self._limits, sender))
             with contextlib.closing(sender):
                 try:
@@ -133,27 +134,27 @@ class TracePool:
             return child, receiver
         return None
 
-    def _watched(self, child: BaseProcess, receiver: Connection) -> tuple[bytes | None, str | None]:
-        """Wait until the child has replied or ended. Returns its reply, or which limit it broke."""
-        ends = time.monotonic() + self._limits.seconds
-        while not receiver.poll(max(0.0, min(_MEMORY_EVERY_S, ends - time.monotonic()))):
+    def _reply(self, child: BaseProcess, receiver: Connection) -> bytes | None:
+        """Wait until the child has replied or ended. Returns its reply."""
+        while not wait([receiver, child.sentinel], _LOOK_EVERY_S):
             if self._ended.is_set():
-                return None, None
-            if time.monotonic() >= ends:
-                return None, f"the trace took longer than the limit of {self._limits.seconds:g} s"
-            if child.pid is not None and resident_bytes(child.pid) > self._limits.memory_bytes:
-                return None, f"the trace took more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB"
+                return None
         try:
-            return receiver.recv_bytes(), None
+            return receiver.recv_bytes() if receiver.poll() else None
         except (EOFError, OSError):  # it ended without a word
-            return None, None
+            return None
+
+    def _limit_reached(self, child: BaseProcess) -> str | None:
+        """Return which limit an ended child had reached, in words."""
+        if child.exitcode == EXIT_CODES[TIME]:
+            return f"the trace took longer than the limit of {self._limits.seconds:g} s"
+        if child.exitcode == EXIT_CODES[MEMORY]:
+            return f"the trace took more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB"
+        return None
 
 
 def _end(child: BaseProcess) -> None:
-    """Kill the child's session, in which its own children are, unless it has ended by itself."""
-    child.join(_MEMORY_EVERY_S)
-    if child.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
+    """Wait until the child has ended, with all that it started: it sees that its connection was closed."""
+    child.join(_END_S)
     child.kill()
     child.join()

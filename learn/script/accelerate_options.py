@@ -23,7 +23,7 @@ _UNCOUNTED = "--num_processes is missing: without it accelerate counts the GPUs 
 
 def main(words: list[str]) -> None:
     """Print what is started: script, module, arguments, nodes, per_node, environment."""
-    sys.path[0] = os.getcwd()
+    sys.path[: not sys.flags.safe_path] = [os.getcwd()]
     try:
         from accelerate.commands.launch import launch_command_parser
     except ImportError:

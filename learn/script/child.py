@@ -1,17 +1,14 @@
 """The process that runs a script, with torch as on a machine with a GPU, and leaves a record of its training step.
 
-Start reading at `main`. It is started as a file, `python learn/script/child.py REQUEST`, so that nothing in the working
-folder stands in for what it imports.
+Start reading at `main`. A keeper runs this file (`conf.children`), with this project first on the path.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
 import runpy
-import signal
 import sys
 import threading
 import traceback
@@ -27,17 +24,14 @@ if TYPE_CHECKING:
     from learn.script.step_watch import StepWatch
 
 ROOT = Path(__file__).resolve().parents[2]
-_PR_SET_PDEATHSIG = 1
 # Of a model whose weights are all of that type.
 _LOW_PRECISIONS = {"torch.bfloat16": "bf16-true", "torch.float16": "fp16-true"}
 
 
 def main(request_path: str) -> None:
     """Run the script of a request, as `learn.script.estimating` writes it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sys.path[0] = str(ROOT)
     from featurize.light_imports import without_compiler
     from learn.script.containment import leave_out_distributed
 

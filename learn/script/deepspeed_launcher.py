@@ -7,6 +7,7 @@ the variables are those of deepspeed/launcher/launch.py.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from conf.errors import UsageError
@@ -25,12 +26,13 @@ _REFUSED = {
 }
 
 
-def deepspeed_launch(launcher: str, words: list[str]) -> tuple[Started, Launch]:
+def deepspeed_launch(launcher: str, words: list[str], before: Mapping[str, str]) -> tuple[Started, Launch]:
     """Return what DeepSpeed's launcher starts.
 
     Args:
         launcher: Its name, for people.
         words: Its options, the script, and the script's own arguments.
+        before: The environment that it is started with.
 
     Raises:
         UsageError: An option that it refuses, or one that is not followed; a number of GPUs that is left open.
@@ -46,7 +48,7 @@ def deepspeed_launch(launcher: str, words: list[str]) -> tuple[Started, Launch]:
     ranks = nodes * per_node
     environment = {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(per_node), "CROSS_RANK": "0",
-        "CROSS_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, **thread_limit(per_node),
+        "CROSS_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, **thread_limit(per_node, before),
     }  # fmt: skip
     launch = Launch(launcher=launcher, ranks=ranks, per_node=per_node, environment=environment)
     return Started(options.user_script, options.module, arguments), launch

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from conf.children.keeper import MEMORY, TIME, Ended
+from conf.children.running import ChildRunner
 from conf.errors import UsageError, shown
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
@@ -35,7 +35,6 @@ from learn.estimation.on_ranks import parallel_job
 from learn.estimators import LEVEL
 from learn.script.command_line import ScriptCommand, parse_command
 from learn.script.launchers import require_interconnect
-from learn.script.limits import TOO_LARGE, TOO_LONG, run_limited
 
 if TYPE_CHECKING:
     from featurize.cudnn.signature import SearchSettings
@@ -49,7 +48,6 @@ ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alon
 _OF_NETWORK = "a script's launcher says how it is spread; of parallel= it takes network_gb_s, as in network_gb_s=50"
 _MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by default
 _LAST_LINES = 3
-_LARGEST_OUTPUT = 2**20
 _ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "zero_grad", "checkpointing", "checkpoint_reentrant")
 
 
@@ -92,7 +90,7 @@ def estimate_script(
     Args:
         command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`, or a launcher's, such as
             `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
-            working folder, with this process's Python.
+            working folder, with this process's Python. `env NAME=VALUE` and `-u NAME` may stand before it.
         device: A GPU model of `conf/device`, by name or as its description.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
@@ -103,8 +101,9 @@ def estimate_script(
         loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
         name: The job's name in the report.
-        time_limit_s: Seconds after which the script is ended.
-        memory_limit_gib: Memory of the host that the script may take, in GiB; None is three quarters of the machine's.
+        time_limit_s: Seconds after which the script is ended, with all processes that it started.
+        memory_limit_gib: Memory of the host that these may take together, in GiB; None is three quarters of the
+            machine's.
         show_output: Whether the script's output goes to standard error.
 
     Returns:
@@ -112,6 +111,7 @@ def estimate_script(
 
     Raises:
         UsageError: The script cannot be followed; the message names its file and line.
+        EnvironmentProblem: No child process, or no temporary folder, can be made.
 
     Example:
         >>> estimate_script(["python", "train.py", "--batch", "64"], device="A100-SXM4-40GB").peak_memory_mib
@@ -200,11 +200,11 @@ def _recorded(
         if memory_limit_gib is not None
         else _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
-    with tempfile.TemporaryDirectory(prefix="gpufarm-script-") as folder:
-        record_path, request_path = Path(folder) / "record.json", Path(folder) / "request.json"
+    with ChildRunner(command.environment) as child:
+        record_path, request_path = child.folder / "record.json", child.folder / "request.json"
         request = {
             "record": str(record_path),
-            "saved": str(Path(folder) / "saved"),
+            "saved": str(child.folder / "saved"),
             "device": spec.to_mapping(),
             "script": command.script,
             "module": command.module,
@@ -213,16 +213,14 @@ def _recorded(
             "environment": {} if launch is None else dict(launch.environment),
         }
         request_path.write_text(json.dumps(request), encoding="utf-8")
-        with open(Path(folder) / "output", "w+b") as output:
-            end = run_limited(
-                [sys.executable, str(Path(__file__).with_name("child.py")), str(request_path)],
-                None if show_output else output,
-                time_limit_s=time_limit_s,
-                memory_limit_bytes=memory_bytes,
-            )
-            last_lines = _last_lines(output)
+        ended = child.run(
+            [str(Path(__file__).with_name("child.py")), str(request_path)],
+            time_limit_s=time_limit_s,
+            memory_limit_bytes=memory_bytes,
+            shows_output=show_output,
+        )
         if not record_path.exists():
-            _explain_end(command, end, time_limit_s, memory_bytes, last_lines)
+            _explain_end(command, ended, time_limit_s, memory_bytes)
         try:
             record = read_record(record_path)
         except BadRecord as error:
@@ -232,28 +230,22 @@ def _recorded(
     return record
 
 
-def _last_lines(output: BinaryIO) -> str:
-    output.seek(0, os.SEEK_END)
-    output.seek(max(0, output.tell() - _LARGEST_OUTPUT))
-    lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-    return " | ".join(one_line(line.strip()) for line in lines[-_LAST_LINES:])
-
-
-def _explain_end(
-    command: ScriptCommand, end: int | str, time_limit_s: float, memory_limit_bytes: int, last_lines: str
-) -> NoReturn:
-    shown = f"; its output ends: {last_lines}" if last_lines else ""
-    if end == TOO_LONG:
+def _explain_end(command: ScriptCommand, ended: Ended, time_limit_s: float, memory_limit_bytes: int) -> NoReturn:
+    lines = [one_line(line.strip()) for line in ended.output.splitlines() if line.strip()]
+    shown = f"; its output ends: {' | '.join(lines[-_LAST_LINES:])}" if lines else ""
+    if ended.limit == TIME:
         raise UsageError(
             f"{command.name} has not done two optimizer steps in {time_limit_s:g} s "
             f"(time_limit_s= sets the limit){shown}"
         )
-    if end == TOO_LARGE:
+    if ended.limit == MEMORY:
         raise UsageError(
             f"{command.name} takes more than {memory_limit_bytes / 2**30:,.1f} GiB of this machine's memory "
             f"(memory_limit_gib= sets the limit){shown}"
         )
-    raise UsageError(f"{command.name} ended its process with code {end} before two optimizer steps were done{shown}")
+    raise UsageError(
+        f"{command.name} ended its process with code {ended.code} before two optimizer steps were done{shown}"
+    )
 
 
 def _workload(record: ScriptRecord, name: str) -> Workload:

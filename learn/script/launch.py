@@ -6,7 +6,6 @@ Start reading at `Launch`; `learn.script.launchers` has the launchers.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
@@ -51,9 +50,9 @@ class Launch:
         return max(self.per_node, _GPUS) if self.ranks == self.per_node else self.per_node
 
 
-def thread_limit(per_node: int) -> dict[str, str]:
+def thread_limit(per_node: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that launchers set for several processes of a node, unless it is set."""
-    return {} if "OMP_NUM_THREADS" in os.environ or per_node == 1 else {"OMP_NUM_THREADS": "1"}
+    return {} if "OMP_NUM_THREADS" in environment or per_node == 1 else {"OMP_NUM_THREADS": "1"}
 
 
 def count_of(text: object, option: str) -> int:

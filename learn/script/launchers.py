@@ -35,39 +35,40 @@ def require_interconnect(spec: DeviceSpec, launch: Launch) -> None:
         fabric_of(spec, Parallel(own=launch.ranks, gpus_per_node=launch.gpus_per_node))
 
 
-def launched(launcher: str, words: Sequence[str]) -> tuple[Started, Launch | None]:
+def launched(launcher: str, words: Sequence[str], before: Mapping[str, str]) -> tuple[Started, Launch | None]:
     """Return what a launcher starts, and how.
 
     Args:
         launcher: A name of `LAUNCHERS`.
         words: Its options, the script, and the script's own arguments.
+        before: The environment that it is started with.
 
     Raises:
         UsageError: An option that the launcher refuses, or one that is not followed here.
     """
-    return LAUNCHERS[launcher](launcher, list(words))
+    return LAUNCHERS[launcher](launcher, list(words), before)
 
 
-def _torchrun(launcher: str, words: list[str]) -> tuple[Started, Launch]:
+def _torchrun(launcher: str, words: list[str], before: Mapping[str, str]) -> tuple[Started, Launch]:
     from torch.distributed.run import get_args_parser
 
-    return _of_torchrun(parsed_options(get_args_parser(), launcher, words), launcher)
+    return _of_torchrun(parsed_options(get_args_parser(), launcher, words), launcher, before)
 
 
-def _torch_launch(launcher: str, words: list[str]) -> tuple[Started, Launch]:
+def _torch_launch(launcher: str, words: list[str], before: Mapping[str, str]) -> tuple[Started, Launch]:
     """The old launcher passes `--local-rank` to the script, unless it is told not to."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
     parser.add_argument("--use-env", "--use_env", action="store_true")
     options = parsed_options(parser, launcher, words)
-    started, launch = _of_torchrun(options, launcher)
+    started, launch = _of_torchrun(options, launcher, before)
     if options.use_env:
         return started, launch
     return started._replace(arguments=("--local-rank=0", *started.arguments)), launch
 
 
-def _of_torchrun(options: argparse.Namespace, launcher: str) -> tuple[Started, Launch]:
+def _of_torchrun(options: argparse.Namespace, launcher: str, before: Mapping[str, str]) -> tuple[Started, Launch]:
     if options.no_python or options.run_path:
         option = "--no-python" if options.no_python else "--run-path"
         raise UsageError(f"{launcher} {option} is not followed; give a Python script, or a module with -m")
@@ -83,7 +84,10 @@ def _of_torchrun(options: argparse.Namespace, launcher: str) -> tuple[Started, L
             f"{launcher} --nnodes {options.nnodes} leaves the number of nodes open; give the one to estimate"
         )
     nodes = count_of(fewest, f"{launcher} --nnodes")
-    environment = _environment(nodes, per_node, options.role, options.rdzv_id, options.max_restarts)
+    environment = {
+        **_environment(nodes, per_node, options.role, options.rdzv_id, options.max_restarts),
+        **thread_limit(per_node, before),
+    }
     launch = Launch(launcher=launcher, ranks=nodes * per_node, per_node=per_node, environment=environment)
     return Started(options.training_script, options.module, tuple(options.training_script_args)), launch
 
@@ -96,34 +100,35 @@ def _environment(nodes: int, per_node: int, role: str, run_id: str, restarts: in
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_WORLD_SIZE": str(nodes),
         "ROLE_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT,
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": str(restarts),
-        "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "True", **thread_limit(per_node),
+        "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
 
 
-def _accelerate(launcher: str, words: list[str]) -> tuple[Started, Launch | None]:
+def _accelerate(launcher: str, words: list[str], before: Mapping[str, str]) -> tuple[Started, Launch | None]:
     if launcher == "accelerate":
         if words[:1] != ["launch"]:
             raise UsageError("of accelerate, `accelerate launch OPTIONS train.py ARGUMENTS` is estimated")
         words = words[1:]
-    read = _read_by_accelerate(words)
+    read = _read_by_accelerate(words, before)
     started = Started(read["script"], read["module"], tuple(read["arguments"]))
     nodes, per_node = read["nodes"], read["per_node"]
     environment = dict(read["environment"])
     if nodes * per_node > 1:
-        environment = {**_environment(nodes, per_node, "default", "none", 0), **environment}
+        limit = thread_limit(per_node, before)
+        environment = {**_environment(nodes, per_node, "default", "none", 0), **limit, **environment}
     launch = Launch(
         launcher="accelerate launch", ranks=nodes * per_node, per_node=per_node, environment=environment
     )  # fmt: skip
     return started, launch
 
 
-def _read_by_accelerate(words: list[str]) -> dict[str, Any]:
+def _read_by_accelerate(words: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
     """Ask accelerate itself, in a process of its own: it looks for GPUs, and takes defaults from its own file."""
     reader = str(Path(__file__).with_name("accelerate_options.py"))
     try:
         done = subprocess.run(
             [sys.executable, reader, *words], capture_output=True, text=True, timeout=_ACCELERATE_S, check=False,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL, env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise UsageError(f"accelerate launch: its options were not read in {_ACCELERATE_S:g} s") from error
@@ -133,11 +138,11 @@ def _read_by_accelerate(words: list[str]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _refused(launcher: str, _words: list[str]) -> NoReturn:
+def _refused(launcher: str, _words: list[str], _before: Mapping[str, str]) -> NoReturn:
     raise UsageError(f"{launcher} {_OTHER_LAUNCHERS}")
 
 
-LAUNCHERS: Mapping[str, Callable[[str, list[str]], tuple[Started, Launch | None]]] = {
+LAUNCHERS: Mapping[str, Callable[[str, list[str], Mapping[str, str]], tuple[Started, Launch | None]]] = {
     "torchrun": _torchrun,
     "accelerate": _accelerate,
     "accelerate-launch": _accelerate,

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -145,30 +146,72 @@ def test_gpufarm_runs_trials_from_a_folder_full_of_such_files_and_finds_the_user
 
 
 # As `pip install --editable` has it: our packages are not on the path; a finder knows them once the path is searched.
-EDITABLE = """
-import importlib.util, runpy, sys
+EDITABLE = f"""
+import importlib.util, sys
 from pathlib import Path
 
 class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        folder = Path(sys.argv[1], name)
-        if path is None and (folder / "__init__.py").exists():
-            return importlib.util.spec_from_file_location(
-                name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-            )
+        for root in {PATHS.split(os.pathsep)!r}:
+            folder = Path(root, name)
+            if path is None and (folder / "__init__.py").exists():
+                return importlib.util.spec_from_file_location(
+                    name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+                )
 
-sys.path[:] = [path for path in sys.path if path not in ("", sys.argv[1])]
 sys.meta_path.append(Finder)
-root = sys.argv.pop(1)
-runpy.run_path(root + "/infra/gpufarm/__main__.py", run_name="__main__")
 """
 
 
-def test_gpufarm_finds_its_packages_also_where_they_are_installed_as_editable(tmp_path):
+@pytest.fixture
+def editable(tmp_path_factory):
+    """A folder for PYTHONPATH with which Python finds our packages as an editable install's does."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(EDITABLE)
+    return str(folder)
+
+
+def test_python_m_names_a_folder_without_an_init_file_where_it_hides_a_package_of_ours(tmp_path, editable):
+    folder = tmp_path / HOSTILE
+    (folder / "conf").mkdir(parents=True)
+    (folder / "conf" / "config.yaml").touch()
+    done = python("-m", "learn.estimate", "model=nets:build", cwd=folder, code=2, PYTHONPATH=editable)
+    (line,) = done.stderr.splitlines()
+    assert f"{folder / 'conf'} hides gpufarm's own package conf; run `gpufarm estimate ...` instead" in line
+    done = python("-m", "gpufarm", "status", "--help", cwd=folder, PYTHONPATH=editable)
+    assert description("status")[0] in done.stdout
+
+
+@pytest.mark.slow
+def test_gpufarm_runs_a_script_with_the_users_paths_and_the_users_own_packages(tmp_path):
+    """Also those with names of ours, and in the programs that the script starts."""
+    for name in ("conf/config.yaml", "learn.py", "workers.py", "lib/nets.py", "app/train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "learn.py").write_text("RATE = 0.1\n")
+    (tmp_path / "workers.py").write_text("COUNT = 8\n")
+    (tmp_path / "lib" / "nets.py").write_text("import torch\n\nbuild = torch.nn.Linear\n")
+    (tmp_path / "app" / "train.py").write_text(
+        "import os, subprocess, sys, torch, learn, workers, nets\n"
+        "subprocess.run([sys.executable, '-c', 'import learn; print(learn.RATE)'], check=True)\n"
+        "model = nets.build(workers.COUNT, int(os.environ['CLASSES'])).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=learn.RATE)\n"
+        "for _ in range(3):\n    model(torch.ones(4, 8).cuda()).sum().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    done = python(
+        "-m", "gpufarm", "estimate", "format=json", "--", "env", "-u", "WORLD_SIZE", "CLASSES=5", "python",
+        "app/train.py", cwd=tmp_path, PYTHONPATH=os.pathsep.join(["lib", ".", PATHS]),
+    )  # fmt: skip
+    assert json.loads(done.stdout)["parameters"] == 8 * 5 + 5
+
+
+def test_gpufarm_finds_its_packages_also_where_they_are_installed_as_editable(tmp_path, editable):
     for name in ("conf/__init__.py", "workers.py"):
         shadow(tmp_path, name)
-    done = python("-c", EDITABLE, str(ROOT), "status", "--help", cwd=tmp_path, PYTHONPATH="")
+    command = str(ROOT / "infra" / "gpufarm" / "__main__.py")
+    done = python(command, "status", "--help", cwd=tmp_path, PYTHONPATH=editable)
     assert description("status")[0] in done.stdout
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ from learn.admission.admitting import admit
 from learn.admission.gpu_state import GpuState
 from learn.client import Client, Refused
 from learn.estimation.model_names import load_factory
+from tests.conf.test_children import DAEMON, WAIT
 from warehouse.folder import DataFolder
 
 MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
@@ -362,6 +364,27 @@ def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, limit, reaso
     with served(folder, f"limits.{limit}", "processes=1") as service, service.client() as client:  # noqa: SIM117
         with pytest.raises(Refused, match=re.escape(reason)):
             client.estimate(**body)
+
+
+@pytest.mark.slow
+def test_what_a_script_starts_counts_and_ends_with_its_trace_and_with_a_killed_service(folder, tmp_path, monkeypatch):
+    temporary, notes = tmp_path / "t", [tmp_path / "large", tmp_path / "waiting"]
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    large = DAEMON.replace(WAIT, f'kept = b"x" * {2**31}; {WAIT}') + WAIT
+    with served(folder, "limits.trace_gib=1.5", "processes=1", "scripts=true") as service, service.client() as client:
+        with pytest.raises(Refused, match=r"more memory than the limit of 1\.5 GiB"):
+            client.estimate(script=large, script_arguments=[str(notes[0])])
+        assert not psutil.pid_exists(int(notes[0].read_text()))
+        assert not list(temporary.glob("gpufarm-child-*"))
+        service.post("/v1/estimate", {"script": DAEMON + WAIT, "script_arguments": [str(notes[1])]})
+        while not notes[1].exists() or not notes[1].read_text():
+            time.sleep(0.05)
+        processes = psutil.Process(service.process.pid).children(recursive=True)
+        service.stop(signal.SIGKILL)
+    assert int(notes[1].read_text()) in [process.pid for process in processes]
+    assert not psutil.wait_procs(processes, timeout=30)[1]
+    assert not list(temporary.glob("gpufarm-child-*"))
 
 
 # ---- what is killed

@@ -184,3 +184,22 @@ def test_what_accelerate_refuses_is_refused_in_its_words(options, message):
     with pytest.raises(UsageError, match=message) as raised:
         parsed(f"accelerate launch {options}")
     assert "\n" not in str(raised.value)
+
+
+def test_env_sets_and_removes_variables_of_the_script_before_its_launcher_looks(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    read = parsed("env -u RANK A=b=c /usr/bin/python train.py C=d")
+    assert read.arguments == ("C=d",) and read.environment["A"] == "b=c" and "RANK" not in read.environment
+    assert "A" not in os.environ and os.environ["RANK"] == "3"
+    assert "OMP_NUM_THREADS" in parsed("env A=b torchrun --nproc-per-node 2 train.py").launch.environment
+    kept = parsed("env OMP_NUM_THREADS=4 torchrun --nproc-per-node 2 train.py")
+    assert "OMP_NUM_THREADS" not in kept.launch.environment and kept.environment["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [("env A=b", "env starts no script"), ("env -i python train.py", "env -i is not followed; give env NAME=VALUE")],
+)
+def test_other_words_of_env_are_refused(command, reason):
+    with pytest.raises(UsageError, match=reason):
+        parsed(command)

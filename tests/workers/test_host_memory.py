@@ -1,12 +1,14 @@
 """The memory of a tree of processes: what a fork shares with its parent is there once."""
 
+import os
 import subprocess
 import sys
 
 import psutil
 import pytest
 
-from workers.host_memory import HostMemoryGuard, resident_bytes, shares_bytes, tree_memory_bytes
+from conf.children.memory import resident_bytes, shares_bytes, tree_memory_bytes
+from workers.host_memory import HostMemoryGuard
 from workers.labels import Course, label_run
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.process import ProcessSensor
@@ -83,10 +85,13 @@ def test_of_a_single_process_the_resident_set_counts(tree):
     assert sensor.sample()[0].values["rss_mib"] == pytest.approx(resident / MIB, rel=0.01)
 
 
-def test_where_the_kernel_does_not_tell_the_resident_sets_count():
+def test_where_the_kernel_does_not_tell_the_resident_sets_count(monkeypatch):
     gone = 2**22 + 1
     assert shares_bytes(gone) is None
-    assert tree_memory_bytes({gone: 5, gone + 1: 7}) == 12
+    assert tree_memory_bytes({gone: 5, gone + 1: 7}) == 0  # they have ended since
+    monkeypatch.setattr("conf.children.memory.shares_bytes", lambda pid: None)
+    resident = resident_bytes([os.getpid(), os.getppid()])
+    assert tree_memory_bytes(resident) == pytest.approx(sum(resident.values()), rel=0.1)
 
 
 @pytest.mark.parametrize(("reported", "sampled", "expected"), [(100.0, 250.0, 250.0), (100.0, 90.0, 100.0)])

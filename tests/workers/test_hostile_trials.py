@@ -233,7 +233,7 @@ def groupless_worker(tmp_path_factory):
     """Its keeper finds no control group that it may write to, as in most containers."""
     folder = tmp_path_factory.mktemp("groupless")
     (folder / "sitecustomize.py").write_text(
-        "import workers.containment\nworkers.containment._own_group = lambda: None\n"
+        "import conf.children.containment\nconf.children.containment._own_group = lambda: None\n"
     )
     environment = {"PYTHONPATH": os.pathsep.join((str(folder), _search_path()))}
     worker = Worker(DeviceChoice(backend="cpu"), "0", "groupless", environment)

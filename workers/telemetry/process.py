@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from workers.containment import descendants_of, lists_children
-from workers.host_memory import TreeMemory
+from conf.children.containment import descendants_of, lists_children
+from conf.children.memory import TreeMemory
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 
 _BYTES_PER_MIB = 1024**2

@@ -1,19 +1,19 @@
-"""Keeps the beginning and the end of a trial's standard output and error. Start reading at `TrialOutput`."""
+"""Keeps the beginning and the end of a child's standard output and error. Start reading at `ChildOutput`."""
 
 from __future__ import annotations
 
 import os
 
-from workers.safe_text import left_out, safe_text
+from conf.plain_text import left_out
 
 _HEAD_BYTES, _TAIL_BYTES = 2000, 4000
 _CHUNK_BYTES = 1 << 16
-_PIPE_BYTES = 1 << 20  # that a trial can write before it has to wait for the server to read
+_PIPE_BYTES = 1 << 20  # that a child can write before it has to wait for this process to read
 _DRAIN_CHUNKS = 64  # at most that are read at once, so that nothing else waits long
 
 
-class TrialOutput:
-    """The reading end of a trial's output: keeps a few kilobytes, however much the trial writes. Never blocks."""
+class ChildOutput:
+    """The reading end of a child's output: keeps a few kilobytes, however much the child writes. Never blocks."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
@@ -49,11 +49,10 @@ class TrialOutput:
         os.close(self.writer)
 
     def text(self) -> str:
-        """Return the printable output; if it is long, its beginning and end, and the size of the gap."""
+        """Return the output; if it is long, its beginning and end, and the size of the gap."""
         between = self._length - len(self._head) - len(self._tail)
         middle = left_out(between, "bytes").encode() if between else b""
-        text = bytes(self._head + middle + self._tail).decode(errors="replace")
-        return safe_text(text).strip()
+        return bytes(self._head + middle + self._tail).decode(errors="replace")
 
     def close(self) -> None:
         os.close(self.reader)

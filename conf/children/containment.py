@@ -1,8 +1,8 @@
-"""Keeps a trial's processes together so that all can be ended: subreapers, and a control group where allowed.
+"""Keeps a child's processes together so that all can be ended: subreapers, and a control group where allowed.
 
 Start reading at `end_below`. A process below a subreaper cannot leave: when its parent ends it becomes the subreaper's
 child, whatever session, group, environment or descriptors it gave up (prctl(2), PR_SET_CHILD_SUBREAPER). Linux only;
-imports little, since the keeper of a trial server needs no more than this.
+imports little, since a keeper needs no more than this.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _parents() -> dict[int, int]:
 
 
 class ControlGroup:
-    """A trial's own control group (version 2), below that of its server. One write kills all its processes."""
+    """A control group (version 2) of a child, below that of its keeper. One write kills all its processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -158,7 +158,7 @@ class ControlGroup:
 
     @classmethod
     def of_owner(cls, owner: str) -> ControlGroup | None:
-        """Create the parent group of one server's trials, and end groups whose owner is dead.
+        """Create the group of one keeper's children, and end groups whose owner is dead.
 
         `owner` is a process's `conf.identity.identity`. Returns None if we may not write to any control group.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -16,6 +15,8 @@ def run_as_child(body: Callable[[], None]) -> NoReturn:
         body()
         code = 0
     except BaseException:
+        import traceback  # which a keeper does not need, and takes longer than the rest
+
         traceback.print_exc()
     finally:
         try:

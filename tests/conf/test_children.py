@@ -1,0 +1,133 @@
+"""A child process and everything below it: ended at its end, at its limits, and when its caller is gone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from conf.children import running
+from conf.children.keeper import MEMORY, TIME
+from conf.children.running import ChildRunner
+from conf.errors import EnvironmentProblem
+
+GIB = 2**30
+WAIT = "import signal; signal.pause()"
+# Starts a daemon that has left its session, its parents and its environment, and waits until it runs.
+DAEMON = f"""
+import os, sys
+ready, go = os.pipe()
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    with open(sys.argv[1], "w") as note:
+        note.write(str(os.getpid()))
+    os.write(go, b".")
+    os.execve(sys.executable, [sys.executable, "-c", {WAIT!r}], {{}})
+os.read(ready, 1)
+"""
+CALLER = """
+import sys
+from conf.children.running import ChildRunner
+with ChildRunner() as child:
+    child.run(sys.argv[1:], time_limit_s=60, memory_limit_bytes=2**32)
+"""
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """The only place for temporary folders, with a hostile name."""
+    folder = tmp_path / "a'; echo foo"
+    folder.mkdir()
+    monkeypatch.setattr(running.tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    assert not list(folder.iterdir())
+
+
+def run(code, *arguments, environment=None, time_limit_s=60.0, memory_limit_bytes=4 * GIB):
+    with ChildRunner(environment) as child:
+        program = child.folder / "program.py"
+        program.write_text(code)
+        limits = {"time_limit_s": time_limit_s, "memory_limit_bytes": memory_limit_bytes}
+        return child.run([str(program), *map(str, arguments)], **limits)
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "limit"), [("sys.exit(3)", 3, None), ("os.abort()", -6, None), (WAIT, None, TIME)]
+)
+def test_a_daemon_ends_with_the_process_that_started_it(base, tmp_path, then, code, limit):
+    ended = run(DAEMON + then, tmp_path / "daemon", time_limit_s=1.0 if limit else 60.0)
+    assert (ended.code, ended.limit) == (code, limit)
+    assert not psutil.pid_exists(int((tmp_path / "daemon").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_everything_ends_and_the_folder_goes_when_the_caller_is_killed(base, tmp_path, number):
+    note = tmp_path / "daemon"
+    program = tmp_path / "program.py"
+    program.write_text(DAEMON + WAIT)
+    with subprocess.Popen([sys.executable, "-c", CALLER, str(program), str(note)]) as caller:
+        while not note.exists() or not note.read_text():
+            assert caller.poll() is None
+            time.sleep(0.01)
+        processes = psutil.Process(caller.pid).children(recursive=True)
+        assert any(base.iterdir())
+        caller.send_signal(number)
+    assert len(processes) >= 3  # keeper, child, daemon
+    assert not psutil.wait_procs(processes, timeout=20)[1]
+
+
+def test_the_memory_of_a_daemon_counts_and_shared_pages_count_once(base, tmp_path):
+    grows = DAEMON.replace(WAIT, f'kept = b"x" * {GIB // 4}; {WAIT}') + WAIT
+    assert run(grows, tmp_path / "daemon", memory_limit_bytes=GIB // 5).limit == MEMORY
+    shares = f"import os\nkept = b'x' * {GIB // 8}\nfor _ in range(4):\n    os.fork()\n"
+    assert run(shares, memory_limit_bytes=GIB // 2).limit is None
+
+
+def test_what_a_child_prints_fills_neither_memory_nor_disk(base):
+    code = "import sys\nprint('first')\nfor _ in range(200):\n    print('x' * 2**20)\nprint('last', file=sys.stderr)"
+    ended = run(code)
+    assert ended.code == 0 and len(ended.output) < 10_000
+    assert ended.output.startswith("first") and ended.output.endswith("last\n") and "bytes left out" in ended.output
+
+
+def test_a_folder_that_may_not_be_written_to_is_deleted_and_a_link_is_not_followed(base, tmp_path):
+    (tmp_path / "kept").mkdir()
+    with ChildRunner() as child:
+        (child.folder / "inner" / "deep").mkdir(parents=True)
+        (child.folder / "link").symlink_to(tmp_path / "kept")
+        (child.folder / "inner" / "deep" / "file").touch()
+        (child.folder / "inner").chmod(0o500)
+    assert (tmp_path / "kept").exists()
+
+
+def test_other_children_of_the_caller_are_left_alone(base):
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(len(sys.stdin.read()))"], stdin=-1) as other:
+        assert run("print('here')").output == "here\n"
+        assert other.poll() is None
+        other.communicate(b"12345")
+    assert other.returncode == 5
+
+
+def test_a_program_has_the_given_environment_and_no_input(base, tmp_path):
+    code = "import json, os, sys; print(json.dumps([os.environ.get('PYTHONPATH'), sys.stdin.read()]))"
+    ended = run(code, environment={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert json.loads(ended.output) == [str(tmp_path), ""]
+
+
+def test_a_place_without_room_for_a_folder_is_a_problem_of_the_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(running.tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(EnvironmentProblem, match=r"no child process can be run: .*absent"), ChildRunner():
+        pass
+
+
+def test_a_keeper_that_is_killed_is_a_problem_of_the_machine_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(running.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(EnvironmentProblem, match="its keeper was killed"):
+        run("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
