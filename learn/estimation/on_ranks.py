@@ -14,6 +14,7 @@ from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import parse_parallel
 from featurize.training_settings import ALL_OPTIMIZERS, Training, training_of
+from learn.estimation.notes import INFO, Note
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def values_of_ranks(
     job: Workload,
     device: DeviceSpec,
     talk: Communication | None,
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[Note]]:
     """Return the fields of `Estimate` that speak of ranks, and what was assumed of them; none of a job on one GPU."""
     parallel = job.parallel
     if parallel is None or talk is None:
@@ -180,8 +181,9 @@ def values_of_ranks(
     # A script's own wrappers say themselves what a micro-step sends.
     training = training_of(job.settings)
     training = training if job.recorded is None else replace(training, accumulation=1)
-    notes = _notes(parallel, device, traced.communication_mib, training)
-    return values, [*notes, *([] if part is None else _notes_of_stages(parallel, part))]
+    texts = _notes(parallel, device, traced.communication_mib, training)
+    texts += [] if part is None else _notes_of_stages(parallel, part)
+    return values, [Note("several-gpus", INFO, text) for text in texts]
 
 
 def _group(
