@@ -162,3 +162,17 @@ def read_terminal(terminal):
         return os.read(terminal, 4096)
     except OSError:  # EIO, on Linux
         return b""
+
+
+def test_libraries_do_not_warn_of_their_own_parts_before_an_answer(tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "import logging, torch\n"
+        "from torch.utils._pytree import log\n"
+        "logging.getLogger('torchao').warning('Failed to load a kernel')\n"
+        "log.warning('an Enum is deprecated')\n"
+        "logging.getLogger('nets').warning('of my own')\n"
+        "def net():\n    logging.getLogger('torchao').warning('Failed to load more')\n    return torch.nn.Linear(8, 8)\n"
+    )
+    command = [sys.executable, "-m", "learn.estimate", "model=nets:net", "input=[4,8]", "format=json"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ended.stderr == "of my own\n"
