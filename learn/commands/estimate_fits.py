@@ -72,13 +72,12 @@ def print_fits(
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
     elif largest is None:
         answers = [one.estimate for one in fits if one.estimate is not None]
-        shared = [note for note in answers[0].notes if all(note in one.notes for one in answers)]
         of_amd = {note: None for one in answers for note in one.notes if note.code == AMD_GPU}
-        shared += [note for note in of_amd if note not in shared]
+        shared = {note: None for note in answers[0].notes if all(note in one.notes for one in answers)}
         problems = [
             Note("no-answer", PROBLEM, f"{one.device}: {one.problem}") for one in fits if one.problem is not None
         ]
-        table, notes = _table_of_devices(fits, bound_name(answers[0])), [*problems, *shared]
+        table, notes = _table_of_devices(fits, bound_name(answers[0])), [*problems, *{**of_amd, **shared}]
         _print(f"{title}, memory in MiB", table, answers, notes, all_notes)
     else:
         at_limit = largest.estimate or largest.beyond

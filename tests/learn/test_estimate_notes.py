@@ -171,7 +171,7 @@ def test_libraries_do_not_warn_of_their_own_parts_before_an_answer(tmp_path):
         "logging.getLogger('torchao').warning('Failed to load a kernel')\n"
         "log.warning('an Enum is deprecated')\n"
         "logging.getLogger('nets').warning('of my own')\n"
-        "def net():\n    logging.getLogger('torchao').warning('Failed to load more')\n    return torch.nn.Linear(8, 8)\n"
+        "def net():\n    logging.getLogger('torchao').warning('and more')\n    return torch.nn.Linear(8, 8)\n"
     )
     command = [sys.executable, "-m", "learn.estimate", "model=nets:net", "input=[4,8]", "format=json"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
