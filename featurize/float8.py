@@ -6,12 +6,10 @@ comes converted needs no setting.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -128,16 +126,7 @@ def require_8_bits(spec: DeviceSpec) -> None:
 def _torchao() -> ModuleType:
     if importlib.util.find_spec("torchao") is None:
         raise EnvironmentProblem("float8 runs torchao's layers, and torchao is not installed: pip install torchao")
-    with _quiet():
+    from featurize.vision import quiet_imports
+
+    with quiet_imports():
         return importlib.import_module("torchao.float8")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide what torchao's import says of its libraries for GPUs, which a trace does not call."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -5,10 +5,12 @@ Start reading at `import_library`; `mending` is for what a user's own code impor
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TypeVar
 
@@ -29,6 +31,11 @@ _HOW = {
     "torch; pip install --no-deps torchvision will do for estimates",
     "transformers": "pip install transformers",
 }
+# Loggers that warn, while a library is imported, of kernels that only a GPU takes, and of what torch will deprecate.
+_NOISY = (
+    "torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops",
+    "diffusers.quantizers.torchao.torchao_quantizer",
+)  # fmt: skip
 T = TypeVar("T")
 _schemas = None  # the torch.library.Library that holds them; they last as long as it does
 
@@ -44,14 +51,28 @@ def import_library(name: str) -> ModuleType:
     if importlib.util.find_spec(package) is None:
         raise EnvironmentProblem(f"{package} is not installed, and this model is built by it: {_HOW[package]}")
     mend_torchvision()  # timm and transformers import it where they find it
-    return importlib.import_module(name)
+    with quiet_imports():
+        return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Keep warnings about a library's own parts, which say nothing about the model, from standard error."""
+    levels = {name: logging.getLogger(name).level for name in _NOISY}
+    try:
+        for name in _NOISY:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def mending(call: Callable[[], T]) -> T:
     """`call()`, and once more if it failed for want of torchvision, where one is kept aside, or of its operators:
     directly, or because of a library that says no more than that it could not be imported. Code that ends the process
     fails with a `RuntimeError`."""
-    with kept_from_exit():
+    with quiet_imports(), kept_from_exit():
         try:
             return call()
         except Exception as error:

@@ -21,6 +21,7 @@ from featurize.parallel.layout import Parallel
 from featurize.trial import TrialConfig
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.job_estimate import Estimate
+from learn.estimation.notes import Note
 from learn.fitting import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ __all__ = [
     "JobProfile",
     "LargestBatch",
     "LayoutPlan",
+    "Note",
     "Parallel",
     "PlanRow",
     "Slowdown",

@@ -89,6 +89,15 @@ class Artifact:
             _ = self.estimator
         return self
 
+    def bound_held_out(self) -> dict[str, float]:
+        """Return the `share` of labels of held-out rows under the 99 % bound, and how many `rows` these were; empty
+        where `meta.json` does not record both."""
+        try:
+            share, rows = self.meta["metrics"]["coverage"]["test"], self.meta["rows"]["test"]
+        except (LookupError, TypeError):  # written by an older version, or by an estimator without a bound
+            return {}
+        return {"share": share, "rows": rows} if type(share) is float and type(rows) is int else {}
+
     @cached_property
     def fitted_run_ids(self) -> frozenset[str]:
         """The rows that the kept model has seen: of `learn.fit` those that judged its figures as well, which came from
@@ -124,6 +133,7 @@ def described(
             "family": rows.count("family"),
             "source": rows.count("source"),
             "device": rows.count("device"),
+            "test": len(evaluation.test_rows),
         },
         "metrics": evaluation.summary(),
         "seed": seed,

@@ -188,7 +188,6 @@ def fit(
     meta["snapshot"] = settings.snapshot
     meta["rows"] |= {
         "train": len(evaluation.train_rows),
-        "test": len(evaluation.test_rows),
         "groups": len(set(rows.group)),
         "status": dict(rows.counts),
     }

@@ -337,7 +337,6 @@ def _write(
     }
     meta["rows"] |= {
         "train": len(known),
-        "test": len(judges),
         "groups": len({*known.group, *judges.group}),
         "status": dict(known.counts),
     }

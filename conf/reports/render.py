@@ -28,6 +28,12 @@ def render_blocks(*blocks: Block) -> str:
     return _environment().get_template("fragment.html.j2").render(blocks=blocks)
 
 
+def render_for_notebook(*blocks: Block) -> str:
+    """Return the HTML of blocks with their style sheet, which applies to nothing else on the page that shows them."""
+    style = Markup(_style().replace(":root", ":scope"))
+    return _environment().get_template("notebook.html.j2").render(blocks=blocks, style=style)
+
+
 @cache
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined

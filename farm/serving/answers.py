@@ -7,6 +7,15 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 
+class NoteFields(BaseModel):
+    """A remark on an estimate. `code` stays the same where `text` is reworded."""
+
+    code: str
+    severity: Literal["problem", "warning", "info"]
+    text: str
+    targets: list[str] = Field(description="the targets of the figures that it is on; empty: of the whole estimate")
+
+
 class EstimateFields(BaseModel):
     """The figures of one job on one GPU model; `learn.Estimate` describes them all. null: not known."""
 
@@ -14,6 +23,9 @@ class EstimateFields(BaseModel):
 
     peak_memory_mib: float
     upper_mib: float | None = Field(description="what a share `coverage` of jobs stay below")
+    bound_held_out: dict[str, float] = Field(
+        description="the `share` of held-out rows that the bound held, and how many `rows` there were; empty: unchecked"
+    )
     fits: bool | None = Field(description="whether the job fits into the empty card, by the bound where there is one")
     smact: float | None
     smocc: float | None
@@ -21,7 +33,8 @@ class EstimateFields(BaseModel):
     step_time_ms: float | None
     device: str
     device_memory_mib: float | None
-    warnings: list[str]
+    warnings: list[str] = Field(description="the texts of `notes`")
+    notes: list[NoteFields]
     answered_by: dict[str, str]
 
 

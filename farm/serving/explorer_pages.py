@@ -172,6 +172,7 @@ class ExplorerPages:
         """Return what the fast path says beside what was measured, and notes: also why it says nothing."""
         from featurize.device_spec import describe_device, known_device
         from featurize.row_config import config_of_row
+        from learn.estimation.estimate_view import bound_name, coverage_text
         from learn.estimation.fast_estimates import fast_problem
 
         trace = f"`python -m learn.estimate run={run['run_id']}` traces it."
@@ -189,7 +190,8 @@ class ExplorerPages:
         for name in _BESIDE:
             estimated, known = getattr(done, name), run[name]
             rows.append((name, estimated, known, _difference(name, estimated, known)))
-        rows.insert(1, ("99 % bound of memory, MiB", done.upper_mib, run["peak_memory_mib"], ""))
+        bound = f"{bound_name(done)} of memory, MiB ({coverage_text(done)})"
+        rows.insert(1, (bound, done.upper_mib, run["peak_memory_mib"], ""))
         by_text: dict[str, list[str]] = {}
         for name, text in _other_loops(run["source"]).items():
             if run[name] is not None:

@@ -94,11 +94,13 @@ def _reply(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
 
 def _estimate(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     from learn.estimation.estimating import estimate
+    from learn.estimation.notes import INFO, Note
 
     if "script" in question:
         return _of_script(question, limits)
     done = estimate(_job(question, limits), _inputs(question), device=question["device"], **_options(question, limits))
-    return replace(done, warnings=(*done.warnings, *question.get("notes", ()))).to_mapping()
+    notes = (Note("hf-config", INFO, text) for text in question.get("notes", ()))
+    return replace(done, notes=(*done.notes, *notes)).to_mapping()
 
 
 def _fit(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:

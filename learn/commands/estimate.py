@@ -26,12 +26,14 @@ from learn.commands.estimate_fits import DEVICES, FINDS, print_fits
 from learn.commands.model_inputs import model_batches, model_inputs
 from learn.commands.training_keys import TrainingKeys
 from learn.estimation.estimating import estimate, estimate_many
+from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE, RUNS
 from learn.estimation.model_names import load_factory
-from learn.estimation.past_run import known_to, load_run
+from learn.estimation.past_run import PastRun, known_to, load_run
 from learn.estimators import LEVEL
 
 FORMATS = ("table", "json")
+IMPORTANT, ALL = NOTES = ("important", "all")
 DEFAULT_DTYPE = "float32"
 SETTINGS = tuple(field.name for field in fields(TrainingKeys))  # a trial config has its own
 
@@ -177,6 +179,7 @@ class EstimateSettings(TrainingKeys):
     )
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
     format: str = key("table", "table or json")
+    notes: str = key(IMPORTANT, "of a table: important, at most three of them, or all")
     server: str | None = key(
         None,
         "URL of a service (python -m farm.serve) that answers in place of this machine, as http://127.0.0.1:8350; "
@@ -241,14 +244,24 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
 
     def require_format(self) -> None:
-        """Raise `UsageError` for an unknown format."""
+        """Raise `UsageError` for an unknown format, or an unknown choice of notes."""
+        if self.notes not in NOTES:
+            raise unknown_name("notes", self.notes, NOTES)
         if self.format not in FORMATS:
             raise unknown_name("format", self.format, FORMATS)
+
+    def print_answer(self, title: str, done: Estimate, past: PastRun | None = None) -> None:
+        """Print the estimate of one job in the format, with the notes that the keys ask for."""
+        from learn.estimation.estimate_view import print_json, print_table
+
+        if self.format == "json":
+            print_json(title, done, past)
+        else:
+            print_table(title, done, past, all_notes=self.notes == ALL)
 
 
 def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, and print it. Returns the exit code."""
-    from learn.estimation.estimate_view import print_json, print_table
     from learn.workload import name_of
 
     settings.require_one_job()
@@ -297,7 +310,7 @@ def entry(settings: EstimateSettings) -> int:
         as_json = settings.format == "json"
         return print_fits(
             settings.find, title, job, inputs, device=settings.device, devices=settings.devices, by=settings.by,
-            as_json=as_json, options=options,
+            as_json=as_json, all_notes=settings.notes == ALL, options=options,
         )  # fmt: skip
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
@@ -305,8 +318,8 @@ def entry(settings: EstimateSettings) -> int:
             **options,
         )  # fmt: skip
     if past is not None:
-        done = replace(done, warnings=(*done.warnings, *known_to(past, done, settings.data)))
-    (print_json if settings.format == "json" else print_table)(title, done, past)
+        done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
+    settings.print_answer(title, done, past)
     if settings.report is not None:
         print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0

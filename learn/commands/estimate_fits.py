@@ -8,19 +8,20 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answer_notes import AMD_NOTE
-from learn.estimation.estimate_view import bound_name, rate
+from learn.estimation.estimate_view import bound_name, coverage_text, print_notes, rate
 from learn.estimation.fits import BOUND, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
+from learn.estimation.notes import AMD_GPU, PROBLEM, Note
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from featurize.device_spec import DeviceSpec
+    from learn.estimation.job_estimate import Estimate
     from learn.estimation.questions import Inputs, Job
 
 
@@ -38,6 +39,7 @@ def print_fits(
     devices: Sequence[str],
     by: str | None,
     as_json: bool,
+    all_notes: bool,
     options: Mapping[str, Any],
 ) -> int:
     """Find what fits and print it. Returns the exit code.
@@ -50,6 +52,7 @@ def print_fits(
         devices: The GPU models of `devices`; none is all of them.
         by: `bound` (also None) or `point`.
         as_json: Whether the answer is JSON.
+        all_notes: Whether a table is followed by all notes; else by at most three.
         options: Further keywords of `learn.estimate`.
 
     Raises:
@@ -69,27 +72,33 @@ def print_fits(
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
     elif largest is None:
         answers = [one.estimate for one in fits if one.estimate is not None]
-        shared = [note for note in answers[0].warnings if all(note in one.warnings for one in answers)]
-        of_amd = {note: None for one in answers for note in one.warnings if note.startswith(AMD_NOTE)}
-        shared += [note for note in of_amd if note not in shared]
-        problems = [f"{one.device}: {one.problem}" for one in fits if one.problem is not None]
-        _print(f"{title}, memory in MiB", _table_of_devices(fits, bound_name(answers[0])), [*problems, *shared])
+        of_amd = {note: None for one in answers for note in one.notes if note.code == AMD_GPU}
+        shared = {note: None for note in answers[0].notes if all(note in one.notes for one in answers)}
+        problems = [
+            Note("no-answer", PROBLEM, f"{one.device}: {one.problem}") for one in fits if one.problem is not None
+        ]
+        table, notes = _table_of_devices(fits, bound_name(answers[0])), [*problems, *{**of_amd, **shared}]
+        _print(f"{title}, memory in MiB", table, answers, notes, all_notes)
     else:
         at_limit = largest.estimate or largest.beyond
         decided_by = POINT if at_limit.upper_mib is None else by
         line = f"{title}: the largest batch on {at_limit.device} is {largest.batch:,}, by the {decided_by}"
-        _print(line, _table_of_batches(largest), at_limit.warnings)
+        _print(line, _table_of_batches(largest), [at_limit], at_limit.notes, all_notes)
     return 0
 
 
-def _print(line: str, table: Table, notes: Iterable[str]) -> None:
+def _print(
+    line: str, table: Table, answers: Sequence[Estimate], notes: Collection[Note], all_notes: bool
+) -> None:  # fmt: skip
     from rich.console import Console
 
     screen = Console()
     screen.print(line, soft_wrap=True, highlight=False, markup=False)
     screen.print(table)
-    for note in notes:
-        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+    checks = dict.fromkeys(text for one in answers if (text := coverage_text(one)))
+    if checks:
+        screen.print(f"{bound_name(answers[0])}: {'; '.join(checks)}", soft_wrap=True, highlight=False, markup=False)
+    print_notes(screen, notes, all_notes=all_notes)
 
 
 def _table_of_batches(largest: LargestBatch) -> Table:

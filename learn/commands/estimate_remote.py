@@ -26,8 +26,6 @@ _SAME = ("coverage", "machine", "loop", "allocator", "workspaces")
 
 def entry_of_server(settings: EstimateSettings) -> int:
     """Ask the service for one estimate and print it. Returns the exit code."""
-    from learn.estimation.estimate_view import print_json, print_table
-
     given = [name for name in _HERE if getattr(settings, name) is not None]
     given += [name for name in ("trust", "devices") if getattr(settings, name)]
     if given:
@@ -38,7 +36,7 @@ def entry_of_server(settings: EstimateSettings) -> int:
     title = settings.model or f"{body['config'].get('family')}, batch {body['config'].get('batch_size')}"
     with Client(settings.server or "", token=os.environ.get(TOKEN_VARIABLE)) as service:
         done = service.estimate(**body)
-    (print_json if settings.format == "json" else print_table)(title, done, None)
+    settings.print_answer(title, done)
     return 0
 
 

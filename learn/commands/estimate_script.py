@@ -22,8 +22,6 @@ _OF_OTHER_JOBS = (
 
 def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     """Estimate the training script that `command` starts, and print the estimate. Returns the exit code."""
-    from learn.estimation.estimate_view import print_json, print_table
-
     given = [name for name in _OF_OTHER_JOBS if getattr(settings, name) is not None]
     given += [name for name in ("trust", "devices") if getattr(settings, name)]
     given += ["input_dtype"] if settings.input_dtype != DEFAULT_DTYPE else []
@@ -56,5 +54,5 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
         memory_limit_gib=settings.memory_limit_gib,
         show_output=settings.show_output,
     )
-    (print_json if settings.format == "json" else print_table)(title, done, None)
+    settings.print_answer(title, done)
     return 0

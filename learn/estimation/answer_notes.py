@@ -15,6 +15,7 @@ from featurize.device_spec import DeviceSpec
 from featurize.machine import MACHINES, MachineProfile
 from learn.estimation.loops import PIPELINE, RESIDENT
 from learn.estimation.memory_causes import widest
+from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 from learn.estimation.on_machine import workspace_notes
 from learn.estimation.sources import TARGETS, Gathered
 from learn.workload import Workload
@@ -22,9 +23,6 @@ from learn.workload import Workload
 if TYPE_CHECKING:
     from featurize.step_trace import BatchMix, StepTrace
     from learn.traced import TracedStep
-
-
-AMD_NOTE = "on an AMD GPU: "  # begins the note on what is not known there
 
 
 def notes_of_trace(
@@ -35,7 +33,7 @@ def notes_of_trace(
     limit_mib: float,
     torch_version: str | None,
     on: MachineProfile,
-) -> list[str]:
+) -> list[Note]:
     """Return whether the traced step fits, and what was assumed of it.
 
     Args:
@@ -48,31 +46,33 @@ def notes_of_trace(
         on: The machine.
     """
     memory, by = traced.memory, gathered.by["memory"]
-    notes = []
+    notes: list[Note] = []
     whole = limit_mib >= device.memory_mib
     more = f"{device.name} has" if whole else f"the {limit_mib:,.0f} MiB {_room(device, limit_mib)}"
     if not memory.fits and by == "trace":
-        notes.append(f"out of memory: the step needs more than {more}")
+        notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: the step needs more than {more}"))
     elif not memory.fits:
-        notes.append(f"the trace finds that the step needs more than {more}")
+        notes.append(Note("trace-out-of-memory", WARNING, f"the trace finds that the step needs more than {more}"))
     elif memory.retries:
-        notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
-    notes += [f"assumed: {text}" for text in traced.trace.assumed]
+        text = f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}"
+        notes.append(Note("near-limit", WARNING, text))
+    notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
     if (mix := traced.trace.mix) is not None:
-        notes.append(_of_mix(mix, job.shape_text(), traced))
+        notes.append(Note("batch-mix", INFO, _of_mix(mix, job.shape_text(), traced)))
     notes += workspace_notes(
         memory.workspaces, job.search, cudnn_benchmark=job.settings.cudnn_benchmark, torch_version=torch_version
     )
     if device.architecture.vendor == AMD:
-        notes.append(_of_amd(traced.trace, on))
+        notes.append(Note(AMD_GPU, WARNING, _of_amd(traced.trace, on)))
     if memory.workspaces and by != "trace" and not gathered.beyond_fit:
-        notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by}")
+        text = f"workspaces= changes the trace's figures only; memory is answered by {by}"
+        notes.append(Note("without-effect", WARNING, text))
     return notes
 
 
 def notes_of_memory(
     gathered: Gathered, device: DeviceSpec, limit_mib: float, allocator: AllocatorSettings | None
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[Note], list[Note]]:
     """Return the notes that come first, that the job does not fit, and those on what bounds its memory.
 
     Args:
@@ -85,36 +85,42 @@ def notes_of_memory(
 
     peak_mib, upper_mib = gathered.values["peak_memory_mib"], gathered.values.get("upper_mib")
     by, room = gathered.by["memory"], _room(device, limit_mib)
-    first, notes = [], []
+    first: list[Note] = []
+    notes: list[Note] = []
     if upper_mib is not None and peak_mib <= limit_mib < upper_mib:
-        notes.append(f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}")
+        text = f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}"
+        notes.append(Note(MAY_RUN_OUT, PROBLEM, text))
     if upper_mib is None and by == "trace":
-        notes.append(NO_BOUND)
+        notes.append(Note("no-bound", WARNING, NO_BOUND))
     elif by != "trace" and peak_mib > device.memory_mib:
-        first.append(f"out of memory by {by}: {device.name} has {device.memory_mib:,.0f} MiB")
+        text = f"out of memory by {by}: {device.name} has {device.memory_mib:,.0f} MiB"
+        first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
     elif by != "trace" and peak_mib > limit_mib:
-        first.append(f"out of memory by {by}: it may take {limit_mib:,.0f} MiB {room}")
+        text = f"out of memory by {by}: it may take {limit_mib:,.0f} MiB {room}"
+        first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
     if (note := widest(gathered.values.get("uncertain", {}), (upper_mib or 0.0) - peak_mib)) is not None:
         notes.append(note)
     if allocator is not None and by != "trace":
         limits = "" if limit_mib >= device.memory_mib else f" and the limit of {limit_mib:,.0f} MiB"
-        notes.append(f"allocator= changes the trace's figures{limits} only; memory is answered by {by}")
+        text = f"allocator= changes the trace's figures{limits} only; memory is answered by {by}"
+        notes.append(Note("without-effect", WARNING, text))
     return first, notes
 
 
-def note_of_absent(gathered: Gathered, job: Workload, device: DeviceSpec, *, is_traced: bool) -> list[str]:
+def note_of_absent(gathered: Gathered, job: Workload, device: DeviceSpec, *, is_traced: bool) -> list[Note]:
     """Return a note on the targets without a fitted model, and which command fits one."""
     if not gathered.absent:
         return []
     instead = ": answered by the trace" if is_traced else ""
     family = "modules" if job.config is None else job.config.family
-    return [
+    text = (
         f"no fitted model for {family} on {device.name} in {gathered.searched} for "
         f"{', '.join(gathered.absent)}{instead} (python -m learn.fit target={gathered.absent[0]} fits one)"
-    ]
+    )
+    return [Note("not-fitted", INFO, text)]
 
 
-def note_of_two_loops(loops: Mapping[str, str]) -> list[str]:
+def note_of_two_loops(loops: Mapping[str, str]) -> list[Note]:
     """Return a note where utilization and step time are not all of one loop, so that they do not belong together."""
     of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
     if not all(of_loop.values()):
@@ -123,7 +129,7 @@ def note_of_two_loops(loops: Mapping[str, str]) -> list[str]:
         f"{', '.join(targets)} {'is' if len(targets) == 1 else 'are'} for the {loop} loop"
         for loop, targets in of_loop.items()
     )
-    return [f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one"]
+    return [Note("two-loops", WARNING, f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one")]
 
 
 def times(count: int) -> str:
@@ -137,7 +143,7 @@ def _of_amd(trace: StepTrace, on: MachineProfile) -> str:
     of_context = ", its context is assumed" if on.name in MACHINES else ""
     of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes" if loads_cudnn(trace) else ""
     return (
-        f"{AMD_NOTE}no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
+        f"on an AMD GPU: no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
         f"{of_context}{of_layers}"
     )
 

@@ -25,6 +25,7 @@ from learn.estimation.answer_notes import note_of_absent, note_of_two_loops, not
 from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
 from learn.estimation.memory_causes import COVERAGES, uncertainty_of
+from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
 from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, talk_of, values_of_ranks
 from learn.estimation.sources import (
@@ -143,18 +144,17 @@ class Question:
                 case = self._case(alone, device)
                 traced = self._with_longest(gathered, traced, alone, device, timeline=timeline)
             if estimator not in (None, "trace"):
-                gathered.notes.append(
-                    f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
-                )
+                text = f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
+                gathered.notes.append(Note("beyond-fit", WARNING, text))
         if estimator in TRAINING_FREE and estimator != "trace":
             ask_method(gathered, alone, device, estimator)
         elif estimator is None and beyond:
-            gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: the trace answers")
+            text = f"no model was fitted on {', '.join(beyond)}: the trace answers"
+            gathered.notes.append(Note("beyond-fit", INFO, text))
         elif estimator != "trace":
             if beyond:
-                gathered.notes.append(
-                    f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
-                )
+                text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
+                gathered.notes.append(Note("beyond-fit", WARNING, text))
             at_hand = traced if self.allocator is None and not job.batches else None
             with steps.lent(case, at_hand), contextlib.ExitStack() as lent:
                 plain = functools.cache(functools.partial(in_a_plain_loop, case, steps, lent, traces))
@@ -193,12 +193,13 @@ class Question:
             return mixed
         mix = mixed.trace.mix
         assert mix is not None, "of several shapes"
-        gathered.notes.append(
+        text = (
             f"memory is of the longest batch alone, {alone.shape_text()}: the {mix.given} steps on batches of "
             f"{mix.shapes} shapes reserve {mixed.step.peak_reserved_mib:,.1f} MiB in their order, the longest alone "
             f"{longest.step.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
         )
-        gathered.notes += [note for note in mixed.trace.notes if note not in longest.trace.notes]
+        gathered.notes.append(Note("batch-mix", INFO, text, ("memory",)))
+        gathered.notes += [Note("trace", WARNING, one) for one in mixed.trace.notes if one not in longest.trace.notes]
         return longest
 
     def _placed(
@@ -228,9 +229,11 @@ class Question:
             runs, notes = own.of(config, device)
         else:
             own, runs = None, tuple(run for run in self.known if run.is_of(device))
-            notes = [f"known: no run was measured on {device.name}"] if self.known and not runs else []
+            notes = []
+            if self.known and not runs:
+                notes.append(Note("no-known-run", WARNING, f"known: no run was measured on {device.name}"))
         if not runs:
-            return replace(done, warnings=(*done.warnings, *notes))
+            return replace(done, notes=(*done.notes, *notes))
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
         try:
@@ -238,10 +241,10 @@ class Question:
         except CommandError as error:
             if own is None or own.asked_for:
                 raise
-            return replace(done, warnings=(*done.warnings, own.left_out(error)))
+            return replace(done, notes=(*done.notes, own.left_out(error)))
         if own is None or by_runs.answered_by == done.answered_by:
             return by_runs
-        return replace(by_runs, warnings=(own.note(runs), *by_runs.warnings))
+        return replace(by_runs, notes=(own.note(runs), *by_runs.notes))
 
     def _moved_by(
         self, runs: Sequence[KnownRun], done: Estimate, traced: TracedStep, device: DeviceSpec, on: MachineProfile
@@ -324,7 +327,7 @@ def _assembled(
     from learn.targets import get_target
 
     values, by = gathered.values, gathered.by
-    notes: list[str] = []
+    notes: list[Note] = []
     limit_mib = _limit_mib(device, allocator, traced)
     if traced is not None:
         talk = talk_of(traced, job, device)
@@ -341,7 +344,7 @@ def _assembled(
         values |= of_ranks
         notes += assumed
         values |= throughput_of(traced, job, device, step_time_ms=values["step_time_ms"], power_w=timed.power_w)
-        notes += traced.trace.notes
+        notes += [Note("trace", WARNING, text) for text in traced.trace.notes]
         memory = traced.memory
         largest = list(memory.peak_modules.items())[:TOP_MODULES]
         values |= {
@@ -361,11 +364,10 @@ def _assembled(
     else:
         missing = [target for target in TARGETS if target not in by]
         unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
-        notes.append(f"{unknown}, since {failure}")
+        notes.append(Note("not-traced", WARNING, f"{unknown}, since {failure}", tuple(missing)))
         values["parameters"] = _parameters(job)
     first, of_memory = notes_of_memory(gathered, device, limit_mib, allocator)
     notes = [*first, *notes, *of_memory, *note_of_absent(gathered, job, device, is_traced=traced is not None)]
-    notes += note_of_two_loops(gathered.loops)
     known = dict.fromkeys(
         ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
          "trace_memory_mib")
@@ -375,7 +377,7 @@ def _assembled(
         limit_mib=limit_mib,
         **{**known, "breakdown": {}, "activations": {}, **values},
         device=device.name,
-        warnings=tuple([*notes, *gathered.notes]),
+        notes=(*notes, *gathered.notes, *note_of_two_loops(gathered.loops)),
         estimator=estimators_named(by),
         answered_by=by,
         loops=gathered.loops,

@@ -6,20 +6,34 @@ Start reading at `print_table`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
+from conf.plain_text import one_line
+from conf.reports.page_text import count_of
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import legend
+from learn.estimation.notes import Note, most_important
 from learn.estimation.past_run import PastRun, agrees_by_construction
 from learn.estimation.sources import TARGETS
 from learn.targets import get_target
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 TOP_SHOWN = 5  # modules in the table's last line
 WHOLE = "(the model)"  # which has no path of its own
 
 
-def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
-    """Figures, beside what the run showed if there was one; the breakdown of the traced peak; warnings."""
+def print_table(title: str, done: Estimate, past: PastRun | None, *, all_notes: bool = False) -> None:
+    """Print the figures, beside what the run showed if there was one, the traced peak's breakdown, and notes.
+
+    Args:
+        title: The job's name.
+        done: The estimate.
+        past: The run, if there was one.
+        all_notes: Whether to print all notes; else at most three.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -27,12 +41,12 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     size = "" if done.parameters is None else f", {done.parameters:,} parameters"
     screen.print(f"{title} on {done.device}{size}", highlight=False, markup=False)
     table = Table()
-    table.add_column("")
-    table.add_column("estimate", justify="right")
+    table.add_column("", no_wrap=True)
+    table.add_column("estimate", justify="right", no_wrap=True)
     if past is not None:
         table.add_column(f"{past.source} ({past.status})", justify="right")
         table.add_column("difference", justify="right")
-    table.add_column("loop")
+    table.add_column("for", no_wrap=True)
     table.add_column("by", overflow="fold")
     for name, value, text, target in figures(done):
         cells = [name, text(value)]
@@ -40,7 +54,7 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
             column = _COLUMN.get(name)
             in_run = past.labels[column] if column else None
             cells += [text(in_run) if column else "", _difference(done, past, target) if column else ""]
-        table.add_row(*cells, done.loops.get(target, ""), done.answered_by.get(target, ""))
+        table.add_row(*cells, basis_of(done, target), done.answered_by.get(target, ""))
     if done.fits_device is not None:
         rest = [""] * (1 if past is None else 3)
         table.add_row("memory of the card", f"{done.device_memory_mib:,.0f} MiB", *rest, "")
@@ -51,6 +65,8 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
             "fits", "yes" if done.fits_device else "no", *rest, "by the bound" if done.upper_mib else "by the point"
         )
     screen.print(table)
+    if done.upper_mib is not None:
+        screen.print(f"{bound_name(done)}: {coverage_text(done)}", soft_wrap=True, highlight=False, markup=False)
     if done.held_out_errors:
         screen.print(held_out_text(done.held_out_errors), soft_wrap=True, highlight=False, markup=False)
     if done.loops:
@@ -76,14 +92,63 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     if done.activations:
         most = [f"{name or WHOLE} {mib:,.1f}" for name, mib in list(done.activations.items())[:TOP_SHOWN]]
         screen.print(f"most activations (MiB): {', '.join(most)}", soft_wrap=True, highlight=False, markup=False)
-    for note in done.warnings:
-        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+    print_notes(screen, done.notes, all_notes=all_notes)
     screen.print(f"estimated in {done.seconds:.2f} s", highlight=False)
 
 
 def bound_name(done: Estimate) -> str:
     """Return what the bound is called: its coverage in per cent."""
     return f"{100 * done.coverage:g} % bound"
+
+
+def print_notes(screen: Console, notes: Collection[Note], *, all_notes: bool) -> None:
+    """Print notes: the most important ones and how many more there are, or all."""
+    shown = notes if all_notes else most_important(notes)
+    for note in shown:
+        screen.print(f"note: {note.text}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+    if more := len(notes) - len(shown):
+        screen.print(
+            f"{count_of(more, 'more note')}: notes=all shows all, format=json with their codes", highlight=False
+        )
+
+
+def estimate_text(done: Estimate) -> str:
+    """Return an estimate in fewer than 15 lines: six figures, the card, who gave them, at most three notes."""
+    lines = [f"estimate of a training job on {done.device}"]
+    for name, value, text, target in list(figures(done))[:6]:
+        basis = coverage_text(done) if target == "bound" else basis_of(done, target)
+        lines.append(f"{name:<24}{text(value)}{f' ({basis})' if basis and value is not None else ''}")
+    if done.fits_device is not None:
+        by = "the bound" if done.upper_mib is not None else "the estimate"
+        lines.append(f"{'fits':<24}{'yes' if done.fits_device else 'no'}, by {by}: {done.device_memory_mib:,.0f} MiB")
+    targets_by: dict[str, list[str]] = {}
+    for target, by in done.answered_by.items():
+        targets_by.setdefault(by, []).append(target.replace("_", " "))
+    by_whom = [f"{', '.join(targets)} by {by}" for by, targets in targets_by.items()]
+    lines.append("; ".join(by_whom))
+    shown = most_important(done.notes)
+    lines += [f"note: {one_line(note.text)}" for note in shown]
+    if more := len(done.notes) - len(shown):
+        lines.append(f"{count_of(more, 'more note')} in .notes")
+    return "\n".join(lines)
+
+
+def basis_of(done: Estimate, target: str) -> str:
+    """Return what a figure holds for: `machine current` of memory that a profile places, else `loop resident`."""
+    by = done.answered_by.get(target, "")
+    if target == "memory" and (by.endswith("(default)") or (by == "trace" and done.card_mib is not None)):
+        return f"machine {done.machine}"
+    return f"loop {done.loops[target]}" if target in done.loops else ""
+
+
+def coverage_text(done: Estimate) -> str:
+    """Return what share of held-out rows the bound held; empty without a bound."""
+    if done.upper_mib is None:
+        return ""
+    if not done.bound_held_out:
+        return "not checked on held-out rows"
+    share, rows = done.bound_held_out["share"], done.bound_held_out["rows"]
+    return f"{100 * share:.1f} % held on {rows:,} held-out rows"
 
 
 def instruments_text(done: Estimate) -> str:

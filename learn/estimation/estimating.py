@@ -5,13 +5,16 @@ Start reading at `estimate`; `learn.estimation.questions` checks its arguments, 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.bars import terminal_bar
 from conf.errors import CommandError, UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.machine import MachineProfile
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from featurize.parallel.layout import Parallel
     from learn.estimation.answers import Data
     from learn.estimation.questions import Batches, Inputs, Job, Tensors
+
+MANY = 100  # configs from which on it is worth naming the quick way
 
 
 def estimate(
@@ -198,7 +203,7 @@ def estimate_many(
     workspaces: str | None = None,
     torch_version: str | None = None,
     known: Sequence[Any] | Mapping[str, Any] | str | None = None,
-    progress: Callable[[int, int], None] = lambda _done, _of: None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Estimate]:
     """Estimate many trial configs, in their order.
 
@@ -209,7 +214,8 @@ def estimate_many(
         device, method, estimator, data, trust, loop, machine, coverage, workspaces, torch_version: As in `estimate`.
         known: `"runs"` or `"none"`, as in `estimate`. A list of runs would be of one job.
         batches: None; a trial config has its own inputs. `estimate` takes batches of several shapes for modules.
-        progress: Is called with the number of configs done and their total, before each config that is traced.
+        progress: Is called with the number of configs done and their total, before each config that is traced. None: a
+            bar on standard error, where that is a terminal.
 
     Returns:
         One estimate a config.
@@ -235,15 +241,29 @@ def estimate_many(
         _require_config_alone({"workspaces": workspaces, "known": runs, "torch_version": torch_version})
         return fast_estimates(jobs, described, machine_for(machine, described, data))
     estimates = []
-    for done, config in enumerate(jobs):
-        progress(done, len(jobs))
-        one = estimate(
-            config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
-            coverage=coverage, workspaces=workspaces, torch_version=torch_version,
-            known=None if known is None else NONE if leaves_out(known) else RUNS,
-        )  # fmt: skip
-        estimates.append(one)
+    with contextlib.nullcontext(progress) if progress is not None else _bar(len(jobs)) as report:
+        for done, config in enumerate(jobs):
+            report(done, len(jobs))
+            one = estimate(
+                config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
+                coverage=coverage, workspaces=workspaces, torch_version=torch_version,
+                known=None if known is None else NONE if leaves_out(known) else RUNS,
+            )  # fmt: skip
+            estimates.append(one)
     return estimates
+
+
+@contextlib.contextmanager
+def _bar(count: int) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar where standard error is a terminal, and name the quick way where there are many configs."""
+    with terminal_bar("estimates", remaining=True) as update:
+        if update is not None and count >= MANY:
+            print(f'{count:,} configs are traced one by one; method="fast" answers thousands a second', file=sys.stderr)
+        if update is None:
+            yield lambda _done, _of: None
+            return
+        yield lambda done, of: update(completed=done, total=of)
+        update(completed=count)
 
 
 def _configs(given: object) -> list[TrialConfig]:

@@ -19,6 +19,7 @@ from featurize.version import is_current
 from learn.artifacts import DEFAULT_MODELS, default_artifact
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import PIPELINE, RESIDENT
+from learn.estimation.notes import MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 from learn.fastpath.fast import FastPath
 from learn.fastpath.fast_replay import WITH_CUDNN
 from learn.learned.familiarity import Familiarity
@@ -50,7 +51,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: Machi
         for family, of_family in path.errors.items()
     }
     loops = {target: FAST_LOOPS[target] for target in by}
-    stale = () if is_current(path.teacher) else (STALE,)
+    stale = () if is_current(path.teacher) else (Note("stale-model", WARNING, STALE),)
     moved = [_moved_mib(config, device, on) for config in configs]
     memory = [mib + more for mib, more in zip(columns["peak_memory_mib"], moved, strict=True)]
     upper = [None if mib is None else mib + more for mib, more in zip(upper, moved, strict=True)]
@@ -73,7 +74,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: Machi
             trace_memory_mib=None,
             device=device.name,
             device_memory_mib=device.memory_mib,
-            warnings=(*_warnings(memory[i], upper[i], outlook.unlike[i], device), *_of_teacher(config, device), *stale),
+            notes=(*_notes(memory[i], upper[i], outlook.unlike[i], device), *_of_teacher(config, device), *stale),
             estimator="fast",
             answered_by=by,
             loops=loops,
@@ -106,16 +107,19 @@ def _moved_mib(config: TrialConfig, device: DeviceSpec, on: MachineProfile) -> f
     return on.outside_mib(loads_cudnn) + on.other_mib - described.outside_mib(loads_cudnn)
 
 
-def _warnings(mib: float, upper: float | None, unlike: Sequence[str], device: DeviceSpec) -> tuple[str, ...]:
-    notes = [f"unlike what the fast path was distilled on: {reason}" for reason in unlike]
+def _notes(mib: float, upper: float | None, unlike: Sequence[str], device: DeviceSpec) -> list[Note]:
+    notes = [
+        Note("unlike-distilled", WARNING, f"unlike what the fast path was distilled on: {reason}") for reason in unlike
+    ]
     if mib > device.memory_mib:
-        notes.append(f"out of memory: {device.name} has {device.memory_mib:,.0f} MiB")
+        notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: {device.name} has {device.memory_mib:,.0f} MiB"))
     elif upper is not None and upper > device.memory_mib:
-        notes.append(f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}")
-    return tuple(notes)
+        text = f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}"
+        notes.append(Note(MAY_RUN_OUT, PROBLEM, text))
+    return notes
 
 
-def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[str]:
+def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[Note]:
     """Why the teacher of memory, too, is unlike what was measured, as far as a config tells."""
     known = _familiarity()
     if known is None:
@@ -130,7 +134,7 @@ def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[str]:
     )
     if plain_device(device.name) not in known.devices:
         reasons.append(known.device_said(device.name))
-    return [f"unlike what was measured: {reason}" for reason in reasons]
+    return [Note("unlike-fitted", WARNING, f"unlike what was measured: {reason}") for reason in reasons]
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from learn.estimation.memory_causes import COVERAGES
+from learn.estimation.notes import INFO, Note
 from learn.estimation.on_ranks import RankGroup
 from learn.estimators import LEVEL
 
@@ -28,6 +29,9 @@ class Estimate:
     machine       the profile that says what lies outside the allocator; see `featurize.machine`
     upper_mib     what a share `coverage` of jobs stay below, 99 of 100 by default; None where no bound is calibrated
                   (training-free estimators but the trace, figures of a trace that was stored)
+    bound_held_out   of the bound: `share`, what part of the rows that its fit had not seen it held, and `rows`, how
+                  many these were; empty where it was not checked on such rows
+    notes         remarks, each with a code and a severity; see `learn.Note`. `warnings` are their texts
     least_card_mib   memory of the smallest card that the bound lets the job into: `upper_mib`, or less where the job
                   runs on a smaller card without its caches and spare workspaces
     uncertain     cause -> MiB by which the bound lies above `peak_memory_mib` for it; empty without a bound. Where the
@@ -77,7 +81,7 @@ class Estimate:
     activations: Mapping[str, float]
     trace_memory_mib: float | None
     device: str
-    warnings: tuple[str, ...]
+    notes: tuple[Note, ...]
     estimator: str
     answered_by: Mapping[str, str]
     seconds: float
@@ -91,6 +95,7 @@ class Estimate:
     held_out_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loops: Mapping[str, str] = field(default_factory=dict)
     coverage: float = LEVEL
+    bound_held_out: Mapping[str, float] = field(default_factory=dict)
     uncertain: Mapping[str, float] = field(default_factory=dict)
     distribution: tuple[tuple[float, float], ...] = ()
     step_time_upper_ms: float | None = None
@@ -104,6 +109,23 @@ class Estimate:
     exposed_ms: float | None = None
     bubble_ms: float | None = None
     sent_mib: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the figures with their bound, what they rest on, and at most three notes, in fewer than 15 lines."""
+        from learn.estimation.estimate_view import estimate_text
+
+        return estimate_text(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the same, and the breakdown as a bar."""
+        from learn.estimation.step_report import estimate_html
+
+        return estimate_html(self)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The texts of `notes`."""
+        return tuple(note.text for note in self.notes)
 
     def quantile_mib(self, p: float) -> float | None:
         """Return the MiB that the job's memory stays below with probability p; None where no bound is calibrated.
@@ -145,14 +167,20 @@ class Estimate:
         """Return the estimate that `to_mapping` wrote, also through JSON. Names of later versions are left out."""
         known = {one.name for one in fields(cls)}
         values = {name: value for name, value in mapping.items() if name in known}
-        values["warnings"] = tuple(values["warnings"])
+        texts = mapping.get("warnings", ())  # of a service from before notes had codes
+        values["notes"] = tuple(
+            Note(**{**one, "targets": tuple(one["targets"])})
+            for one in mapping.get(
+                "notes", [{"code": "note", "severity": INFO, "text": text, "targets": ()} for text in texts]
+            )
+        )
         values["distribution"] = tuple((p, mib) for p, mib in values.get("distribution", ()))
         values["ranks"] = tuple(RankGroup(**one) for one in values.get("ranks", ()))
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The fields, and `fits`: into the empty card."""
-        return {**asdict(self), "fits": self.fits_device}
+        """The fields, `warnings`, and `fits`: into the empty card."""
+        return {**asdict(self), "warnings": list(self.warnings), "fits": self.fits_device}
 
 
 def estimators_named(by: Mapping[str, str]) -> str:

@@ -19,7 +19,8 @@ import numpy as np
 from conf.errors import UsageError, shown, unknown_name
 from featurize.device_spec import DeviceSpec, device_names, known_device, plain_device
 from learn.estimation.job_estimate import Estimate, estimators_named
-from learn.estimation.memory_causes import BOUND_NOTE, COVERAGES, NEIGHBOUR, Uncertainty, widest
+from learn.estimation.memory_causes import COVERAGES, NEIGHBOUR, Uncertainty, widest
+from learn.estimation.notes import BOUND, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 
 if TYPE_CHECKING:
     from learn.traced import TracedStep
@@ -39,12 +40,7 @@ _SAME_JOB, _A_DOUBLING, _FURTHER, _MOST_FURTHER = 0.01, 0.06, 0.015, 3.0
 # constant (context, libraries) and a share (workspaces, kernels), towards smaller ones a share. Of 0, 0.5 and 1 the
 # least error on 4,870 pairs of rows of timm's models on one A100, doubted ones apart.
 _GROWTH_UP, _GROWTH_DOWN = 0.5, 1.0
-_OF_OTHERS = (
-    "memory: ",
-    "out of memory",
-    "it may run out of memory",
-    BOUND_NOTE,
-)  # notes on the figure that the runs replace
+_OF_MEMORY = (OUT_OF_MEMORY, MAY_RUN_OUT, BOUND)  # codes of notes on the figure that the runs replace
 RUNS, NONE = "runs", "none"  # in place of a list: the data folder's own, and none, not even those
 # Chosen: a run that is further from its trace than this factor is left out. Runs of one batch that are this far apart
 # contradict each other: they move the estimate but narrow nothing.
@@ -190,7 +186,7 @@ def moved(
     measured = [one for one, note in judged if note is None]
     assert done.card_mib is not None and done.reserved_mib is not None, "the job is traced"
     if not measured:
-        return replace(done, warnings=(*of_another_job, *done.warnings))
+        return replace(done, notes=(*of_another_job, *done.notes))
     difference_mib = _difference_at(done.reserved_mib, measured)
     peak_mib = max(done.card_mib + difference_mib, done.allocated_mib or 0.0)
     contradictions = _contradictions(measured)
@@ -199,10 +195,11 @@ def moved(
         needed_mib=without.needed_mib + max(difference_mib, 0.0),
     )
     by = {**done.answered_by, "memory": f"trace with {len(measured)} measured run{'s' if len(measured) > 1 else ''}"}
-    notes = [note for note in done.warnings if not note.startswith(_OF_OTHERS)]
+    notes = [note for note in done.notes if note.code not in _OF_MEMORY and note.targets != ("memory",)]
     limit_mib = done.device_memory_mib if done.limit_mib is None else done.limit_mib
     if limit_mib is not None and peak_mib > limit_mib:
-        notes.insert(0, f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {done.device}")
+        text = f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {done.device}"
+        notes.insert(0, Note(OUT_OF_MEMORY, PROBLEM, text))
     card_mib = math.inf if limit_mib is None else limit_mib
     bounds = {level: uncertain.bound_mib(peak_mib, level, card_mib) for level in sorted({*COVERAGES, coverage})}
     causes = uncertain.at(coverage)
@@ -216,7 +213,8 @@ def moved(
         distribution=tuple(bounds.items()),
         answered_by=by,
         estimator=estimators_named(by),
-        warnings=(
+        bound_held_out={},
+        notes=(
             *of_another_job,
             *contradictions,
             *notes,
@@ -247,26 +245,26 @@ def _uncertainty(
     return replace(without, causes_mib={**without.causes_mib, NEIGHBOUR: spread_mib})
 
 
-def _contradictions(measured: Sequence[OnTrace]) -> list[str]:
+def _contradictions(measured: Sequence[OnTrace]) -> list[Note]:
     """Return a note for runs that contradict each other."""
     of_size: dict[int, list[float]] = {}
     for one in measured:
         of_size.setdefault(one.run.batch_size, []).append(one.card_mib + one.difference_mib)
-    notes = [
+    texts = [
         f"known: the runs at a batch of {size:,} differ by {max(cards) - min(cards):,.0f} MiB, and narrow no bound"
         for size, cards in sorted(of_size.items())
         if max(cards) > _RUNS_DIFFER * min(cards)
     ]
     peaks = [(size, min(cards)) for size, cards in sorted(of_size.items())]
-    notes += [
+    texts += [
         f"known: the run at a batch of {large:,} takes less than the one at {small:,}, and they narrow no bound"
         for (small, of_small), (large, of_large) in pairwise(peaks)
         if of_large * _RUNS_DIFFER < of_small
     ]
-    return notes
+    return [Note("runs-contradict", WARNING, text) for text in texts]
 
 
-def _of_another_job(one: OnTrace) -> str | None:
+def _of_another_job(one: OnTrace) -> Note | None:
     """Return a note for a run that is left out: its trace says it is hardly of this job. None for the others."""
     ratio = (one.card_mib + one.difference_mib) / one.card_mib
     below_live = one.run.memory_mib < one.live_mib
@@ -274,10 +272,11 @@ def _of_another_job(one: OnTrace) -> str | None:
     if not (below_live or too_high or ratio < 1 / _CONTRADICTS):
         return None
     less = f", {one.live_mib:,.0f} MiB of it without any cache" if below_live else ""
-    return (
+    text = (
         f"known: {one.run.memory_mib:,.0f} MiB at a batch of {one.run.batch_size:,} is left out: the trace says "
         f"{one.run.memory_mib - one.difference_mib:,.0f} MiB ({one.run.kind}){less}, so it is probably of another job"
     )
+    return Note("runs-left-out", WARNING, text)
 
 
 def _on_trace(run: KnownRun, traced: TracedStep, done: Estimate) -> OnTrace:

@@ -16,6 +16,7 @@ from conf.units import MIB
 from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, DESCRIBED, EAGER, MachineProfile
+from learn.estimation.notes import BOUND, INFO, Note
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ _BLAS_THREADS = 2  # that keep a workspace: of the forward and of the backward p
 _SCORES: Mapping[float, float] = {
     0.01: -0.8, 0.05: -0.6, 0.1: -0.45, 0.25: -0.25, 0.5: 0.0, 0.75: 0.12, 0.9: 0.31, 0.95: 0.5, 0.99: 1.0,
 }  # fmt: skip
-BOUND_NOTE = "the bound "  # begins the note on it
 COVERAGES = tuple(_SCORES)  # of the distribution that an estimate holds
 # cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator gives cached memory
 # back. So a job runs on an empty card where its tensors, twice the assumed workspaces and this margin fit. Of 120 of
@@ -178,17 +178,16 @@ def _largest_and_most_live(traced: TracedStep, device: DeviceSpec) -> tuple[int,
     return largest, most_live
 
 
-def widest(causes_mib: Mapping[str, float], above_mib: float) -> str | None:
+def widest(causes_mib: Mapping[str, float], above_mib: float) -> Note | None:
     """Return a note: what makes the bound wide, the largest share first, and what would narrow it."""
     shares = sorted(((mib, cause) for cause, mib in causes_mib.items() if mib >= 0.5), reverse=True)
     if not shares:
         return None
     listed = ", ".join(f"{mib:,.0f} MiB for {cause}" for mib, cause in shares)
     if above_mib < 0.99 * sum(causes_mib.values()):
-        return (
-            f"{BOUND_NOTE}is what can be taken of the card: without spare workspaces and caches the job surely fits it"
-        )
-    return f"{BOUND_NOTE}exceeds the estimate by {listed}; {NARROWED_BY[shares[0][1]]}"
+        text = "the bound is what can be taken of the card: without spare workspaces and caches the job surely fits it"
+        return Note(BOUND, INFO, text)
+    return Note(BOUND, INFO, f"the bound exceeds the estimate by {listed}; {NARROWED_BY[shares[0][1]]}")
 
 
 def require_coverage(coverage: object) -> float:

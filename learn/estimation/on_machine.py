@@ -17,6 +17,7 @@ from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, MACHINES, MachineProfile, machine, read_machine
+from learn.estimation.notes import INFO, WARNING, Note
 
 if TYPE_CHECKING:
     from featurize.cudnn.signature import SearchSettings
@@ -200,7 +201,7 @@ def workspace_notes(
     *,
     cudnn_benchmark: bool,
     torch_version: str | None,
-) -> list[str]:
+) -> list[Note]:
     """Return the notes on a step's workspaces: who answered, for which cuDNN, and what that source does not know.
 
     Args:
@@ -211,13 +212,13 @@ def workspace_notes(
     from featurize.cudnn.releases import release_note, traced_release_note
     from featurize.cudnn.workspaces import workspaces_note
 
-    notes = [traced_release_note(torch_version)]
+    texts: list[tuple[str, str, str | None]] = [("torch-version", INFO, traced_release_note(torch_version))]
     if workspaces:
         chosen = search or _search_of_job(cudnn_benchmark)
-        notes.append(workspaces_note(workspaces))
-        notes.append(release_note(workspaces, torch_version=torch_version))
-        notes.append(unlike_distilled_note(workspaces, chosen))
-    return [note for note in notes if note is not None]
+        texts.append(("workspaces", INFO, workspaces_note(workspaces)))
+        texts.append(("cudnn-version", WARNING, release_note(workspaces, torch_version=torch_version)))
+        texts.append(("unlike-distilled", WARNING, unlike_distilled_note(workspaces, chosen)))
+    return [Note(code, severity, text) for code, severity, text in texts if text is not None]
 
 
 def _search_of_job(benchmark: bool) -> SearchSettings:

@@ -15,6 +15,7 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import parse_parallel
 from featurize.training_settings import Training, training_of
 from featurize.trial_config import sharing_problem
+from learn.estimation.notes import INFO, Note
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def values_of_ranks(
     job: Workload,
     device: DeviceSpec,
     talk: Communication | None,
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[Note]]:
     """Return the fields of `Estimate` that speak of ranks, and what was assumed of them; none of a job on one GPU."""
     parallel = job.parallel
     if parallel is None or talk is None:
@@ -175,8 +176,9 @@ def values_of_ranks(
     # A script's own wrappers say themselves what a micro-step sends.
     training = training_of(job.settings)
     training = training if job.recorded is None else replace(training, accumulation=1)
-    notes = _notes(parallel, device, traced.communication_mib, training)
-    return values, [*notes, *([] if part is None else _notes_of_stages(parallel, part))]
+    texts = _notes(parallel, device, traced.communication_mib, training)
+    texts += [] if part is None else _notes_of_stages(parallel, part)
+    return values, [Note("several-gpus", INFO, text) for text in texts]
 
 
 def _group(

@@ -17,6 +17,7 @@ from conf.plain_text import first_line
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.trial_config import TRAINING_FIELDS, TrialConfig
 from learn.estimation.known_runs import NONE, KnownRun
+from learn.estimation.notes import INFO, WARNING, Note
 
 if TYPE_CHECKING:
     import os
@@ -50,7 +51,7 @@ class OwnRuns:
     asked_for: bool
     remembered: dict[str, Sequence[MeasuredRow]] = field(default_factory=dict)
 
-    def of(self, config: TrialConfig, device: DeviceSpec) -> tuple[tuple[KnownRun, ...], list[str]]:
+    def of(self, config: TrialConfig, device: DeviceSpec) -> tuple[tuple[KnownRun, ...], list[Note]]:
         """Return a job's runs on a GPU model, and notes: those at its own batch size, else at the nearest smaller and
         the nearest larger one. The others would change nothing, and each is traced.
 
@@ -74,18 +75,20 @@ class OwnRuns:
         nearest = sorted({size for size in (smaller, larger) if size is not None})
         runs = tuple(KnownRun(batch_size=size, memory_mib=median(measured_mib[size])) for size in nearest)
         if not runs and self.asked_for:
-            return (), ["known=runs: the data folder has no run of this job that was measured on a GPU"]
+            text = "known=runs: the data folder has no run of this job that was measured on a GPU"
+            return (), [Note("no-known-run", WARNING, text)]
         return runs, []
 
-    def note(self, runs: Iterable[KnownRun]) -> str:
+    def note(self, runs: Iterable[KnownRun]) -> Note:
         """Return a note that names the runs which moved an estimate."""
         sizes = ", ".join(f"{run.batch_size:,}" for run in runs)
         leave_out = "" if self.asked_for else f"; known={NONE} leaves them out"
-        return f"memory: moved by what the data folder measured of this job, at a batch of {sizes}{leave_out}"
+        text = f"memory: moved by what the data folder measured of this job, at a batch of {sizes}{leave_out}"
+        return Note("moved-by-runs", INFO, text, ("memory",))
 
-    def left_out(self, error: CommandError) -> str:
+    def left_out(self, error: CommandError) -> Note:
         """Return a note that says why runs which nobody asked for move nothing."""
-        return f"the data folder's measured runs are left out: {first_line(error)}"
+        return Note("runs-left-out", WARNING, f"the data folder's measured runs are left out: {first_line(error)}")
 
     def _rows(self, config: TrialConfig) -> Sequence[MeasuredRow]:
         job = json.dumps({**config.to_mapping(), "batch_size": None}, sort_keys=True, default=str)

@@ -15,6 +15,7 @@ from featurize.row_config import UnreadableConfig, config_of_row, printable
 from featurize.trial import TrialConfig
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import loop_of_source
+from learn.estimation.notes import WARNING, Note
 from learn.targets import get_target
 
 
@@ -76,7 +77,7 @@ def agrees_by_construction(past: PastRun, done: Estimate, target: str) -> bool:
     )
 
 
-def known_to(past: PastRun, done: Estimate, data: Any) -> list[str]:
+def known_to(past: PastRun, done: Estimate, data: Any) -> list[Note]:
     """Return why agreeing with the run proves little: fitted models knew its label, or the trace made it."""
     from learn.artifacts import versions
 
@@ -86,8 +87,12 @@ def known_to(past: PastRun, done: Estimate, data: Any) -> list[str]:
         for artifact in versions(data, target) if version else ():
             if artifact.version == version and past.run_id in artifact.fitted_run_ids:
                 knew.append(target)
-    notes = [f"{', '.join(knew)}: the model has been fitted on this very run"] if knew else []
+    notes = []
+    if knew:
+        text = f"{', '.join(knew)}: the model has been fitted on this very run"
+        notes.append(Note("fitted-on-run", WARNING, text, tuple(knew)))
     made = [target for target in done.answered_by if agrees_by_construction(past, done, target)]
     if made:
-        notes.append(f"{', '.join(made)}: the trace also simulated this run, so they agree by construction")
+        text = f"{', '.join(made)}: the trace also simulated this run, so they agree by construction"
+        notes.append(Note("simulated-by-trace", WARNING, text, tuple(made)))
     return notes

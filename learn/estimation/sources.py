@@ -19,6 +19,8 @@ from featurize.version import is_current
 from learn.cases import Case
 from learn.estimation.loops import PIPELINE, loop_named, loops_of_sources
 from learn.estimation.memory_causes import COVERAGES, HELD_OUT
+from learn.estimation.notes import INFO, WARNING, Note
+from learn.estimators import LEVEL
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Gathered:
     values: dict[str, Any] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
     loops: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     searched: str = ""
     beyond_fit: bool = False
@@ -55,12 +57,14 @@ class Gathered:
         coverage: float,
         causes_mib: Mapping[str, float],
         least_card_mib: float | None = None,
+        held_out: Mapping[str, float] = {},
     ) -> None:
-        """Take a memory bound: its distribution, the causes' MiB at the coverage, and the smallest card that has room,
-        where that is less than the bound."""
+        """Take a memory bound: its distribution, the causes' MiB at the coverage, the smallest card that has room,
+        where that is less than the bound, and what share of held-out rows it held, where that was measured."""
         ascending = np.maximum.accumulate([quantiles_mib[p] for p in sorted(quantiles_mib)]).tolist()
         self.values["distribution"] = tuple(zip(sorted(quantiles_mib), ascending, strict=True))
         self.values |= {"upper_mib": quantiles_mib[coverage], "coverage": coverage, "uncertain": dict(causes_mib)}
+        self.values["bound_held_out"] = dict(held_out)
         self.values["least_card_mib"] = self.values["upper_mib"] if least_card_mib is None else least_card_mib
 
     def move(self, mib: float) -> None:
@@ -106,7 +110,7 @@ def ask_fitted(
     if estimator is not None and "memory" not in shipped:
         load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
     gathered.searched = str(folder.models)
-    notes = []
+    notes: list[Note] = []
     for target in TARGETS:
         own = None
         try:
@@ -114,7 +118,7 @@ def ask_fitted(
         except StaleArtifact as error:
             if estimator is not None:
                 raise
-            notes.append(str(error))
+            notes.append(Note("stale-model", WARNING, str(error)))
         artifact, note = _of_loop(target, own, shipped.get(target), loop)
         notes += note
         if artifact is None:
@@ -137,17 +141,23 @@ def ask_fitted(
             quantiles_mib = _quantiles(prediction, coverage)
             if quantiles_mib:
                 above_mib = quantiles_mib[coverage] - float(prediction.point[0])
-                gathered.bound(quantiles_mib, coverage, {HELD_OUT: above_mib})
+                held_out = artifact.bound_held_out() if coverage == LEVEL else {}
+                gathered.bound(quantiles_mib, coverage, {HELD_OUT: above_mib}, held_out=held_out)
             gathered.beyond_fit = default and isinstance(prediction, ScaledPrediction) and 0 in prediction.outside
-        notes += [f"{target}: {text}" for text in prediction.warnings]
-        notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
+        of_target = (target,)
+        notes += [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
+        notes += [
+            Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", of_target)
+            for text in prediction.unfamiliar.get(0, ())
+        ]
         of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
-        notes.append(f"{target}: fitted on {', '.join(sources)} rows{of_loop}")
+        notes.append(Note("fitted-rows", INFO, f"fitted on {', '.join(sources)} rows{of_loop}", of_target))
         if default and not is_current(artifact.meta["feature_version"]):
-            notes.append(
-                f"{target}: the model that comes with the project was fitted with features "
+            text = (
+                "the model that comes with the project was fitted with features "
                 f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
             )
+            notes.append(Note("stale-model", WARNING, text, of_target))
     gathered.notes += _merged(notes)
 
 
@@ -164,11 +174,11 @@ def _quantiles(prediction: Prediction, coverage: float) -> dict[float, float]:
 
 def _of_loop(
     target: str, own: Artifact | None, shipped: Artifact | None, loop: str | None
-) -> tuple[Artifact | None, list[str]]:
+) -> tuple[Artifact | None, list[Note]]:
     """Return the first of the two models that knows the loop, and which model was passed over for that."""
     if loop is None or target == "memory":
         return own or shipped, []
-    passed_over: list[str] = []
+    passed_over: list[Note] = []
     for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
         if artifact is None:
             continue
@@ -176,7 +186,10 @@ def _of_loop(
         if loop in known:
             return artifact, passed_over
         passed_over += [
-            f"{target}: {words} was fitted on the {name} loop only; pass loop={name} to use it" for name in known
+            Note(
+                "other-loop", INFO, f"{words} was fitted on the {name} loop only; pass loop={name} to use it", (target,)
+            )
+            for name in known
         ]
     return None, passed_over
 
@@ -212,7 +225,7 @@ def ask_method(gathered: Gathered, job: Workload, device: DeviceSpec, estimator:
         raise UsageError(f"estimator={estimator} has no answer: {by_method.reason}{advice}")
     gathered.values |= {"peak_memory_mib": by_method.mib, "breakdown": dict(by_method.parts)}
     gathered.by["memory"], gathered.loops["memory"] = estimator, loop_named(job.training_loop)
-    gathered.notes.append(known.warning)
+    gathered.notes.append(Note("estimator", WARNING, known.warning))
 
 
 def ask_stored(gathered: Gathered, case: Case, steps: StepStore) -> None:
@@ -226,13 +239,16 @@ def ask_stored(gathered: Gathered, case: Case, steps: StepStore) -> None:
         if column not in gathered.values:
             gathered.values[column], gathered.by[target] = features[_STORED[target]], "trace"
             gathered.loops[target] = loop_named(case.training_loop)
-    gathered.notes.append("figures of the trace are those stored in the data folder, since it cannot be repeated here")
+    text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
+    gathered.notes.append(Note("stored-trace", INFO, text))
 
 
-def _merged(notes: list[str]) -> list[str]:
-    """`smact: x`, `drama: x` as one `smact, drama: x`."""
-    by_text: dict[str, list[str]] = {}
+def _merged(notes: list[Note]) -> list[Note]:
+    """Return one note for those that say the same of several targets, whose names then begin its text."""
+    targets: dict[Note, list[str]] = {}
     for note in notes:
-        head, colon, text = note.partition(": ")
-        by_text.setdefault(text if colon and head in TARGETS else note, []).append(head if head in TARGETS else "")
-    return [f"{', '.join(heads)}: {text}" if all(heads) else text for text, heads in by_text.items()]
+        targets.setdefault(replace(note, targets=()), []).extend(note.targets)
+    return [
+        replace(note, text=f"{', '.join(names)}: {note.text}", targets=tuple(names)) if names else note
+        for note, names in targets.items()
+    ]

@@ -18,9 +18,9 @@ from conf.reports.blocks import (
     Facts,
     Fold,
     Group,
+    Heading,
     Lead,
     Legend,
-    Level,
     Note,
     Outcome,
     Page,
@@ -36,15 +36,17 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.render import render_page
+from conf.reports.render import render_for_notebook, render_page
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.training_settings import training_of
 from learn.estimation.answer_notes import times
-from learn.estimation.estimate_view import bound_name, figures, peak_text, rate
+from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import PIPELINE, legend
 from learn.estimation.module_tree import module_tree
+from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, most_important
+from learn.estimation.notes import Note as EstimateNote
 from learn.estimation.step_chart import COLOURS, timeline_svg
 from learn.estimation.time_chart import GROUPS, time_parts, time_svg, time_text
 from warehouse.folder import DataFolder
@@ -98,6 +100,29 @@ def step_page(
     )
 
 
+def estimate_html(done: Estimate) -> str:
+    """Return an estimate for a notebook: its figures, what its peak consists of, at most three notes."""
+    breakdown, shown = _breakdown(done), most_important(done.notes)
+    more = len(done.notes) - len(shown)
+    return render_for_notebook(
+        Lead(f"Estimate of a training job on {done.device}"),
+        Facts(_answers(done)),
+        *(() if breakdown is None else (Heading(breakdown.title), *breakdown.blocks)),
+        *map(_note, shown),
+        *((Lead(f"{count_of(more, 'more note')} in ", Code(".notes")),) if more else ()),
+    )
+
+
+def _answers(done: Estimate) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        (
+            name, text(value), basis_of(done, target),
+            coverage_text(done) if target == "bound" else done.answered_by.get(target, ""),
+        )
+        for name, value, text, target in figures(done)
+    )  # fmt: skip
+
+
 def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
     fits = done.fits(device.memory_mib)
     return Outcome(
@@ -110,13 +135,15 @@ def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
 def _tiles(job: Workload, device: DeviceSpec, done: Estimate) -> Tiles:
     used = done.peak_memory_mib / device.memory_mib
     share = f"{used:,.0%} of the card" if used >= 0.01 else "less than 1% of the card"
-    tiles = [Tile("peak memory", f"{done.peak_memory_mib:,.0f} MiB", share)]
+    tiles = [Tile(_named(done, "peak memory", "memory"), f"{done.peak_memory_mib:,.0f} MiB", share)]
     if done.upper_mib is not None:
-        tiles.append(
-            Tile(bound_name(done), f"{done.upper_mib:,.0f} MiB", f"{100 * done.coverage:g} of 100 jobs stay below")
-        )
+        tiles.append(Tile(bound_name(done), f"{done.upper_mib:,.0f} MiB", coverage_text(done)))
     if done.step_time_ms is not None:
-        tiles.append(Tile("step time", f"{done.step_time_ms:,.1f} ms", f"SM activity {done.smact:.0%}"))
+        tiles.append(
+            Tile(
+                _named(done, "step time", "step_time"), f"{done.step_time_ms:,.1f} ms", f"SM activity {done.smact:.0%}"
+            )
+        )
     if done.samples_per_s is not None:
         tokens = "of one GPU" if done.tokens_per_s is None else f"{rate(done.tokens_per_s)} tokens/s"
         tiles.append(Tile("samples a second", rate(done.samples_per_s), tokens))
@@ -127,10 +154,17 @@ def _tiles(job: Workload, device: DeviceSpec, done: Estimate) -> Tiles:
             by_power if done.mfu is None else Tile("model FLOPs", f"{done.mfu:.1%} of peak", f"{joule} a step")
         )
     if done.drama is not None:
-        tiles.append(Tile("DRAM activity", f"{done.drama:.0%}", f"SM occupancy {done.smocc:.0%}"))
+        tiles.append(
+            Tile(_named(done, "DRAM activity", "drama"), f"{done.drama:.0%}", f"SM occupancy {done.smocc:.0%}")
+        )
     if done.parameters is not None:
         tiles.append(Tile("parameters", _short(done.parameters), f"batch of {job.batch_size:,}"))
     return Tiles(tuple(tiles))
+
+
+def _named(done: Estimate, name: str, target: str) -> str:
+    basis = basis_of(done, target)
+    return f"{name} ({basis})" if basis else name
 
 
 def _short(count: int) -> str:
@@ -142,16 +176,15 @@ def _short(count: int) -> str:
 
 def _notes(done: Estimate) -> list[Block]:
     """Show notes on running out of memory, and fold the others: the chart comes first."""
-    urgent = [text for text in done.warnings if text.startswith(("out of memory", "it may run out of memory"))]
-    others = [text for text in done.warnings if text not in urgent]
-    notes: list[Block] = [Note(text, _level(text)) for text in urgent]
+    others = [note for note in done.notes if note.severity != PROBLEM]
+    notes: list[Block] = [_note(note) for note in done.notes if note.severity == PROBLEM]
     if others:
-        notes.append(Fold(f"{count_of(len(others), 'note')} on this estimate", tuple(map(Note, others))))
+        notes.append(Fold(f"{count_of(len(others), 'note')} on this estimate", tuple(map(_note, others))))
     return notes
 
 
-def _level(text: str) -> Level:
-    return "bad" if text.startswith("out") else "look"
+def _note(note: EstimateNote) -> Note:
+    return Note(note.text, "bad" if note.code == OUT_OF_MEMORY else "look")
 
 
 def _timeline(device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section:
@@ -319,12 +352,8 @@ def _facts(job: Workload, device: DeviceSpec, done: Estimate, allocator: Allocat
         "multiprocessors": str(device.sm_count),
         "machine": done.machine or MISSING,
     }
-    answers = tuple(
-        (name, text(value), done.loops.get(target, ""), done.answered_by.get(target, ""))
-        for name, value, text, target in figures(done)
-    )
     estimate = (
-        Facts(answers),
+        Facts(_answers(done)),
         Lead(legend(done.loops.values())),
         Lead(f"by {done.estimator}, in {done.seconds:.2f} s"),
     )

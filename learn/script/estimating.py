@@ -30,6 +30,7 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
+from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.on_machine import machine_for, require_workspaces
 from learn.estimation.on_ranks import parallel_job
 from learn.estimators import LEVEL
@@ -147,7 +148,7 @@ def estimate_script(
     )  # fmt: skip
     done, traced = question.answered(spec, timeline=page is not None)
     notes = tuple(_notes(record))
-    done = replace(done, warnings=(*notes, *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9)
+    done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
         write_step_report(page, job, spec, done, traced, allocator)
     return done
@@ -301,13 +302,14 @@ def _settings(chosen: Mapping[str, str | bool | int | float]) -> ScriptSettings:
     )
 
 
-def _notes(record: ScriptRecord) -> Iterator[str]:
+def _notes(record: ScriptRecord) -> Iterator[Note]:
     settings = record.settings
     micro = f", {record.backwards} backward passes in a step" if record.backwards > 1 else ""
-    yield (
+    text = (
         f"the script trains with {settings.get('optimizer')}, {settings.get('precision')}, "
         f"{record.batch_size} samples in a forward pass{micro}"
     )
+    yield Note("script-settings", INFO, text)
     if more := [f"{name}={settings[name]}" for name in _ALSO_NOTED if name in settings]:
-        yield f"the script also chooses {', '.join(more)}"
-    yield from record.notes
+        yield Note("script-settings", INFO, f"the script also chooses {', '.join(more)}")
+    yield from (Note("script", WARNING, text) for text in record.notes)

@@ -1,0 +1,178 @@
+"""How an estimate is shown: `print`, a notebook, the command line and JSON, with its notes and their codes."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from learn_rows import make_configs, write_runs
+from torch import nn
+
+from conf import cli
+from featurize.families import mlp
+from learn import Estimate, FitSettings, Note, estimate, estimate_many, fit
+from learn.artifacts import default_artifact
+
+CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
+MAPPING = "config={family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(64 * 28**2, 10))
+
+
+@pytest.fixture(scope="module")
+def done():
+    return estimate(net, (64, 3, 32, 32))
+
+
+def run(*argv):
+    from learn.commands.estimate import entry
+
+    return cli.run("estimate", entry, list(argv))
+
+
+def with_notes(done, *severities):
+    notes = [Note(f"code-{at}", severity, f"text {at} ({severity})") for at, severity in enumerate(severities)]
+    return replace(done, notes=tuple(notes))
+
+
+def test_print_shows_the_figures_the_bound_and_what_they_rest_on(done):
+    text = str(done)
+    assert len(text.splitlines()) < 15 and len(text) < 1200
+    for name in ("peak memory", "SM activity", "SM occupancy", "DRAM activity", "step time", "99 % bound"):
+        assert name in text
+    assert f"{done.peak_memory_mib:,.0f} MiB (machine current)" in text
+    assert f"{done.step_time_ms:,.3f} ms (loop resident)" in text and "(loop pipeline)" in text
+    assert "trace" in text and "hybrid (default)" in text
+    assert "Estimate(" in repr(done)
+
+
+def test_at_most_three_warnings_are_shown_the_most_important_first(done, capsys):
+    many = with_notes(done, "info", "warning", "warning", "problem", "info", "warning")
+    shown = [line for line in str(many).splitlines() if "text " in line]
+    assert [re.search(r"text (\d)", line)[1] for line in shown] == ["3", "1", "2"]
+    assert "3 more" in str(many) and ".notes" in str(many)
+    quiet = with_notes(done, "info")
+    assert "text 0" not in str(quiet) and "1 more" in str(quiet)
+    assert "more" not in str(with_notes(done))
+    assert many.warnings == tuple(note.text for note in many.notes)
+
+
+def test_a_note_has_a_code_and_cannot_be_changed(done):
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", note.code) for note in done.notes)
+    assert {note.severity for note in done.notes} <= {"problem", "warning", "info"}
+    with pytest.raises(FrozenInstanceError):
+        done.notes[0].code = "other"
+    too_large = estimate(net, (40_000, 3, 32, 32), estimator="trace")
+    assert too_large.notes[0].code == "out-of-memory" and too_large.notes[0].severity == "problem"
+    assert "out-of-memory" not in {note.code for note in done.notes}
+
+
+def test_notes_survive_json(done):
+    mapping = json.loads(json.dumps(done.to_mapping()))
+    assert mapping["warnings"] == list(done.warnings)
+    assert mapping["notes"][0].keys() >= {"code", "severity", "text"}
+    assert Estimate.from_mapping(mapping) == done
+    of_older_service = {name: value for name, value in mapping.items() if name not in ("notes", "bound_held_out")}
+    assert Estimate.from_mapping(of_older_service).warnings == done.warnings
+
+
+def test_a_notebook_shows_the_breakdown_as_a_bar_without_script(done):
+    page = replace(
+        done, breakdown={"<script>alert(1)</script>": 100.0, "context": 50.0}, notes=(Note("c", "warning", "<b>x"),)
+    )._repr_html_()
+    assert "<script" not in page and "&lt;script&gt;" in page and "&lt;b&gt;x" in page
+    assert 'class="stack tall"' in page and "width:66.667%" in page
+    assert "src=" not in page and "href=" not in page and "99 % bound" in page
+    assert "@scope (.gpufarm-blocks)" in page and ":root" not in page  # a notebook's own page keeps its style
+
+
+@pytest.mark.parametrize("show", [str, lambda done: done._repr_html_()])
+def test_the_bound_says_what_held_on_held_out_rows(done, show):
+    assert done.bound_held_out == {}, "the bound is by causes"
+    assert "not checked on held-out rows" in show(done)
+    checked = replace(done, bound_held_out={"share": 0.9806, "rows": 1806})
+    assert "98.1 % held on 1,806 held-out rows" in show(checked)
+
+
+def test_the_model_that_comes_along_says_how_often_its_bound_held(capsys):
+    assert default_artifact("memory").meta["rows"]["test"] == 1806
+    by_model = estimate(CONFIG)
+    assert by_model.bound_held_out == {"share": pytest.approx(1771 / 1806), "rows": 1806}
+    assert estimate(CONFIG, coverage=0.9).bound_held_out == {}, "measured at 99 % only"
+    assert estimate(CONFIG, estimator="trace").bound_held_out == {}
+    known = [{"batch_size": 256, "memory_mib": by_model.peak_memory_mib}]
+    assert estimate(CONFIG, known=known).bound_held_out == {}, "the bound is another"
+    capsys.readouterr()
+    assert run(MAPPING) == 0
+    assert "98.1 % held on" in capsys.readouterr().out
+
+
+def test_an_own_fit_says_how_often_its_bound_held(tmp_path):
+    write_runs(tmp_path, make_configs(60, families=("mlp",)))
+    meta = fit(FitSettings(target="memory", estimator="lightgbm", bin_gb=1, data=str(tmp_path))).meta
+    answer = estimate(CONFIG, estimator="lightgbm", data=tmp_path)
+    assert answer.bound_held_out == {"share": meta["metrics"]["coverage"]["test"], "rows": meta["rows"]["test"]}
+    assert "(machine" not in str(answer).splitlines()[1], "its rows' own machine"
+
+
+def test_the_command_prints_three_notes_and_all_where_asked(capsys):
+    assert run(MAPPING, "machine=eager") == 0
+    text = capsys.readouterr().out
+    assert text.count("\nnote: ") <= 3 and "notes=all shows" in text and "machine eager" in text
+    assert "loop resident" in text
+    assert run(MAPPING, "notes=all") == 0
+    everything = capsys.readouterr().out
+    assert everything.count("\nnote: ") > text.count("\nnote: ") and "notes=all" not in everything
+    assert run(MAPPING, "format=json") == 0
+    mapping = json.loads(capsys.readouterr().out)
+    assert len(mapping["notes"]) == len(mapping["warnings"]) == everything.count("\nnote: ")
+    assert run(MAPPING, "notes=some") == 2
+    assert "notes" in capsys.readouterr().err
+
+
+def test_many_configurations_show_a_bar_on_a_terminal_alone(capsys):
+    jobs = [replace(CONFIG, batch_size=8 * n) for n in range(1, 3)]
+    assert len(estimate_many(jobs, estimator="trace")) == 2
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+    program = (
+        "from featurize.families import mlp; from learn import estimate_many; import learn.estimation.estimating as e\n"
+        "e.MANY = 2\n"
+        "jobs = [mlp.Config(batch_size=8 * n, input_size=64, classes=10, depth=2) for n in (1, 2)]\n"
+        "print(len(estimate_many(jobs)))"
+    )
+    terminal, child = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", program], stderr=child, stdout=subprocess.PIPE) as process:
+        os.close(child)
+        shown = b"".join(iter(lambda: read_terminal(terminal), b"")).decode()
+        assert process.stdout.read() == b"2\n"
+    os.close(terminal)
+    assert "2/2" in shown and 'method="fast"' in shown
+
+
+def read_terminal(terminal):
+    """Return what was written since; nothing once the other end is closed."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # EIO, on Linux
+        return b""
+
+
+def test_libraries_do_not_warn_of_their_own_parts_before_an_answer(tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "import logging, torch\n"
+        "from torch.utils._pytree import log\n"
+        "logging.getLogger('torchao').warning('Failed to load a kernel')\n"
+        "log.warning('an Enum is deprecated')\n"
+        "logging.getLogger('nets').warning('of my own')\n"
+        "def net():\n    logging.getLogger('torchao').warning('and more')\n    return torch.nn.Linear(8, 8)\n"
+    )
+    command = [sys.executable, "-m", "learn.estimate", "model=nets:net", "input=[4,8]", "format=json"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ended.stderr == "of my own\n"
