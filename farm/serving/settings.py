@@ -29,6 +29,9 @@ class LimitSettings:
     rows: int = key(10_000, "rows of a query in the explorer", "int >= 1")
     download_rows: int = key(1_000_000, "rows of a download from the explorer", "int >= 1")
     query_s: float = key(8.0, "a query in the explorer may take", "number > 0")
+    query_gib: float = key(1.0, "memory that a query in the explorer may take", "number > 0")
+    answer_mib: int = key(16, "of a query's rows in the explorer", "int >= 1")
+    download_mib: int = key(128, "of a download from the explorer", "int >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
