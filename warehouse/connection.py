@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,13 +38,26 @@ _NOWHERE = Path("/nonexistent")
 _MEMORY = Path("/dev/shm")  # where the copy of the views goes if the temporary folder is full
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a connection may take of a machine that others use as well; it spills nothing to disk."""
+
+    memory_bytes: int
+    threads: int
+
+
 def connect(
-    data: str | os.PathLike[str] | DataFolder | None = None, *, snapshot: str | None = None
+    data: str | os.PathLike[str] | DataFolder | None = None,
+    *,
+    snapshot: str | None = None,
+    share: Share | None = None,
+    views_file: bytes | None = None,
 ) -> WarehouseConnection:
     """Open the warehouse's views read-only; any number of readers may, also while the farm writes.
 
     `snapshot` names one of the folder's snapshots (`warehouse.snapshot`), whose rows never change. Raises `UsageError`
-    naming each snapshot file that has changed.
+    naming each snapshot file that has changed. `share` bounds what queries take; without it they take the machine.
+    `views_file` is what `make_views_file()` returned in another process, for one that has no time to make it.
 
     The result behaves as a DuckDB connection. It reads the folder's Parquet files that count and nothing else: INSERT,
     CREATE, ATTACH of a file, SET and COPY to anywhere fail in DuckDB itself, and so does `relation.write_parquet`. (A
@@ -64,19 +78,30 @@ def connect(
         views.refresh(folder)
     lock = _reader_lock(folder)
     try:
-        files, spill = FolderFiles(folder), _spill_folder()
-        return WarehouseConnection.opened(lambda: _opened_views(files, spill), files, lock, spill)
+        files, spill = FolderFiles(folder), None if share else _spill_folder()
+        content = views_file or make_views_file()
+        return WarehouseConnection.opened(lambda: _opened_views(content, files, spill, share), files, lock, spill)
     except BaseException:
         if lock is not None:
             os.close(lock)
         raise
 
 
-def _opened_views(files: FolderFiles, spill: Path) -> duckdb.DuckDBPyConnection:
+def make_views_file() -> bytes:
+    """Return a DuckDB file of the views over `gpufarm://`, which is the same for every folder."""
+    return _views_file(tuple(views.reading_statements()))
+
+
+def _opened_views(
+    content: bytes, files: FolderFiles, spill: Path | None, share: Share | None
+) -> duckdb.DuckDBPyConnection:
     """Open the views over `files` and nothing else."""
-    connection = _open_copy(_views_file(tuple(views.reading_statements())))
+    connection = _open_copy(content)
     try:
         connection.register_filesystem(files)
+        if share is not None:
+            connection.execute(f"SET memory_limit = '{share.memory_bytes} B'")
+            connection.execute(f"SET threads = {share.threads}")
         _confine(connection, spill)
     except BaseException:
         connection.close()
@@ -86,7 +111,6 @@ def _opened_views(files: FolderFiles, spill: Path) -> duckdb.DuckDBPyConnection:
 
 @functools.lru_cache(1)
 def _views_file(statements: tuple[str, ...]) -> bytes:
-    """Return a DuckDB file of the views over `gpufarm://`, which is the same for every folder."""
     from warehouse.folder_files import FolderFiles
 
     with tempfile.TemporaryDirectory(prefix="gpufarm-", dir=_scratch()) as building:
@@ -126,11 +150,12 @@ def _spill_folder() -> Path:
     return spill
 
 
-def _confine(connection: duckdb.DuckDBPyConnection, spill: Path) -> None:
+def _confine(connection: duckdb.DuckDBPyConnection, spill: Path | None) -> None:
     """Close the connection's access to all files but `gpufarm://`, and lock this configuration."""
     from warehouse.folder_files import SCHEME
 
-    connection.execute(f"SET temp_directory = {sql_text(str(spill))}")
+    connection.execute(f"SET temp_directory = {sql_text(str(spill or ''))}")
+    connection.execute("SET secret_directory = ''")
     # A name is one of the warehouse or a registered one, never a variable of whatever Python code calls; and what a
     # query has read of a file is not kept for the next, which may find another file of that name.
     for name in ("python_enable_replacements", "enable_external_file_cache", "autoload_known_extensions"):

@@ -6,6 +6,7 @@ Start reading at `card`; everything follows from the rows.
 from __future__ import annotations
 
 import datetime
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from conf.reports.page_text import clean_text
 from warehouse.columns import described
 from warehouse.schema import METRICS, RUN_SCHEMA, SCHEMA_VERSION, STATUSES
 
@@ -21,12 +23,36 @@ _ENVIRONMENT = (
     "device_name", "driver_version", "torch_version", "cuda_version", "cudnn_version", "python_version",
     "allocator_settings", "farm_version",
 )  # fmt: skip
+# How a run's figures came about: in a sentence, and in a paragraph of the section that says it in full.
 _LEVELS = {
     "measured": "measured on real GPUs",
-    "cpu": "measured on CPUs: their memory is the process's on the host, and there is no GPU activity",
-    "simulated": "modelled, **not measured**",
+    "cpu": "measured on CPUs",
+    "simulated": "simulated: modelled, not measured",
     "imported": "other people's measurements",
 }
+_MADE = {
+    "measured": """
+Each run measured on a GPU trained one sampled configuration in fresh processes, on a GPU of its own or, on several, one
+for each rank; runs with a `group_id` shared theirs. Warm-up lasts until memory and step time are steady, then comes the
+window (`window_kind`) in which the labels are taken. One step copies a batch to the device and runs forward, loss,
+backward and optimizer. Labels are means over the window's time, zeros included; `peak_memory_mib` is what the driver
+charges the process at its peak.
+""",
+    "cpu": """
+Each run measured on a CPU trained in the same way on the host. `peak_memory_mib` is the process's memory there, and
+there is no GPU activity.
+""",
+    "simulated": """
+No GPU ran a simulated run. One training step was traced without a device; memory is what a simulated allocator holds,
+and utilization, power and times come from a model of the GPU that `device_name` names. Windows and telemetry are in
+virtual time.
+""",
+    "imported": """
+Imported runs are other people's; `origin` holds what they published. How they were measured is theirs to say.
+""",
+}
+
+_MARKDOWN = re.compile(r"[\\`*\[\]~]")
 
 _HEAD = """# Measured runs
 
@@ -46,16 +72,11 @@ _NOTHING = """
 runs of every family and adds them.
 """
 
-_MADE = """
-## How they were made
-
-Each run trained one sampled configuration in a fresh process on a GPU of its own: warm-up until memory and step time
-are steady, then the window (`window_kind`) in which the labels were taken. One step copies a batch to the device and
-runs forward, loss, backward and optimizer. Labels are means over the window's time, zeros included; `peak_memory_mib`
-is what the driver charges the process at its peak. What was not measured is NULL; `telemetry_missing` says why. A run
-that ran out of memory is a label that says "at least this much": at least `device_memory_mib`, or the share of it in
-`memory_fraction`, where the card played a smaller one: the allocator alone is held to the share, context and libraries
-lie outside it. `quality` says whether a run's labels can be relied on.
+_OF_ALL = """
+What is not known is NULL; `telemetry_missing` says why. A run that ran out of memory is a label that says "at least
+this much": at least `device_memory_mib`, or the share of it in `memory_fraction`, where the card played a smaller one:
+the allocator alone is held to the share, context and libraries lie outside it. `quality` says whether a run's labels
+can be relied on.
 """
 
 _THINNED = """
@@ -101,18 +122,25 @@ SECTION_COLUMNS = (
 def sections(rows: Sequence[Mapping[str, Any]], hz: float | None = 10) -> list[str]:
     """Return the card's sections on how the rows were measured, and how many there are of each kind."""
     thinned = "" if hz is None else _THINNED.format(hz=hz)
-    own = any(row["source"] != "imported" for row in rows)
-    made = [_kinds(rows), _MADE if own else "", thinned, _SCRUBBED]
-    return [*made, _environments(rows), _windows(rows), _counts(rows), _special(rows)]
+    kinds = "".join(f"\n{sentence}." for sentence in levels(rows)) + "\n"
+    levels_there = set(map(_level, rows))
+    made = [kinds, "\n## How they were made\n", *(text for level, text in _MADE.items() if level in levels_there)]
+    tables = [_environments(rows), _windows(rows), _counts(rows), _special(rows)]
+    return [*made, _OF_ALL, thinned, _SCRUBBED, *tables]
+
+
+def levels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how many rows came about in which way, as `6 runs are measured on real GPUs`."""
+    counts = Counter(map(_level, rows))
+    return [
+        f"{count:,} {'run is' if count == 1 else 'runs are'} {_LEVELS[level]}"
+        for level in _LEVELS
+        if (count := counts[level])
+    ]
 
 
 def _level(row: Mapping[str, Any]) -> str:
     return "cpu" if row["source"] == "measured" and row["device_uuid"] is None else row["source"]
-
-
-def _kinds(rows: Sequence[Mapping[str, Any]]) -> str:
-    counts = Counter(map(_level, rows))
-    return "\n" + "\n".join(f"{count:,} runs are {_LEVELS[kind]}." for kind, count in sorted(counts.items())) + "\n"
 
 
 def _environments(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -154,7 +182,7 @@ def _windows(rows: Sequence[Mapping[str, Any]]) -> str:
 def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
     statuses_by_group: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for row in rows:
-        statuses_by_group[row["family"], _said(row["device_name"])][row["status"]] += 1
+        statuses_by_group[_said(row["family"]), _said(row["device_name"])][row["status"]] += 1
     lines = [
         (family, device, *(f"{counts[status]:,}" for status in STATUSES), f"{counts.total():,}")
         for (family, device), counts in sorted(statuses_by_group.items())
@@ -227,7 +255,7 @@ def _kernel_columns(kernels: pa.Table) -> str:
     """Return nothing for a data set without kernels."""
     if not kernels.num_rows:
         return ""
-    timings = Counter(kernels.column("timing").to_pylist())
+    timings = Counter(_said(name) for name in kernels.column("timing").to_pylist())
     operators = len(pc.unique(kernels.column("operator")))
     text = (
         f"\n## Columns of kernels\n\n{kernels.num_rows:,} rows of {operators:,} operators, by how they were timed: "
@@ -265,9 +293,16 @@ def _column_table(table: str, rows: pa.Table) -> str:
 
 
 def _said(value: Any) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain_markdown(str(value))
+
+
+def plain_markdown(text: str) -> str:
+    """Return a row's text as one line of Markdown that shows it: no HTML, link, picture or emphasis of its own."""
+    one_line = " ".join(clean_text(text).split())
+    return _MARKDOWN.sub(r"\\\g<0>", one_line).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def markdown_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table. Cells are Markdown; texts of rows go through `plain_markdown` before."""
     rows = [heads, ["---"] * len(heads), *lines]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"

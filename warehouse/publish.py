@@ -35,7 +35,7 @@ from warehouse.columns import JOBS, TABLES, described
 from warehouse.connection import connect
 from warehouse.croissant import croissant
 from warehouse.dataset import narrow, writing
-from warehouse.dataset_card import SECTION_COLUMNS, markdown_table, sections
+from warehouse.dataset_card import SECTION_COLUMNS, levels, markdown_table, plain_markdown, sections
 from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.explorer.static_pages import FIRST_PAGE, FOLDER, write_pages
@@ -185,10 +185,10 @@ def _published(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings
             (path.relative_to(building).as_posix(), path.stat().st_size, sha256_of(path))
             for path in sorted(building.rglob("*.parquet"))
         ]
-        about = _about(settings, snapshot, report)
-        card = _card(
-            building, settings, snapshot, report, about, tables, [scrubbed(finding.line()) for finding in findings]
-        )
+        runs = _section_rows(building)
+        about = _about(settings, snapshot, report, runs)
+        lines = [plain_markdown(scrubbed(finding.line())) for finding in findings]
+        card = _card(runs, settings, snapshot, report, about, tables, lines)
         (building / CARD).write_text(card, encoding="utf-8")
         metadata = json.dumps(croissant(about, tables, files), indent=1, ensure_ascii=False)
         (building / METADATA).write_text(metadata + "\n", encoding="utf-8")
@@ -377,14 +377,27 @@ def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=pa.schema([f for f in JOB_SCHEMA if f.name in JOBS]))
 
 
-def _about(settings: PublishSettings, snapshot: Snapshot, report: PublishReport) -> dict[str, Any]:
+def _section_rows(root: Path) -> list[dict[str, Any]]:
+    """Return what the card's sections read of the published runs."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted((root / "runs").glob("*.parquet")):
+        file = pq.ParquetFile(path)
+        there = [name for name in SECTION_COLUMNS if name in file.schema_arrow.names]
+        missing = dict.fromkeys(set(SECTION_COLUMNS) - set(there))
+        rows += [missing | row for row in file.read(columns=there).to_pylist()]
+    return rows
+
+
+def _about(
+    settings: PublishSettings, snapshot: Snapshot, report: PublishReport, runs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     rows = f"{report.rows['runs']:,} training runs and {report.rows['telemetry']:,} telemetry readings"
     rows += f" and {report.rows['kernels']:,} kernels" * (report.rows["kernels"] > 0)
     rows += f" and {report.rows['collocations']:,} members of groups" * (report.rows["collocations"] > 0)
     return {
         "name": settings.name or settings.root.name,
         "description": settings.description
-        or f"GPU memory and utilization of deep-learning training steps: {rows} ({', '.join(settings.sources)}).",
+        or f"GPU memory and utilization of deep-learning training steps: {rows}. {'; '.join(levels(runs))}.",
         "licence": settings.licence,
         "published": settings.published or f"{snapshot.taken_at:%Y-%m-%d}",
         **{name: getattr(settings, name) for name in _TOLD},
@@ -392,22 +405,16 @@ def _about(settings: PublishSettings, snapshot: Snapshot, report: PublishReport)
 
 
 def _card(
-    root: Path, settings: PublishSettings, snapshot: Snapshot, report: PublishReport, about: Mapping[str, Any],
-    tables: Mapping[str, pa.Schema], findings: Sequence[str],
+    runs: Sequence[Mapping[str, Any]], settings: PublishSettings, snapshot: Snapshot, report: PublishReport,
+    about: Mapping[str, Any], tables: Mapping[str, pa.Schema], findings: Sequence[str],
 ) -> str:  # fmt: skip
-    rows: list[dict[str, Any]] = []
-    for path in sorted((root / "runs").glob("*.parquet")):
-        file = pq.ParquetFile(path)
-        there = [name for name in SECTION_COLUMNS if name in file.schema_arrow.names]
-        missing = dict.fromkeys(set(SECTION_COLUMNS) - set(there))
-        rows += [missing | row for row in file.read(columns=there).to_pylist()]
     parts = [
         f"# {about['name']}\n\n{about['description']}\n\nSnapshot {snapshot.name}, taken "
         f"{snapshot.taken_at:%Y-%m-%d %H:%M} UTC. `{EXAMPLE}` shows how to load it; `{METADATA}` describes it in "
         "Croissant, which many libraries and data hubs read.\n\n"
     ]
     counts = [(f"`{table}/`", f"{report.rows[table]:,}") for table in tables]
-    parts += [markdown_table(("table", "rows"), counts), *sections(rows, settings.hz), "\n## Left out\n\n"]
+    parts += [markdown_table(("table", "rows"), counts), *sections(runs, settings.hz), "\n## Left out\n\n"]
     parts += [f"- {line}\n" for line in report.left_out_lines()] or ["Nothing.\n"]
     parts.append(
         "\n## Checks\n\nSchema, ranges, duplicates and combinations that cannot be. Rows are kept as they are.\n\n"

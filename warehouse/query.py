@@ -257,7 +257,7 @@ def _write_json(relation: WarehouseRelation, file: TextIO, settings: QuerySettin
 
 
 def _write_parquet(relation: WarehouseRelation, file: BinaryIO) -> None:
-    reader = _reader(relation)
+    reader = arrow_batches(relation, _BATCH_ROWS)
     with pq.ParquetWriter(file, reader.schema, **COMPRESSION) as writer:
         for batch in reader:
             writer.write_batch(batch)
@@ -269,16 +269,16 @@ _TEXT_FORMATS: dict[str, Callable[[WarehouseRelation, TextIO, QuerySettings], No
 FORMATS = (*_TEXT_FORMATS, "parquet")
 
 
-def _reader(relation: WarehouseRelation) -> pa.RecordBatchReader:
-    """Return the answer in batches; DuckDB 2.0 renamed the method."""
+def arrow_batches(relation: WarehouseRelation, rows: int) -> pa.RecordBatchReader:
+    """Return the answer in batches of so many rows; DuckDB 2.0 renamed the method."""
     start = "to_arrow_reader" if hasattr(relation, "to_arrow_reader") else "fetch_arrow_reader"
-    reader: pa.RecordBatchReader = getattr(relation, start)(_BATCH_ROWS)
+    reader: pa.RecordBatchReader = getattr(relation, start)(rows)
     return reader
 
 
 def _rows(relation: WarehouseRelation) -> Iterator[tuple[Any, ...]]:
     # By way of Arrow, which needs no further package for timestamps with a zone.
-    for batch in _reader(relation):
+    for batch in arrow_batches(relation, _BATCH_ROWS):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 

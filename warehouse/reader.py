@@ -53,7 +53,7 @@ class _Opened:
     """State shared by a connection and its cursors: the folder's files, and the lock against deletion by compaction."""
 
     def __init__(
-        self, files: FolderFiles, lock: int | None, spill: Path, renew: Callable[[], duckdb.DuckDBPyConnection]
+        self, files: FolderFiles, lock: int | None, spill: Path | None, renew: Callable[[], duckdb.DuckDBPyConnection]
     ) -> None:
         self.files = files
         self.renew = renew
@@ -72,8 +72,8 @@ class _Opened:
             self.close()
 
 
-def _removed(spill: Path, pid: int) -> None:
-    if os.getpid() == pid:  # not in a child, which inherits the object
+def _removed(spill: Path | None, pid: int) -> None:
+    if spill is not None and os.getpid() == pid:  # not in a child, which inherits the object
         shutil.rmtree(spill, ignore_errors=True)
 
 
@@ -188,7 +188,7 @@ class WarehouseConnection(_Planned):
 
     @classmethod
     def opened(
-        cls, renew: Callable[[], duckdb.DuckDBPyConnection], files: FolderFiles, lock: int | None, spill: Path
+        cls, renew: Callable[[], duckdb.DuckDBPyConnection], files: FolderFiles, lock: int | None, spill: Path | None
     ) -> Self:
         """Open a connection that reads `files`; the descriptor `lock` and the folder `spill` go with it.
 

@@ -11,18 +11,22 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
+import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
+from warehouse.connection import connect
 from warehouse.explorer.devices import BOUND, device_page, devices_page
 from warehouse.explorer.filters import Filters
+from warehouse.explorer.limited_query import CSV, PAGE, PARQUET, QueryLimits, run_limited
 from warehouse.explorer.listings import LISTINGS, ListedTable
 from warehouse.explorer.nights import night_report, nights_page
 from warehouse.explorer.pages import list_page, overview, require_run_id, run_page
-from warehouse.explorer.reading import ExplorerReader, TooLong
+from warehouse.explorer.reading import ExplorerReader, QueryRows, TooLong
 from warehouse.explorer.render import POLICY, rendered
 from warehouse.folder import DataFolder
 
@@ -34,9 +38,17 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
 
 _READERS = 4  # pages at the same time; others wait
+_QUERIES = 2  # of users at the same time, each in a process of its own; pages do not wait for them
 _FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
 _LONGEST_SQL = 20_000
 _BESIDE = ("peak_memory_mib", "smact", "smocc", "drama", "step_time_ms")
+_WRITERS: dict[str, tuple[str, Callable[[pa.Table, io.BytesIO], None]]] = {
+    CSV: ("text/csv; charset=utf-8", pyarrow.csv.write_csv),
+    PARQUET: (
+        "application/vnd.apache.parquet",
+        lambda table, to: pyarrow.parquet.write_table(table, to, compression="zstd"),
+    ),
+}
 Page = Callable[[ExplorerReader], Response]
 
 
@@ -46,19 +58,43 @@ class ExplorerPages:
     def __init__(self, folder: DataFolder, limits: LimitSettings, fast: FastEstimates, scrubber: Scrubber) -> None:
         self._folder, self._limits, self._fast, self._scrubber = folder, limits, fast, scrubber
         self._threads = ThreadPoolExecutor(_READERS, "pages")
+        self._queries = ThreadPoolExecutor(_QUERIES, "queries")
+        self._page_limits = self._query_limits(limits.rows, limits.answer_mib)
+        self._file_limits = self._query_limits(limits.download_rows, limits.download_mib)
+
+    def _query_limits(self, rows: int, mib: int) -> QueryLimits:
+        return QueryLimits(self._limits.query_s, int(self._limits.query_gib * 2**30), rows, mib * 2**20)
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._queries):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, page: Page) -> Response:
         """Return the page, or one that says what is wrong."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._answered, page)
+        return await self._in(self._threads, lambda: self._read(page))
 
-    def _answered(self, page: Page) -> Response:
+    async def sql(self, sql: str) -> Response:
+        """Return the page of a user's query."""
+        return await self._in(self._queries, lambda: self._sql(sql))
+
+    async def download(self, make_sql: Callable[[], str], kind: str, name: str) -> Response:
+        """Return a query's rows as a file."""
+        if kind not in _WRITERS:
+            return self.problem(HTTPStatus.NOT_FOUND, "No such page", "Rows are downloaded as csv or parquet.")
+        return await self._in(self._queries, lambda: self._file(make_sql(), kind, name))
+
+    async def _in(self, threads: ThreadPoolExecutor, answer: Callable[[], Response]) -> Response:
+        return await asyncio.get_running_loop().run_in_executor(threads, self._answered, answer)
+
+    def _read(self, page: Page) -> Response:
+        connection = connect(self._folder, share=self._page_limits.share)
+        with ExplorerReader(connection, self._limits.query_s) as reader:
+            return page(reader)
+
+    def _answered(self, answer: Callable[[], Response]) -> Response:
         try:
-            with ExplorerReader(self._folder, self._limits.query_s) as reader:
-                return page(reader)
+            return answer()
         except TooLong as error:
             return self.problem(HTTPStatus.SERVICE_UNAVAILABLE, "The query took too long", error)
         except UsageError as error:
@@ -75,14 +111,19 @@ class ExplorerPages:
         """Return a rendered page."""
         return HTMLResponse(rendered(template, **values), headers={"content-security-policy": POLICY})
 
-    def sql(self, reader: ExplorerReader, sql: str) -> Response:
-        """Return the page of a user's query."""
+    def _asked(self, sql: str, kind: str, limits: QueryLimits) -> tuple[pa.Table, bool]:
+        """Return the rows of a user's query without paths of the server, and whether there are more."""
         if len(sql) > _LONGEST_SQL:
             raise UsageError(f"a query of at most {_LONGEST_SQL:,} characters is wanted")
+        table, has_more = run_limited(self._folder, sql, kind, limits)
+        return _scrubbed(table, self._scrubber), has_more
+
+    def _sql(self, sql: str) -> Response:
         answer, problem, status = None, None, HTTPStatus.OK
         try:
-            answer = reader.user_rows(sql, self._limits.rows)
-            answer = type(answer)(answer.columns, [self._clean(row) for row in answer.rows], answer.has_more)
+            table, has_more = self._asked(sql, PAGE, self._page_limits)
+            rows = list(zip(*(column.to_pylist() for column in table.columns), strict=True))
+            answer = QueryRows(tuple(table.column_names), rows, has_more)
         except UsageError as error:
             problem = self._scrubber.text(str(error))
             status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, TooLong) else HTTPStatus.BAD_REQUEST
@@ -91,15 +132,16 @@ class ExplorerPages:
         )
         return HTMLResponse(page, status, {"content-security-policy": POLICY})
 
-    def download(self, reader: ExplorerReader, sql: str, kind: str, name: str) -> Response:
-        """Return a query's rows as a file."""
-        table = reader.table(sql, self._limits.download_rows)
+    def _file(self, sql: str, kind: str, name: str) -> Response:
+        table, has_more = self._asked(sql, kind, self._file_limits)
+        if has_more:
+            raise UsageError(
+                f"a download has up to {self._limits.download_rows:,} rows and {self._limits.download_mib} MiB; "
+                "choose fewer rows, or run `python -m warehouse.query` on the service's machine"
+            )
+        media_type, write = _WRITERS[kind]
         to = io.BytesIO()
-        if kind == "csv":
-            pyarrow.csv.write_csv(table, to)
-        else:
-            pyarrow.parquet.write_table(table, to, compression="zstd")
-        media_type = "text/csv; charset=utf-8" if kind == "csv" else "application/vnd.apache.parquet"
+        write(table, to)
         headers = {"content-disposition": f'attachment; filename="{name}.{kind}"'}
         return Response(to.getvalue(), media_type=media_type, headers=headers)
 
@@ -199,8 +241,18 @@ class ExplorerPages:
         notes = [*done.warnings, *(f"{', '.join(names)}: {text}" for text, names in by_text.items())]
         return rows, notes
 
-    def _clean(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(self._scrubber.text(value) if isinstance(value, str) and "/" in value else value for value in row)
+
+def _scrubbed(table: pa.Table, scrubber: Scrubber) -> pa.Table:
+    """Return a table without paths of the server in its texts."""
+    for place, field in enumerate(table.schema):
+        column = table.column(place)
+        if pa.types.is_string(field.type):
+            for path, label in scrubber.labels:
+                column = pyarrow.compute.replace_substring(column, path, label)
+        elif pa.types.is_nested(field.type):
+            column = pa.array([scrubber.values(value) for value in column.to_pylist()], field.type)
+        table = table.set_column(place, field, column)
+    return table
 
 
 def add_pages(app: FastAPI, pages: ExplorerPages) -> None:
@@ -235,13 +287,11 @@ def add_pages(app: FastAPI, pages: ExplorerPages) -> None:
 
     @app.get("/sql", include_in_schema=False)
     async def sql(sql: str = _FIRST_QUERY) -> Response:
-        return await pages.answer(lambda reader: pages.sql(reader, sql))
+        return await pages.sql(sql)
 
     @app.get("/sql.{kind}", include_in_schema=False)
     async def sql_file(kind: str, sql: str = _FIRST_QUERY) -> Response:
-        if kind not in ("csv", "parquet"):
-            return pages.problem(HTTPStatus.NOT_FOUND, "No such page", "Rows are downloaded as csv or parquet.")
-        return await pages.answer(lambda reader: pages.download(reader, sql, kind, "rows"))
+        return await pages.download(lambda: sql, kind, "rows")
 
 
 def _add_listing(app: FastAPI, pages: ExplorerPages, listing: ListedTable) -> None:
@@ -255,11 +305,7 @@ def _add_listing(app: FastAPI, pages: ExplorerPages, listing: ListedTable) -> No
     @app.get(f"/{listing.name}.{{kind}}", include_in_schema=False)
     async def file(kind: str, request: Request) -> Response:
         query = request.query_params.multi_items()
-        if kind not in ("csv", "parquet"):
-            return pages.problem(HTTPStatus.NOT_FOUND, "No such page", "Rows are downloaded as csv or parquet.")
-        return await pages.answer(
-            lambda reader: pages.download(reader, Filters.of(query, listing).rows_sql(), kind, listing.name)
-        )
+        return await pages.download(lambda: Filters.of(query, listing).rows_sql(), kind, listing.name)
 
 
 def _machine_of(run: Mapping[str, Any]) -> str | None:

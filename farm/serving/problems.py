@@ -76,6 +76,8 @@ class Scrubber:
 
     Args:
         data: The data folder, which becomes `the data folder`.
+
+    labels: (path, words that take its place), the longest path first.
     """
 
     def __init__(self, data: Path) -> None:
@@ -90,20 +92,20 @@ class Scrubber:
             os.path.expanduser("~"): "the home folder",
         }
         rooted = {path: label for path, label in labels.items() if len(path) > 1}  # `/` itself stands in every URL
-        self._labels = sorted(rooted.items(), key=lambda pair: -len(pair[0]))
+        self.labels = sorted(rooted.items(), key=lambda pair: -len(pair[0]))
 
     def text(self, text: str) -> str:
         """Return the text without this machine's folders."""
-        for path, label in self._labels:
+        for path, label in self.labels:
             text = text.replace(path, label)
         return text
 
     def values(self, value: Any) -> Any:
-        """Return a JSON value, every text in it scrubbed."""
+        """Return a value of JSON or Arrow, every text in it scrubbed."""
         if isinstance(value, str):
             return self.text(value) if "/" in value else value
         if isinstance(value, Mapping):
             return {name: self.values(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self.values(inner) for inner in value]
+            return type(value)(self.values(inner) for inner in value)
         return value

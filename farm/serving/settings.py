@@ -36,6 +36,9 @@ class LimitSettings:
     head_s: float = key(10.0, "from a connection or a request's first byte to the end of its headers", "number > 0")
     body_s: float = key(30.0, "the rest of a request may take to arrive", "number > 0")
     unread_s: float = key(30.0, "a client may read nothing of an answer", "number > 0")
+    query_gib: float = key(1.0, "memory that a query in the explorer may take", "number > 0")
+    answer_mib: int = key(16, "of a query's rows in the explorer", "int >= 1")
+    download_mib: int = key(128, "of a download from the explorer", "int >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import shutil
@@ -22,6 +23,7 @@ from tests.learn.learn_rows import make_configs, write_batch
 from tests.parsed_page import ParsedPage
 from tests.warehouse.warehouse_rows import collocations, kernels, run_row, samples
 from warehouse.explorer.filters import NULL, Filters
+from warehouse.explorer.limited_query import PAGE, QueryLimits, run_limited
 from warehouse.explorer.listings import LISTINGS, RUNS
 from warehouse.folder import DataFolder
 from warehouse.run import Run
@@ -53,7 +55,8 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(place):
-    with served(place.root, "limits.query_s=0.5", "processes=1") as service:
+    limits = "limits.query_s=0.5", "limits.download_rows=5000", "limits.download_mib=1"
+    with served(place.root, *limits, "processes=1") as service:
         yield service
 
 
@@ -231,6 +234,9 @@ def test_what_is_not_there_or_no_page_says_so(service):
         ("SELEC 1", 400, "syntax error"),
         ("SELECT nope FROM runs", 400, "nope"),
         ("SELECT count(*) FROM range(1000000) a, range(1000000) b", 503, "longer than the limit"),
+        ("SELECT length(string_agg(i::VARCHAR, ',')) FROM range(100000000) t(i)", 503, "longer than the limit"),
+        ("SELECT current_setting('memory_limit') || current_setting('temp_directory') AS x", 200, "768.0 MiB"),
+        ("SELECT now() AS at, [1, NULL] AS list, 'ab'::BLOB AS blob", 200, "+00 [1, NULL] ab"),
         ("EXPLAIN SELECT 1", 400, "begins with"),
         ("", 400, "one SQL statement"),
     ],
@@ -243,10 +249,74 @@ def test_rows_beyond_the_limit_are_said_to_be_there(service):
     assert "10,000 rows, and more" in page(service, "/sql?sql=SELECT+*+FROM+range(20000)").text
 
 
-def test_settings_of_the_connection_name_no_folder_of_the_server(service, place):
-    sql = "SELECT name, value FROM duckdb_settings() UNION ALL SELECT database_name, path FROM duckdb_databases()"
-    text = page(service, f"/sql?{urlencode({'sql': sql})}").text
-    assert str(place.root) not in text and "/tmp/gpufarm" not in text
+def test_no_format_names_a_folder_of_the_server(service, place):
+    sql = (
+        "SELECT name, value, [value] AS texts, map {'k': value} AS named FROM duckdb_settings() "
+        "UNION ALL SELECT database_name, path, [path], map {'k': path} FROM duckdb_databases()"
+    )
+    here = str(place.root).replace("'", "''").replace("/", "|")  # the page shows the query as it was typed
+    query = urlencode({"sql": f"SELECT replace('{here}', '|', '/') AS here, * FROM ({sql})"})
+    rows = pq.read_table(io.BytesIO(service.send("GET", f"/sql.parquet?{query}")[2])).to_pylist()
+    texts = page(service, f"/sql?{query}").text, service.send("GET", f"/sql.csv?{query}")[2].decode(), str(rows)
+    for text in texts:
+        assert "the data folder" in text and "a temporary folder" in text
+        assert str(place.root) not in text and "/tmp/" not in text and ".duckdb/" not in text
+
+
+LIMITS = QueryLimits(seconds=60.0, memory_bytes=2**28, rows=100_000, answer_bytes=2**24)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT list(i) FROM range(300000000) t(i)",
+        "SELECT length(string_agg(i::VARCHAR, ',')) FROM range(300000000) t(i)",
+        "SELECT repeat('x', 20000000) || i FROM range(200) t(i)",
+    ],
+)
+def test_a_query_beyond_its_memory_ends_and_the_next_one_runs(place, sql):
+    with pytest.raises(UsageError, match=r"more memory than the limit of 0\.25 GiB"):
+        run_limited(place, sql, PAGE, LIMITS)
+    assert run_limited(place, "SELECT 42 AS answer", PAGE, LIMITS)[0].to_pylist() == [{"answer": 42}]
+
+
+def test_rows_are_bounded_by_their_bytes(place):
+    table, has_more = run_limited(place, "SELECT repeat('x', 9000) AS text FROM range(5000)", PAGE, LIMITS)
+    assert has_more and 2**23 < table.nbytes <= 2**24
+    table, has_more = run_limited(place, "SELECT repeat('x', 20000000) AS text", PAGE, LIMITS)
+    assert has_more and table.num_rows == 0
+
+
+ODD_TYPES = {
+    "[1, 2]": "[1, 2]",
+    "{'a': 1}": "{'a': 1}",
+    "map {'k': 1}": "{k=1}",
+    "[1, 2]::INT[2]": "[1, 2]",
+    "INTERVAL 3 DAY": "3 days",
+    "'a\\xFFb'::BLOB": "a\\xFFb",
+    "union_value(k := 7)": "7",
+    "'101'::BIT": "101",
+    "TIMESTAMPTZ '2026-01-02 03:04:05+00'": "2026-01-02 03:04:05+00",
+    "'12'::VARIANT": "12",
+    "1.50::DECIMAL(4,2)": "1.50",
+}
+
+
+def test_a_download_holds_values_of_every_type(service):
+    query = urlencode({"sql": "SELECT " + ", ".join(f"{sql} AS c{at}" for at, sql in enumerate(ODD_TYPES))})
+    status, _, content = service.send("GET", f"/sql.csv?{query}")
+    assert status == 200
+    assert next(csv.reader(content.decode().splitlines()[1:])) == list(ODD_TYPES.values())
+    status, _, content = service.send("GET", f"/sql.parquet?{query}")
+    assert status == 200
+    (row,) = pq.read_table(io.BytesIO(content)).to_pylist()
+    assert row["c0"] == [1, 2] and row["c1"] == {"a": 1} and row["c4"] == "3 days" and row["c5"] == b"a\xffb"
+
+
+def test_a_download_beyond_the_limits_is_refused_rather_than_cut(service):
+    assert service.send("GET", "/sql.csv?sql=SELECT+*+FROM+range(5000)")[0] == 200
+    assert "up to 5,000 rows and 1 MiB" in page(service, "/sql.csv?sql=SELECT+*+FROM+range(5001)", 400).text
+    assert "up to 5,000 rows" in page(service, "/sql.parquet?sql=SELECT+repeat('x',2000000)", 400).text
 
 
 queries = st.lists(

@@ -265,7 +265,7 @@ def test_only_what_gpus_measured_unless_asked_and_the_card_says_so(folder, out):
     writer.write(lost, readings(0))
     report = exported(folder, out)
     assert (report.added.total(), report.without_device) == (1, 1)
-    assert "1 runs are measured on real GPUs" in (out / "README.md").read_text()
+    assert "1 run is measured on real GPUs" in (out / "README.md").read_text()
     assert exported(folder, out, source="simulated").added.total() == 1
     assert exported(folder, out, source="cpu").added.total() == 1
     text = (out / "README.md").read_text()

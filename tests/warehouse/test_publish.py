@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from warehouse.columns import TABLES, described
 from warehouse.folder import DataFolder
 from warehouse.publish import PublishSettings, entry, publish
+from warehouse.schema import STATUSES
 from warehouse.schema import TABLES as SCHEMAS
 from warehouse.snapshot import sha256_of, snapshot_names, take_snapshot
 from warehouse.writer import RunWriter
@@ -165,6 +167,38 @@ def test_the_metadata_names_every_file_with_its_digest_and_invents_nothing(fille
     assert metadata["license"] == "CC-BY-4.0"
 
 
+HOSTILE = "<img src=x onerror=alert(1)> | ![x](http://a/b)\n\n# `head` &amp;"
+
+
+def test_texts_of_rows_are_shown_in_the_card_and_are_no_markup(folder, tmp_path):
+    writer = RunWriter(folder)
+    writer.write(measured(1, device_name=HOSTILE, window_kind=HOSTILE, precision=HOSTILE, family="cnn"), samples(3))
+    writer.write(measured(2, torch_version=HOSTILE, error=HOSTILE, config=json.dumps({"x": HOSTILE})), samples(3))
+    publish(settings(folder, tmp_path / "set"))
+    texts = {path.name: path.read_text() for path in (tmp_path / "set").rglob("*.*") if path.suffix in (".md", ".html")}
+    card = texts["README.md"]
+    for name, text in texts.items():
+        assert "<img src" not in text, name
+    assert "&lt;img src=x onerror=alert(1)>" in card and "![x](" not in card and "\n# `head`" not in card
+    (line,) = [line for line in card.splitlines() if line.startswith("| cnn | &lt;img")]
+    assert len(re.split(r"(?<!\\)\|", line)) == 2 + 2 + len(STATUSES) + 1
+
+
+def test_the_card_and_the_metadata_say_of_each_source_what_is_true_of_it(filled, tmp_path):
+    publish(settings(filled, tmp_path / "both"))
+    publish(settings(filled, tmp_path / "simulated", sources=["simulated"]))
+    both, simulated = (
+        [(tmp_path / name / "README.md").read_text(), json.loads((tmp_path / name / "croissant.json").read_text())]
+        for name in ("both", "simulated")
+    )
+    sentences = "6 runs are measured on real GPUs; 1 run is simulated: modelled, not measured."
+    assert sentences in both[1]["description"] and sentences in both[0] and "on a GPU of its own" in both[0]
+    assert "1 run is simulated: modelled, not measured." in simulated[1]["description"]
+    for text in (simulated[0], simulated[1]["description"]):
+        assert "real GPU" not in text and "on a GPU of its own" not in text and "(measured" not in text
+    assert "No GPU ran a simulated run" in simulated[0]
+
+
 def test_a_licence_must_be_given_and_what_is_missing_is_said(filled, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GPUFARM_DATA", str(filled.root))
     out = tmp_path / "set"
@@ -197,7 +231,7 @@ def test_telemetry_can_be_thinned_and_imported_rows_published_by_name(filled, tm
     assert publish(settings(filled, tmp_path / "b", hz=None)).rows["telemetry"] == 205
     report = publish(settings(filled, tmp_path / "c", sources=["imported"]))
     assert report.rows["runs"] == 1 and report.rows["telemetry"] == 0
-    assert "1 runs are other people's measurements." in (tmp_path / "c" / "README.md").read_text()
+    assert "1 run is other people's measurements." in (tmp_path / "c" / "README.md").read_text()
 
 
 def test_every_published_column_is_described():

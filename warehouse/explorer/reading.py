@@ -1,4 +1,4 @@
-"""Queries of the explorer: read-only, with limits of rows and time. Start reading at `ExplorerReader`."""
+"""Our own queries of the explorer, with limits of rows and time. Start reading at `ExplorerReader`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import duckdb
-import pyarrow as pa
 
 from conf.errors import UsageError
 from conf.plain_text import first_line
-from warehouse.connection import connect
-from warehouse.folder import DataFolder
-from warehouse.query import only_statement
 from warehouse.reader import WarehouseConnection
 
 
@@ -35,13 +31,15 @@ class QueryRows:
 class ExplorerReader:
     """Reads one data folder for one page; a context manager. Raises `UsageError` for wrong SQL, and `TooLong`.
 
+    `limited_query` runs what users type.
+
     Args:
-        source: The data folder, or a connection that has its views and is closed with the reader.
+        source: A connection that has a data folder's views; it is closed with the reader.
         seconds: That each query may take.
     """
 
-    def __init__(self, source: DataFolder | WarehouseConnection | duckdb.DuckDBPyConnection, seconds: float) -> None:
-        self._connection: Any = connect(source) if isinstance(source, DataFolder) else source
+    def __init__(self, source: WarehouseConnection | duckdb.DuckDBPyConnection, seconds: float) -> None:
+        self._connection: Any = source
         self._seconds = seconds
 
     def __enter__(self) -> ExplorerReader:
@@ -57,25 +55,6 @@ class ExplorerReader:
             columns = tuple(column[0] for column in self._connection.description)
             rows = self._connection.fetchmany(most + 1)
         return QueryRows(columns, rows[:most], len(rows) > most)
-
-    def user_rows(self, sql: str, most: int) -> QueryRows:
-        """Return the rows of a user's query, which may only read."""
-        statement = self._statement(sql)
-        return self.rows(f"SELECT * FROM ({statement}) LIMIT {most + 1}", most=most)
-
-    def table(self, sql: str, most: int) -> pa.Table:
-        """Return a user's query as an Arrow table of at most so many rows, for a download."""
-        statement = self._statement(sql)
-        with self._in_time():
-            table: pa.Table = self._connection.sql(f"SELECT * FROM ({statement}) LIMIT {most}").to_arrow_table()
-        return table
-
-    def _statement(self, sql: str) -> str:
-        with self._in_time():
-            statement = only_statement(self._connection, sql).strip().rstrip(";")
-        if not statement.lstrip("( \n").upper().startswith(("SELECT", "WITH", "FROM", "VALUES")):
-            raise UsageError("a query begins with SELECT, WITH, FROM or VALUES")
-        return f"{statement}\n"  # a comment at its end takes nothing after it along
 
     @contextlib.contextmanager
     def _in_time(self) -> Iterator[None]:

@@ -1,0 +1,183 @@
+"""Queries that users type: each runs in a child process, which ends at its limits. Start reading at `run_limited`.
+
+DuckDB checks its own limits only between chunks of rows: `list()` and `string_agg()` grow far beyond `memory_limit`,
+and an interrupt waits for them. So the kernel holds the limits here. A child is forked from a process that has imported
+DuckDB, which takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import resource
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import pyarrow as pa
+
+from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.plain_text import first_line
+from warehouse.connection import Share, connect, make_views_file
+from warehouse.explorer.reading import TooLong
+from warehouse.folder import DataFolder
+from warehouse.query import arrow_batches, only_statement
+from warehouse.reader import WarehouseConnection, is_of_the_statement
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+PAGE, CSV, PARQUET = "page", "csv", "parquet"
+_PRELOADED = ["warehouse.explorer.limited_query", "warehouse.folder_files"]
+_THREADS = 2
+_DUCKDB_SHARE = 0.75  # of the memory limit: DuckDB's own limit has the clearer message, and comes first where it holds
+_OPENING_BYTES = 2**29  # DuckDB reserves 1 GiB when it opens, and less where it cannot have that
+_BATCH_ROWS = 2048
+# Types that a CSV cell and a page's cell show as they are. Others are shown as DuckDB writes them.
+_PLAIN = {
+    "boolean", "tinyint", "smallint", "integer", "bigint", "hugeint", "utinyint", "usmallint", "uinteger", "ubigint",
+    "uhugeint", "float", "double", "decimal", "varchar", "uuid", "enum", "date", "time",
+    "timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns",
+}  # fmt: skip
+_NOT_IN_PARQUET = re.compile(r"\b(INTERVAL|UNION|VARIANT|BIGNUM|BIT|TYPE|TIME WITH TIME ZONE)\b")
+
+
+@dataclass(frozen=True)
+class QueryLimits:
+    """What one query may take. answer_bytes: of its rows, as Arrow holds them."""
+
+    seconds: float
+    memory_bytes: int
+    rows: int
+    answer_bytes: int
+
+    @property
+    def share(self) -> Share:
+        """Return what DuckDB may take of it."""
+        return Share(int(_DUCKDB_SHARE * self.memory_bytes), _THREADS)
+
+
+def run_limited(folder: DataFolder, sql: str, kind: str, limits: QueryLimits) -> tuple[pa.Table, bool]:
+    """Run a user's query, which may only read, in a child process.
+
+    Args:
+        folder: The data folder.
+        sql: The query as typed.
+        kind: `PAGE`, `CSV` or `PARQUET`; values that it cannot hold come as DuckDB's own text.
+        limits: At which the query ends.
+
+    Returns:
+        Rows up to the limits, and whether there are more.
+
+    Raises:
+        UsageError: The SQL is wrong, or the query takes too much memory.
+        TooLong: It takes too long.
+        EnvironmentProblem: The data folder cannot be read, or no process can be started.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_reply, args=(folder.root, sql, kind, limits, make_views_file(), sender))
+    try:
+        with sender:
+            child.start()
+        header = json.loads(receiver.recv_bytes())
+        content = receiver.recv_bytes()
+    except EOFError:
+        child.join()
+        if child.exitcode == -signal.SIGALRM:
+            raise TooLong(f"the query took longer than the limit of {limits.seconds:g} s") from None
+        raise _too_large(limits) from None
+    except OSError as error:
+        raise EnvironmentProblem(f"no process can be started for the query: {error}") from error
+    finally:
+        receiver.close()
+        if child.pid is not None:
+            child.kill()
+            child.join()
+    if problem := header.get("problem"):
+        raise UsageError(problem) if header["is_usage"] else EnvironmentProblem(problem)
+    with pa.ipc.open_stream(content) as stream:
+        return stream.read_all(), header["has_more"]
+
+
+def _too_large(limits: QueryLimits) -> UsageError:
+    return UsageError(f"the query took more memory than the limit of {limits.memory_bytes / 2**30:g} GiB")
+
+
+def _reply(
+    root: Path, sql: str, kind: str, limits: QueryLimits, views_file: bytes, sender: Connection
+) -> None:  # in the child
+    """Send a header as JSON, then the rows as an Arrow stream."""
+    pa.set_memory_pool(pa.system_memory_pool())  # which reserves nothing beforehand
+    _limit_memory(_OPENING_BYTES)
+    header: dict[str, Any] = {}
+    content = b""
+    try:
+        with connect(DataFolder(root), share=limits.share, views_file=views_file) as connection:
+            _limit_memory(limits.memory_bytes)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, limits.seconds)  # its default action ends the process
+            content, header["has_more"] = _answer(connection, sql, kind, limits)
+    except (MemoryError, duckdb.OutOfMemoryException):
+        header = {"problem": str(_too_large(limits)), "is_usage": True}
+    except (duckdb.Error, pa.ArrowException) as error:
+        is_memory = "Out of Memory" in str(error)
+        header = {"problem": str(_too_large(limits)) if is_memory else first_line(error), "is_usage": True}
+    except CommandError as error:
+        header = {"problem": str(error), "is_usage": isinstance(error, UsageError)}
+    sender.send_bytes(json.dumps(header).encode())
+    sender.send_bytes(content)
+
+
+def _limit_memory(limit_bytes: int) -> None:
+    """Bound the memory that this process may take beyond what it has; the kernel refuses it more."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + limit_bytes, resource.RLIM_INFINITY))
+
+
+def _answer(connection: WarehouseConnection, sql: str, kind: str, limits: QueryLimits) -> tuple[bytes, bool]:
+    statement = only_statement(connection, sql).strip().rstrip(";")
+    if not statement.lstrip("( \n").upper().startswith(("SELECT", "WITH", "FROM", "VALUES")):
+        raise UsageError("a query begins with SELECT, WITH, FROM or VALUES")
+    statement = f"({statement}\n)"  # a comment at its end takes nothing after it along
+    relation = connection.sql(f"FROM {statement}")
+    places = [f"c{place}" for place in range(len(relation.columns))]
+    columns = [
+        f"{f'CAST({place} AS VARCHAR)' if _is_text_in(kind, type_) else place} AS {_quoted(name)}"
+        for place, name, type_ in zip(places, relation.columns, relation.types, strict=True)
+    ]
+    query = f"SELECT {', '.join(columns)} FROM {statement} AS t({', '.join(places)}) LIMIT {limits.rows + 1}"
+    while True:
+        try:
+            return _read(arrow_batches(connection.sql(query), _BATCH_ROWS), limits)
+        except (pa.ArrowException, OSError) as error:  # a damaged file, met in the stream
+            if is_of_the_statement(error) or not connection.leave_out_damaged():
+                raise
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _is_text_in(kind: str, type_: Any) -> bool:
+    return _NOT_IN_PARQUET.search(str(type_)) is not None if kind == PARQUET else type_.id not in _PLAIN
+
+
+def _read(reader: pa.RecordBatchReader, limits: QueryLimits) -> tuple[bytes, bool]:
+    """Return the rows within the limits as an Arrow stream, and whether there are more."""
+    sink, rows_left, bytes_left, has_more = pa.BufferOutputStream(), limits.rows, limits.answer_bytes, False
+    with pa.ipc.new_stream(sink, reader.schema) as writer:
+        for batch in reader:
+            fitting = batch.slice(0, rows_left)
+            while fitting.nbytes > bytes_left:
+                fitting = fitting.slice(0, fitting.num_rows // 2)
+            writer.write_batch(fitting)
+            if has_more := fitting.num_rows < batch.num_rows:
+                break
+            rows_left -= fitting.num_rows
+            bytes_left -= fitting.nbytes
+    return sink.getvalue().to_pybytes(), has_more
