@@ -30,17 +30,19 @@ TOKEN = "0123456789abcdef-token"
 WITH_TOKEN = {"authorization": f"Bearer {TOKEN}"}
 
 
-@pytest.fixture
-def service(tmp_path, monkeypatch):
-    """A service with a token and a trusted module, which leaves the file `it ran` where a command is run."""
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """A service with a token and a trusted module, `nets`."""
+    place = tmp_path_factory.mktemp("attacked")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    (tmp_path / "nets.py").write_text("import os\nimport torch\nfrom os import system\n")
-    (tmp_path / "tokens").write_text(f"{TOKEN}\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    data = DataFolder(tmp_path / "a'; echo foo").create().root
-    with served(data, f"token_file={tmp_path / 'tokens'}", "trust=[nets]") as service:
-        yield service
+    (place / "nets.py").write_text("import os\nimport torch\nfrom os import system\n")
+    (place / "tokens").write_text(f"{TOKEN}\n")
+    data = DataFolder(place / "a'; echo foo").create().root
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(place))
+        with served(data, f"token_file={place / 'tokens'}", "trust=[nets]") as service:
+            yield service
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
