@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from featurize.trial import TrialConfig
     from learn.estimation.job_estimate import Estimate
 
-_READERS = 4  # pages at the same time; others wait
+READERS = 4  # pages at the same time; others wait
 _FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
 _LONGEST_SQL = 20_000
 _BESIDE = ("peak_memory_mib", "smact", "smocc", "drama", "step_time_ms")
@@ -45,19 +45,26 @@ class ExplorerPages:
 
     def __init__(self, folder: DataFolder, limits: LimitSettings, fast: FastEstimates, scrubber: Scrubber) -> None:
         self._folder, self._limits, self._fast, self._scrubber = folder, limits, fast, scrubber
-        self._threads = ThreadPoolExecutor(_READERS, "pages")
+        self._threads = ThreadPoolExecutor(READERS, "pages")
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, page: Page) -> Response:
-        """Return the page, or one that says what is wrong."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._answered, page)
+        """Return the page, or one that says what is wrong. Its query ends with its client."""
+        opened: list[ExplorerReader] = []
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._answered, page, opened)
+        except asyncio.CancelledError:
+            for reader in opened:
+                reader.interrupt()
+            raise
 
-    def _answered(self, page: Page) -> Response:
+    def _answered(self, page: Page, opened: list[ExplorerReader]) -> Response:
         try:
             with ExplorerReader(self._folder, self._limits.query_s) as reader:
+                opened.append(reader)
                 return page(reader)
         except TooLong as error:
             return self.problem(HTTPStatus.SERVICE_UNAVAILABLE, "The query took too long", error)
