@@ -23,7 +23,7 @@ from starlette.responses import PlainTextResponse
 
 from conf.errors import CommandError, EnvironmentProblem
 from farm.serving import answers, requests
-from farm.serving.explorer_pages import ExplorerPages, add_pages
+from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
 from farm.serving.fast_answers import TOGETHER, FastEstimates, admission, fits_of, largest_batch_of
 from farm.serving.gate import CLIENT, Gate, GateRules, wait_asked
 from farm.serving.kubernetes import reviewed
@@ -331,6 +331,7 @@ def make_application(settings: ServeSettings, questions: QuestionAccess | None =
         1024 * limits.body_kib,
         limits.inline_s,
         limits.wait_s,
+        READERS - 1,
         settings.open_metrics,
     )
     return Gate(app, rules, service.working, service.log, service.metrics)

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from featurize.trial import TrialConfig
     from learn.estimation.job_estimate import Estimate
 
-_READERS = 4  # pages at the same time; others wait
-_QUERIES = 2  # of users at the same time, each in a process of its own; pages do not wait for them
+READERS = 4  # pages at the same time, and as many queries of users, each in a process; others wait
 _FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
 _LONGEST_SQL = 20_000
 _BESIDE = ("peak_memory_mib", "smact", "smocc", "drama", "step_time_ms")
@@ -57,8 +56,8 @@ class ExplorerPages:
 
     def __init__(self, folder: DataFolder, limits: LimitSettings, fast: FastEstimates, scrubber: Scrubber) -> None:
         self._folder, self._limits, self._fast, self._scrubber = folder, limits, fast, scrubber
-        self._threads = ThreadPoolExecutor(_READERS, "pages")
-        self._queries = ThreadPoolExecutor(_QUERIES, "queries")
+        self._threads = ThreadPoolExecutor(READERS, "pages")
+        self._queries = ThreadPoolExecutor(READERS, "queries")
         self._page_limits = self._query_limits(limits.rows, limits.answer_mib)
         self._file_limits = self._query_limits(limits.download_rows, limits.download_mib)
 
@@ -71,8 +70,14 @@ class ExplorerPages:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, page: Page) -> Response:
-        """Return the page, or one that says what is wrong."""
-        return await self._in(self._threads, lambda: self._read(page))
+        """Return the page, or one that says what is wrong. Its query ends with its client."""
+        opened: list[ExplorerReader] = []
+        try:
+            return await self._in(self._threads, lambda: self._read(page, opened))
+        except asyncio.CancelledError:
+            for reader in opened:
+                reader.interrupt()
+            raise
 
     async def sql(self, sql: str) -> Response:
         """Return the page of a user's query."""
@@ -87,9 +92,10 @@ class ExplorerPages:
     async def _in(self, threads: ThreadPoolExecutor, answer: Callable[[], Response]) -> Response:
         return await asyncio.get_running_loop().run_in_executor(threads, self._answered, answer)
 
-    def _read(self, page: Page) -> Response:
+    def _read(self, page: Page, opened: list[ExplorerReader]) -> Response:
         connection = connect(self._folder, share=self._page_limits.share)
         with ExplorerReader(connection, self._limits.query_s) as reader:
+            opened.append(reader)
             return page(reader)
 
     def _answered(self, answer: Callable[[], Response]) -> Response:
@@ -214,7 +220,6 @@ class ExplorerPages:
         """Return what the fast path says beside what was measured, and notes: also why it says nothing."""
         from featurize.device_spec import describe_device, known_device
         from featurize.row_config import config_of_row
-        from learn.estimation.estimate_view import bound_name, coverage_text
         from learn.estimation.fast_estimates import fast_problem
 
         trace = f"`python -m learn.estimate run={run['run_id']}` traces it."
@@ -232,8 +237,7 @@ class ExplorerPages:
         for name in _BESIDE:
             estimated, known = getattr(done, name), run[name]
             rows.append((name, estimated, known, _difference(name, estimated, known)))
-        bound = f"{bound_name(done)} of memory, MiB ({coverage_text(done)})"
-        rows.insert(1, (bound, done.upper_mib, run["peak_memory_mib"], ""))
+        rows.insert(1, ("99 % bound of memory, MiB", done.upper_mib, run["peak_memory_mib"], ""))
         by_text: dict[str, list[str]] = {}
         for name, text in _other_loops(run["source"]).items():
             if run[name] is not None:

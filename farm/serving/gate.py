@@ -6,6 +6,7 @@ Start reading at `Gate`, an ASGI application around another. Work on a request e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -14,6 +15,7 @@ import time
 import traceback
 import uuid
 from base64 import b64decode
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -32,7 +34,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 CLIENT = "gpufarm.client"  # of a scope: who asks
 
 OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token and never wait
-_METRICS, _WEBHOOK = "/metrics", "/v1/kubernetes/mutate"
+_API, _METRICS, _WEBHOOK = "/v1/", "/metrics", "/v1/kubernetes/mutate"
 _UNCOUNTED = (*OPEN_PATHS, _METRICS)
 _NO_TOKEN = "webhook"  # API servers without a token: they are one client, with few places
 _WEBHOOK_SHARE = 16  # one place of so many
@@ -45,13 +47,15 @@ _NO_ROUTE = "unmatched"
 @dataclass(frozen=True)
 class GateRules:
     """tokens: none lets everybody in. hosts: names that requests may give the service; none takes any. inline_s: does
-    not count what a client asked to wait for. open_metrics: /metrics needs no token."""
+    not count what a client asked to wait for. pages: of the explorer, that one client has made at a time; its others
+    wait. open_metrics: /metrics needs no token."""
 
     tokens: tuple[str, ...]
     hosts: frozenset[str]
     body_bytes: int
     inline_s: float
     wait_s: float
+    pages: int
     open_metrics: bool = False
 
 
@@ -71,6 +75,8 @@ class Gate:
         self._inner, self._rules, self._places, self._log, self._metrics = inner, rules, places, log, metrics
         self._digests = [hashlib.sha256(token.encode()).digest() for token in rules.tokens]
         self._of_webhook = max(1, places.limit // _WEBHOOK_SHARE)
+        self._page_turns: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(rules.pages))
+        self._no_turns = contextlib.nullcontext()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -127,7 +133,9 @@ class Gate:
         gone: asyncio.Future[Message] = asyncio.ensure_future(receive())
         gone.add_done_callback(stop)
         try:
-            await self._inner(scope, _handing_on(body, gone), answer)
+            is_page = not scope["path"].startswith(_API) and scope["path"] not in _UNCOUNTED
+            async with self._page_turns[scope[CLIENT]] if is_page else self._no_turns:
+                await self._inner(scope, _handing_on(body, gone), answer)
         except asyncio.CancelledError:
             if not gone.done():  # the service stops, or the time is up
                 raise

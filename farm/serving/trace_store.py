@@ -267,8 +267,9 @@ class TraceStore:
         row = self._db.execute(f"SELECT {columns} FROM questions WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
-        *known, answer, problem = row
-        return Traced(*known, None if answer is None else json.loads(answer), problem)
+        key, state, asked_at, wanted_at, started_at, ended_at, answer, problem = row
+        parsed = None if answer is None else json.loads(answer)
+        return Traced(key, state, asked_at, wanted_at, started_at, ended_at, parsed, problem)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -173,7 +173,7 @@ class Work:
     """An application whose answers come when `ended` is set."""
 
     def __init__(self, gate_of, metrics, tokens=TOKENS, places=64):
-        rules = GateRules(tokens, frozenset(), 1024, inline_s=30.0, wait_s=1.0)
+        rules = GateRules(tokens, frozenset(), 1024, inline_s=30.0, wait_s=1.0, pages=3)
         self.gate = gate_of(self, rules, Places(places), RequestLog("none"), metrics)
         self.running, self.stopped, self.ended = [], [], asyncio.Event()
 
@@ -221,6 +221,24 @@ def test_the_webhook_without_a_token_has_few_places_and_a_wrong_token_none(metri
         known, wrong = Asked(work.gate, TOKENS[0], WEBHOOK), Asked(work.gate, "not-a-token", WEBHOOK)
         others = [Asked(work.gate, TOKENS[1]) for _ in range(20)]
         assert await work.statuses(known, wrong, *others) == [None, 401, *[None] * 20]
+
+    asyncio.run(attack())
+
+
+def test_pages_of_one_client_wait_for_each_other_and_leave_a_reader_to_others(metrics):
+    async def attack():
+        work = Work(Gate, metrics)
+        flood = [Asked(work.gate, TOKENS[0], "/sql") for _ in range(20)]
+        await work.statuses(*flood, Asked(work.gate, TOKENS[1], "/runs"), Asked(work.gate, TOKENS[0]))
+        assert work.running == [*["token 0"] * 3, "token 1", "token 0"]
+        for one in flood[10:]:
+            await one.leave()
+        assert not work.stopped and len(work.running) == 5
+        await flood[0].leave()
+        assert await work.statuses(flood[0]) == [None] and work.stopped == ["token 0"] and len(work.running) == 6
+        work.ended.set()
+        await asyncio.gather(*(one.task for one in flood))
+        assert [one.status for one in flood[1:10]] == [200] * 9
 
     asyncio.run(attack())
 

@@ -48,6 +48,10 @@ class ExplorerReader:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
+    def interrupt(self) -> None:
+        """End the query that runs, from another thread; it raises `TooLong`."""
+        self._connection.interrupt()
+
     def rows(self, sql: str, values: Sequence[Any] = (), most: int = 100_000) -> QueryRows:
         """Return the rows of our own query."""
         with self._in_time():
