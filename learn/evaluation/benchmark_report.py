@@ -29,6 +29,7 @@ from conf.reports.render import render_page
 from learn.evaluation.benchmark_plots import plots_of
 from learn.evaluation.benchmark_view import (
     OTHERS,
+    WORDS,
     TableText,
     classes_table,
     errors_table,
@@ -40,8 +41,6 @@ from learn.evaluation.benchmark_view import (
 if TYPE_CHECKING:
     from learn.evaluation.benchmark_result import Benchmark
     from learn.evaluation.benchmark_settings import BenchmarkSettings
-
-_WORDS = ("rows", "estimator", "figure", "source", "key", "value set")
 
 
 def write_benchmark_report(path: str | Path, done: Benchmark, settings: BenchmarkSettings) -> None:
@@ -88,7 +87,7 @@ def table_blocks(table: TableText) -> tuple[Block, ...]:
 
 
 def _kind(column: str) -> ColumnKind:
-    return "word" if column in _WORDS else "figure"
+    return "word" if column in WORDS else "figure"
 
 
 def _plots(done: Benchmark, file: str, key: str) -> Section:

@@ -63,7 +63,7 @@ class BenchmarkSettings:
     )
     paper: bool = key(
         False,
-        "with published=: the tables and figures of arXiv 2602.17817 (GPUMemNet), ours beside theirs; 200 rows of each "
+        "with published=: the tables and figures of arXiv 2602.17817 (GPUMemNet), ours beside theirs; 100 rows of each "
         "file unless rows= says more",
     )
     files: tuple[str, ...] | None = key(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from learn.evaluation.benchmark_settings import BenchmarkSettings
 
 OTHERS = "(published)"  # behind the name of an estimator whose figures are other people's
+WORDS = ("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of")
 ERRORS = ("median", "mean", "p90")
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
@@ -191,12 +192,11 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    words = ("rows", "estimator", "figure", "source", "family", "bins", "target", "model", "of")
     # titles hold brackets, which are no markup
     table = Table(title=Text(title), title_justify="left")
     for name in columns:
         whole = name in ("rows", "estimator", "answered")
-        table.add_column(Text(name), justify="left" if name in words else "right", overflow="fold", no_wrap=whole)
+        table.add_column(Text(name), justify="left" if name in WORDS else "right", overflow="fold", no_wrap=whole)
     previous = None
     sections = columns[:1] in (["rows"], ["family"])
     for row in rows:
