@@ -30,22 +30,21 @@ if TYPE_CHECKING:
     from learn.evaluation.splits import Part
     from warehouse.folder import DataFolder
 
-PUBLISHED = "(published)"
-TRUSTED_ALONE = ", doubted rows apart"  # behind the file's name: the same estimates, without these rows
-
 
 def benchmark(
     settings: BenchmarkSettings,
     *,
     progress: Callable[[int, int], None] = lambda done, of: None,
     finished: Callable[[Sequence[Figures]], None] = lambda figures: None,
+    widths_gb: Sequence[int] = (),
 ) -> Benchmark:
     """Ask every estimator for every row. A row without an answer is counted with its reason and stops nothing.
 
     Estimators that learn answer for rows that they, and near-copies, were not fitted on: `split` says which. Same
     settings and rows, same figures, times aside. Raises `UsageError` for settings that fit no rows. `progress(done,
     of)` hears of every traced step that is computed, every fit and every answer. `finished(figures)` hears of each
-    estimator's figures, one for each file, when it has answered; the slowest ones come last.
+    estimator's figures, one for each file, when it has answered; the slowest ones come last. `widths_gb` are widths of
+    further memory classes.
     """
     from learn.evaluation.benchmark_steps import benchmark_steps, is_of_measured_steps
 
@@ -60,6 +59,7 @@ def benchmark(
         )
     from learn.estimators import TRAINING_FREE, get_estimator
     from learn.evaluation.benchmark_answers import Tally, ask_free, ask_learned
+    from learn.evaluation.benchmark_figures import TRUSTED_ALONE
     from learn.evaluation.benchmark_rows import of_published, of_runs
     from learn.evaluation.published_figures import published_figures
 
@@ -68,7 +68,7 @@ def benchmark(
     learned = [name for name in names if name not in TRAINING_FREE]
     runs = settings.published is None
     selection = of_runs(settings) if runs else of_published(settings, learned=bool(learned))
-    bins = {file: selection.bins(file) for file in dict.fromkeys(selection.file.tolist())}
+    bins = {file: selection.bins(file, widths_gb) for file in dict.fromkeys(selection.file.tolist())}
     # The held-out rows are the same whoever is asked; else what learns nothing is asked of all, however few there are.
     parts = _parts(settings, selection, bins) if learned or settings.split == "holdout" else ()
     index = np.sort(np.concatenate([part.outside for part in parts])) if parts else np.flatnonzero(selection.asked)
@@ -168,12 +168,13 @@ def cache_folder(settings: BenchmarkSettings) -> DataFolder:
 def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str, dict[int, Given]]:
     """Other people's estimates of these very rows, where a file holds them."""
     from learn.evaluation.benchmark_figures import Given
+    from learn.evaluation.benchmark_view import OTHERS
 
     names = sorted({name for i in index for name in selection.estimates[i]})
     estimates: dict[str, dict[int, Given]] = {}
     for name in names:
         with_it = {selection.file[i] for i in index if name in selection.estimates[i]}
-        estimates[f"{name} {PUBLISHED}"] = {
+        estimates[f"{name} {OTHERS}"] = {
             i: Given(estimate=selection.estimates[i].get(name), reason="not published for this row")
             for i in index.tolist()
             if selection.file[i] in with_it
@@ -229,7 +230,7 @@ def _counted(
     fitted: Mapping[str, Learned],
     steps: StepStore,
 ) -> tuple[tuple[Figures, ...], dict[tuple[str, str], list[Scored]]]:
-    from learn.evaluation.benchmark_figures import Scored, figures_of
+    from learn.evaluation.benchmark_figures import TRUSTED_ALONE, Scored, figures_of
     from learn.evaluation.splits import keys_of
 
     rows = selection.rows
@@ -282,8 +283,15 @@ def entry(settings: BenchmarkSettings) -> int:
         return benchmark_entry(settings)
     from learn.evaluation.benchmark_view import BenchmarkProgress, print_benchmark, write_json
 
-    with BenchmarkProgress(settings.target) as progress:
-        done = benchmark(settings, progress=progress.update, finished=progress.show)
+    def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:
+        with BenchmarkProgress(settings.target) as progress:
+            return benchmark(settings, progress=progress.update, finished=progress.show, widths_gb=widths_gb)
+
+    if settings.paper:
+        from learn.evaluation.paper import paper_entry
+
+        return paper_entry(settings, ask)
+    done = ask(settings)
     print_benchmark(done, by=settings.by, worst=settings.worst)
     if settings.out is not None:
         write_json(settings.out, done, settings)

@@ -93,15 +93,15 @@ class FitSettings:
             raise UsageError("; ".join(problems))
 
 
-def foreign_keys(settings: Any, taken: Sequence[str]) -> list[str]:
-    """Return a problem that names the keys that target=slowdown does not take and that are set."""
+def foreign_keys(settings: Any, taken: Sequence[str], of: str = f"target={SLOWDOWN}") -> list[str]:
+    """Return a problem that names the keys that are set and that `of` does not take."""
     set_keys = [
         field.name
         for field in fields(settings)
         if field.name not in taken and getattr(settings, field.name) not in (field.default, ())
     ]
     listed = ", ".join(taken[1:])
-    return [f"{', '.join(set_keys)}: target={SLOWDOWN} takes {listed} alone"] if set_keys else []
+    return [f"{', '.join(set_keys)}: {of} takes {listed} alone"] if set_keys else []
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def benchmark_entry(settings: BenchmarkSettings) -> int:
     from conf.outputs import write_output
     from learn.evaluation.benchmark_view import BenchmarkProgress
 
-    with BenchmarkProgress("benchmark of slowdown") as progress:
+    with BenchmarkProgress("slowdown") as progress:
         done = benchmark_slowdowns(settings, progress.update)
     _print(done)
     if settings.out is not None:

@@ -59,9 +59,13 @@ class Learned:
 
 
 def ask_free(
-    selection: RowSelection, index: np.ndarray, names: Sequence[str], settings: BenchmarkSettings, tally: Tally,
+    selection: RowSelection,
+    index: np.ndarray,
+    names: Sequence[str],
+    settings: BenchmarkSettings,
+    tally: Tally,
     steps: StepStore,
-) -> Iterator[tuple[str, dict[int, Given]]]:  # fmt: skip
+) -> Iterator[tuple[str, dict[int, Given]]]:
     """Yield (estimator, row -> answer) of estimators that learn nothing, each when all its rows have an answer.
 
     The slow ones come last. Where `steps` has a row's record, `trace` answers from that and traces nothing again.

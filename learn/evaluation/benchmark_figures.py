@@ -27,6 +27,7 @@ from learn.evaluation.scores import (
 )
 from learn.targets import Bins
 
+TRUSTED_ALONE = ", doubted rows apart"  # behind a file's name: the same estimates, without these rows
 RELIABILITY = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # quantiles that are checked against the labels
 
 

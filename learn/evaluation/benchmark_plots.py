@@ -9,7 +9,7 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,13 +47,14 @@ def plots_of(done: Benchmark, file: str) -> list[tuple[str, str]]:
             tightness,
         ),
     ):
-        svg = _svg(draw, done, file)
+        svg = draw_svg(draw, done, file)
         if svg is not None:
             drawn.append((caption, svg))
     return drawn
 
 
-def _svg(draw: Callable, done: Benchmark, file: str) -> str | None:
+def draw_svg(draw: Callable[..., Figure | None], *about: Any) -> str | None:
+    """Return what `draw(plt, *about)` draws; None where it draws nothing."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,7 +62,7 @@ def _svg(draw: Callable, done: Benchmark, file: str) -> str | None:
 
     with plt.rc_context({"font.size": 8, "svg.hashsalt": "benchmark", "axes.spines.top": False,
                          "axes.spines.right": False, "axes.axisbelow": True}):  # fmt: skip
-        figure = draw(plt, done, file)
+        figure = draw(plt, *about)
         if figure is None:
             return None
         buffer = io.BytesIO()
@@ -76,7 +77,8 @@ def _own(done: Benchmark, file: str) -> dict[str, Sequence[Scored]]:
     return {name: rows for name, rows in rows_of.items() if any(row.estimate is not None for row in rows)}
 
 
-def _styles(names: Sequence[str]) -> dict[str, dict]:
+def styles_of(names: Sequence[str]) -> dict[str, dict]:
+    """Return name -> colour and dashes."""
     return {
         name: {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[i // len(_COLOURS) % len(_DASHES)]}
         for i, name in enumerate(names)
@@ -153,7 +155,7 @@ def _cdf(plt, done: Benchmark, file: str):
         return None
     figure, axes = plt.subplots(figsize=(7.6, 3.9), layout="constrained")
     low, high = (1e-3, 10.0) if done.relative else (1e-3, 1.0)
-    for (name, (errors, n)), style in zip(curves.items(), _styles(list(curves)).values(), strict=True):
+    for (name, (errors, n)), style in zip(curves.items(), styles_of(list(curves)).values(), strict=True):
         share = np.arange(1, len(errors) + 1) / n
         axes.step([low, *np.clip(errors, low, high), high], [0, *share, share[-1]], where="post", label=name,
                   linewidth=1.3, **style)  # fmt: skip
@@ -224,7 +226,7 @@ def _by_batch(plt, done: Benchmark, file: str):
     figure, axes = plt.subplots(figsize=(7.6, 3.3), layout="constrained")
     most = 2 * _CLIP[done.target.space]
     limit = float(np.clip(1.2 * max(abs(error) for points in lines.values() for error in points.values()), 0.1, most))
-    for (name, points), style in zip(lines.items(), _styles(list(lines)).values(), strict=True):
+    for (name, points), style in zip(lines.items(), styles_of(list(lines)).values(), strict=True):
         axes.plot(
             list(points), np.clip(list(points.values()), -limit, limit), marker="o", markersize=3, linewidth=1.2,
             label=name, **style,
@@ -269,7 +271,7 @@ def _reliable(plt, done: Benchmark, file: str):
         return None
     figure, axes = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
     axes.plot([0, 1], [0, 1], color="0.4", linewidth=0.8, linestyle="--")
-    for own, style in zip(figures, _styles([f.estimator for f in figures]).values(), strict=True):
+    for own, style in zip(figures, styles_of([f.estimator for f in figures]).values(), strict=True):
         shares = [own.reliability[f"{q:g}"] for q in RELIABILITY]
         axes.plot(RELIABILITY, shares, marker="o", markersize=3, linewidth=1.2, label=own.estimator, **style)
         if own.bound is not None:
@@ -295,7 +297,7 @@ def tightness(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
     if not curves:
         return None
     figure, axes = plt.subplots(figsize=(6.8, 3.8), layout="constrained")
-    for (name, (bounded, points)), style in zip(curves.items(), _styles(list(curves)).values(), strict=True):
+    for (name, (bounded, points)), style in zip(curves.items(), styles_of(list(curves)).values(), strict=True):
         line = {"linestyle": "-", "marker": "o", "linewidth": 1.6} if bounded else {"linestyle": "--", "linewidth": 1.0}
         axes.plot(*zip(*points, strict=True), markersize=3, label=name, color=style["color"], **line)
     axes.axhline(0.99, color="0.6", linewidth=0.8, linestyle=":")

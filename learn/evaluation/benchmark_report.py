@@ -27,14 +27,20 @@ from conf.reports.blocks import (
 )
 from conf.reports.render import render_page
 from learn.evaluation.benchmark_plots import plots_of
-from learn.evaluation.benchmark_view import TableText, classes_table, errors_table, headline, published_table, refusals
+from learn.evaluation.benchmark_view import (
+    OTHERS,
+    WORDS,
+    TableText,
+    classes_table,
+    errors_table,
+    headline,
+    published_table,
+    refusals,
+)
 
 if TYPE_CHECKING:
     from learn.evaluation.benchmark_result import Benchmark
     from learn.evaluation.benchmark_settings import BenchmarkSettings
-
-_WORDS = ("rows", "estimator", "figure", "source", "key", "value set")
-_OTHERS = "(published)"
 
 
 def write_benchmark_report(path: str | Path, done: Benchmark, settings: BenchmarkSettings) -> None:
@@ -51,11 +57,11 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
         _settings(settings),
     ]
     tables = [
-        Section("errors", "", (*map(Note, done.notes), *_table(errors_table(done)))),
-        Section("classes", "", _table(classes_table(done))),
+        Section("errors", "", (*map(Note, done.notes), *table_blocks(errors_table(done)))),
+        Section("classes", "", table_blocks(classes_table(done))),
     ]
     if done.published:
-        tables.append(Section("published", "", _table(published_table(done)), apart=True))
+        tables.append(Section("published", "", table_blocks(published_table(done)), apart=True))
     return Page(
         title=f"Estimators of {done.target.name}",
         head=(Lead(headline(done)),),
@@ -64,7 +70,7 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
     )
 
 
-def _table(table: TableText) -> tuple[Block, ...]:
+def table_blocks(table: TableText) -> tuple[Block, ...]:
     """A heading and the table; a name of rows stands once, where its rows begin."""
     title, names, lines = table
     grouped = names[0] == "rows"
@@ -74,14 +80,14 @@ def _table(table: TableText) -> tuple[Block, ...]:
         first = grouped and line[0] != previous
         shown = line if first or not grouped else ["", *line[1:]]
         previous = line[0]
-        marks = ("first" if first else "", "others" if grouped and line[1].endswith(_OTHERS) else "")
+        marks = ("first" if first else "", "others" if grouped and line[1].endswith(OTHERS) else "")
         rows.append(Row(tuple(shown), " ".join(filter(None, marks))))
     columns = tuple(TableColumn(name, _kind(name)) for name in names)
     return Heading(title[:1].upper() + title[1:]), Table(columns, tuple(rows))
 
 
 def _kind(column: str) -> ColumnKind:
-    return "word" if column in _WORDS else "figure"
+    return "word" if column in WORDS else "figure"
 
 
 def _plots(done: Benchmark, file: str, key: str) -> Section:
@@ -100,4 +106,4 @@ def _refusals(done: Benchmark) -> Section | None:
 def _settings(settings: BenchmarkSettings) -> Section:
     given = {name: value for name, value in asdict(settings).items() if value is not None}
     rows = [[name, ", ".join(value) if isinstance(value, tuple) else str(value)] for name, value in given.items()]
-    return Section("settings", "Settings", _table(("keys of the command", ["key", "value set"], rows)))
+    return Section("settings", "Settings", table_blocks(("keys of the command", ["key", "value set"], rows)))

@@ -47,8 +47,9 @@ class RowSelection:
     estimates: tuple[Mapping[str, float], ...]
     notes: tuple[str, ...]
 
-    def bins(self, file: str) -> dict[str, Bins]:
-        """The classes that a file's rows are judged by: `published`, and for memory `ours`."""
+    def bins(self, file: str, widths_gb: Sequence[int] = ()) -> dict[str, Bins]:
+        """The classes that a file's rows are judged by: `published`, and for memory `ours` and each of `widths_gb`, by
+        its name as `2 GB`."""
         rows = self.rows.subset(self.file == file)
         target = rows.target
         # A quantile of no labels does not exist; a file of nothing but out-of-memory rows has none.
@@ -57,6 +58,7 @@ class RowSelection:
         bins_of = {"published": make_bins(target, exact.label, exact.family, ceiling_mib=card)}
         if target.is_memory:
             bins_of["ours"] = memory_bins(exact.label, OURS_GB, card)
+            bins_of |= {f"{width} GB": memory_bins(exact.label, width, card) for width in widths_gb}
         return bins_of
 
 

@@ -18,6 +18,8 @@ DOUBTFUL = ("keep", "drop")
 STEP_FORMULAS = ("kernels", "roofline", "habitat", "neusight", "ranks")
 PUBLISHED_TARGETS = ("memory", "smact", "smocc", "drama", "gpu_util")  # what published files can hold
 
+_OF_PAPER = ("paper", "published", "rows", "seed", "folds", "workers", "limit_s", "memory_gib", "out", "report", "data")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSettings:
@@ -39,6 +41,10 @@ class BenchmarkSettings:
     kernel model), kernels (the same, fitted anew), roofline (a share for each kind of kernel), habitat (wave scaling)
     and neusight (tiles and waves). hybrid, and any estimator that is named, answer for the rows with a trial config;
     ranks answers for published jobs on several GPUs, in their layout.
+    paper=true takes published, rows, seed, folds, workers, limit_s, memory_gib, out, report and data.
+
+      python -m learn.benchmark published=FOLDER paper=true report=paper.html
+
     split=cv leaves out families of networks, by=source each source of rows. rows= counts for each file.
 
     target=slowdown judges estimators of how much jobs slow each other down on one GPU, on the groups of the table
@@ -54,6 +60,11 @@ class BenchmarkSettings:
         None,
         "folder or CSV files of published measurements; default the warehouse's runs",
         "path | list of text | null",
+    )
+    paper: bool = key(
+        False,
+        "with published=: the tables and figures of arXiv 2602.17817 (GPUMemNet), ours beside theirs; 100 rows of each "
+        "file unless rows= says more",
     )
     files: tuple[str, ...] | None = key(
         None,
@@ -159,6 +170,8 @@ class BenchmarkSettings:
         except UsageError as error:
             problems.append(str(error))
         if self.published is None:
+            if self.paper:
+                problems.append("paper=true makes its tables from published files; give published=FOLDER with it")
             if self.files is not None:
                 problems.append("files= picks published files; give published=FOLDER with it")
         else:
@@ -170,6 +183,10 @@ class BenchmarkSettings:
                     f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}"
                     + (other if self.target == "step_time" else "")
                 )
+            if self.paper:
+                from learn.fitting import foreign_keys
+
+                problems += foreign_keys(self, _OF_PAPER, "paper=true")
             if self.source is not None:
                 problems.append("source= is for the warehouse's runs, and published= was given")
         for name, known in (("split", SPLITS), ("by", (None, *GROUPINGS)), ("doubtful", DOUBTFUL)):

@@ -18,6 +18,7 @@ from learn.evaluation.scores import NOT_INFORMATIVE
 from learn.targets import LEVELS, MIB_PER_GB, TARGETS
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from learn.evaluation.benchmark_result import Benchmark
     from learn.evaluation.benchmark_settings import BenchmarkSettings
 
+OTHERS = "(published)"  # behind the name of an estimator whose figures are other people's
+WORDS = ("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of")
 ERRORS = ("median", "mean", "p90")
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
@@ -80,16 +83,10 @@ class BenchmarkProgress:
 def print_benchmark(done: Benchmark, *, by: str | None = None, worst: int = 0) -> None:
     """Tables of errors and of classes and bounds, the published figures set apart; with `by`, errors by group; the
     `worst` rows an estimator; refusals and notes."""
-    from rich.console import Console
-
-    screen = Console()
-    if not screen.is_terminal:  # a file or a pipe has no width; rich would take 80 columns and fold the figures
-        screen = Console(width=_PLAIN_WIDTH)
+    screen = _screen()
     screen.print(headline(done), highlight=False, markup=False)
-    for title, columns, rows in (errors_table(done), classes_table(done)):
-        _print_table(screen, title, columns, rows)
-    if done.published:
-        _print_table(screen, *published_table(done))
+    for table in (errors_table(done), classes_table(done), *([published_table(done)] if done.published else [])):
+        print_table(*table)
     if by is not None:
         _print_groups(screen, done, by)
     if worst:
@@ -158,7 +155,7 @@ def classes_table(done: Benchmark) -> TableText:
 
 def published_table(done: Benchmark) -> TableText:
     """What others published, on their own rows: not measured here."""
-    rows = [[f"{f.estimator} (published)", f.rows, f.measure, f.text, f.source] for f in done.published]
+    rows = [[f"{f.estimator} {OTHERS}", f.rows, f.measure, f.text, f.source] for f in done.published]
     columns = ["estimator", "rows", "figure", "value", "source"]
     return "published by others, on their own rows and splits; nothing of it is measured here", columns, rows
 
@@ -183,25 +180,32 @@ def _seconds(value: float | None) -> str:
     return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
 
 
-def _print_table(screen, title: str, columns: list[str], rows: list[list[str]]) -> None:
+def _screen() -> Console:
+    from rich.console import Console
+
+    screen = Console()  # a file or a pipe has no width; rich would take 80 columns and fold the figures
+    return screen if screen.is_terminal else Console(width=_PLAIN_WIDTH)
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print the table; what stands in the first column `rows` or `family` stands once."""
     from rich.table import Table
     from rich.text import Text
 
-    words = ("rows", "estimator", "figure", "source")
     # titles hold brackets, which are no markup
     table = Table(title=Text(title), title_justify="left")
     for name in columns:
         whole = name in ("rows", "estimator", "answered")
-        table.add_column(Text(name), justify="left" if name in words else "right", overflow="fold", no_wrap=whole)
+        table.add_column(Text(name), justify="left" if name in WORDS else "right", overflow="fold", no_wrap=whole)
     previous = None
-    sections = columns[0] == "rows"
+    sections = columns[:1] in (["rows"], ["family"])
     for row in rows:
         if sections and previous not in (None, row[0]):
             table.add_section()
         first = "" if sections and row[0] == previous else row[0]
         previous = row[0]
         table.add_row(*map(Text, [first, *row[1:]]))
-    screen.print(table)
+    _screen().print(table)
 
 
 def error_text(relative: bool, value: float | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 GPUMEMNET = "GPUMemNet, arXiv 2602.17817"
+OVERHEADS = "GPUMemNet's repository (github.com/itu-rad/GPUMemNet), Ensemble/Overheads.md"
 XMEM = "xMem, Middleware 2025"
 
 
@@ -17,7 +18,8 @@ class PublishedFigure:
 
     rows     of what it is: a family of configurations, a set of models
     measure  what the figure is, with bins and split
-    unit     share, or s
+    unit     share, ms or s
+    bin_gb   widths of the memory classes that an accuracy is of
     """
 
     target: str
@@ -28,22 +30,34 @@ class PublishedFigure:
     high: float
     source: str
     unit: str = "share"
+    bin_gb: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
         """`95 % to 98 %`, `24 s`."""
         if self.unit != "share":
-            return f"{self.low:g} {self.unit}"
+            return (
+                f"{self.low:g} {self.unit}" if self.low == self.high else f"{self.low:g} to {self.high:g} {self.unit}"
+            )
         return f"{self.low:.0%}" if self.low == self.high else f"{self.low:.0%} to {self.high:.0%}"
 
     def to_mapping(self) -> dict:
         return asdict(self)
 
 
-def _accuracy(target: str, estimator: str, rows: str, bins: str, low: float, high: float | None = None):
+def _accuracy(
+    target: str, rows: str, bins: str, low: float, high: float | None = None, bin_gb: tuple[int, ...] = ()
+) -> PublishedFigure:
     measure = f"accuracy, 3-fold, {bins}"
     return PublishedFigure(
-        target=target, estimator=estimator, rows=rows, measure=measure, low=low, high=high or low, source=GPUMEMNET
+        target=target,
+        estimator="GPUMemNet",
+        rows=rows,
+        measure=measure,
+        low=low,
+        high=high or low,
+        source=GPUMEMNET,
+        bin_gb=bin_gb,
     )
 
 
@@ -51,6 +65,20 @@ def _mean_error(estimator: str, value: float) -> PublishedFigure:
     rows, measure = "well-known models (realworld)", "mean relative error"
     return PublishedFigure(
         target="memory", estimator=estimator, rows=rows, measure=measure, low=value, high=value, source=GPUMEMNET
+    )
+
+
+def _inference(model: str, low: float, high: float) -> PublishedFigure:
+    measure = "inference alone, mean, on a GPU; its model's description is parsed before"
+    return PublishedFigure(
+        target="memory",
+        estimator=f"GPUMemNet, {model}",
+        rows="its own rows",
+        measure=measure,
+        low=low,
+        high=high,
+        source=OVERHEADS,
+        unit="ms",
     )
 
 
@@ -69,16 +97,18 @@ _UTILIZATION = {  # family -> accuracy of SMACT, SMOCC, DRAMA
 }
 
 PUBLISHED_FIGURES: tuple[PublishedFigure, ...] = (
-    _accuracy("memory", "GPUMemNet", "mlp", "1 to 2 GB bins", 0.95, 0.98),
-    _accuracy("memory", "GPUMemNet", "cnn", "8 GB bins", 0.81, 0.83),
-    _accuracy("memory", "GPUMemNet", "transformer", "8 GB bins", 0.86, 0.88),
+    _accuracy("memory", "mlp", "1 to 2 GB bins", 0.95, 0.98, (1, 2)),
+    _accuracy("memory", "cnn", "8 GB bins", 0.81, 0.83, (8,)),
+    _accuracy("memory", "transformer", "8 GB bins", 0.86, 0.88, (8,)),
     _mean_error("GPUMemNet", 0.57),
     _mean_error("FakeTensor", 0.46),
     _mean_error("Horus", 0.67),
+    _inference("MLP-based", 2.29, 2.37),
+    _inference("Transformer-based", 10.69, 10.72),
     _xmem("median relative error, about", 0.04, "share"),
     _xmem("time of one estimate", 24.0, "s"),
     *(
-        _accuracy(target, "GPUMemNet", family, _LEVELS, values[k])
+        _accuracy(target, family, _LEVELS, values[k])
         for family, values in _UTILIZATION.items()
         for k, target in enumerate(("smact", "smocc", "drama"))
     ),

@@ -1,0 +1,318 @@
+"""The tables and figures of arXiv 2602.17817 from a user's copy of its data: our figures beside the authors'.
+
+Start reading at `RUNS` and `reproduce`. Only published figures with a known source stand beside ours
+(`learn.evaluation.published_figures`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from conf.errors import UsageError
+from conf.outputs import write_output
+from conf.reports.blocks import Lead, Note, Page, Picture, Pictures, Section
+from conf.reports.render import render_page
+from learn.evaluation.benchmark_figures import TRUSTED_ALONE
+from learn.evaluation.benchmark_plots import draw_svg, styles_of
+from learn.evaluation.benchmark_report import table_blocks
+from learn.evaluation.benchmark_rows import NEVER_FITTED_ON
+from learn.evaluation.benchmark_view import OTHERS, TableText, print_table
+from learn.evaluation.published_figures import GPUMEMNET, PUBLISHED_FIGURES, PublishedFigure
+from learn.evaluation.scores import mean, median
+from learn.targets import BIN_WIDTHS_GB
+
+if TYPE_CHECKING:
+    from learn.evaluation.benchmark_figures import Scored
+    from learn.evaluation.benchmark_result import Benchmark
+    from learn.evaluation.benchmark_settings import BenchmarkSettings
+
+ROWS = 100  # of each file, where rows= says nothing: minutes on two cores
+FAMILIES = ("mlp", "cnn", "transformer")
+ABSENT = (
+    "of the paper, only the figures in the columns theirs and (published) are known here; its others (F1 scores, "
+    "single bin widths and estimators, other GPUs, latency of FakeTensor and Horus) are left out"
+)
+OURS = (
+    "gpumemnet_mlp and gpumemnet_transformer are our implementations of the paper's estimators; their classes are 1 GB "
+    "wide for MLPs alone, else 8 GB, so that narrower ones are interpolated"
+)
+_LEARNED = ("hybrid", "lightgbm", "gpumemnet_mlp", "gpumemnet_transformer")
+# Target, whether the families' files and the well-known models are asked, and the estimators.
+RUNS: tuple[tuple[str, bool, bool, tuple[str, ...]], ...] = (
+    ("memory", True, True, (*_LEARNED, "trace")),
+    ("memory", False, True, ("horus", "faketensor")),
+    ("smact", True, False, _LEARNED),
+    ("smocc", True, False, _LEARNED),
+    ("drama", True, False, _LEARNED),
+)
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """One table: a row is column -> value. Shares are numbers in [0, 1]; None stands for no figure."""
+
+    name: str
+    title: str
+    rows: tuple[Mapping[str, Any], ...]
+
+    @property
+    def text(self) -> TableText:
+        columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        return self.title, columns, [[_text(row.get(name)) for name in columns] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """All tables with rows, and what a reader has to know."""
+
+    tables: tuple[PaperTable, ...]
+    notes: tuple[str, ...]
+
+
+def reproduce(settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, Sequence[int]], Benchmark]) -> Paper:
+    """Make the paper's tables from the published files. `ask` runs one benchmark, with these widths of memory
+    classes in GB.
+
+    Raises `UsageError` where the files hold neither configurations of a family nor well-known models.
+    """
+    from warehouse.published import read_published
+
+    assert settings.published is not None  # checked with the settings
+    files = read_published(settings.published).files
+    of_families = [file for file in files if file.form == "gpumemnet"]
+    known_models = [file for file in files if file.form == NEVER_FITTED_ON]
+    if not of_families and not known_models:
+        raise UsageError(f"published={settings.published}: no file of GPUMemNet's sets or of well-known models")
+    rows = settings.rows or ROWS
+    notes = [ABSENT, OURS]
+    if any(len(file.rows) > rows for file in of_families):
+        notes.append(f"a sample of {rows} rows of each file, all that is fitted on; rows=N takes more")
+    records: list[dict[str, Any]] = []
+    done: list[Benchmark] = []
+    for target, families, models, estimators in RUNS:
+        asked = (of_families if families else []) + (known_models if models else [])
+        learns = any(name in _LEARNED for name in estimators)
+        if not asked or (learns and not of_families):
+            continue
+        run = replace(
+            settings,
+            paper=False,
+            target=target,
+            estimators=estimators,
+            rows=rows,
+            out=None,
+            report=None,
+            published=tuple(str(file.path) for file in asked),
+        )
+        try:
+            done.append(ask(run, BIN_WIDTHS_GB))
+        except UsageError as error:  # the files may lack a column
+            notes.append(f"{target} is not judged: {str(error).partition(': ')[2] or error}")
+            continue
+        records += _records(done[-1])
+        notes += [note for note in done[-1].notes if "in doubt" in note]
+    tables = [_accuracy(records), _utilization(records), _models(done), _latency(records)]
+    return Paper(tuple(table for table in tables if table.rows), tuple(dict.fromkeys(notes)))
+
+
+def _records(done: Benchmark) -> list[dict[str, Any]]:
+    """Return one record for each family and estimator. Rows in doubt count, as they do in the paper."""
+    records = []
+    for figures in done.figures:
+        families = {row.family for row in done.scored[figures.file, figures.estimator]}
+        if len(families) > 1 or not families <= {*FAMILIES} or figures.file.endswith(TRUSTED_ALONE):
+            continue
+        records.append(
+            {
+                "target": done.target.name,
+                "family": families.pop(),
+                "estimator": figures.estimator,
+                "n": figures.ok + figures.oom,
+                "accuracy": {name: scores.accuracy for name, scores in figures.classes.items()},
+                "seconds": figures.median_seconds,
+            }
+        )
+    return records
+
+
+def _accuracy(records: Sequence[Mapping[str, Any]]) -> PaperTable:
+    rows = []
+    for family in FAMILIES:
+        own = [record for record in records if record["target"] == "memory" and record["family"] == family]
+        for width in BIN_WIDTHS_GB if own else ():
+            published = [f for f in _theirs("memory", family) if width in f.bin_gb]
+            ours = {record["estimator"]: record["accuracy"][f"{width} GB"] for record in own}
+            rows.append(
+                {"family": family, "bins": f"{width} GB", "n": own[0]["n"], **ours, "theirs": published or None}
+            )
+    return PaperTable("memory", "Accuracy of memory classes by family and bin width, 3-fold", tuple(rows))
+
+
+def _utilization(records: Sequence[Mapping[str, Any]]) -> PaperTable:
+    rows = []
+    for family in FAMILIES:
+        for target in ("smact", "smocc", "drama"):
+            own = [record for record in records if (record["target"], record["family"]) == (target, family)]
+            ours = {record["estimator"]: record["accuracy"]["published"] for record in own}
+            n = own[0]["n"] if own else None
+            rows.append({"family": family, "target": target, "n": n, **ours, "theirs": _theirs(target, family) or None})
+    title = "Accuracy of utilization classes (low, medium, high) by family, 3-fold"
+    return PaperTable("utilization", title, tuple(rows) if any(row["n"] for row in rows) else ())
+
+
+def _models(done: Sequence[Benchmark]) -> PaperTable:
+    """Signed relative errors, and their means and medians without sign, of the models that are never fitted on."""
+    answers: dict[str, dict[str, Scored]] = {}
+    for of_run in done:
+        for (file, estimator), scored in of_run.scored.items():
+            known = of_run.target.is_memory and not file.endswith(TRUSTED_ALONE)
+            if known and not {row.family for row in scored} & {*FAMILIES} and any(row.estimate for row in scored):
+                answers.setdefault(estimator, {}).update({row.name.partition(" ")[2]: row for row in scored})
+    names = list(dict.fromkeys(name for by_name in answers.values() for name in by_name))
+    errors = {
+        estimator: {name: row.estimate / row.label - 1 for name, row in by_name.items() if row.estimate and row.label}
+        for estimator, by_name in answers.items()
+    }
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        label = next(by_name[name].label for by_name in answers.values() if name in by_name)
+        signed = {estimator: _Signed(of[name]) if name in of else None for estimator, of in errors.items()}
+        rows.append({"model": name, "actual [MiB]": label and round(label), **signed})
+    for title, summary in (("mean error", mean), ("median error", median)) if rows else ():
+        of_all = {estimator: summary(np.abs(list(of.values()))) for estimator, of in errors.items()}
+        rows.append({"model": title, "actual [MiB]": None, **of_all})
+    return PaperTable("models", "Relative error of well-known models, which nothing is fitted on", tuple(rows))
+
+
+def _latency(records: Sequence[Mapping[str, Any]]) -> PaperTable:
+    timed = [record for record in records if record["target"] == "memory" and record["seconds"] is not None]
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys(record["estimator"] for record in timed):
+        own = {record["family"]: _Time(record["seconds"]) for record in timed if record["estimator"] == name}
+        rows.append(
+            {"estimator": name, **{family: own.get(family) for family in FAMILIES}, "theirs": None, "of": "here"}
+        )
+    for figure in PUBLISHED_FIGURES if rows else ():
+        if figure.unit in ("s", "ms"):
+            source = f"{figure.measure}; {figure.source}"
+            rows.append({"estimator": f"{figure.estimator} {OTHERS}", "theirs": [figure], "of": source})
+    title = "Time of one estimate: ours on one core of this machine, features not remembered"
+    return PaperTable("latency", title, tuple(rows))
+
+
+class _Signed(float):
+    """A share whose sign is shown."""
+
+
+class _Time(float):
+    """Seconds."""
+
+
+def _theirs(target: str, family: str) -> list[PublishedFigure]:
+    return [f for f in PUBLISHED_FIGURES if (f.target, f.rows, f.source) == (target, family, GPUMEMNET)]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, list):
+        return ", ".join(figure.text for figure in value)
+    if isinstance(value, _Time):
+        return f"{1000 * value:,.1f} ms"
+    if isinstance(value, float):
+        return f"{value:+.1%}" if isinstance(value, _Signed) else f"{value:.1%}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# ---- where it goes
+
+
+def paper_entry(settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, Sequence[int]], Benchmark]) -> int:
+    """Print the tables, and write the files that are asked for. Returns the exit code."""
+    paper = reproduce(settings, ask)
+    for table in paper.tables:
+        print_table(*table.text)
+    for note in paper.notes:
+        print(f"note: {note}")
+    if settings.out is not None:
+        report = {"source": GPUMEMNET, "settings": asdict(settings), "notes": paper.notes} | {
+            table.name: table.rows for table in paper.tables
+        }
+        write_output(settings.out, (json.dumps(report, indent=1, default=asdict) + "\n").encode())
+    if settings.report is not None:
+        content = render_page(paper_page(paper)).encode("utf-8", errors="replace")
+        write_output(Path(settings.report), content, key="report")
+    return 0
+
+
+def paper_page(paper: Paper) -> Page:
+    """Return the page: each table with its figure."""
+    draws = {"memory": _draw_accuracy, "utilization": _draw_accuracy, "models": _draw_errors}
+    sections = []
+    for table in paper.tables:
+        pictures = []
+        if table.name in draws and (svg := draw_svg(draws[table.name], table)) is not None:
+            pictures = [Pictures((Picture(svg.encode(), "image/svg+xml", table.title, table.title),))]
+        sections.append(Section(table.name, "", (*table_blocks(table.text), *pictures)))
+    return Page(
+        title="The tables of arXiv 2602.17817",
+        head=(Lead("Ours beside theirs; theirs are on their own rows and splits"), *map(Note, paper.notes)),
+        sections=tuple(sections),
+        pictures=True,
+    )
+
+
+def _draw_accuracy(plt: Any, table: PaperTable) -> Any:
+    """Draw grouped bars: an estimator a colour, the published range as a grey band behind its group."""
+    kinds = [name for name in table.text[1] if name not in ("family", "bins", "target", "n", "theirs")]
+    figure, axes = plt.subplots(figsize=(11.0, 3.4), layout="constrained")
+    width = 0.8 / max(len(kinds), 1)
+    for place, row in enumerate(table.rows):
+        for published in row["theirs"] or ():
+            low, high = published.low, max(published.high, published.low + 0.006)
+            label = "theirs" if "theirs" not in axes.get_legend_handles_labels()[1] else None
+            axes.bar(place, high - low, 0.9, bottom=low, color="0.6", label=label, zorder=3, alpha=0.75)
+    for k, (name, style) in enumerate(styles_of(kinds).items()):
+        places = [place for place, row in enumerate(table.rows) if row.get(name) is not None]
+        axes.bar(
+            [place - 0.4 + (k + 0.5) * width for place in places],
+            [table.rows[place][name] for place in places],
+            width,
+            color=style["color"],
+            label=name,
+        )
+    axes.set_xticks(
+        range(len(table.rows)), [f"{row['family']}\n{row.get('bins') or row['target']}" for row in table.rows]
+    )
+    axes.set_ylim(0, 1)
+    axes.set_yticks(ticks := [0, 0.25, 0.5, 0.75, 1], [f"{tick:.0%}" for tick in ticks])
+    axes.set_ylabel("accuracy")
+    axes.grid(axis="y", color="0.92", linewidth=0.6)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def _draw_errors(plt: Any, table: PaperTable) -> Any:
+    """Draw each model's error as a point and the mean as a bar, an estimator a line."""
+    kinds = [name for name in table.text[1] if name not in ("model", "actual [MiB]")]
+    figure, axes = plt.subplots(figsize=(9.0, 0.9 + 0.34 * len(kinds)), layout="constrained")
+    limit = 1.5
+    for place, name in enumerate(kinds):
+        errors = [abs(row[name]) for row in table.rows if isinstance(row.get(name), _Signed)]
+        if errors:
+            colour = "0.6" if name.endswith(OTHERS) else "#0072B2"
+            axes.barh(place, min(float(np.mean(errors)), limit), 0.7, color=colour, alpha=0.5)
+            axes.scatter(np.minimum(errors, limit), [place] * len(errors), s=12, color=colour, zorder=3, linewidths=0)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    axes.set_xlim(0, limit * 1.02)
+    axes.set_xticks(ticks := [0, 0.25, 0.5, 1, limit], [f"{t:.0%}" + " or more" * (t == limit) for t in ticks])
+    axes.set_xlabel("relative error: bar the mean, a point a model")
+    axes.grid(axis="x", color="0.92", linewidth=0.6)
+    return figure
