@@ -395,7 +395,9 @@ def test_command_says_mistakes_in_one_line_and_exits_with_2(factories, capsys, a
 
 
 def test_command_estimates_a_factory_as_a_table(factories, capsys):
-    assert run(f"model={factories}:net", "input=[64,3,32,32]", "optimizer=sgd", "device=H200-SXM-141GB") == 0
+    assert (
+        run(f"model={factories}:net", "input=[64,3,32,32]", "optimizer=sgd", "device=H200-SXM-141GB", "notes=all") == 0
+    )
     said = capsys.readouterr().out
     for word in ("H200-SXM-141GB", "peak memory", "99 % bound", "optimizer state", "smact", "at the peak: aten::"):
         assert word in said
