@@ -439,6 +439,13 @@ def test_command_gives_json_of_the_same_figures(capsys, data):
     assert json.loads(capsys.readouterr().out)["peak_memory_mib"] == by_mapping["peak_memory_mib"]
 
 
+def test_an_own_fit_says_how_often_its_bound_held(data):
+    meta = load_latest(DataFolder(data), "memory", estimator="lightgbm").meta
+    done = estimate(CONFIG, estimator="lightgbm", data=data)
+    assert done.bound_held_out == {"share": meta["metrics"]["coverage"]["test"], "rows": meta["rows"]["test"]}
+    assert "(machine" not in str(done).splitlines()[1], "it is of its rows' own machine"
+
+
 def test_command_shows_a_past_run_beside_its_estimate(capsys, data):
     quoted = json.dumps(str(data))
     assert run("run=job-000003", "format=json", f"data={quoted}") == 0
