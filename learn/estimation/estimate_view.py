@@ -41,12 +41,13 @@ def print_table(title: str, done: Estimate, past: PastRun | None, *, all_notes: 
     size = "" if done.parameters is None else f", {done.parameters:,} parameters"
     screen.print(f"{title} on {done.device}{size}", highlight=False, markup=False)
     table = Table()
-    table.add_column("", no_wrap=True)
-    table.add_column("estimate", justify="right", no_wrap=True)
+    alone = past is None  # else the columns of the run need the room
+    table.add_column("", no_wrap=alone)
+    table.add_column("estimate", justify="right", no_wrap=alone)
     if past is not None:
         table.add_column(f"{past.source} ({past.status})", justify="right")
         table.add_column("difference", justify="right")
-    table.add_column("for", no_wrap=True)
+    table.add_column("for", no_wrap=alone)
     table.add_column("by", overflow="fold")
     for name, value, text, target in figures(done):
         cells = [name, text(value)]

@@ -134,7 +134,8 @@ def estimate(
             as accumulation=4, checkpointing="full", float8="tensorwise" or quantize="nf4".
 
     Returns:
-        The estimate, with the source of each figure (`Estimate.answered_by`).
+        The estimate, with the source of each figure (`Estimate.answered_by`). `print` shows its main figures and
+            at most three of its notes; `Estimate.notes` has all, each with a code.
 
     Raises:
         UsageError: An unknown name, a model that can't be built or traced (the message names the operator and the

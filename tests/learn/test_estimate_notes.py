@@ -1,21 +1,22 @@
 """How an estimate is shown: `print`, a notebook, the command line and JSON, with its notes and their codes."""
 
 import json
+import logging
 import os
 import pty
 import re
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
-from learn_rows import make_configs, write_runs
 from torch import nn
 
 from conf import cli
 from featurize.families import mlp
-from learn import Estimate, FitSettings, Note, estimate, estimate_many, fit
+from learn import Estimate, Note, estimate, estimate_many
 from learn.artifacts import default_artifact
+from learn.estimation.model_names import load_factory
 
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 MAPPING = "config={family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
@@ -113,14 +114,6 @@ def test_the_model_that_comes_along_says_how_often_its_bound_held(capsys):
     assert "98.1 % held on" in capsys.readouterr().out
 
 
-def test_an_own_fit_says_how_often_its_bound_held(tmp_path):
-    write_runs(tmp_path, make_configs(60, families=("mlp",)))
-    meta = fit(FitSettings(target="memory", estimator="lightgbm", bin_gb=1, data=str(tmp_path))).meta
-    answer = estimate(CONFIG, estimator="lightgbm", data=tmp_path)
-    assert answer.bound_held_out == {"share": meta["metrics"]["coverage"]["test"], "rows": meta["rows"]["test"]}
-    assert "(machine" not in str(answer).splitlines()[1], "its rows' own machine"
-
-
 def test_the_command_prints_three_notes_and_all_where_asked(capsys):
     assert run(MAPPING, "machine=eager") == 0
     text = capsys.readouterr().out
@@ -136,24 +129,20 @@ def test_the_command_prints_three_notes_and_all_where_asked(capsys):
     assert "notes" in capsys.readouterr().err
 
 
-def test_many_configurations_show_a_bar_on_a_terminal_alone(capsys):
+def test_many_configurations_show_a_bar_on_a_terminal_alone(capsys, monkeypatch):
     jobs = [replace(CONFIG, batch_size=8 * n) for n in range(1, 3)]
     assert len(estimate_many(jobs, estimator="trace")) == 2
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
-    program = (
-        "from featurize.families import mlp; from learn import estimate_many; import learn.estimation.estimating as e\n"
-        "e.MANY = 2\n"
-        "jobs = [mlp.Config(batch_size=8 * n, input_size=64, classes=10, depth=2) for n in (1, 2)]\n"
-        "print(len(estimate_many(jobs)))"
-    )
+    monkeypatch.setattr("learn.estimation.estimating.MANY", 2)
     terminal, child = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", program], stderr=child, stdout=subprocess.PIPE) as process:
-        os.close(child)
-        shown = b"".join(iter(lambda: read_terminal(terminal), b"")).decode()
-        assert process.stdout.read() == b"2\n"
+    with ThreadPoolExecutor(1) as reader, os.fdopen(child, "w") as stderr:
+        shown = reader.submit(lambda: b"".join(iter(lambda: read_terminal(terminal), b"")).decode())
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert len(estimate_many(jobs, estimator="trace")) == 2
+        stderr.close()
+        assert "2/2" in shown.result() and 'method="fast"' in shown.result()
     os.close(terminal)
-    assert "2/2" in shown and 'method="fast"' in shown
 
 
 def read_terminal(terminal):
@@ -164,15 +153,14 @@ def read_terminal(terminal):
         return b""
 
 
-def test_libraries_do_not_warn_of_their_own_parts_before_an_answer(tmp_path):
-    (tmp_path / "nets.py").write_text(
+def test_libraries_do_not_warn_of_their_own_parts_before_an_answer(tmp_path, monkeypatch, caplog):
+    (tmp_path / "gpufarm_noisy.py").write_text(
         "import logging, torch\n"
-        "from torch.utils._pytree import log\n"
         "logging.getLogger('torchao').warning('Failed to load a kernel')\n"
-        "log.warning('an Enum is deprecated')\n"
-        "logging.getLogger('nets').warning('of my own')\n"
+        "logging.getLogger('gpufarm_noisy').warning('of my own')\n"
         "def net():\n    logging.getLogger('torchao').warning('and more')\n    return torch.nn.Linear(8, 8)\n"
     )
-    command = [sys.executable, "-m", "learn.estimate", "model=nets:net", "input=[4,8]", "format=json"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert ended.stderr == "of my own\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(load_factory("gpufarm_noisy:net")(), nn.Linear)
+    logging.getLogger("torchao").warning("asked for outside")
+    assert [record.getMessage() for record in caplog.records] == ["of my own", "asked for outside"]

@@ -395,7 +395,9 @@ def test_command_says_mistakes_in_one_line_and_exits_with_2(factories, capsys, a
 
 
 def test_command_estimates_a_factory_as_a_table(factories, capsys):
-    assert run(f"model={factories}:net", "input=[64,3,32,32]", "optimizer=sgd", "device=H200-SXM-141GB") == 0
+    assert (
+        run(f"model={factories}:net", "input=[64,3,32,32]", "optimizer=sgd", "device=H200-SXM-141GB", "notes=all") == 0
+    )
     said = capsys.readouterr().out
     for word in ("H200-SXM-141GB", "peak memory", "99 % bound", "optimizer state", "smact", "at the peak: aten::"):
         assert word in said
@@ -435,6 +437,13 @@ def test_command_gives_json_of_the_same_figures(capsys, data):
     as_json = "'" + json.dumps(CONFIG.to_mapping()) + "'"  # what runs.config holds
     assert run(f"config={as_json}", "format=json", f"data={quoted}") == 0
     assert json.loads(capsys.readouterr().out)["peak_memory_mib"] == by_mapping["peak_memory_mib"]
+
+
+def test_an_own_fit_says_how_often_its_bound_held(data):
+    meta = load_latest(DataFolder(data), "memory", estimator="lightgbm").meta
+    done = estimate(CONFIG, estimator="lightgbm", data=data)
+    assert done.bound_held_out == {"share": meta["metrics"]["coverage"]["test"], "rows": meta["rows"]["test"]}
+    assert "(machine" not in str(done).splitlines()[1], "it is of its rows' own machine"
 
 
 def test_command_shows_a_past_run_beside_its_estimate(capsys, data):
