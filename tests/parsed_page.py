@@ -22,7 +22,7 @@ class ParsedPage(html.parser.HTMLParser):
         self.texts: list[str] = []
         self.elements: list[tuple[str, str, str | None]] = []
         self._open: list[str] = []
-        self.feed(text)
+        self.feed(text.replace("<wbr>", ""))  # which only offers a place to break a line
         self.close()
         assert not self._open
 

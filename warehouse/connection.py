@@ -39,7 +39,7 @@ _MEMORY = Path("/dev/shm")  # where the copy of the views goes if the temporary 
 
 
 @dataclass(frozen=True)
-class Share:
+class ReadingLimits:
     """What a connection may take of a machine that others use as well; it spills nothing to disk."""
 
     memory_bytes: int
@@ -50,7 +50,7 @@ def connect(
     data: str | os.PathLike[str] | DataFolder | None = None,
     *,
     snapshot: str | None = None,
-    share: Share | None = None,
+    share: ReadingLimits | None = None,
     views_file: bytes | None = None,
 ) -> WarehouseConnection:
     """Open the warehouse's views read-only; any number of readers may, also while the farm writes.
@@ -93,7 +93,7 @@ def make_views_file() -> bytes:
 
 
 def _opened_views(
-    content: bytes, files: FolderFiles, spill: Path | None, share: Share | None
+    content: bytes, files: FolderFiles, spill: Path | None, share: ReadingLimits | None
 ) -> duckdb.DuckDBPyConnection:
     """Open the views over `files` and nothing else."""
     connection = _open_copy(content)

@@ -220,9 +220,11 @@ def _network(row: Mapping[str, Any]) -> str:
 
     from conf.identity import mapping_hash
 
-    config = json.loads(row["config"])
-    config.pop("batch_size", None)
-    return mapping_hash(config)
+    try:
+        config = json.loads(row["config"])
+    except ValueError:
+        return str(row["config"])
+    return mapping_hash({**config, "batch_size": None}) if isinstance(config, dict) else str(row["config"])
 
 
 def _run_columns(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,6 +1,6 @@
-"""Charts of a cycle's report as SVG: heat maps of coverage, curves and columns over the cycles.
+"""Charts of a cycle's report as SVG: curves and columns over the cycles.
 
-Start reading at `heat_map`, `curves` and `columns`. Nothing is scaled down: a page scrolls what is too wide for it, so
+Start reading at `curves` and `columns`. Nothing is scaled down: a page scrolls what is too wide for it, so
 that figures stay readable.
 """
 
@@ -10,12 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from conf.reports.page_text import figure, short
+from conf.reports.page_text import figure
 from conf.reports.svg import LETTER_PX, Drawing, PlotArea, Svg, nice_step
-from farm.reports.rows import Grid
-
-SHADES = 6  # of a heat map, beside empty
-_CELL_WIDTH, _CELL_HEIGHT = 38.0, 31.0
 
 _AREA = PlotArea(width=560.0, height=230.0, left=58.0, right=22.0, top=20.0, bottom=30.0)
 _LEAST_NAME_GAP, _LEAST_FIGURE_GAP = 8.0, 12.0  # pixels between two texts
@@ -30,50 +26,6 @@ class Curve:
     values: Sequence[float | None]
     marks: frozenset[int] = frozenset()
     figures: bool = True  # written beside the line
-
-
-def shade(count: int) -> int:
-    """Return the shade of a count: 0 for none, then two shades a decade, the last from 316 rows on."""
-    return 0 if count < 1 else min(SHADES, 1 + int(2 * math.log10(count) + 1e-9))
-
-
-def heat_map(grid: Grid, row_title: str = "", column_title: str = "") -> Svg:
-    """Draw the rows of each cell, and below them what this cycle added; cells outlined had no row before."""
-    # Column names stand beside one another, so cells are as wide as the longest.
-    cell = max(_CELL_WIDTH, max(map(len, grid.columns), default=0) * LETTER_PX + 9)
-    left = max([len(name) for name in grid.rows] + [len(row_title)]) * LETTER_PX + 10
-    top = 40.0 if column_title else 22.0
-    width = max(left + cell * len(grid.columns), left + len(column_title) * LETTER_PX) + 4
-    height = top + _CELL_HEIGHT * len(grid.rows) + 4
-    drawing = Drawing()
-    if column_title:
-        drawing.text("axis", left, 12, column_title, "start")
-    if row_title:
-        drawing.text("axis", left - 6, top - 8, row_title, "end")
-    for k, name in enumerate(grid.columns):
-        drawing.text("name", left + cell * (k + 0.5), top - 8, name)
-    for i, name in enumerate(grid.rows):
-        y = top + _CELL_HEIGHT * i
-        drawing.text("name", left - 6, y + 20, name, "end")
-        for k, column in enumerate(grid.columns):
-            place = f"{row_title} {name}, {column_title or grid.name} {column}".strip()
-            _cell(drawing, left + cell * k, y, cell, grid.counts[i][k], grid.tonight[i][k], place)
-    return drawing.svg(width, height, f"{grid.name}: rows by cell")
-
-
-def _cell(drawing: Drawing, x: float, y: float, width: float, count: int, new: int, place: str) -> None:
-    css = f"h{shade(count)}" + (" fresh" if count and count == new else "")
-    title = f"{place}: {count:,} rows, {new:,} of them tonight" if count else f"{place}: no row"
-    drawing.rect(css, x + 1.5, y + 1.5, width - 3, _CELL_HEIGHT - 3, title=title, radius=3)
-    if not count:
-        return
-    ink = "over" if shade(count) >= 4 else "on"
-    middle = x + width / 2
-    if not new:
-        drawing.text(ink, middle, y + 20, short(count))
-        return
-    drawing.text(ink, middle, y + 14.5, short(count))
-    drawing.text(f"{ink} more", middle, y + 26, f"+{short(new)}")
 
 
 def curves(

@@ -30,10 +30,9 @@ from conf.reports.blocks import (
     linked,
     table,
 )
+from conf.reports.heat_map import SHADES, Grid, heat_map
 from conf.reports.page_text import MISSING, count_of, duration, energy
-from farm.reports.charts import SHADES, heat_map
 from farm.reports.nights import canaries_section, next_section, scores_section, time_section
-from farm.reports.rows import Grid
 from warehouse.schema import STATUSES
 from warehouse.writer import RUN_RATIOS
 

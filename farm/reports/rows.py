@@ -6,37 +6,28 @@ Start reading at `read_rows`; a heat map is drawn from a `Grid`.
 from __future__ import annotations
 
 import datetime
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import duckdb
 
 from conf.plain_text import OUTPUT_STARTS
+from conf.reports.heat_map import Grid
 from conf.reports.page_text import short
 from featurize.device_spec import same_device
 from featurize.families import family_names
 from learn.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
+from warehouse.coverage import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.reader import WarehouseConnection
 from warehouse.sql_text import sql_text
 
 FAILED = ("crashed", "timeout", "invalid")
-OUT_OF_MEMORY = "OOM"
 GROUPS_SHOWN = 12  # of failures; the rest is counted
 LOG_CHARACTERS = 4000
 SAID_CHARACTERS = 300
 EXAMPLES = 3
 DOUBTS_SHOWN = 20
-
-_GIB = 1024.0  # MiB
-_FINE_GIB = (1.0, 2.0, 4.0, 8.0)  # edges in the published 8-GB bin that most rows lie in
-_MOST_WIDE_BINS = 18
-# What `farm.choosing.known_runs` learns from: a label, or an out-of-memory of the device, and no doubt.
-_USABLE = (
-    "group_id IS NULL AND quality IS DISTINCT FROM 'untrusted' AND error_type IS DISTINCT FROM 'doubt' AND "
-    "((status = 'ok' AND peak_memory_mib > 0) OR (status = 'oom' AND oom_kind = 'device'))"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,31 +40,6 @@ class RowCount:
     status: str
     rows: int
     tonight: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Usable rows by cell (row names, column names): in total, and those of this cycle."""
-
-    name: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    counts: tuple[tuple[int, ...], ...]
-    tonight: tuple[tuple[int, ...], ...]
-
-    @property
-    def gained(self) -> tuple[tuple[str, str, int], ...]:
-        """Return (row, column, rows) of the cells that had no rows before this cycle."""
-        return tuple(
-            (row, column, count)
-            for row, counts, new in zip(self.rows, self.counts, self.tonight, strict=True)
-            for column, count, gain in zip(self.columns, counts, new, strict=True)
-            if count and count == gain
-        )
-
-    @property
-    def empty(self) -> int:
-        return sum(not count for counts in self.counts for count in counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +113,7 @@ def read_rows(
 def _columns(connection: WarehouseConnection, tonight: str):
     """Return the columns needed for counting, of every run, as Arrow. Files are read once, without error texts."""
     return connection.sql(
-        f"""SELECT family, device_name, source, status, {_USABLE} AS usable, {tonight} AS tonight, batch_size,
+        f"""SELECT family, device_name, source, status, {USABLE} AS usable, {tonight} AS tonight, batch_size,
             parameters, peak_memory_mib, smact, smocc, drama,
             CASE WHEN device_uuid IS NOT NULL THEN device_memory_mib END AS device_memory_mib FROM runs"""
     ).to_arrow_table()
@@ -181,12 +147,16 @@ def _read(
     failed_tonight = sum(one.tonight for one in failed)
     groups, kinds = _failures(connection, tonight) if failed_tonight else ((), 0)
     doubts, doubted = _doubts(connection, tonight)
+
+    def execute(sql: str) -> Sequence[tuple[Any, ...]]:
+        return counted.execute(sql).fetchall()
+
     return ReportRows(
         counts=counts,
         device_names=names,
         source=source,
-        memory=_memory(counted, families),
-        levels=tuple(_levels(counted, families, name) for name in UTILIZATION_EDGES),
+        memory=memory_grid(execute, "here", families),
+        levels=tuple(_levels(execute, families, name) for name in UTILIZATION_EDGES),
         regions=tuple(filter(None, (_region(counted, family) for family in families))),
         no_place=no_place,
         unusable=unusable,
@@ -219,46 +189,7 @@ def _device(counts: Sequence[RowCount], device_name: str | None, source: str | N
     return tuple(sorted(spelled | {device_name})), source
 
 
-def _grid(
-    counted: duckdb.DuckDBPyConnection, name: str, rows: Sequence[str], columns: Sequence[str], query: str
-) -> Grid:
-    """`query` gives (index of the row, index of the column, rows, rows of tonight)."""
-    counts = [[0] * len(columns) for _ in rows]
-    new = [[0] * len(columns) for _ in rows]
-    for row, column, count, gain in counted.execute(query).fetchall():
-        counts[row][column], new[row][column] = count, gain
-    return Grid(
-        name=name, rows=tuple(rows), columns=tuple(columns),
-        counts=tuple(map(tuple, counts)), tonight=tuple(map(tuple, new)),
-    )  # fmt: skip
-
-
-def _place(families: Sequence[str]) -> str:
-    return f"list_position([{', '.join(map(sql_text, families))}]::VARCHAR[], family) - 1"
-
-
-_COUNTED = "count(*), count(*) FILTER (tonight) FROM here WHERE usable"
-
-
-def _memory(counted: duckdb.DuckDBPyConnection, families: Sequence[str]) -> Grid:
-    """Return the memory grid: fine bins up to 8 GiB, then 8-GiB ones up to the card's memory, then out of memory."""
-    ((top_mib,),) = counted.execute(
-        "SELECT greatest(max(peak_memory_mib) FILTER (status = 'ok'), max(device_memory_mib)) FROM here WHERE usable"
-    ).fetchall()
-    width, top = 8.0, math.ceil((top_mib or 0.0) / _GIB)
-    while (top - 8) / width > _MOST_WIDE_BINS:
-        width *= 2
-    edges = [0.0, *_FINE_GIB]
-    while edges[-1] < top:
-        edges.append(edges[-1] + width)
-    columns = [f"{low:g}–{high:g}" for low, high in itertools.pairwise(edges)] + [OUT_OF_MEMORY]
-    over = " + ".join(f"(peak_memory_mib >= {edge * _GIB!r})::INT" for edge in edges[1:-1])
-    column = f"CASE WHEN status = 'oom' THEN {len(columns) - 1} ELSE {over} END"
-    query = f"SELECT {_place(families)}, {column}, {_COUNTED} GROUP BY ALL"
-    return _grid(counted, "peak memory [GiB]", families, columns, query)
-
-
-def _levels(counted: duckdb.DuckDBPyConnection, families: Sequence[str], label: str) -> Grid:
+def _levels(execute: Execute, families: Sequence[str], label: str) -> Grid:
     """Return the grid of published low / medium / high levels of each family."""
     edges = utilization_bins(get_target(label)).edges_of(families)
     cases = " ".join(
@@ -266,15 +197,17 @@ def _levels(counted: duckdb.DuckDBPyConnection, families: Sequence[str], label: 
         for family, (low, high) in zip(families, edges.tolist(), strict=True)
     )
     level = f"CASE family {cases} END" if cases else "0"
-    query = f"SELECT {_place(families)}, {level}, {_COUNTED} AND {label} IS NOT NULL GROUP BY ALL"
-    return _grid(counted, label, families, LEVELS, query)
+    where = f"usable AND {label} IS NOT NULL"
+    query = f"SELECT {place_of_family(families)}, {level}, {COUNTED} FROM here WHERE {where} GROUP BY ALL"
+    return filled_grid(execute, label, families, LEVELS, query)
 
 
 def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
     """Return the grid of batch size (by doubling, largest first) and parameters (two cells a decade)."""
     batch, size = "floor(log2(batch_size) + 1e-9)::INT", "floor(2 * log10(parameters) + 1e-9)::INT"
     counts = counted.execute(
-        f"SELECT {batch}, {size}, {_COUNTED} AND family = ? AND batch_size > 0 AND parameters > 0 GROUP BY ALL",
+        f"SELECT {batch}, {size}, {COUNTED} FROM here "
+        "WHERE usable AND family = ? AND batch_size > 0 AND parameters > 0 GROUP BY ALL",
         [family],
     ).fetchall()
     if not counts:

@@ -87,6 +87,9 @@ def test_the_first_page_counts_what_there_is(service, place):
     assert f"{runs:,} runs" in parsed.text and "measured" in parsed.text
     ((missing,),) = rows_of(place, "SELECT 100 * (1 - count(smact) / count(*)) FROM runs")
     assert f"smact {missing:.1f} %" in parsed.text
+    ((ratios,),) = rows_of(place, "SELECT count(smact) FROM runs")
+    labels = [value for tag, name, value in parsed.elements if tag == "svg" and name == "aria-label"]
+    assert f"smact of {ratios} runs, from 0 to 1" in labels and "peak memory [GiB]: rows by cell" in labels
 
 
 def test_a_facet_filters_the_rows_and_keeps_its_other_values(service, place):

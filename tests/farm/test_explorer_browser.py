@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 from test_serving import served
 
 from tests.learn.learn_rows import make_configs, write_batch
+from tests.warehouse.warehouse_rows import run_row, samples
 from warehouse.folder import DataFolder
+from warehouse.publish import PublishSettings, publish
+from warehouse.run import Run
+from warehouse.writer import RunWriter
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Debian's chromium is not installed")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
+# Parts of a heading between underscores that stand on more than one line, and tables that do not fit their place.
+BROKEN_WORDS = """() => [...document.querySelectorAll('th, summary, .facets b')].flatMap(one => {
+  const texts = document.createTreeWalker(one, NodeFilter.SHOW_TEXT), broken = []
+  while (texts.nextNode()) {
+    const range = document.createRange()
+    range.selectNodeContents(texts.currentNode)
+    const word = texts.currentNode.textContent.trim()
+    const tops = new Set([...range.getClientRects()].map(box => Math.round(box.top)))
+    if (!/[\\s-]/.test(word) && tops.size > 1) broken.push(word)
+  }
+  return broken
+})"""
+CUT_TABLES = """() => [...document.querySelectorAll('.wide')].filter(one => one.scrollWidth > one.clientWidth + 1)
+  .map(one => one.getAttribute('aria-label'))"""
 PATHS = ("/", "/runs", "/kernels", "/collocations", "/datasets", "/devices", "/nights", "/sql", "/runs/", "/devices/")
 
 
@@ -95,11 +114,44 @@ def test_a_query_is_edited_and_its_rows_are_downloaded(tab):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_narrow_screen_needs_no_scrolling_across(tab, path):
-    tab.set_viewport_size({"width": 400, "height": 800})
+    tab.set_viewport_size({"width": 390, "height": 800})
     tab.goto(path if path == "/" else path.rstrip("/"))
     if path in ("/runs/", "/devices/"):
         tab.locator(f'td a[href^="{path}"]').first.click()
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    assert tab.evaluate(BROKEN_WORDS) == []
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    data = DataFolder(tmp_path_factory.mktemp("published") / "data").create()
+    write_batch(data, make_configs(20, seed=4), source="measured", job="measured")
+    reasons = {"telemetry_missing": json.dumps({"dcgm": "no answer " * 20}), "batch_size": 8, "precision": "fp32"}
+    writer = RunWriter(data)
+    writer.write(Run(**run_row(1, device_name="NVIDIA A100-SXM4-40GB", optimizer="adam", **reasons)), samples(5))
+    return publish(PublishSettings(out=str(data.root.parent / "set"), data=str(data.root), licence="CC0-1.0")).root
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_published_pages_break_no_name_and_are_cut_nowhere(browser, published, width):
+    tab = browser.new_page(viewport={"width": width, "height": 800})
+    (run,) = (published / "pages").glob("runs-J-000001*.html")
+    for page in (published / "pages" / "index.html", published / "pages" / "runs.html", run):
+        tab.goto(page.as_uri())
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width, page.name
+        assert tab.evaluate(BROKEN_WORDS) == [], page.name
+        if width == 1280:
+            assert tab.evaluate(CUT_TABLES) == [], page.name
+    tab.close()
+
+
+def test_the_overview_draws_each_label_and_where_the_runs_lie(tab):
+    tab.goto("/")
+    pictures = tab.locator("main svg").evaluate_all("all => all.map(one => one.getAttribute('aria-label'))")
+    assert any(label.startswith("peak_memory_mib of 1") for label in pictures), pictures
+    assert any(label.startswith("drama of 1") for label in pictures)
+    assert "peak memory [GiB]: rows by cell" in pictures
+    assert tab.locator("main svg rect").count() > 30
 
 
 def test_dark_screens_get_dark_pages_and_paper_none_of_the_controls(tab):

@@ -9,8 +9,9 @@ import re
 import pytest
 from growth_nights import DEVICE, ENVIRONMENT, Nights, canaries_payload, compared, learned, next_plan
 
-from farm.reports.charts import Curve, columns, curves, figure, heat_map
-from farm.reports.rows import GROUPS_SHOWN, LOG_CHARACTERS, Grid
+from conf.reports.heat_map import Grid, heat_map
+from farm.reports.charts import Curve, columns, curves, figure
+from farm.reports.rows import GROUPS_SHOWN, LOG_CHARACTERS
 from farm.reports.write import write_report
 from tests.parsed_page import ParsedPage
 

@@ -174,6 +174,7 @@ def test_texts_of_rows_are_shown_in_the_card_and_are_no_markup(folder, tmp_path)
     writer = RunWriter(folder)
     writer.write(measured(1, device_name=HOSTILE, window_kind=HOSTILE, precision=HOSTILE, family="cnn"), samples(3))
     writer.write(measured(2, torch_version=HOSTILE, error=HOSTILE, config=json.dumps({"x": HOSTILE})), samples(3))
+    writer.write(measured(3, config=json.dumps(HOSTILE)), samples(3))
     publish(settings(folder, tmp_path / "set"))
     texts = {path.name: path.read_text() for path in (tmp_path / "set").rglob("*.*") if path.suffix in (".md", ".html")}
     card = texts["README.md"]

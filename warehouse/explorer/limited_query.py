@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import first_line
-from warehouse.connection import Share, connect, make_views_file
+from warehouse.connection import ReadingLimits, connect, make_views_file
 from warehouse.explorer.reading import TooLong
 from warehouse.folder import DataFolder
 from warehouse.query import arrow_batches, only_statement
@@ -55,9 +55,9 @@ class QueryLimits:
     answer_bytes: int
 
     @property
-    def share(self) -> Share:
+    def share(self) -> ReadingLimits:
         """Return what DuckDB may take of it."""
-        return Share(int(_DUCKDB_SHARE * self.memory_bytes), _THREADS)
+        return ReadingLimits(int(_DUCKDB_SHARE * self.memory_bytes), _THREADS)
 
 
 def run_limited(folder: DataFolder, sql: str, kind: str, limits: QueryLimits) -> tuple[pa.Table, bool]:

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UsageError
+from conf.reports.heat_map import heat_map
 from conf.reports.svg import Svg
+from warehouse.coverage import USABLE, memory_grid
 from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, Filters
 from warehouse.explorer.listings import RUNS
-from warehouse.explorer.plot import over_time
+from warehouse.explorer.plot import LOG_BIN, RATIO_BIN, histogram, over_time
 from warehouse.explorer.reading import ExplorerReader, QueryRows
+from warehouse.sql_text import sql_text
 
+RATIOS = ("smact", "smocc", "drama", "gpu_util")
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
 COUNTED = ("attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 _FACET_VALUES = 12  # shown of a facet, the most frequent ones
@@ -24,6 +28,7 @@ _PLOTTED = (
     "power_w", "sm_clock_mhz", "temperature_c", "cpu_cores", "rss_mib", "step_time_ms",
 )  # fmt: skip
 _KERNELS = 20
+_FAMILIES = 20  # of a picture, the most frequent ones
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,11 @@ class ListPage:
     sql: str
 
     @property
+    def values(self) -> list[list[Any]]:
+        """Return the rows' values in the order of the columns."""
+        return [list(row.values()) for row in self.rows]
+
+    @property
     def pages(self) -> int:
         """Return how many pages there are, at least 1."""
         return max(1, math.ceil(self.total / ROWS_OF_A_PAGE))
@@ -67,10 +77,19 @@ class RunPage:
 
 @dataclass(frozen=True)
 class Overview:
-    """The whole warehouse. counts: facet -> values; nulls: label -> share of NULLs; tables: name -> rows."""
+    """The whole warehouse.
+
+    counts      facet -> values
+    histograms  label -> picture
+    coverage    source -> picture of how many usable runs each family has by peak memory
+    nulls       label -> share of NULLs
+    tables      name -> rows
+    """
 
     runs: int
     counts: Mapping[str, Sequence[FacetValue]]
+    histograms: Mapping[str, Svg]
+    coverage: Mapping[str, Svg]
     nulls: Sequence[tuple[str, float]]
     tables: Mapping[str, int]
     newest: QueryRows
@@ -85,7 +104,41 @@ def overview(reader: ExplorerReader) -> Overview:
     newest = reader.rows(
         f"SELECT {', '.join(RUNS.columns)} FROM runs ORDER BY started_at DESC NULLS LAST, run_id LIMIT 10"
     )
-    return Overview(total, facets, _nulls(LABELS, known, total), tables, newest)
+    nulls = _nulls(LABELS, known, total)
+    return Overview(total, facets, _histograms(reader), _coverage(reader), nulls, tables, newest)
+
+
+def _histograms(reader: ExplorerReader) -> dict[str, Svg]:
+    """Return a picture of each label with values: how many runs of each source have how much."""
+    bins = {name: RATIO_BIN if name in RATIOS else LOG_BIN for name in LABELS}
+    parts = [
+        f"SELECT '{name}', source, {sql.format(name)}::INT, count(*) FROM runs "
+        f"WHERE {name} {'>=' if name in RATIOS else '>'} 0 AND isfinite({name}) GROUP BY ALL"
+        for name, sql in bins.items()
+    ]
+    counts: dict[str, dict[str, dict[int, int]]] = {name: {} for name in LABELS}
+    for name, source, place, runs in reader.rows(" UNION ALL ".join(parts)).rows:
+        counts[name].setdefault(source, {})[place] = runs
+    return {
+        name: histogram(name, by_source, is_log=name not in RATIOS) for name, by_source in counts.items() if by_source
+    }
+
+
+def _coverage(reader: ExplorerReader) -> dict[str, Svg]:
+    families: dict[str, list[str]] = {}
+    for source, family in reader.rows(
+        f"SELECT source, family FROM runs WHERE {USABLE} GROUP BY ALL ORDER BY source, count(*) DESC, family"
+    ).rows:
+        families.setdefault(source, []).append(family)
+    pictures = {}
+    for source, names in families.items():
+        relation = (
+            f"(SELECT family, status, {USABLE} AS usable, false AS tonight, peak_memory_mib, CASE WHEN device_uuid IS "
+            f"NOT NULL THEN device_memory_mib END AS device_memory_mib FROM runs WHERE source = {sql_text(source)})"
+        )
+        grid = memory_grid(lambda sql: reader.rows(sql).rows, relation, sorted(names[:_FAMILIES]))
+        pictures[source] = heat_map(grid, "family", "peak memory, GiB")
+    return pictures
 
 
 def list_page(reader: ExplorerReader, filters: Filters) -> ListPage:

@@ -1,4 +1,4 @@
-"""The explorer's pictures as SVG: telemetry over time, estimates against runs, columns.
+"""The explorer's pictures as SVG: telemetry over time, estimates against runs, columns, histograms.
 
 Start reading at `over_time`.
 """
@@ -6,7 +6,8 @@ Start reading at `over_time`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from conf.reports.page_text import figure
 from conf.reports.svg import Anchor, Drawing, PlotArea, Svg, nice_step
@@ -16,6 +17,11 @@ _SQUARE = PlotArea(width=420, height=380, left=62, right=30, top=30, bottom=46)
 _WIDEST_COLUMN = 46.0  # pixels
 _LINES = 3  # of the grid, at least
 _TICKS = 5
+_BINS_OF_A_DECADE, _RATIO_BINS = 8, 20
+LOG_BIN = f"floor(log10({{}}) * {_BINS_OF_A_DECADE})"  # SQL of a value's bin in a histogram
+RATIO_BIN = f"least(floor({{}} * {_RATIO_BINS}), {_RATIO_BINS - 1})"
+_MOST_BINS, _FEWEST_BINS, _MOST_TICKS = 40, 8, 8
+SOURCE_COLOURS = {"measured": "k4", "simulated": "k5", "imported": "k1"}
 
 
 def over_time(
@@ -111,6 +117,62 @@ def columns_chart(name: str, values: Sequence[tuple[str, float]]) -> Svg | None:
         place = _AREA.x(at * width) if at == 0 else _AREA.x(1)
         drawing.text("axis", place, _AREA.bottom_edge + 18, values[at][0], anchor)
     return drawing.svg(_AREA.width, _AREA.height, f"{name}, up to {figure(highest)}", css="drawn")
+
+
+def histogram(name: str, counts: Mapping[str, Mapping[int, int]], *, is_log: bool) -> Svg:
+    """Return how many runs of each source lie in each bin, as columns stacked by source.
+
+    Args:
+        name: The label, with its unit.
+        counts: Source -> place of a bin -> runs, binned by `LOG_BIN` or `RATIO_BIN`; at least one run.
+        is_log: Which of the two.
+    """
+    places = sorted({place for by_place in counts.values() for place in by_place})
+    first, last = (places[0], places[-1]) if is_log else (0, _RATIO_BINS - 1)
+    missing = max(0, _FEWEST_BINS - (last - first + 1))
+    first, last = first - missing // 2, last + missing - missing // 2
+    per = max(1, math.ceil((last - first + 1) / _MOST_BINS))  # bins that are drawn as one
+    merged: dict[str, Counter[int]] = {source: Counter() for source in sorted(counts)}
+    for source, by_place in counts.items():
+        for place, runs in by_place.items():
+            merged[source][(place - first) // per] += runs
+    bins = (last - first) // per + 1
+    sums = [sum(one[place] for one in merged.values()) for place in range(bins)]
+    step = max(1.0, nice_step(max(sums) / _LINES))
+    top = step * math.ceil(max(sums) / step)
+    drawing = Drawing()
+    for line in range(round(top / step) + 1):
+        _AREA.grid_line(drawing, _AREA.y(line * step / top), figure(line * step))
+
+    def edge(place: float) -> float:
+        at = first + place * per
+        return 10 ** (at / _BINS_OF_A_DECADE) if is_log else at / _RATIO_BINS
+
+    low = [0] * bins
+    for source, by_place in merged.items():
+        for place, runs in sorted(by_place.items()):
+            left, right = _AREA.x(place / bins), _AREA.x((place + 1) / bins)
+            y, base = _AREA.y((low[place] + runs) / top), _AREA.y(low[place] / top)
+            title = f"{figure(edge(place))} to {figure(edge(place + 1))}: {runs:,} {source}"
+            drawing.rect(SOURCE_COLOURS.get(source, "k0"), left + 0.5, y, right - left - 1, base - y, title=title)
+            low[place] += runs
+    for value in _log_ticks(edge(0), edge(bins)) if is_log else (0.0, 0.25, 0.5, 0.75, 1.0):
+        at = math.log10(value) * _BINS_OF_A_DECADE if is_log else value * _RATIO_BINS
+        drawing.text("axis", _AREA.x((at - first) / per / bins), _AREA.bottom_edge + 18, figure(value))
+    label = f"{name} of {sum(sums):,} runs, from {figure(edge(0))} to {figure(edge(bins))}"
+    return drawing.svg(_AREA.width, _AREA.height, label, css="drawn")
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return round figures from `low` to `high` for a logarithmic axis, few enough to stand side by side."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for factors, stride in (((1, 2, 5), 1), ((1,), 1), ((1,), 2), ((1,), 4)):
+        powers = range(first, last + 1, stride)
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        ticks = [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+        if len(ticks) <= _MOST_TICKS:
+            break
+    return ticks[:_MOST_TICKS]
 
 
 def _decades(least: float, most: float) -> tuple[float, float, list[float]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.reports.page_text import MISSING, Markup, clean_text
+from warehouse.explorer.plot import SOURCE_COLOURS
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -35,7 +37,7 @@ def rendered(template: str, link: Link = served_link, **values: Any) -> str:
     return (
         _environment()
         .get_template(f"{template}.html.j2")
-        .render(style=_style(), link=link, is_served=link is served_link, **values)
+        .render(style=_style(), link=link, is_served=link is served_link, colours=SOURCE_COLOURS, **values)
     )
 
 
@@ -60,6 +62,21 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"
 
 
+def wrapped(name: str) -> Markup:
+    """Return a column's name that may be broken behind its underscores, and nowhere else."""
+    return Markup(str(escape(clean_text(name))).replace("_", "_<wbr>"))
+
+
+def numeric_places(rows: Iterable[Iterable[object]]) -> frozenset[int]:
+    """Return the places of the columns that hold numbers."""
+    return frozenset(
+        place
+        for place, column in enumerate(zip(*rows, strict=True))
+        if all(isinstance(value, int | float) or value is None for value in column)
+        and any(value is not None for value in column)
+    )
+
+
 @cache
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -70,6 +87,8 @@ def _environment() -> Environment:
     )  # fmt: skip
     environment.filters["shown"] = shown
     environment.filters["counted"] = counted
+    environment.filters["wrapped"] = wrapped
+    environment.filters["numeric"] = numeric_places
     return environment
 
 
