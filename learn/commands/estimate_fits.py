@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from featurize.device_spec import DeviceSpec
+    from learn.estimation.job_estimate import Estimate
     from learn.estimation.questions import Inputs, Job
 
 
@@ -75,9 +76,12 @@ def print_fits(
         problems = [f"{one.device}: {one.problem}" for one in fits if one.problem is not None]
         _print(f"{title}, memory in MiB", _table_of_devices(fits, bound_name(answers[0])), [*problems, *shared])
     else:
-        at_limit = largest.estimate or largest.beyond
+        at_limit = _at_limit(largest)
         decided_by = POINT if at_limit.upper_mib is None else by
-        line = f"{title}: the largest batch on {at_limit.device} is {largest.batch:,}, by the {decided_by}"
+        least = "at least " if largest.is_lower_bound else ""
+        line = f"{title}: the largest batch on {at_limit.device} is {least}{largest.batch:,}, by the {decided_by}"
+        if largest.is_lower_bound:
+            line += "; no larger one is tried"
         _print(line, _table_of_batches(largest), at_limit.warnings)
     return 0
 
@@ -92,8 +96,14 @@ def _print(line: str, table: Table, notes: Iterable[str]) -> None:
         screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
 
 
+def _at_limit(largest: LargestBatch) -> Estimate:
+    done = largest.estimate or largest.beyond
+    assert done is not None  # one of both batches was estimated
+    return done
+
+
 def _table_of_batches(largest: LargestBatch) -> Table:
-    table = _table("batch", "peak memory", bound_name(largest.beyond), "the card", "fits")
+    table = _table("batch", "peak memory", bound_name(_at_limit(largest)), "the card", "fits")
     for batch, done in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
         if done is not None:
             fits = "yes" if batch == largest.batch else "no"
