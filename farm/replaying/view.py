@@ -47,7 +47,7 @@ def _is_better(first: Standing, other: Standing) -> bool:
 
 
 def verdict(done: CrossedReplays) -> str:
-    """Return which policy has the shortest makespan, or between which ones there is no choice, and how many jobs crashed."""
+    """Return which policy has the shortest makespan, or which ones may have it, with how many jobs crashed."""
     names = [f"{one.name} ({one.crashes:,} out of memory)" for one in leading(done)]
     if not names:
         return "not known, as no job ran"
