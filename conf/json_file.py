@@ -26,9 +26,9 @@ def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any
     return parse_json(content)
 
 
-def parse_json(content: bytes) -> Any:
-    """Return the value of UTF-8 JSON. Raises `ValueError` as `read_json` does."""
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of JSON, in UTF-8 where it is bytes. Raises `ValueError` as `read_json` does."""
     try:
-        return json.loads(content.decode())
+        return json.loads(content.decode() if isinstance(content, bytes) else content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error

@@ -60,12 +60,13 @@ PROFILES: Mapping[str, Mapping[str, Slice]] = {
     "gh200-96gb": _of_hopper(12, 24, 48, 96),
     "h200-sxm-141gb": _of_hopper(18, 35, 71, 141),
 }
+_LONGEST_NAME = 200
 _NAME = re.compile(r"(?P<parent>.+?)(?:\s*:\s*|\s+MIG\s+)(?P<profile>\d+g\.\d+gb)(?:\+\S+)?", re.IGNORECASE)
 
 
 def split_slice(name: object) -> tuple[str, str] | None:
     """Return the whole GPU's name and the profile of a slice's name; None for any other name."""
-    match = _NAME.fullmatch(name.strip()) if isinstance(name, str) else None
+    match = _NAME.fullmatch(name.strip()) if isinstance(name, str) and len(name) <= _LONGEST_NAME else None
     return None if match is None else (match["parent"], match["profile"].lower())
 
 

@@ -14,7 +14,7 @@ _LONGEST_SHOWN = 200  # characters of a value that is quoted back
 
 OUTPUT_STARTS = "\n--- the trial's output ends:"  # separates the error of a run from the last output of its trial
 _TRACEBACK_STARTS = "Traceback (most recent call last):"
-_FRAME = re.compile(r'\s*[|+]?\s*File ".*", line \d+')
+_FRAME = re.compile(r'\s*(?:[|+]\s*)?File ".*", line \d+')
 _IN_A_GROUP = re.compile(r"^ {2,}[|+] ")  # how a traceback draws the exceptions of a group
 
 

@@ -143,7 +143,8 @@ def training_command(text: str, called: Sequence[str], begins_in: Path) -> Train
         UsageError: No command starts Python or a launcher, or several do; the shell alone knows where it runs.
     """
     variables = {**os.environ, _SUBMITTED_FROM: str(begins_in)}
-    folder, depth, commands = begins_in, 0, []
+    folder, depth = begins_in, 0
+    commands: list[TrainingCommand] = []
     for after, words in _simple_commands(text):
         depth += (words[0] in _BLOCK_BEGINS or words[-1] == "{") - (words[0] in _BLOCK_ENDS)
         expanded = _expanded(words, called, variables)

@@ -13,6 +13,7 @@ from typing import Any
 
 from conf.errors import UsageError
 
+_LONGEST = 4000  # characters of all settings
 MIN_BLOCK_BYTES = 512
 # Rounding by divisions of a power of two has one entry for each of 1, 2, 4, ... 32768 MiB and above.
 INTERVALS = 16
@@ -88,6 +89,8 @@ class AllocatorSettings:
         The last of two equal keys counts, spaces don't. Raises `UsageError` for unknown keys, for values that PyTorch
         refuses and for some that it misreads (`12.5` or `-1` for a size), and for the backend `cudaMallocAsync`.
         """
+        if len(text) > _LONGEST:
+            raise UsageError(f"allocator settings: {len(text):,} characters, more than {_LONGEST:,}")
         values: dict[str, Any] = {}
         wrong = []
         for item in re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text)):

@@ -20,6 +20,7 @@ _NO_MODEL = (  # about text generation, files and labels: the network is the sam
     "finetuning_task", "attn_implementation", "experts_implementation", "language", "begin_suppress_tokens",
     "suppress_tokens", "bad_words_ids",
 )  # fmt: skip
+_LONGEST_KEY = 200
 _WORDS = re.compile(r"\w*act(ivation)?\w*|\w*norm\w*|\w*(position|attention|rope|layer|hidden)\w*_types?|\w*pool\w*")
 _ROPE = ("rope_scaling", "rope_parameters")
 
@@ -89,7 +90,7 @@ def _arguments(config: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]
     for name, value in config.items():
         if name.startswith("_") or name in _NO_MODEL:
             continue
-        if isinstance(value, str) and not _WORDS.fullmatch(name):
+        if isinstance(value, str) and (len(name) > _LONGEST_KEY or not _WORDS.fullmatch(name)):
             left_out.append(name)
         elif isinstance(value, Mapping):
             if name.endswith("_config"):

@@ -29,6 +29,7 @@ _MODULES = {
 _TIMM_INSIDE = ("transformers.models.timm_wrapper", "transformers.models.timm_backbone")  # they take any timm model
 _WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "use_pretrained_backbone")
 # Keys whose values libraries look up in tables of their own: activations, norms, kinds of pooling and of tasks.
+_LONGEST_KEY = 200
 _WORD_KEY = re.compile(r"act|\w*_act|\w*(act_|activation|norm|pool|_type)\w*|model_name|dtype|attn_implementation")
 _NO_WORD = re.compile(r"path|file|dir(_|$)|url|repo|checkpoint|cfg|config|class|module|kernel|experts")
 _FETCHING = re.compile(r"pretrain|remote|trust|(^|_)hub(_|$)")
@@ -254,7 +255,12 @@ def _value_problem(name: str, value: Any, depth: int) -> str | None:
     if isinstance(value, list) and depth < 3:
         return next((problem for one in value if (problem := _value_problem(name, one, depth + 1))), None)
     if isinstance(value, str):
-        if _WORD_KEY.fullmatch(name) and not _NO_WORD.search(name) and _WORDS.get(name, _WORD).fullmatch(value):
+        if (
+            len(name) <= _LONGEST_KEY
+            and _WORD_KEY.fullmatch(name)
+            and not _NO_WORD.search(name)
+            and _WORDS.get(name, _WORD).fullmatch(value)
+        ):
             return None
         return f"a text ({shown(value)})"
     if isinstance(value, dict) and depth < 3 and _NESTED.fullmatch(name):

@@ -134,7 +134,7 @@ class Client:
         fit = self.ask("POST", "/v1/fit", {"find": "largest_batch", "device": device, "by": by, **job})["fit"]
         return LargestBatch(
             batch=fit["batch"], estimate=_estimate_or_none(fit["estimate"]), by=fit["by"],
-            beyond=Estimate.from_mapping(fit["beyond"]), tried={int(size): mib for size, mib in fit["tried"].items()},
+            beyond=_estimate_or_none(fit["beyond"]), tried={int(size): mib for size, mib in fit["tried"].items()},
         )  # fmt: skip
 
     def admit(

@@ -19,7 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem, UsageError, shown
+from conf.json_file import parse_json
 from conf.plain_text import first_line
 from warehouse.details import DETAILS
 from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
@@ -162,19 +163,21 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
     try:
         # Without a buffer, pyarrow would read the partition's name as a column.
         table = pq.ParquetFile(pa.BufferReader(path.read_bytes() if content is None else content)).read()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {first_line(error)}") from error
     try:
-        described = json.loads((table.schema.metadata or {}).get(_METADATA, b""))
-        version = int(described["schema_version"])
-    except (ValueError, KeyError, TypeError) as error:
+        described = parse_json((table.schema.metadata or {}).get(_METADATA, b""))
+        version, described_kind, family = described["schema_version"], described.get("kind"), described.get("family")
+        if type(version) is not int:
+            raise ValueError(f"its schema version is {shown(version)}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is not of a data set that `python -m warehouse.export` wrote") from error
     if version > SCHEMA_VERSION:
         raise EnvironmentProblem(
             f"{path} has schema version {version}, this code knows up to {SCHEMA_VERSION}; update the code"
         )
-    if described.get("kind") != kind or described.get("family") != part.family:
-        content_kind = f"{described.get('kind')} of {described.get('family')}"
+    if described_kind != kind or family != part.family:
+        content_kind = f"{described_kind} of {family}"
         raise EnvironmentProblem(f"{path} holds {content_kind}: it has been moved or renamed")
     unknown = [name for name in table.column_names if name not in schema.names]
     if unknown:
@@ -211,7 +214,10 @@ def checked_details(root: Path, part: DatasetPart, kind: str) -> pa.Table:
 
 def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str, Any]]:
     """Return the rows of a part's runs. Raises `EnvironmentProblem` naming the first bad row."""
-    rows: list[dict[str, Any]] = runs.to_pylist()
+    try:
+        rows: list[dict[str, Any]] = runs.to_pylist()
+    except (OverflowError, UnicodeDecodeError) as error:  # a date beyond all years, text that is none
+        raise EnvironmentProblem(f"{root / part.path('runs')} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):
         problems = run_problems(row)
         if row["family"] != part.family:

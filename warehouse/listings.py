@@ -6,7 +6,6 @@ listings. File contents are cached in memory while the file stays the same.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Hashable
@@ -16,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conf.json_file import parse_json
 from conf.plain_text import first_line, one_line
 from warehouse import damage
 from warehouse.checksum import checksum_problem, recorded_checksum
@@ -77,7 +77,7 @@ def recovered_listing(folder: FolderLayout, kind: str, file: Path) -> Listing | 
         if checksum_problem(path) is not None:
             return None
         metadata = pq.read_metadata(path)
-        sources = json.loads((metadata.metadata or {})[SOURCES])
+        sources = parse_json((metadata.metadata or {})[SOURCES])
         return Listing(
             file=file,
             merged=f"{path.parent.name}/{path.name}",

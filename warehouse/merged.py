@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conf.json_file import parse_json
 from conf.plain_text import first_line
 from warehouse.checksum import checksum_problem, recorded_checksum, write_sealed
 from warehouse.layout import COMPRESSION, LISTING_SCHEMA, FolderLayout, replacing, sync, write_parquet
@@ -110,7 +111,7 @@ def sources_of(merged: Path) -> Mapping[str, Any]:
 
     Raises `pa.ArrowException`, `OSError` or `ValueError` where the footer cannot be read.
     """
-    named: dict[str, Any] = json.loads((pq.read_metadata(plain(merged)).metadata or {}).get(SOURCES, b"{}"))
+    named: dict[str, Any] = parse_json((pq.read_metadata(plain(merged)).metadata or {}).get(SOURCES, b"{}"))
     return named
 
 

@@ -61,7 +61,7 @@ def scrubbed(text: str, names: Iterable[str] = ()) -> str:
     """Return `text` with folders removed from paths, addresses as ADDRESS, and the given names as NAME."""
     text = re.sub(r"/(?:home|Users)/[\w.@+=~-]+", "/NAME", text)  # also where nothing comes behind it
     text = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', text)
-    text = re.sub(r"(\w+://)[^\s/\"')\]]+", r"\1ADDRESS", text)
+    text = re.sub(r"(?<!\w)(\w+://)[^\s/\"')\]]+", r"\1ADDRESS", text)
     text = re.sub(r"(?<![\w:/.])~?(?:/[\w.@+=~-]+)*/([\w.@+=~-]+)/?", r"\1", text)
     text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", "ADDRESS", text)
     for name in sorted(names, key=len, reverse=True):

@@ -90,7 +90,7 @@ class Events:
 
         self._sinks.append(write)
 
-    def _tell_write_error(self, _record: logging.LogRecord) -> None:
+    def _tell_write_error(self, record: logging.LogRecord) -> None:
         """Print once that events are lost; the work goes on."""
         if not self._has_told:
             self._has_told = True

@@ -48,6 +48,11 @@ class Standing:
     def name(self) -> str:
         return self.policy if self.estimator == NO_ESTIMATOR else f"{self.policy} · {self.estimator}"
 
+    @property
+    def crashes(self) -> int:
+        """Crashes for want of memory, of all seeds."""
+        return sum(result.crashes for result in self.results)
+
     def interval(self, figure: Callable[[ReplayResult], float]) -> Interval:
         return Interval.of([figure(result) for result in self.results])
 

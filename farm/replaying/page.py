@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from conf.errors import EnvironmentProblem
@@ -14,7 +14,8 @@ from conf.reports.blocks import Block, Chart, Charts, Drawn, Lead, Legend, Note,
 from conf.reports.render import render_page
 from farm.replaying.chart import distribution_svg, makespan_svg
 from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Interval, Standing
-from farm.replaying.view import FIGURES, HEADS, as_mapping, cells, notes, title
+from farm.replaying.simulator import ReplayResult
+from farm.replaying.view import FIGURES, HEADS, as_mapping, cells, leading, notes, title, verdict
 from warehouse.folder import DataFolder
 from warehouse.layout import write_bytes
 
@@ -63,20 +64,38 @@ def replay_page(done: CrossedReplays) -> Page:
 
 
 def _tiles(done: CrossedReplays) -> list[Block]:
-    best = min(done.standings, key=lambda one: Interval.of(one.over_exclusive).mean)
-    ratio = Interval.of(best.over_exclusive)
-    crashes = sum(result.crashes for result in best.results)
-    energy = best.interval(FIGURES["energy_kwh"])
+    candidates = leading(done)
+    if not candidates:
+        return []
+    best = candidates[0]
+    if len(candidates) > 1:
+        return [
+            Tiles(
+                (
+                    Tile("shortest makespan", "none stands out", verdict(done)),
+                    Tile(
+                        "out of memory", _from_to(candidates, FIGURES["out_of_memory"], 1), "crashes a seed, of these"
+                    ),
+                    Tile("SM activity", _from_to(candidates, FIGURES["smact"], 2), "mean of all GPUs, of these"),
+                )
+            )
+        ]
+    ratio, energy = Interval.of(best.over_exclusive), best.interval(FIGURES["energy_kwh"])
     return [
         Tiles(
             (
                 Tile("shortest makespan", best.name, f"{100 * (1 - ratio.mean):.1f} % below exclusive"),
-                Tile("out of memory", f"{crashes}", "crashes of that policy, all seeds"),
+                Tile("out of memory", f"{best.crashes}", "crashes of that policy, all seeds"),
                 Tile("SM activity", f"{best.interval(FIGURES['smact']).mean:.2f}", "mean of all GPUs"),
                 Tile("energy", f"{energy.mean:,.1f} kWh", "of all GPUs, idle ones too"),
             )
         )
     ]
+
+
+def _from_to(standings: Sequence[Standing], figure: Callable[[ReplayResult], float], digits: int) -> str:
+    means = [one.interval(figure).mean for one in standings]
+    return f"{min(means):.{digits}f} to {max(means):.{digits}f}"
 
 
 def _makespans(done: CrossedReplays) -> tuple[Block, ...]:

@@ -19,11 +19,42 @@ CAVEAT = (
     "come from a contention model that no policy sees."
 )
 _J_PER_KWH = 3.6e6
+_NAMED = 4  # policies of which none stands out
 
 
 def lines(done: CrossedReplays) -> list[str]:
     """Return the terminal's lines."""
-    return [title(done), *table_lines(HEADS, [cells(one) for one in done.standings]), *notes(done)]
+    table = table_lines(HEADS, [cells(one) for one in done.standings])
+    return [title(done), *table, f"shortest makespan: {verdict(done)}", *notes(done)]
+
+
+def leading(done: CrossedReplays) -> list[Standing]:
+    """Return the standings that may be the best, the shortest mean makespan first.
+
+    A standing is out where the interval of another one lies below its own, and the other one crashed no more jobs. One
+    seed has no interval, and tells nothing apart.
+    """
+    known = [one for one in done.standings if not math.isnan(Interval.of(one.over_exclusive).mean)]
+    ordered = sorted(known, key=lambda one: Interval.of(one.over_exclusive).mean)
+    return [one for one in ordered if not any(_is_better(other, one) for other in ordered)]
+
+
+def _is_better(first: Standing, other: Standing) -> bool:
+    ours, theirs = Interval.of(first.over_exclusive), Interval.of(other.over_exclusive)
+    if ours.half is None or theirs.half is None or first.crashes > other.crashes:
+        return False
+    return ours.mean + ours.half < theirs.mean - theirs.half
+
+
+def verdict(done: CrossedReplays) -> str:
+    """Return which policy has the shortest makespan, or which ones may have it, with how many jobs crashed."""
+    names = [f"{one.name} ({one.crashes:,} out of memory)" for one in leading(done)]
+    if not names:
+        return "not known, as no job ran"
+    if len(names) == 1:
+        return names[0]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"none stands out: {', '.join(names[:_NAMED])}{more}"
 
 
 def title(done: CrossedReplays) -> str:
@@ -67,10 +98,9 @@ def cells(one: Standing) -> tuple[str, ...]:
     """Return a standing under `HEADS`; crashes are the sum over all seeds."""
     shown = {name: one.interval(figure) for name, figure in FIGURES.items()}
     ratio = Interval.of(one.over_exclusive)
-    crashes = sum(result.crashes for result in one.results)
     return (
         one.policy, one.estimator, _text(shown["makespan_h"], 2), _text(ratio, 3), _text(shown["waiting_min"], 1),
-        _text(shown["completion_min"], 1), _text(shown["slowdown"], 2), f"{crashes}", _text(shown["smact"], 2),
+        _text(shown["completion_min"], 1), _text(shown["slowdown"], 2), f"{one.crashes}", _text(shown["smact"], 2),
         _text(shown["energy_kwh"], 1),
     )  # fmt: skip
 
@@ -88,7 +118,8 @@ def as_mapping(done: CrossedReplays) -> dict[str, Any]:
     return {
         "trace": done.trace_name, "jobs": done.jobs, "left_out": done.left_out, "gpus": settings.gpu_count,
         "device": settings.spec.name, "sharing": settings.sharing, "load": settings.load, "seeds": list(settings.seeds),
-        "source": "simulated", "replays": [_standing(one) for one in done.standings], "notes": notes(done),
+        "source": "simulated", "replays": [_standing(one) for one in done.standings],
+        "best": [one.name for one in leading(done)], "notes": notes(done),
     }  # fmt: skip
 
 

@@ -177,7 +177,9 @@ def largest_batch_of(
 
     batch = largest_fitting(needed, describe_device(device).memory_mib, config.batch_size)
     tried = {size: needed_mib(one, by) for size, one in done.items()}
-    return LargestBatch(batch=batch, estimate=done.get(batch), beyond=done[batch + 1], by=by, tried=tried).to_mapping()
+    return LargestBatch(
+        batch=batch, estimate=done.get(batch), beyond=done.get(batch + 1), by=by, tried=tried
+    ).to_mapping()
 
 
 def admission(

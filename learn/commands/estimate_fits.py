@@ -80,16 +80,17 @@ def print_fits(
         table, notes = _table_of_devices(fits, bound_name(answers[0])), [*problems, *{**of_amd, **shared}]
         _print(f"{title}, memory in MiB", table, answers, notes, all_notes)
     else:
-        at_limit = largest.estimate or largest.beyond
+        at_limit = _at_limit(largest)
         decided_by = POINT if at_limit.upper_mib is None else by
-        line = f"{title}: the largest batch on {at_limit.device} is {largest.batch:,}, by the {decided_by}"
+        least = "at least " if largest.is_lower_bound else ""
+        line = f"{title}: the largest batch on {at_limit.device} is {least}{largest.batch:,}, by the {decided_by}"
+        if largest.is_lower_bound:
+            line += "; no larger one is tried"
         _print(line, _table_of_batches(largest), [at_limit], at_limit.notes, all_notes)
     return 0
 
 
-def _print(
-    line: str, table: Table, answers: Sequence[Estimate], notes: Collection[Note], all_notes: bool
-) -> None:  # fmt: skip
+def _print(line: str, table: Table, answers: Sequence[Estimate], notes: Collection[Note], all_notes: bool) -> None:
     from rich.console import Console
 
     screen = Console()
@@ -101,8 +102,14 @@ def _print(
     print_notes(screen, notes, all_notes=all_notes)
 
 
+def _at_limit(largest: LargestBatch) -> Estimate:
+    done = largest.estimate or largest.beyond
+    assert done is not None  # one of both batches was estimated
+    return done
+
+
 def _table_of_batches(largest: LargestBatch) -> Table:
-    table = _table("batch", "peak memory", bound_name(largest.beyond), "the card", "fits")
+    table = _table("batch", "peak memory", bound_name(_at_limit(largest)), "the card", "fits")
     for batch, done in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
         if done is not None:
             fits = "yes" if batch == largest.batch else "no"

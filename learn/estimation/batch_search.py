@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from conf.errors import UsageError
-
-LARGEST_BATCH = 2**31 - 1  # beyond it, memory evidently does not depend on the batch
+# Nothing is said of larger batches: the default estimators were fitted on batches of at most 1,023 samples.
+MOST_SAMPLES = 65_536
 _GROWTH = 16  # times the largest batch known to fit, at most, for the next one that is tried
 _WIDER = 4  # times as wide is each further step away from the line's prediction
 _BY_LINE = 2  # tries of the line's own prediction between a batch that fits and one that does not
@@ -19,8 +18,10 @@ _FEW, _NARROW = 64, 32
 _FAR = 2  # times a batch that fits: one that does not says little of the limit
 
 
-def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start: int) -> int:
+def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start: int, most: int = MOST_SAMPLES) -> int:
     """Return a batch size that fits while the next larger one does not; 0 where a batch of 1 does not fit.
+
+    Returns `most`, or a larger `start`, where that fits: no larger one is tried.
 
     Memory is close to affine in the batch: two figures predict the limit, and the search steps away from the
     prediction in ever wider steps until the limit lies in between, then halves the rest. Both neighbours of the limit
@@ -30,14 +31,13 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
         needed_mib: Memory in MiB that a batch of that size needs; each size is asked for once.
         limit_mib: Memory in MiB that there is.
         start: First batch size to try.
-
-    Raises:
-        UsageError: A batch of `LARGEST_BATCH` fits.
+        most: Largest batch size to try, unless `start` is larger.
 
     Known limitations:
         Where memory does not grow with every sample, a larger batch beyond the first that does not fit may fit again.
     """
     tried: dict[int, float] = {}
+    most = max(most, start)
     low, high = 0, None  # a batch of 0 fits by definition
     batch, tries_between = start, 0
     step = side = None  # of the walk away from the prediction: how far, and whether its last batch fitted
@@ -45,14 +45,14 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
         tried[batch] = needed_mib(batch)
         fitted = tried[batch] <= limit_mib
         low, high = (batch, high) if fitted else (low, batch)
-        if low == LARGEST_BATCH:
-            raise UsageError(f"memory does not grow with the batch: {low:,} samples still fit")
+        if low == most:
+            return most
         guess = _predicted(tried, low, high, limit_mib)
         if high is None:
             guess = (
                 low * (2 if len(tried) == 1 else _GROWTH) if guess is None else max(guess, low + 2 ** (len(tried) // 4))
             )
-            batch = min(guess, low * _GROWTH, LARGEST_BATCH)
+            batch = min(guess, low * _GROWTH, most)
             continue
         tries_between += 1
         batch = (low + high) // 2

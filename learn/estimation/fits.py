@@ -18,7 +18,7 @@ from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import is_of_job
-from learn.estimation.batch_search import largest_fitting
+from learn.estimation.batch_search import MOST_SAMPLES, largest_fitting
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.on_machine import release_workspaces
 from learn.estimation.questions import checked, question_from
@@ -38,24 +38,31 @@ class LargestBatch:
 
     batch       samples; 0 where not even one fits, or a pipeline's one for each micro-batch
     estimate    at that batch; None where it is 0
-    beyond      at one sample more, or a pipeline's one more for each micro-batch, which does not fit
+    beyond      at one sample more, or a pipeline's one more for each micro-batch, which does not fit; None where the
+                batch is the largest that is tried, so that at least so many samples fit
     by          `bound` or `point`: the figure that has to fit
     tried       batch size -> that figure in MiB, of every estimate that was made
     """
 
     batch: int
     estimate: Estimate | None
-    beyond: Estimate
+    beyond: Estimate | None
     by: str
     tried: Mapping[int, float]
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether the search ended at its limit: at least `batch` samples fit."""
+        return self.beyond is None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields, estimates as their own mappings."""
         return {
             "batch": self.batch,
+            "is_lower_bound": self.is_lower_bound,
             "by": self.by,
             "estimate": None if self.estimate is None else self.estimate.to_mapping(),
-            "beyond": self.beyond.to_mapping(),
+            "beyond": None if self.beyond is None else self.beyond.to_mapping(),
             "tried": {str(batch): mib for batch, mib in self.tried.items()},
         }
 
@@ -118,10 +125,11 @@ def largest_batch(
         The batch, with the estimates on both sides of the limit.
 
     Raises:
-        UsageError: As in `estimate`; an input whose first dimension is not the batch's; a job whose memory does not
-            grow with its batch.
+        UsageError: As in `estimate`; an input whose first dimension is not the batch's.
 
     Known limitations:
+        No batch above `MOST_SAMPLES` (65,536), or above a larger one that is given, is tried: where that fits,
+        `is_lower_bound` is true.
         Near the limit, memory does not always grow with every sample. A batch beyond the first that does not fit may
         fit again.
 
@@ -161,11 +169,12 @@ def largest_batch(
         card_mib = needed_mib(done, by) if by == POINT or done.least_card_mib is None else done.least_card_mib
         return card_mib + spec.memory_mib - _limit_mib(done, spec)
 
-    batch = largest_fitting(card_needed_mib, spec.memory_mib, max(given // unit, 1)) * unit
+    start = max(given // unit, 1)
+    batch = largest_fitting(card_needed_mib, spec.memory_mib, start, max(MOST_SAMPLES // unit, 1)) * unit
     return LargestBatch(
         batch=batch,
         estimate=estimates.get(batch),
-        beyond=estimates[batch + unit],
+        beyond=estimates.get(batch + unit),
         by=by,
         tried={size: needed_mib(done, by) for size, done in estimates.items()},
     )

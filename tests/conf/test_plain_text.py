@@ -1,9 +1,11 @@
 """What a terminal may show of stored texts."""
 
+import time
 import traceback
 
 import pytest
 
+from conf.errors import UsageError
 from conf.plain_text import OUTPUT_STARTS, error_line
 
 
@@ -53,3 +55,18 @@ def test_the_line_of_an_error_is_its_exception_and_never_the_heading_of_a_traceb
 
 def test_of_a_group_of_exceptions_it_is_the_last():
     assert error_line(traced(grouped)) in ("KeyError: 'two'", "ExceptionGroup: two at once (2 sub-exceptions)")
+
+
+def test_hostile_text_is_read_in_linear_time():
+    from conf.mig_slices import split_slice
+    from featurize.allocator_settings import AllocatorSettings
+    from warehouse.public_rows import scrubbed
+
+    began = time.process_time()
+    for text in ("1" * 100_000, "a_" * 50_000, "/a" * 50_000, " " * 100_000, "act" * 30_000, " MIG " * 20_000):
+        for read in (scrubbed, error_line, split_slice):
+            read(text + "!")
+    with pytest.raises(UsageError, match="100,000 characters"):
+        AllocatorSettings.parse("," * 100_000)
+    assert scrubbed("see http://host17:9400/x and (ftp://a)") == "see http://ADDRESS/x and (ftp://ADDRESS)"
+    assert time.process_time() - began < 5

@@ -12,12 +12,18 @@ import time
 import pytest
 
 from conf.errors import UsageError
+from conf.reports.blocks import Tiles
+from farm.replaying import view
 from farm.replaying.catalogue import ESTIMATORS, JobType, estimated_mib, load_catalogue
 from farm.replaying.contention import SHARING, Contention
+from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Standing
 from farm.replaying.generators import GENERATORS, generate_trace
+from farm.replaying.page import replay_page
 from farm.replaying.policies import POLICIES, make_policy
+from farm.replaying.settings import ReplaySettings
 from farm.replaying.simulator import ClusterRules, replay
 from farm.replaying.traces import ClusterTrace, read_trace
+from farm.replaying.view import as_mapping
 from learn.admission.memory_need import MemoryNeed
 from learn.collocation.profile import JobProfile
 from warehouse.folder import DataFolder
@@ -365,6 +371,43 @@ def test_the_command_prints_a_table_or_json_and_writes_a_page(monkeypatch, capsy
     assert [one["policy"] for one in figures["replays"]] == ["exclusive", "ours", "ours"]
     assert figures["replays"][0]["makespan_over_exclusive"]["mean"] == 1
     assert figures["source"] == "simulated" and len(figures["replays"][1]["by_seed"]) == 2
+
+
+def crossed(**makespans):
+    """Replays of one hour under `exclusive`, and of policies by their (crashes, hours of each seed)."""
+    alone = run(trace_of((0, 3600, 1, 0)))
+    standings = [Standing(policy="exclusive", estimator=NO_ESTIMATOR, results=(alone,) * 3, over_exclusive=(1, 1, 1))]
+    for policy, (crashes, hours) in makespans.items():
+        results = tuple(dataclasses.replace(alone, makespan_s=3600 * one, crashes=crashes) for one in hours)
+        standings.append(
+            Standing(policy=policy, estimator="ours_bound", results=results, over_exclusive=tuple(map(float, hours)))
+        )
+    return CrossedReplays(
+        settings=ReplaySettings(seeds=(0, 1, 2)), trace_name="mine", jobs=1, left_out=0, standings=tuple(standings)
+    )
+
+
+@pytest.mark.parametrize(
+    ("makespans", "verdict"),
+    [
+        ({"ours": (0, (0.5, 0.51, 0.49)), "magm": (5, (0.8, 0.81, 0.79))}, "ours · ours_bound (0 out of memory)"),
+        (
+            {"ours": (0, (0.5, 0.6, 0.4)), "magm": (0, (0.55, 0.65, 0.45))},
+            "none stands out: ours · ours_bound (0 out of memory), magm · ours_bound (0 out of memory)",
+        ),
+        (
+            {"magm": (2, (0.5, 0.51, 0.49)), "ours": (0, (0.8, 0.81, 0.79))},
+            "none stands out: magm · ours_bound (6 out of memory), ours · ours_bound (0 out of memory)",
+        ),
+    ],
+)
+def test_the_headline_names_a_policy_only_where_its_interval_is_apart_and_no_more_jobs_crashed(makespans, verdict):
+    done = crossed(**makespans)
+    assert f"shortest makespan: {verdict}" in view.lines(done)
+    assert as_mapping(done)["best"][0] in verdict
+    tiles = next(block for block in replay_page(done).head if isinstance(block, Tiles)).tiles
+    is_alone = not verdict.startswith("none stands out")
+    assert (tiles[0].value == "ours · ours_bound") == is_alone and (is_alone or tiles[0].remark == verdict)
 
 
 def test_a_data_folder_keeps_the_page_and_its_figures(monkeypatch, capsys, tmp_path):

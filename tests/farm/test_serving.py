@@ -172,7 +172,7 @@ def test_devices_that_fit_and_the_largest_batch(service):
     assert [one.estimate.device_memory_mib for one in fits if one.estimate] == sorted(
         one.estimate.device_memory_mib for one in fits if one.estimate
     )
-    assert largest.estimate.fits_device and not largest.beyond.fits_device
+    assert largest.estimate.fits_device and (largest.batch, largest.beyond) == (65_536, None) and largest.is_lower_bound
 
 
 def test_an_admission_is_the_librarys(service):

@@ -14,7 +14,7 @@ from featurize.device_spec import device_names, load_device
 from featurize.families import mlp
 from learn import devices_that_fit, estimate, largest_batch
 from learn.batch_sizes import with_batch_size
-from learn.estimation.batch_search import largest_fitting
+from learn.estimation.batch_search import MOST_SAMPLES, largest_fitting
 
 A100 = load_device("A100-SXM4-40GB")
 CONFIG = mlp.Config(batch_size=8, input_size=64, classes=4, depth=2)
@@ -26,6 +26,10 @@ def card(memory_mib):
 
 def net():
     return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
+
+
+def narrow():
+    return nn.Linear(4, 4)
 
 
 class Tokens(nn.Module):
@@ -106,9 +110,24 @@ def test_no_batch_fits_a_card_that_the_weights_fill():
     assert largest.beyond.peak_memory_mib > 400
 
 
-def test_memory_that_does_not_grow_with_the_batch_has_no_largest_one():
-    with pytest.raises(UsageError, match="memory does not grow with the batch: 2,147,483,647 samples still fit"):
-        largest_fitting(lambda size: 1.0, 2.0, 8)
+def test_a_search_that_no_batch_ends_stops_at_its_limit():
+    asked = []
+    assert largest_fitting(lambda size: asked.append(size) or 1.0, 2.0, 8, most=1000) == max(asked) == 1000
+    assert largest_fitting(lambda size: 1.0, 2.0, 8) == MOST_SAMPLES
+    assert largest_fitting(lambda size: 1.0, 2.0, 3 * MOST_SAMPLES) == 3 * MOST_SAMPLES
+    assert largest_fitting(lambda size: float(size), MOST_SAMPLES - 1.0, 8) == MOST_SAMPLES - 1
+
+
+def test_no_batch_beyond_all_training_is_answered(module_of_nets, capsys):
+    largest = largest_batch(narrow, [8, 4], device="A100-SXM4-40GB", estimator="trace")
+    assert (largest.batch, largest.beyond, largest.is_lower_bound) == (MOST_SAMPLES, None, True)
+    assert largest.estimate is not None and max(largest.tried) == MOST_SAMPLES
+    asked = [f"model={module_of_nets}:narrow", "input=[8,4]", "find=largest_batch", "estimator=trace"]
+    assert run(*asked) == 0
+    assert "the largest batch on A100-SXM4-40GB is at least 65,536, by the " in capsys.readouterr().out
+    assert run(*asked, "format=json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["batch"], answer["is_lower_bound"], answer["beyond"]) == (MOST_SAMPLES, True, None)
 
 
 def test_a_trial_config_is_scaled_by_its_batch_size():

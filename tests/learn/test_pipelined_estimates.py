@@ -1,10 +1,12 @@
 """`estimate(..., parallel="pp=N")`: what each rank of a pipeline takes, and how long a step of all is."""
 
+import dataclasses
 import json
 
 import pytest
 from torch import nn
 
+from featurize.device_spec import load_device
 from learn import estimate, largest_batch
 from learn.estimation.estimate_view import print_table
 
@@ -118,7 +120,8 @@ def test_the_table_shows_the_bubble_and_where_stages_begin(four, capsys):
 
 
 def test_the_largest_batch_divides_into_micro_batches():
-    layout, device = "pp=2,micro_batches=6", "H100-SXM5-80GB"
+    layout = "pp=2,micro_batches=6"
+    device = dataclasses.replace(load_device("H100-SXM5-80GB"), memory_mib=2_000)
     largest = largest_batch(Net, [SAMPLES, WIDTH], parallel=layout, precision="bf16", device=device)
     assert largest.batch % 6 == 0 and largest.estimate.fits_device and not largest.beyond.fits_device
     again = estimate(Net, [largest.batch + 6, WIDTH], parallel=layout, precision="bf16", device=device)

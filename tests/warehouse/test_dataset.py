@@ -13,7 +13,7 @@ from warehouse_rows import collocations, kernels, ranks, run_row
 
 import warehouse
 from conf import cli
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import CommandError, EnvironmentProblem, UsageError
 from warehouse import dataset
 from warehouse import export as export_command
 from warehouse import ingest as ingest_command
@@ -414,6 +414,39 @@ def test_damaged_and_foreign_files_are_named(filled, out, tmp_path):
     (out / "gpt" / path.name).write_bytes(whole)
     with pytest.raises(EnvironmentProblem, match="holds runs of cnn: it has been moved or renamed"):
         loaded(out, tmp_path / "other")
+
+
+def test_metadata_of_any_shape_lands_nothing(filled, out, tmp_path):
+    exported(filled, out)
+    path = out / find_parts(out)[0].path("runs")
+    described = (
+        "",
+        "null",
+        "[" * 100_000,
+        "[1]",
+        "5",
+        '{"schema_version": 1e400}',
+        '{"schema_version": true}',
+        '{"schema_version": "1"}',
+        '{"schema_version": ' + "9" * 5000 + "}",
+        '{"schema_version": 1, "kind": []}',
+    )
+    table = pq.ParquetFile(path).read()
+    for text in described:
+        pq.write_table(table.replace_schema_metadata({dataset._METADATA: text}), path)
+        with pytest.raises(CommandError, match=r"is not of a data set|moved or renamed"):
+            loaded(out, tmp_path / "other")
+    beyond = pa.array([2**62] * table.num_rows, RUN_SCHEMA.field("started_at").type)
+    path.write_bytes(
+        to_bytes(
+            find_parts(out)[0],
+            "runs",
+            table.set_column(table.schema.get_field_index("started_at"), "started_at", beyond),
+        )
+    )
+    with pytest.raises(CommandError, match="cannot be read"):
+        loaded(out, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_rows_that_break_the_schema_are_refused(out, tmp_path):
