@@ -81,7 +81,7 @@ def _of_bitsandbytes(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     return getattr(optim, names[name])(parameters, lr=LEARNING_RATE)
 
 
-def _parameters(given: list[Any]) -> list[nn.Parameter]:
+def _parameters(given: Iterable[Any]) -> list[nn.Parameter]:
     """Return the parameters of a list of them, or of groups."""
     return [p for one in given for p in (one["params"] if isinstance(one, dict) else [one])]
 
@@ -154,7 +154,7 @@ class BlockwiseAdamW(_TensorByTensor):
     memory, which the caching allocator does not hold, and which the driver moves to the host where room is short.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, bits: int, paged: bool) -> None:
+    def __init__(self, parameters: Iterable[Any], *, bits: int, paged: bool) -> None:
         super().__init__(parameters, {"lr": LEARNING_RATE})
         self.bits, self.paged = bits, paged
         self._code_books: tuple[Tensor, ...] = ()

@@ -30,8 +30,8 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "job_log_memory": ("MiB traced:", lambda v: f"{2**v - 1:,.0f}"),
 }
 _SLACK = 0.05  # of a range's width, beyond which a value is outside
-_BITS = {32: "fp32", 19: "tf32", 16: "half precision"}
-_STATES = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
+_BITS: Mapping[float, str] = {32: "fp32", 19: "tf32", 16: "half precision"}
+_STATES: Mapping[float, str] = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
 # Along which a case may be of a kind that no fit has seen: features of its settings, its device, its operators, its
 # family. Beyond a feature's range is `RANGE`.
 AXES_OF_SETTINGS = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
@@ -128,8 +128,8 @@ class Familiarity:
         reasons = []
         for name, words in (("net_math_bits", _BITS), ("net_states", _STATES)):
             if values[name] not in self.settings[name]:
-                known = " and ".join(words.get(int(value), str(value)) for value in self.settings[name])
-                reasons.append(f"{words.get(values[name], values[name])}: only {known} was fitted on")
+                known = " and ".join(words.get(value, str(value)) for value in self.settings[name])
+                reasons.append(f"{words.get(values[name], str(values[name]))}: only {known} was fitted on")
         for name in ("net_channels_last", "net_cudnn_benchmark"):
             if values[name] not in self.settings[name]:
                 reasons.append(f"{name.removeprefix('net_')}={bool(values[name])} was never fitted on".lower())
