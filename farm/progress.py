@@ -24,7 +24,8 @@ _STYLES = {"ok": "green", "oom": "yellow", "timeout": "magenta", "crashed": "red
 
 
 class Progress:
-    """A context manager. `totals()` gives (tasks ended, tasks in all) of what is being worked on.
+    """A context manager. `totals()` gives (tasks ended by their status, tasks in all) of what is being worked on, with
+    those that ended before; the rate is of what lands here.
 
     `quiet`: says nothing, where a program reads the events.
     """
@@ -32,7 +33,7 @@ class Progress:
     def __init__(
         self,
         label: str,
-        totals: Callable[[], tuple[int, int]],
+        totals: Callable[[], tuple[Mapping[str, int], int]],
         clock: Callable[[], float] = time.monotonic,
         quiet: bool = False,
     ):
@@ -43,7 +44,7 @@ class Progress:
         self._clock = clock
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
         self._landed: collections.deque[float] = collections.deque()
-        self._counts: collections.Counter[str] = collections.Counter()
+        self._any_landed = False
         self._printed_at = clock()
         self._bar: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
@@ -62,29 +63,24 @@ class Progress:
         if self._bar is not None:
             self._refresh()
             self._bar.stop()
-        elif self._counts:
+        elif self._any_landed:
             self._say_state()
 
     def say(self, text: str) -> None:
         """Print one line, above the bar if there is one."""
         (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 
-    def landed(self, run: Run) -> None:
+    def landed(self, _run: Run) -> None:
         """Count one run that has landed."""
-        self._counts[run.status] += 1
+        self._any_landed = True
         self._landed.append(self._clock())
 
     def update(self) -> None:
         """Redraw the bar; cheap enough for every turn of the dispatcher's loop."""
         if self._bar is not None:
             self._refresh()
-        elif self._clock() - self._printed_at >= _PLAIN_EVERY_S and self._counts:
+        elif self._clock() - self._printed_at >= _PLAIN_EVERY_S and self._any_landed:
             self._say_state()
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Return the runs that landed here, by status."""
-        return self._counts
 
     def rate_per_s(self) -> float | None:
         """Return the runs landed per second over the last minute; None before the second run."""
@@ -98,17 +94,20 @@ class Progress:
         return (len(self._landed) - 1) / max(now - self._landed[0], 1e-3)  # since the first: start-up is no trial's
 
     def _state(self, styled: bool) -> tuple[int, int, str]:
-        done, total = self._totals()
+        by_status, total = self._totals()
+        done = sum(by_status.values())
+        if not self._any_landed:
+            return done, total, "starting workers"
         parts = []
         for status in STATUSES:
-            if count := self._counts[status]:
+            if count := by_status.get(status, 0):
                 text = f"{status} {count}"
                 parts.append(f"[{_STYLES[status]}]{text}[/]" if styled else text)
         rate = self.rate_per_s()
         if rate:
             parts.append(f"{rate:.1f}/s" if rate >= 1 else f"{rate * 60:.1f}/min")
             parts.append(f"{_duration((total - done) / rate)} left")
-        return done, total, "  ".join(parts) or "starting workers"
+        return done, total, "  ".join(parts)
 
     def _refresh(self) -> None:
         assert self._bar is not None and self._task is not None

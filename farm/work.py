@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -293,10 +294,13 @@ def _timeout_s(job: Job) -> float:
         return 0.0
 
 
-def _totals(queue: Queue, names: Sequence[str]) -> tuple[int, int]:
-    """Return the numbers of ended and of not cancelled tasks of these jobs."""
+def _totals(queue: Queue, names: Sequence[str]) -> tuple[Counter[str], int]:
+    """Return the ended tasks of these jobs by status, and the number of those that are not cancelled."""
     counts = [queue.counts(name) for name in names]
-    return sum(c.ended for c in counts), sum(c.total - c.cancelled for c in counts)
+    by_status: Counter[str] = Counter()
+    for of_job in counts:
+        by_status.update(of_job.by_status)
+    return by_status, sum(of_job.total - of_job.cancelled for of_job in counts)
 
 
 def _compact(folder: DataFolder, service: Service) -> None:
@@ -310,7 +314,9 @@ def _compact(folder: DataFolder, service: Service) -> None:
 def _summary(folder: DataFolder, queue: Queue, job_id: str) -> None:
     counts = queue.counts(job_id)
     by_status = ", ".join(f"{status} {count}" for status, count in counts.by_status.items() if count)
-    print(f"{job_id}: {counts.ended} of {counts.total} runs are in {folder.root} ({by_status})")
+    cancelled = f"; {counts.cancelled} were cancelled" if counts.cancelled else ""
+    wanted = counts.total - counts.cancelled
+    print(f"{job_id}: {counts.ended} of {wanted} runs are in {folder.root} ({by_status}){cancelled}")
 
 
 def follow_hint(folder: DataFolder, job_id: str | None) -> str:

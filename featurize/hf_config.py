@@ -1,6 +1,8 @@
 """A Hugging Face `config.json` as a model of transformers with plain arguments. Torch-free.
 
-Start reading at `hf_model`. The file is data: it names one of the library's own model classes, and what of it would
+Start reading at `hf_model`; `lora_of` and `quantization_of` read an adapter's and a quantization's.
+
+The file is data: it names one of the library's own model classes, and what of it would
 name other code or fetch weights is refused.
 """
 
@@ -15,6 +17,7 @@ from conf.errors import UsageError, shown
 _CLASS = re.compile(r"[A-Z]\w{0,127}")
 _CODE = ("auto_map", "custom_pipelines")  # they name code of the model's own repository
 _NO_MODEL = (  # about text generation, files and labels: the network is the same without them
+    "quantization_config",
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "id2label", "label2id",
     "task_specific_params", "generation_config", "tokenizer_class", "processor_class", "problem_type", "prefix",
     "finetuning_task", "attn_implementation", "experts_implementation", "language", "begin_suppress_tokens",
@@ -32,12 +35,10 @@ def hf_model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any], tuple[str,
         config: The object of a `config.json`. `architectures` names the class, of which the first counts.
 
     Raises:
-        UsageError: No class is named, or the configuration needs code of its own, or quantized weights.
+        UsageError: No class is named, or the configuration needs code of its own.
     """
     if named := [name for name in _CODE if config.get(name)]:
         raise UsageError(f"{named[0]} names code of the model's own repository, which is not run")
-    if config.get("quantization_config"):
-        raise UsageError("quantization_config is not taken: leave it out, and give the training setting quantize")
     names = config.get("architectures")
     if not isinstance(names, Sequence) or isinstance(names, str) or not names:
         raise UsageError('architectures must name the model class, as in ["LlamaForCausalLM"]')
@@ -51,6 +52,175 @@ def hf_model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any], tuple[str,
         arguments.setdefault("num_labels", len(labels))
     notes = (f"of the configuration, left out: {', '.join(sorted(left_out))}",) if left_out else ()
     return f"transformers:{name}", arguments, notes
+
+
+# peft's LoraConfig, as adapter_config.json holds it: fields that shape the adapter, by what they may be.
+_LORA = {
+    "r": "count",
+    "lora_alpha": "number",
+    "lora_dropout": "number",
+    "target_modules": "names",
+    "exclude_modules": "names",
+    "modules_to_save": "names",
+    "bias": ("none", "all", "lora_only"),
+    "use_rslora": "switch",
+    "use_dora": "switch",
+    "lora_bias": "switch",
+    "fan_in_fan_out": "switch",
+    "layers_to_transform": "counts",
+    "rank_pattern": "named counts",
+    "layers_pattern": "names",
+}
+# Fields that change nothing of a training step's memory and time.
+_LORA_ASIDE = (
+    "alpha_pattern",
+    "base_model_name_or_path",
+    "inference_mode",
+    "init_lora_weights",
+    "peft_type",
+    "peft_version",
+    "revision",
+    "task_type",
+)
+# Fields that name code, or change the step in a way that is not followed: taken where they are off.
+_LORA_OFF = (
+    "auto_mapping",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "layer_replication",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "qalora_group_size",
+    "runtime_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+)
+_OFF = {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}  # what peft writes where they are not used
+_NAME = re.compile(r"[A-Za-z_0-9][\w.-]{0,127}")
+
+
+def lora_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of peft's `LoraConfig` that an `adapter_config.json` gives, all of them plain data.
+
+    Raises:
+        UsageError: It is no LoRA, or has fields that are unknown, not followed, or no plain data; all together.
+    """
+    if str(adapter.get("peft_type", "LORA")).upper() != "LORA":
+        raise UsageError(f"peft_type must be LORA, got {shown(adapter['peft_type'])}")
+    fields: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, value in adapter.items():
+        if name in _LORA_ASIDE or value is None:
+            continue
+        if name in _LORA_OFF:
+            if value and value not in _OFF.get(name, ()):
+                problems.append(f"{name} is not followed; leave it out")
+        elif name not in _LORA:
+            problems.append(f"unknown {shown(name)}; known: {', '.join(sorted(_LORA))}")
+        elif problem := _field_problem(name, value, _LORA[name]):
+            problems.append(problem)
+        else:
+            fields[name] = value
+    if "target_modules" not in fields and not problems:
+        problems.append('target_modules is missing: names of layers, as in ["q_proj", "v_proj"], or "all-linear"')
+    if problems:
+        raise UsageError("; ".join(problems))
+    return fields
+
+
+def _field_problem(name: str, value: Any, kind: str | tuple[str, ...]) -> str | None:
+    def is_count(one: Any) -> bool:
+        return isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 2**16
+
+    def are_names(many: Any) -> bool:  # no pattern: peft would search with it
+        return isinstance(many, list) and all(isinstance(one, str) and _NAME.fullmatch(one) for one in many)
+
+    if isinstance(kind, tuple):
+        return None if value in kind else f"{name} must be one of {', '.join(kind)}, got {shown(value)}"
+    rules: dict[str, tuple[bool, str]] = {
+        "count": (is_count(value) and value > 0, "a whole number from 1 to 65535"),
+        "counts": (is_count(value) or (isinstance(value, list) and all(map(is_count, value))), "whole numbers"),
+        "number": (
+            isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6,
+            "a number from 0 to 1e6",
+        ),
+        "switch": (isinstance(value, bool), "true or false"),
+        "names": (
+            are_names(value) or (name == "target_modules" and value == "all-linear"),
+            "a list of modules' names" + (' or "all-linear"' if name == "target_modules" else ""),
+        ),
+        "named counts": (
+            isinstance(value, Mapping) and are_names(list(value)) and all(map(is_count, value.values())),
+            "a mapping of modules' names to ranks",
+        ),
+    }
+    holds, words = rules[kind]
+    return None if holds else f"{name} must be {words}, got {shown(value)}"
+
+
+# bitsandbytes' fields of quantization_config (transformers' BitsAndBytesConfig); those that change nothing here.
+_BNB = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_skip_modules")
+_BNB_ASIDE = (
+    "quant_method",
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "llm_int8_threshold",
+    "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_has_fp16_weight",
+)
+_BNB_USUAL = {
+    "bnb_4bit_quant_storage": ("uint8",),
+    "llm_int8_enable_fp32_cpu_offload": (False,),
+    "llm_int8_has_fp16_weight": (False,),
+}
+
+
+def quantization_of(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training settings `quantize` and `quantize_skip` that bitsandbytes' `quantization_config` means.
+
+    `bnb_4bit_compute_dtype` is left to the training setting `precision`.
+
+    Raises:
+        UsageError: Of another method, with unknown fields, or of fields that are not followed; all together.
+    """
+    method = quantization.get("quant_method", "bitsandbytes")
+    if str(getattr(method, "value", method)) != "bitsandbytes":
+        raise UsageError(f"quant_method must be bitsandbytes, got {shown(method)}: weights of others cannot be trained")
+    given = {name.removeprefix("_"): value for name, value in quantization.items() if value is not None}
+    problems = [
+        f"unknown {shown(name)}; known: {', '.join((*_BNB, *_BNB_ASIDE))}"
+        for name in given
+        if name not in (*_BNB, *_BNB_ASIDE)
+    ]
+    problems += [
+        f"{name}={shown(given[name])} is not followed; leave it out"
+        for name, usual in _BNB_USUAL.items()
+        if name in given and given[name] not in usual
+    ]
+    kind = given.get("bnb_4bit_quant_type", "fp4")
+    switches = {name: given.get(name, False) for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant")}
+    problems += [
+        f"{name} must be true or false, got {shown(v)}" for name, v in switches.items() if not isinstance(v, bool)
+    ]
+    if kind not in ("nf4", "fp4"):
+        problems.append(f"bnb_4bit_quant_type must be nf4 or fp4, got {shown(kind)}")
+    if not problems and switches["load_in_4bit"] == switches["load_in_8bit"]:
+        problems.append("give either load_in_4bit or load_in_8bit as true")
+    skip = given.get("llm_int8_skip_modules")
+    if skip is not None and (problem := _field_problem("llm_int8_skip_modules", skip, "names")):
+        problems.append(problem)
+    if problems:
+        raise UsageError("; ".join(problems))
+    four = f"{kind}-dq" if switches["bnb_4bit_use_double_quant"] else kind
+    settings = {"quantize": "int8" if switches["load_in_8bit"] else four}
+    return settings if skip is None else {**settings, "quantize_skip": list(skip)}
 
 
 def hf_inputs(config: Mapping[str, Any], batch_size: int | None, sequence_length: int | None) -> dict[str, Any]:

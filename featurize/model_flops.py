@@ -81,6 +81,21 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
     return math.fsum(seconds)
 
 
+def precision_in_words(trace: StepTrace, precision: str) -> str:
+    """Return the precision of a step as a reader needs it: where weights are in fp32 and most products in half
+    precision, as FSDP's mixed precision has it, the type of the products first.
+
+    Args:
+        trace: One step.
+        precision: The setting that the step was traced with.
+    """
+    flops = of_trace(trace, "model FLOPs", lambda: _flops_by_type(trace))
+    most = max(flops, key=lambda kind: flops[kind], default=("float32", False))[0]
+    if precision not in ("fp32", "tf32") or most not in ("bfloat16", "float16"):
+        return precision
+    return f"{_RATES[most]} (weights in fp32)"
+
+
 def _flops_by_type(trace: StepTrace) -> dict[tuple[str, bool], int]:
     """Return the step's model FLOPs by type, convolutions apart."""
     flops: dict[tuple[str, bool], int] = {}

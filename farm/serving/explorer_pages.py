@@ -19,6 +19,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
+from conf.reports.render import render_page
+from farm.serving.api_page import api_page
 from warehouse.connection import connect
 from warehouse.explorer.devices import BOUND, device_page, devices_page
 from warehouse.explorer.filters import Filters
@@ -288,6 +290,11 @@ def add_pages(app: FastAPI, pages: ExplorerPages) -> None:
     @app.get("/nights/{name}", include_in_schema=False)
     async def night(name: str) -> Response:
         return await pages.answer(lambda _: pages.night(name))
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        page = render_page(api_page(app.openapi()))
+        return HTMLResponse(page, headers={"content-security-policy": POLICY})
 
     @app.get("/sql", include_in_schema=False)
     async def sql(sql: str = _FIRST_QUERY) -> Response:

@@ -10,9 +10,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import CommandError
+from conf.errors import CommandError, UsageError
 from farm.serving.problems import Problem, invalid
 from featurize.architecture import NVIDIA
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
@@ -164,17 +165,25 @@ def _of_model(request: JobFields, policy: Policy) -> dict[str, Any]:
 
 
 def _of_hf_config(request: JobFields) -> dict[str, Any]:
-    from featurize.hf_config import hf_inputs, hf_model
+    from featurize.hf_config import hf_inputs, hf_model, lora_of, quantization_of
 
     assert request.hf_config is not None
     with _as_problem("/hf_config"):
         model, arguments, notes = hf_model(request.hf_config)
-    fields = _module_fields(request)
+    quantized: dict[str, Any] = {}
+    if quantization := request.hf_config.get("quantization_config"):
+        with _as_problem("/hf_config/quantization_config"):
+            quantized = quantization_of(quantization)
+    lora: dict[str, Any] = {}
+    if request.adapter_config is not None:
+        with _as_problem("/adapter_config"):
+            lora = {"lora": lora_of(request.adapter_config)}
+    fields = _module_fields(request, quantized)
     if fields["inputs"] is None:
         with _as_problem("/batch_size" if request.batch_size is None else "/sequence_length"):
             fields["inputs"] = hf_inputs(request.hf_config, request.batch_size, request.sequence_length)
         fields["batch_size"] = None
-    return {"model": model, "arguments": arguments, "notes": list(notes), **fields}
+    return {"model": model, "arguments": arguments, "notes": list(notes), **lora, **fields}
 
 
 def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
@@ -186,12 +195,15 @@ def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
     return {"script": request.script, "script_arguments": request.script_arguments}
 
 
-def _module_fields(request: JobFields) -> dict[str, Any]:
+def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return what a job of a module has besides; `quantized` are training settings that its configuration means."""
     from featurize.training_settings import Training
     from learn.estimation.questions import training_settings
 
     with _as_problem("/training"):
-        training = training_settings(request.training, None)
+        if twice := sorted(quantized.keys() & request.training.keys()):
+            raise UsageError(f"{', '.join(twice)}: quantization_config says it already; leave either out")
+        training = training_settings({**request.training, **quantized}, None)
         Training(**training)
     return {
         "inputs": request.inputs, "input_dtype": request.input_dtype, "batch_size": request.batch_size,

@@ -34,7 +34,14 @@ class JobFields(_Body):
         examples=["torchvision.models:resnet50"],
     )  # fmt: skip
     hf_config: dict[str, Any] | None = Field(
-        None, description="a Hugging Face config.json; `architectures` names the model class"
+        None,
+        description="a Hugging Face config.json; `architectures` names the model class, and bitsandbytes' "
+        "`quantization_config` how its weights are stored",
+    )
+    adapter_config: dict[str, Any] | None = Field(
+        None,
+        description="of `hf_config`: a LoRA adapter, as peft's adapter_config.json holds it",
+        examples=[{"peft_type": "LORA", "r": 16, "target_modules": ["q_proj", "v_proj"]}],
     )
     script: Annotated[str, StringConstraints(min_length=1, max_length=262_144)] | None = Field(
         None, description="a training script's text, where the service takes scripts"
@@ -60,6 +67,7 @@ class JobFields(_Body):
             raise ValueError(f"give exactly one of {', '.join(JOBS)}; got {' and '.join(given) or 'none'}")
         job = given[0]
         wrong = [] if job in ("model", "hf_config") else [name for name in _OF_MODELS if getattr(self, name)]
+        wrong += ["adapter_config"] if self.adapter_config is not None and job != "hf_config" else []
         wrong += ["arguments"] if self.arguments is not None and job != "model" else []
         wrong += ["sequence_length"] if self.sequence_length is not None and job == "model" else []
         wrong += ["script_arguments"] if self.script_arguments and job != "script" else []

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -152,9 +152,14 @@ def _job(question: Mapping[str, Any], limits: TraceLimits) -> Any:
         return config_of_row(json.dumps(question["config"]), limits.trust)
     from featurize.families import zoo
     from featurize.own_code import granted_model
+    from featurize.peft_adapters import with_lora
 
     model, arguments = granted_model(question["model"], limits.trust), json.dumps(question["arguments"])
-    factory: Callable[[], nn.Module] = lambda: zoo.create(model, arguments)  # noqa: E731
+
+    def factory() -> nn.Module:
+        made = zoo.create(model, arguments)
+        return with_lora(made, question["lora"]) if "lora" in question else made
+
     return factory
 
 

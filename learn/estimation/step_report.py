@@ -39,6 +39,7 @@ from conf.reports.page_text import MISSING, count_of
 from conf.reports.render import render_for_notebook, render_page
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from featurize.model_flops import precision_in_words
 from featurize.training_settings import training_of
 from learn.estimation.answer_notes import times
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
@@ -88,7 +89,7 @@ def step_page(
     allocator: AllocatorSettings | None,
 ) -> Page:
     """Return the page's contents. `traced` has its timeline; None: the model could not be traced."""
-    breakdown, facts = _breakdown(done), _facts(job, device, done, allocator)
+    breakdown, facts = _breakdown(done), _facts(job, device, done, traced, allocator)
     sections: tuple[Section | None, ...] = (breakdown, facts)
     if traced is not None:
         timeline, time = _timeline(device, done, traced), _time(job, device, done, traced)
@@ -321,7 +322,9 @@ def _tensors(traced: TracedStep) -> Section:
     return Section("tensors", "Largest tensors at the peak", (tensors,))
 
 
-def _facts(job: Workload, device: DeviceSpec, done: Estimate, allocator: AllocatorSettings | None) -> Section:
+def _facts(
+    job: Workload, device: DeviceSpec, done: Estimate, traced: TracedStep | None, allocator: AllocatorSettings | None
+) -> Section:
     settings: dict[str, object] = {}
     if job.config is not None:
         settings |= job.config.to_mapping()
@@ -337,6 +340,8 @@ def _facts(job: Workload, device: DeviceSpec, done: Estimate, allocator: Allocat
         for name in ("optimizer", "precision", "cudnn_benchmark", "channels_last"):
             settings[name] = getattr(job.settings, name)
         settings |= dict(setting.split("=", 1) for setting in training_of(job.settings).beyond_trials())
+    if traced is not None:
+        settings["precision"] = precision_in_words(traced.trace, job.settings.precision)
     spelled = allocator.spelled() if allocator is not None else ""
     settings["allocator"] = spelled.replace(",", ", ") or "defaults"
     settings["loop"] = (

@@ -21,6 +21,7 @@ from featurize.allocator_settings import AllocatorSettings
 from featurize.cudnn.releases import require_release
 from featurize.device_spec import device_of_user
 from featurize.machine import MachineProfile
+from featurize.model_flops import precision_in_words
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import named_settings, names_network_only
 from featurize.training_settings import Training
@@ -304,9 +305,12 @@ def _settings(chosen: Mapping[str, str | bool | int | float]) -> ScriptSettings:
 
 def _notes(record: ScriptRecord) -> Iterator[Note]:
     settings = record.settings
+    precision = str(settings.get("precision"))
+    if record.trace is not None:
+        precision = precision_in_words(record.trace, precision)
     micro = f", {record.backwards} backward passes in a step" if record.backwards > 1 else ""
     text = (
-        f"the script trains with {settings.get('optimizer')}, {settings.get('precision')}, "
+        f"the script trains with {settings.get('optimizer')}, {precision}, "
         f"{record.batch_size} samples in a forward pass{micro}"
     )
     yield Note("script-settings", INFO, text)

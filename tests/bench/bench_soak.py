@@ -131,7 +131,7 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
             metrics = service.metrics = FarmMetrics(data.queue, service.pulse)
             events.listen(metrics.on_event)
             started = time.monotonic()
-            with Progress("soak", lambda: (done, tasks), quiet=True) as progress:
+            with Progress("soak", lambda: ({"ok": done}, tasks), quiet=True) as progress:
                 executor = ScriptedExecutor(landed)
                 Dispatcher(data, queue, executor, DEVICE, progress, service=service).run(_Stop(), _NoLock())
             took_s = time.monotonic() - started

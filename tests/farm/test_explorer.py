@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -205,6 +206,18 @@ def test_a_device_that_nothing_describes_says_so(service):
     assert "no description of this device" in page(service, f"/devices/{quote(HOSTILE)}").text
     assert "No run" in page(service, "/devices/none", 404).text
     assert "no runs of source" in page(service, f"/devices/{quote(HOSTILE)}?source=measured", 400).text
+
+
+def test_the_page_of_the_api_shows_every_route_and_field_and_its_examples_are_answered(service):
+    parsed, document = page(service, "/docs"), service.send("GET", "/openapi.json")[2]
+    for path, methods in document["paths"].items():
+        assert all(f"{method.upper()} {path}" in parsed.text for method in methods)
+    for schema in ("EstimateRequest", "FitRequest", "AdmitGpu", "PlanRequest"):
+        assert all(name in parsed.text for name in document["components"]["schemas"][schema]["properties"])
+    examples = re.findall(r"/v1/estimate --json '(.+?)'", parsed.text)
+    assert len(examples) == 2
+    assert all(service.post("/v1/estimate", json.loads(example))[0] in (200, 202) for example in examples)
+    assert "/docs" in links(page(service, "/"))
 
 
 def test_the_nights_are_listed_and_lead_to_their_reports(service):

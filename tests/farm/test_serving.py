@@ -21,6 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conf.errors import EnvironmentProblem
+from farm.serving.problems import Problem
+from farm.serving.questions import Policy, estimate_question
+from farm.serving.requests import EstimateRequest
 from learn import JobProfile, estimate, estimate_many
 from learn.admission.admitting import admit
 from learn.admission.gpu_state import GpuState
@@ -160,6 +163,73 @@ def test_a_hugging_face_configuration_names_a_model_of_transformers(service):
     kept = {name: SMALL_LLAMA[name] for name in SMALL_LLAMA if name.startswith(("hidden", "inter", "num", "vocab"))}
     own = sum(one.numel() for one in LlamaForCausalLM(LlamaConfig(**kept)).parameters())
     assert done.parameters == own and done.peak_memory_mib > 0
+
+
+ADAPTER = {
+    "peft_type": "LORA",
+    "r": 4,
+    "target_modules": ["q_proj", "v_proj"],
+    "inference_mode": True,
+    "base_model_name_or_path": "/etc/passwd",
+    "auto_mapping": None,
+    "megatron_core": "megatron.core",
+}
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "_load_in_4bit": True,
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
+
+
+def test_an_adapter_and_quantized_weights_are_data_of_a_hugging_face_configuration(service):
+    with service.client() as client:
+        done = client.estimate(
+            hf_config={**SMALL_LLAMA, "quantization_config": NF4},
+            adapter_config=ADAPTER,
+            batch_size=2,
+            sequence_length=32,
+            training={"precision": "bf16"},
+        )
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    kept = {name: SMALL_LLAMA[name] for name in SMALL_LLAMA if name.startswith(("hidden", "inter", "num", "vocab"))}
+
+    def build():
+        model = LlamaForCausalLM(LlamaConfig(**kept))
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    tokens = {"input_ids": [2, 32], "labels": [2, 32]}
+    own = estimate(build, tokens, input_dtype="int64", precision="bf16", quantize="nf4-dq")
+    assert done.parameters == own.parameters and done.breakdown == pytest.approx(own.breakdown)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "quantization", "words"),
+    [
+        ({"rank": 4}, {}, "unknown 'rank'; known: bias, exclude_modules"),
+        ({"r": "16"}, {}, "r must be a whole number from 1 to 65535, got '16'"),
+        ({"target_modules": ".*(a+)+$"}, {}, 'target_modules must be a list of modules\' names or "all-linear"'),
+        ({"auto_mapping": {"parent_library": "os"}}, {}, "auto_mapping is not followed; leave it out"),
+        ({"peft_type": "PREFIX_TUNING"}, {}, "peft_type must be LORA"),
+        ({}, {"load_in_8bit": True}, "give either load_in_4bit or load_in_8bit as true"),
+        ({}, {"quant_method": "gptq"}, "quant_method must be bitsandbytes"),
+        ({}, {"bits": 4}, "unknown 'bits'; known: load_in_4bit, load_in_8bit"),
+    ],
+)
+def test_fields_of_an_adapter_that_are_no_plain_data_are_refused_by_name(adapter, quantization, words):
+    body = EstimateRequest(
+        hf_config={**SMALL_LLAMA, "quantization_config": {**NF4, **quantization}},
+        adapter_config={**ADAPTER, **adapter},
+        batch_size=1,
+        sequence_length=8,
+    )
+    with pytest.raises(Problem) as refused:
+        estimate_question(body, Policy())
+    assert words in refused.value.errors[0][1]
 
 
 def test_devices_that_fit_and_the_largest_batch(service):

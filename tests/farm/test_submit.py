@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -54,11 +55,14 @@ def test_a_job_lands_every_trial_once_and_again_adds_nothing(data, capsys):
     assert rows(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL") == before
 
 
-@pytest.mark.slow
-def test_a_larger_n_adds_the_difference(data, capsys):
+def test_a_larger_n_adds_the_difference_and_all_counts_are_of_the_whole_job(data, capsys):
     assert submit(data, "n=2") == 0
+    capsys.readouterr()
     assert submit(data, "n=5") == 0
-    assert "3 trials added (2 were queued before), 5 in all" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "3 trials added (2 were queued before), 5 in all" in printed.out
+    assert "5 of 5 runs are in" in printed.out and "(ok 5)" in printed.out
+    assert re.search(r": 5/5  ok 5  [^ ]+  0:00:00 left\n$", printed.err), printed.err
     assert rows(data, "SELECT count(*), count(DISTINCT config) FROM runs") == [(5, 5)]
     assert rows(data, "SELECT n FROM jobs") == [(5,)]
 

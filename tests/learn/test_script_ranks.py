@@ -147,7 +147,10 @@ def test_a_script_that_shards_its_model_takes_what_fsdp_takes():
     ],
 )
 def test_shards_of_a_script_are_those_of_the_layout_that_it_chooses(options, parallel):
-    check_same(launched("torchrun_fsdp2", options, ranks=4), of_fsdp2(parallel))
+    script = launched("torchrun_fsdp2", options, ranks=4)
+    check_same(script, of_fsdp2(parallel))
+    precision = "bf16 (weights in fp32)" if "bf16" in parallel else "fp32"
+    assert f"the script trains with adamw, {precision}, " in script.warnings[0]
 
 
 @pytest.mark.slow

@@ -258,3 +258,10 @@ def test_a_page_of_a_librarys_model_names_the_model():
     tuned = zoo.Config(model="timm:create_model", inputs="float32[3,32,32]", batch_size=8, arguments='{"a": 1}')
     assert name_of(tuned) == 'zoo timm:create_model {"a":1}'
     assert name_of(CONFIG) == "mlp"
+
+
+def test_a_page_of_mixed_precision_under_fsdp_says_what_the_products_are_in(tmp_path):
+    path = tmp_path / "page.html"
+    layers = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])  # noqa: E731
+    estimate(layers, [8, 64], parallel="fsdp=2,param_dtype=bf16", report=path)
+    assert "bf16 (weights in fp32)" in page_of(path).text
