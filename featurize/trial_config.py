@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -149,7 +149,7 @@ def at_least(config: TrialConfig, **floors: int) -> list[str]:
     return problems
 
 
-def one_of(config: TrialConfig, **choices: tuple) -> list[str]:
+def one_of(config: TrialConfig, **choices: Collection[Any]) -> list[str]:
     """`optimizer must be one of adam, ..., got 'lion'` for each field outside its choices."""
     return [
         f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"

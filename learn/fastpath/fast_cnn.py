@@ -251,7 +251,7 @@ def cnn_program(config: cnn.Config, spec: DeviceSpec) -> tuple[Program, int]:
         if recompute:
             tape.release(entered)
     zeroed = [~slot for slot in tape.gradients if tape.sizes[slot] > SMALL_REQUEST]
-    states = OPTIMIZERS[config.optimizer].states
+    states = int(OPTIMIZERS[config.optimizer].states)
     setup, state, end = [], [], []
     for nbytes in tape.weights:
         if (size := units(nbytes)) > SMALL_REQUEST:

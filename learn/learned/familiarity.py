@@ -30,8 +30,8 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "job_log_memory": ("MiB traced:", lambda v: f"{2**v - 1:,.0f}"),
 }
 _SLACK = 0.05  # of a range's width, beyond which a value is outside
-_BITS = {32: "fp32", 19: "tf32", 16: "half precision"}
-_STATES = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
+_BITS: dict[float, str] = {32: "fp32", 19: "tf32", 16: "half precision"}
+_STATES: dict[float, str] = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
 # Along which a case may be of a kind that no fit has seen: features of its settings, its device, its operators, its
 # family. Beyond a feature's range is `RANGE`.
 AXES_OF_SETTINGS = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
