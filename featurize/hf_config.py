@@ -55,7 +55,7 @@ def hf_model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any], tuple[str,
 
 
 # peft's LoraConfig, as adapter_config.json holds it: fields that shape the adapter, by what they may be.
-_LORA = {
+_LORA: Mapping[str, str | tuple[str, ...]] = {
     "r": "count",
     "lora_alpha": "number",
     "lora_dropout": "number",

@@ -45,7 +45,7 @@ def make_optimizer(
     """
     if name not in OPTIMIZERS:
         raise unknown_name("optimizer", name, OPTIMIZERS)
-    given = alike(parameters)
+    given: list[Any] = alike(parameters)
     known = OPTIMIZERS[name]
     more: dict[str, Any] = {}
     if known.cuda_only:

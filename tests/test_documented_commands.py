@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conf.cli import group_options
-from tests.documented_commands import JSON, documented_commands
+from tests.documented_commands import JSON, ROOT, documented_commands
 from tests.learn.learn_rows import make_configs, write_batch
 from warehouse.folder import DataFolder
 
@@ -32,6 +32,7 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "+arch=wide": "the family of a walk-through, which is not there",
     "estimator=constant": "the estimator of a walk-through, which is not there",
     "host_load": "the sensor of a walk-through, which is not there",
+    "optimizer=adamax": "the optimizer of a walk-through; tests/test_contributing.py runs it",
     "-- python train.py": "needs a training script; tests/learn/test_script_kinds.py runs some",
     "--nnodes 2": "needs a training script; tests/learn/test_script_ranks.py runs some",
     "-- accelerate launch": "needs a training script; tests/learn/test_script_ranks.py runs some",
@@ -112,6 +113,7 @@ def place(tmp_path_factory):
     (place / "mypackage" / "nets.py").write_text(NETS)
     shutil.copy(Path(__file__).parent / "learn" / "training_scripts" / "torchrun_ddp.py", place / "train.py")
     (place / "jobs.jsonl").write_text(f"{JSON}\n{JSON}\n")
+    shutil.copy(ROOT / "conf" / "device" / "A10.yaml", place / "half.yaml")
     (place / "numbers.csv").write_text("kind,mib,reserved_mib,cudnn\nidle,300,,\nprocess,900,64,true\n")
     (place / "mine.csv").write_text("net,bs,mem,end\nresnet18,8,1000,ok\nresnet50,8,2000,ok\n")
     (place / "timm_a100.csv").write_text("model,module,batch_size,max_gpu_memory_mib\nresnet18,resnet,8,1000\n")

@@ -20,17 +20,17 @@ def api_page(document: Mapping[str, Any]) -> Page:
             tag = route.get("tags", ["other"])[0]
             by_tag.setdefault(tag, []).extend(_route(method.upper(), path, route, schemas))
     sections = {tag: Section(tag.replace(" ", "-"), tag, tuple(blocks)) for tag, blocks in by_tag.items()}
-    about = (document["info"].get("summary", ""), ". ", document["info"].get("description", ""), " ")
-    described = Lead((*about, "A program reads the same at ", Code("/openapi.json"), "."))
+    about = f"{document['info'].get('summary', '')}. {document['info'].get('description', '')} "
+    described = Lead(f"{about}A program reads the same at ", Code("/openapi.json"), ".")
     return Page(title=f"{document['info']['title']}: API", head=(described,), sections=linked(sections))
 
 
 def _route(method: str, path: str, route: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading(f"{method} {path}")
     if text := route.get("description"):
-        yield Lead((text,))
+        yield Lead(text)
     for parameter in route.get("parameters", ()):
-        yield Lead((Code(parameter["name"]), f" ({parameter['in']}): {parameter.get('description') or 'text'}"))
+        yield Lead(Code(parameter["name"]), f" ({parameter['in']}): {parameter.get('description') or 'text'}")
     body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
     if body is not None:
         schema = _resolved(body, schemas)
@@ -40,8 +40,8 @@ def _route(method: str, path: str, route: Mapping[str, Any], schemas: Mapping[st
             yield Fold("Examples", (Preformatted(shown),))
     rows = []
     for status, answer in route["responses"].items():
-        content = next(iter(answer.get("content", {}).values()), {}).get("schema", {})
-        rows.append((status, _type(content, schemas), answer.get("description", "")))
+        contents = [content.get("schema", {}) for content in answer.get("content", {}).values()]
+        rows.append((status, _type(contents[0], schemas) if contents else "none", answer.get("description", "")))
     yield Fold("Answers", (table(("status", "body", "*meaning"), rows, words=2),))
 
 
