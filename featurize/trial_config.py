@@ -102,7 +102,7 @@ class TrialConfig:
                 problems.append(f"{name} must be true or false, got {getattr(self, name)!r}")
         try:
             layout = parse_parallel(self.parallel)
-            if self.optimizer in OPTIMIZERS and (problem := sharing_problem(self.optimizer, layout)):
+            if self.optimizer in tuple(OPTIMIZERS) and (problem := sharing_problem(self.optimizer, layout)):
                 problems.append(problem)
         except UsageError as error:
             rule = str(error).removeprefix("parallel").lstrip(": ").replace("; ", ", ")
@@ -154,5 +154,5 @@ def one_of(config: TrialConfig, **choices: Collection[Any]) -> list[str]:
     return [
         f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"
         for name, known in choices.items()
-        if getattr(config, name) not in known
+        if getattr(config, name) not in tuple(known)  # the value may be of any type, also an unhashable one
     ]
