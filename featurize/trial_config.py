@@ -21,7 +21,7 @@ _ANY = ("foreach", "fused", "loop")
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What is known of an optimizer before it is made; `featurize.optimizers` makes it.
+    """Properties of an optimizer that are known before `featurize.optimizers` makes it.
 
     states: tensors of its parameter's size, in float32, that it keeps on the device.
     implementations: torch's, of which it has these.

@@ -117,11 +117,13 @@ def estimate_html(done: Estimate) -> str:
 def _answers(done: Estimate) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (
-            name, text(value), basis_of(done, target),
+            name,
+            text(value),
+            basis_of(done, target),
             coverage_text(done) if target == "bound" else done.answered_by.get(target, ""),
         )
         for name, value, text, target in figures(done)
-    )  # fmt: skip
+    )
 
 
 def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
