@@ -21,6 +21,7 @@ from featurize.device_spec import DeviceSpec, UnsuitableDevice
 from featurize.kernel_constants import SCALED_PRODUCT
 from featurize.quantized import is_named, output_layer
 from featurize.step_trace import Operator
+from featurize.vision import quiet_imports
 
 PRICED = (
     "products of 8-bit floats (torch._scaled_mm) are priced at the share of the peak rate that bf16 products reach: "
@@ -126,7 +127,5 @@ def require_8_bits(spec: DeviceSpec) -> None:
 def _torchao() -> ModuleType:
     if importlib.util.find_spec("torchao") is None:
         raise EnvironmentProblem("float8 runs torchao's layers, and torchao is not installed: pip install torchao")
-    from featurize.vision import quiet_imports
-
     with quiet_imports():
         return importlib.import_module("torchao.float8")

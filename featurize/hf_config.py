@@ -2,17 +2,20 @@
 
 Start reading at `hf_model`; `lora_of` and `quantization_of` read an adapter's and a quantization's.
 
-The file is data: it names one of the library's own model classes, and what of it would
-name other code or fetch weights is refused.
+The file is data: it names one of the library's own model classes, and what of it would name other code or fetch weights
+is refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError, shown
+from conf.errors import EnvironmentProblem, UsageError, shown
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _CLASS = re.compile(r"[A-Z]\w{0,127}")
 _CODE = ("auto_map", "custom_pipelines")  # they name code of the model's own repository
@@ -133,6 +136,27 @@ def lora_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
     if problems:
         raise UsageError("; ".join(problems))
     return fields
+
+
+def with_lora(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
+    """Return the model with LoRA adapters, its own weights frozen, as `peft.get_peft_model` makes it.
+
+    Args:
+        model: A model of transformers.
+        fields: Of peft's `LoraConfig`, as `lora_of` checked them.
+
+    Raises:
+        EnvironmentProblem: peft is not installed.
+        UsageError: peft refuses the fields, or the model has none of the modules.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise EnvironmentProblem("adapter_config needs peft: pip install peft") from error
+    try:
+        return peft.get_peft_model(model, peft.LoraConfig(**fields))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"adapter_config: {error}") from error
 
 
 def _field_problem(name: str, value: Any, kind: str | tuple[str, ...]) -> str | None:

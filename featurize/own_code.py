@@ -28,8 +28,8 @@ _MODULES = {
 }
 _TIMM_INSIDE = ("transformers.models.timm_wrapper", "transformers.models.timm_backbone")  # they take any timm model
 _WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "use_pretrained_backbone")
+_LONGEST_KEY = 200  # characters; beyond, the search would take long
 # Keys whose values libraries look up in tables of their own: activations, norms, kinds of pooling and of tasks.
-_LONGEST_KEY = 200
 _WORD_KEY = re.compile(r"act|\w*_act|\w*(act_|activation|norm|pool|_type)\w*|model_name|dtype|attn_implementation")
 _NO_WORD = re.compile(r"path|file|dir(_|$)|url|repo|checkpoint|cfg|config|class|module|kernel|experts")
 _FETCHING = re.compile(r"pretrain|remote|trust|(^|_)hub(_|$)")

@@ -141,8 +141,8 @@ class Training:
         return (self.compile_mode or "").startswith("max-autotune")
 
     def beyond_trials(self) -> tuple[str, ...]:
-        """Return the settings, as `name=value`, that no trial config has."""
-        return self._beyond(tuple(OPTIMIZERS), "cudnn_benchmark", "channels_last")
+        """Return the settings, as `name=value`, beyond trial configs, and an optimizer that no model was fitted on."""
+        return self._beyond("cudnn_benchmark", "channels_last")
 
     def beyond_fits(self) -> tuple[str, ...]:
         """Return those of `beyond_trials` that no fitted model can speak of.
@@ -150,15 +150,15 @@ class Training:
         Where gradients are freed is not among them: it runs the same operators, and what lives longer is in the traced
         peak, which fitted models scale.
         """
-        return self._beyond(FITTED_OPTIMIZERS, "cudnn_benchmark", "channels_last", "zero_grad")
+        return self._beyond("cudnn_benchmark", "channels_last", "zero_grad")
 
-    def _beyond(self, known_optimizers: tuple[str, ...], *known: str) -> tuple[str, ...]:
+    def _beyond(self, *known: str) -> tuple[str, ...]:
         default = Training()
         return tuple(
             f"{field.name}={getattr(self, field.name)}"
             for field in fields(default)
             if getattr(self, field.name) != getattr(default, field.name)
-            and not (field.name == "optimizer" and self.optimizer in known_optimizers)
+            and not (field.name == "optimizer" and self.optimizer in FITTED_OPTIMIZERS)
             and not (field.name == "precision" and self.precision in PRECISIONS)
             and field.name not in known
         )

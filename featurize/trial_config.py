@@ -21,7 +21,7 @@ _ANY = ("foreach", "fused", "loop")
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What is known of an optimizer before it is made; `featurize.optimizers` makes it.
+    """Properties of an optimizer that are known before `featurize.optimizers` makes it.
 
     states: tensors of its parameter's size, in float32, that it keeps on the device.
     implementations: torch's, of which it has these.
@@ -102,7 +102,7 @@ class TrialConfig:
                 problems.append(f"{name} must be true or false, got {getattr(self, name)!r}")
         try:
             layout = parse_parallel(self.parallel)
-            if self.optimizer in OPTIMIZERS and (problem := sharing_problem(self.optimizer, layout)):
+            if self.optimizer in tuple(OPTIMIZERS) and (problem := sharing_problem(self.optimizer, layout)):
                 problems.append(problem)
         except UsageError as error:
             rule = str(error).removeprefix("parallel").lstrip(": ").replace("; ", ", ")
@@ -154,5 +154,5 @@ def one_of(config: TrialConfig, **choices: Collection[Any]) -> list[str]:
     return [
         f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"
         for name, known in choices.items()
-        if getattr(config, name) not in known
+        if getattr(config, name) not in tuple(known)  # the value may be of any type, also an unhashable one
     ]

@@ -33,9 +33,11 @@ _HOW = {
 }
 # Loggers that warn, while a library is imported, of kernels that only a GPU takes, and of what torch will deprecate.
 _NOISY = (
-    "torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops",
+    "torchao",
+    "torch.utils._pytree",
+    "bitsandbytes.backends.cpu.ops",
     "diffusers.quantizers.torchao.torchao_quantizer",
-)  # fmt: skip
+)
 T = TypeVar("T")
 _schemas = None  # the torch.library.Library that holds them; they last as long as it does
 

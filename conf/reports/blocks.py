@@ -100,7 +100,7 @@ class Lead:
 
 
 @dataclass(frozen=True)
-class Note:
+class Callout:
     """A paragraph with a coloured edge."""
 
     kind: ClassVar[str] = "note"
@@ -259,7 +259,7 @@ class SideBySide:
 
 
 Block: TypeAlias = (
-    Bullets | Chart | Charts | Drawn | Facts | Fold | Heading | Lead | Legend | Note | Outcome | Pictures
+    Bullets | Chart | Charts | Drawn | Facts | Fold | Heading | Lead | Legend | Callout | Outcome | Pictures
     | Preformatted | SideBySide | ShareBar | Table | Tiles | Tree
 )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from conf.reports.blocks import (
     Block,
+    Callout,
     Cell,
     Chart,
     Charts,
@@ -11,7 +12,6 @@ from conf.reports.blocks import (
     Heading,
     Lead,
     Legend,
-    Note,
     Page,
     Preformatted,
     Section,
@@ -73,7 +73,7 @@ def _head(result: Result) -> tuple[Block, ...]:
         Lead(where or "no pairs"),
         Lead(headline(result)),
         Tiles(tuple(tiles)),
-        Note(result.caveat),
+        Callout(result.caveat),
     )
 
 
@@ -149,7 +149,7 @@ def _operators(result: Result) -> Section:
     ]
     if operators.failed:
         failed = [(key, before or "traced", after or "traced") for key, (before, after) in operators.failed.items()]
-        parts.append(Note(f"{count_of(len(operators.failed), 'configuration')} cannot be traced on a side."))
+        parts.append(Callout(f"{count_of(len(operators.failed), 'configuration')} cannot be traced on a side."))
         inside = table(("config hash", "*before", "*after"), failed[:_SHOWN])
         parts.append(Fold("Configurations and errors", (inside,)))
     if not operators.compared:

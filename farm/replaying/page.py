@@ -10,7 +10,7 @@ from pathlib import Path
 from conf.errors import EnvironmentProblem
 from conf.identity import mapping_hash
 from conf.outputs import write_output
-from conf.reports.blocks import Block, Chart, Charts, Drawn, Lead, Legend, Note, Page, Section, Tile, Tiles, table
+from conf.reports.blocks import Block, Callout, Chart, Charts, Drawn, Lead, Legend, Page, Section, Tile, Tiles, table
 from conf.reports.render import render_page
 from farm.replaying.chart import distribution_svg, makespan_svg
 from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Interval, Standing
@@ -54,7 +54,7 @@ def replay_page(done: CrossedReplays) -> Page:
     """Return the page's contents."""
     return Page(
         title=f"Replay of {done.trace_name}",
-        head=(Lead(title(done)), *_tiles(done), *(Note(text) for text in notes(done))),
+        head=(Lead(title(done)), *_tiles(done), *(Callout(text) for text in notes(done))),
         sections=(
             Section("makespan", "Makespan", _makespans(done), name="makespan"),
             Section("jobs", "Waiting and completion of the jobs", _distributions(done), name="jobs"),

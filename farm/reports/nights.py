@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from conf.reports.blocks import (
     Block,
     Bullets,
+    Callout,
     Cell,
     Chart,
     Charts,
@@ -19,7 +20,6 @@ from conf.reports.blocks import (
     Lead,
     Legend,
     Level,
-    Note,
     Preformatted,
     Section,
     Table,
@@ -67,8 +67,8 @@ def canaries_section(report: Report) -> Section:
     verdict = str(canaries.get("verdict"))
     level: Level = "bad" if verdict == "sick" else "look" if verdict == "drift" else "good"
     where = " ".join(str(canaries[name]) for name in ("device_name", "source") if canaries.get(name))
-    parts: list[Block] = [Note(f"{verdict}: {canaries.get('said') or 'nothing to say'}", level)]
-    parts += [Note(f"Cause: {cause}", level) for cause in canaries.get("causes") or ()]
+    parts: list[Block] = [Callout(f"{verdict}: {canaries.get('said') or 'nothing to say'}", level)]
+    parts += [Callout(f"Cause: {cause}", level) for cause in canaries.get("causes") or ()]
     parts.append(Lead(f"{count_of(int(canaries.get('runs') or 0), 'run')} on {where or 'an unknown device'}"))
     if moved:
         parts += [Heading("What moved"), _compared(moved)]
@@ -127,7 +127,7 @@ def _drift(drift: Mapping[str, Any] | None) -> list[Block]:
             f"{count_of(int(drift.get('stale_rows') or 0), 'row')} marked stale for this environment, "
             f"{count_of(int(drift.get('remeasure') or 0), 'configuration')} to be measured again first."
         ),
-        *map(Note, drift.get("moved") or ()),
+        *map(Callout, drift.get("moved") or ()),
     ]
     if operators:
         parts.append(table(("label", "*operator families that moved"), operators))
@@ -298,7 +298,7 @@ def next_section(report: Report) -> Section:
     if plan is None:
         return Section("next", "What to measure next", (Lead("No dry run of the next night was made."),))
     families = plan.get("families") or {}
-    parts: list[Block] = [_plan_line(plan, report.simulated), *map(Note, plan.get("notes") or ())]
+    parts: list[Block] = [_plan_line(plan, report.simulated), *map(Callout, plan.get("notes") or ())]
     if families:
         parts.append(table(("family", "runs"), sorted(families.items(), key=lambda item: (-item[1], item[0]))))
     for dimension, of in (plan.get("gained") or {}).items():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from conf.reports.blocks import (
     Block,
+    Callout,
     Cell,
     Chart,
     Charts,
@@ -18,7 +19,6 @@ from conf.reports.blocks import (
     Heading,
     Lead,
     Legend,
-    Note,
     Outcome,
     Page,
     Preformatted,
@@ -72,8 +72,8 @@ def _head(report: Report) -> tuple[Block, ...]:
     return (
         Lead(report.started_at + ended),
         Outcome(outcome.level, _OUTCOMES[outcome.level], outcome.sentence),
-        *(Note(text, outcome.level) for text in outcome.advice),
-        *map(Note, report.notes),
+        *(Callout(text, outcome.level) for text in outcome.advice),
+        *map(Callout, report.notes),
         _tiles(report),
     )
 
@@ -164,7 +164,7 @@ def _difference(changed: Difference) -> list[Block]:
             )
             if names
         )
-        parts.append(Note(f"Columns of {change.table}: {changes}"))
+        parts.append(Callout(f"Columns of {change.table}: {changes}"))
     return parts
 
 

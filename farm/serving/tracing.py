@@ -151,8 +151,8 @@ def _job(question: Mapping[str, Any], limits: TraceLimits) -> Any:
 
         return config_of_row(json.dumps(question["config"]), limits.trust)
     from featurize.families import zoo
+    from featurize.hf_config import with_lora
     from featurize.own_code import granted_model
-    from featurize.peft_adapters import with_lora
 
     model, arguments = granted_model(question["model"], limits.trust), json.dumps(question["arguments"])
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.settings import data_key, group, key
-from featurize.device_spec import DeviceSpec, device_from_mapping, device_names
+from featurize.device_spec import DeviceSpec, describe_device, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
 from featurize.parallel.layout import Parallel
@@ -279,7 +279,7 @@ def entry(settings: EstimateSettings) -> int:
     if settings.run is not None:
         past = load_run(settings.data, settings.run, settings.trust)
         title, config = f"run {past.run_id}", past.config
-        device = device or past.device
+        device = device or (past.device and describe_device(past.device))  # a row names no file
         if past.source != "measured":  # its label is of the machine that its device's description is of
             machine = machine or DESCRIBED
         if settings.method == "full":

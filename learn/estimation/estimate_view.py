@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from conf.plain_text import one_line
 from conf.reports.page_text import count_of
-from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import legend
 from learn.estimation.notes import Note, most_important
 from learn.estimation.past_run import PastRun, agrees_by_construction
@@ -20,6 +19,8 @@ from learn.targets import get_target
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from learn.estimation.job_estimate import Estimate
 
 TOP_SHOWN = 5  # modules in the table's last line
 WHOLE = "(the model)"  # which has no path of its own

@@ -52,7 +52,7 @@ class LargestBatch:
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether the search ended at its limit: at least `batch` samples fit."""
+        """Return whether the search ended at its limit: at least `batch` samples fit."""
         return self.beyond is None
 
     def to_mapping(self) -> dict[str, Any]:

@@ -165,22 +165,23 @@ class Estimate:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
         """Return the estimate that `to_mapping` wrote, also through JSON. Names of later versions are left out."""
-        known = {one.name for one in fields(cls)}
-        values = {name: value for name, value in mapping.items() if name in known}
+        values = _known_fields(cls, mapping)
         texts = mapping.get("warnings", ())  # of a service from before notes had codes
+        notes = mapping.get("notes", [{"code": "note", "severity": INFO, "text": text} for text in texts])
         values["notes"] = tuple(
-            Note(**{**one, "targets": tuple(one["targets"])})
-            for one in mapping.get(
-                "notes", [{"code": "note", "severity": INFO, "text": text, "targets": ()} for text in texts]
-            )
+            Note(**{**_known_fields(Note, note), "targets": tuple(note.get("targets", ()))}) for note in notes
         )
         values["distribution"] = tuple((p, mib) for p, mib in values.get("distribution", ()))
-        values["ranks"] = tuple(RankGroup(**one) for one in values.get("ranks", ()))
+        values["ranks"] = tuple(RankGroup(**_known_fields(RankGroup, group)) for group in values.get("ranks", ()))
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
         """The fields, `warnings`, and `fits`: into the empty card."""
         return {**asdict(self), "warnings": list(self.warnings), "fits": self.fits_device}
+
+
+def _known_fields(kind: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {one.name: mapping[one.name] for one in fields(kind) if one.name in mapping}
 
 
 def estimators_named(by: Mapping[str, str]) -> str:

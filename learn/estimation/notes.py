@@ -33,5 +33,5 @@ class Note:
 
 def most_important(notes: Iterable[Note]) -> list[Note]:
     """Return the notes to show first: at most three, problems before warnings."""
-    urgent = [note for note in notes if note.severity != INFO]
+    urgent = [note for note in notes if note.severity in (PROBLEM, WARNING)]
     return sorted(urgent, key=lambda note: SEVERITIES.index(note.severity))[:MOST_SHOWN]

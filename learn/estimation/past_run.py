@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from featurize.row_config import UnreadableConfig, config_of_row, printable
 from featurize.trial import TrialConfig
-from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import loop_of_source
 from learn.estimation.notes import WARNING, Note
 from learn.targets import get_target
+
+if TYPE_CHECKING:
+    from learn.estimation.job_estimate import Estimate
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from conf.outputs import checked_report, write_output
 from conf.reports.blocks import (
     Block,
+    Callout,
     Cell,
     Code,
     Drawn,
@@ -21,7 +22,6 @@ from conf.reports.blocks import (
     Heading,
     Lead,
     Legend,
-    Note,
     Outcome,
     Page,
     Row,
@@ -43,17 +43,16 @@ from featurize.model_flops import precision_in_words
 from featurize.training_settings import training_of
 from learn.estimation.answer_notes import times
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
-from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import PIPELINE, legend
 from learn.estimation.module_tree import module_tree
-from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, most_important
-from learn.estimation.notes import Note as EstimateNote
+from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important
 from learn.estimation.step_chart import COLOURS, timeline_svg
 from learn.estimation.time_chart import GROUPS, time_parts, time_svg, time_text
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.allocator_settings import AllocatorSettings
+    from learn.estimation.job_estimate import Estimate
     from learn.traced import TracedStep
     from learn.workload import Workload
 
@@ -117,11 +116,13 @@ def estimate_html(done: Estimate) -> str:
 def _answers(done: Estimate) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (
-            name, text(value), basis_of(done, target),
+            name,
+            text(value),
+            basis_of(done, target),
             coverage_text(done) if target == "bound" else done.answered_by.get(target, ""),
         )
         for name, value, text, target in figures(done)
-    )  # fmt: skip
+    )
 
 
 def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
@@ -184,8 +185,8 @@ def _notes(done: Estimate) -> list[Block]:
     return notes
 
 
-def _note(note: EstimateNote) -> Note:
-    return Note(note.text, "bad" if note.code == OUT_OF_MEMORY else "look")
+def _note(note: Note) -> Callout:
+    return Callout(note.text, "bad" if note.code == OUT_OF_MEMORY else "look")
 
 
 def _timeline(device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section:

@@ -13,10 +13,10 @@ from conf.outputs import write_output
 from conf.reports.blocks import (
     Block,
     Bullets,
+    Callout,
     ColumnKind,
     Heading,
     Lead,
-    Note,
     Page,
     Picture,
     Pictures,
@@ -57,7 +57,7 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
         _settings(settings),
     ]
     tables = [
-        Section("errors", "", (*map(Note, done.notes), *table_blocks(errors_table(done)))),
+        Section("errors", "", (*map(Callout, done.notes), *table_blocks(errors_table(done)))),
         Section("classes", "", table_blocks(classes_table(done))),
     ]
     if done.published:

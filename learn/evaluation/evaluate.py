@@ -80,7 +80,7 @@ class Evaluation:
 
     @property
     def one_class(self) -> bool:
-        """Whether all rows are of one class, so that accuracy and recall say nothing."""
+        """Return whether all rows are of one class, so that accuracy and recall say nothing."""
         both = (self.train_rows, self.test_rows)
         return len(np.unique(np.concatenate([classes_of(rows, self.bins) for rows in both]))) == 1
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from conf.outputs import write_output
-from conf.reports.blocks import Lead, Note, Page, Picture, Pictures, Section
+from conf.reports.blocks import Callout, Lead, Page, Picture, Pictures, Section
 from conf.reports.render import render_page
 from learn.evaluation.benchmark_figures import TRUSTED_ALONE
 from learn.evaluation.benchmark_plots import draw_svg, styles_of
@@ -262,7 +262,7 @@ def paper_page(paper: Paper) -> Page:
         sections.append(Section(table.name, "", (*table_blocks(table.text), *pictures)))
     return Page(
         title="The tables of arXiv 2602.17817",
-        head=(Lead("Ours beside theirs; theirs are on their own rows and splits"), *map(Note, paper.notes)),
+        head=(Lead("Ours beside theirs; theirs are on their own rows and splits"), *map(Callout, paper.notes)),
         sections=tuple(sections),
         pictures=True,
     )

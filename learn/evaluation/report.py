@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from conf.reports.blocks import Facts, Fold, Note, Page, Picture, Pictures, Section, table
+from conf.reports.blocks import Callout, Facts, Fold, Page, Picture, Pictures, Section, table
 from conf.reports.page_text import count_of
 from conf.reports.render import render_page
 from learn.evaluation.evaluate import Evaluation
@@ -226,7 +226,7 @@ def _page(evaluation: Evaluation, meta: Mapping, images: Sequence[Path]) -> Page
         "data": meta["data_fingerprint"],
         "fitted": f"{meta['created_at']}, {meta.get('fitted', _FITTED)}",
     }
-    notes = tuple(map(Note, meta["warnings"]))
+    notes = tuple(map(Callout, meta["warnings"]))
     heads = ("metric", "*cross-validation (3 folds)", "*held-out test")
     pictures = tuple(Picture(path.read_bytes(), "image/png", path.stem) for path in images)
     return Page(

@@ -371,8 +371,8 @@ def _reasons(unlike: Unfamiliar, share: float) -> tuple[str, ...]:
     if not unlike.reasons or share == 1.0:
         return unlike.reasons
     if share == 0.0:
-        return (*unlike.reasons, "so the trace's own figure stands, without the learned correction")
-    return (*unlike.reasons, f"so only {share:.0%} of the learned correction is applied to the trace's figure")
+        return (*unlike.reasons, "the trace's own figure stands, without the learned correction")
+    return (*unlike.reasons, f"only {share:.0%} of the learned correction is applied to the trace's figure")
 
 
 def _balanced(module: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from conf.outputs import write_output
-from conf.reports.blocks import Block, Drawn, Fold, Lead, Legend, Note, Outcome, Page, Section, Tile, Tiles, table
+from conf.reports.blocks import Block, Callout, Drawn, Fold, Lead, Legend, Outcome, Page, Section, Tile, Tiles, table
 from conf.reports.page_text import count_of
 from conf.reports.render import render_page
 from learn.estimation.estimate_view import rate
@@ -67,7 +67,7 @@ def _tiles(done: LayoutPlan) -> list[Block]:
 def _notes(done: LayoutPlan) -> list[Block]:
     if not done.notes:
         return []
-    return [Fold(f"{count_of(len(done.notes), 'note')} on this plan", tuple(map(Note, done.notes)))]
+    return [Fold(f"{count_of(len(done.notes), 'note')} on this plan", tuple(map(Callout, done.notes)))]
 
 
 def _picture(done: LayoutPlan) -> Section:

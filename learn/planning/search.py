@@ -26,7 +26,6 @@ _OF_ANY_BATCH = (
 _AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: what is slower gets slower with more
 _ALIKE = 2  # micro-steps from which on a step takes no more memory, and each one as long as the one before
 _OF_EACH_RANK = 4  # micro-batches for each rank of a pipeline, where no global batch says how many there are
-
 LARGEST_BATCH = 2**31 - 1  # beyond it, memory evidently does not depend on the batch
 
 

@@ -23,7 +23,9 @@ _UNCOUNTED = "--num_processes is missing: without it accelerate counts the GPUs 
 
 def main(words: list[str]) -> None:
     """Print what is started: script, module, arguments, nodes, per_node, environment."""
-    sys.path[: not sys.flags.safe_path] = [os.getcwd()]
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder of this file
+    sys.path.insert(0, os.getcwd())
     try:
         from accelerate.commands.launch import launch_command_parser
     except ImportError:

@@ -201,9 +201,20 @@ def test_gpufarm_runs_a_script_with_the_users_paths_and_the_users_own_packages(t
         "    optimizer.step()\n    optimizer.zero_grad()\n"
     )
     done = python(
-        "-m", "gpufarm", "estimate", "format=json", "--", "env", "-u", "WORLD_SIZE", "CLASSES=5", "python",
-        "app/train.py", cwd=tmp_path, PYTHONPATH=os.pathsep.join(["lib", ".", PATHS]),
-    )  # fmt: skip
+        "-m",
+        "gpufarm",
+        "estimate",
+        "format=json",
+        "--",
+        "env",
+        "-u",
+        "WORLD_SIZE",
+        "CLASSES=5",
+        "python",
+        "app/train.py",
+        cwd=tmp_path,
+        PYTHONPATH=os.pathsep.join(["lib", ".", PATHS]),
+    )
     assert json.loads(done.stdout)["parameters"] == 8 * 5 + 5
 
 

@@ -38,7 +38,7 @@ BLOCKS = (
     b.Heading(EVIL),
     b.Lead(EVIL, b.Code(EVIL)),
     b.Legend({EVIL: "k1"}),
-    b.Note(EVIL, "bad"),
+    b.Callout(EVIL, "bad"),
     b.Outcome("good", EVIL, EVIL),
     b.Pictures((b.Picture(b"\x89PNG" + bytes(30_000), "image/png", EVIL, EVIL),)),
     b.Preformatted(EVIL),

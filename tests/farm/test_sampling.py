@@ -157,8 +157,13 @@ def test_no_pair_of_dimensions_is_confounded(toy):
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
 def test_lists_of_choices_are_drawn_evenly_whatever_n_is(toy, seed):
-    lists = {"batch_size": [16, 64, 256], "optimizer": ["adam", "sgd"], "precision": ["bf16", "fp32", "tf32", "fp16"],
-             "cudnn_benchmark": [False, True], "depth": [1, 2, 3, 4, 5, 6]}  # fmt: skip
+    lists = {
+        "batch_size": [16, 64, 256],
+        "optimizer": ["adam", "sgd"],
+        "precision": ["bf16", "fp32", "tf32", "fp16"],
+        "cudnn_benchmark": [False, True],
+        "depth": [1, 2, 3, 4, 5, 6],
+    }
     space = parse_space("toy", {**lists, "width": 7, "rate": {"low": 0.0, "high": 0.5}})
     configs = list(sample_range(space, seed, 0, 600))
     for name, choices in lists.items():

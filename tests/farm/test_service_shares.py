@@ -1,4 +1,4 @@
-"""What one client of the service may hold while others ask: places, questions for traces, space on disk."""
+"""Shares of one client of the service while others ask: places, questions for traces, space on disk."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from conf.errors import EnvironmentProblem
 from farm.serving.problems import Problem
 from farm.serving.questions import Policy, estimate_question
 from farm.serving.requests import EstimateRequest
-from learn import JobProfile, estimate, estimate_many
+from farm.serving.tracing import TraceLimits, _reply
+from learn import Estimate, JobProfile, estimate, estimate_many
 from learn.admission.admitting import admit
 from learn.admission.gpu_state import GpuState
 from learn.client import Client, Refused
@@ -184,15 +185,16 @@ NF4 = {
 }
 
 
-def test_an_adapter_and_quantized_weights_are_data_of_a_hugging_face_configuration(service):
-    with service.client() as client:
-        done = client.estimate(
-            hf_config={**SMALL_LLAMA, "quantization_config": NF4},
-            adapter_config=ADAPTER,
-            batch_size=2,
-            sequence_length=32,
-            training={"precision": "bf16"},
-        )
+def test_an_adapter_and_quantized_weights_are_data_of_a_hugging_face_configuration(folder):
+    body = {
+        "hf_config": {**SMALL_LLAMA, "quantization_config": NF4},
+        "adapter_config": ADAPTER,
+        "batch_size": 2,
+        "sequence_length": 32,
+        "training": {"precision": "bf16"},
+    }
+    question = estimate_question(EstimateRequest.model_validate(body), Policy())
+    done = Estimate.from_mapping(_reply(json.loads(question.text), TraceLimits(str(folder), (), 60, 2**33))["answer"])
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""What a client can hold of the service without a request: connections, memory and time, over real sockets."""
+"""Limits on a client that makes no request: of connections, memory and time, over real sockets."""
 
 from __future__ import annotations
 
@@ -42,9 +42,16 @@ def listening(loop="uvloop", certificate=None, key=None, **limits):
     """A server in a thread of this process; yields its port and the server."""
     taken = socket.create_server(("127.0.0.1", 0), backlog=1024)
     config = uvicorn.Config(
-        application, lifespan="off", log_config=None, log_level="critical", loop=loop, ws="none",
-        timeout_graceful_shutdown=1, ssl_certfile=certificate, ssl_keyfile=key,
-    )  # fmt: skip
+        application,
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        loop=loop,
+        ws="none",
+        timeout_graceful_shutdown=1,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
     port = taken.getsockname()[1]
     server = GuardedServer(config, taken, LimitSettings(**limits))
     thread = threading.Thread(target=server.run)
@@ -68,7 +75,7 @@ def connected(port, sent=b"", receive_buffer=None):
 
 
 def ended(client):
-    """Whether the server closes the connection; what it sends before is read."""
+    """Return whether the server closes the connection, after reading what it sends."""
     try:
         while client.recv(1 << 20):
             pass
@@ -89,10 +96,15 @@ def asked(port, path="/", **options):
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 @pytest.mark.parametrize(
     "sent",
-    [b"", b"GET / HT", HEAD, HEAD + b"content-length: 9\r\n\r\nab",
-     HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: "],
+    [
+        b"",
+        b"GET / HT",
+        HEAD,
+        HEAD + b"content-length: 9\r\n\r\nab",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ",
+    ],
     ids=["nothing", "half a line", "half a head", "half a body", "half a trailer"],
-)  # fmt: skip
+)
 def test_a_client_that_does_not_go_on_is_let_go(loop, sent):
     with listening(loop, head_s=0.2, body_s=0.2) as (port, _):
         late = connected(port, sent)
@@ -126,12 +138,16 @@ def test_a_client_that_never_reads_its_answer_is_let_go(loop):
 
 @pytest.mark.parametrize(
     ("start", "piece"),
-    [(b"GET /", b"a"), (HEAD + b"x: ", b"a"), (HEAD, b"x: a\r\n"),
-     (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ", b"a"),
-     (HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"a"),
-     (HEAD + b"content-length: 4\r\n\r\nfour", HEAD + b"content-length: 0\r\n\r\n")],
+    [
+        (b"GET /", b"a"),
+        (HEAD + b"x: ", b"a"),
+        (HEAD, b"x: a\r\n"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ", b"a"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"a"),
+        (HEAD + b"content-length: 4\r\n\r\nfour", HEAD + b"content-length: 0\r\n\r\n"),
+    ],
     ids=["a URL", "a header", "headers", "a trailer", "a chunk's extension", "pipelined requests"],
-)  # fmt: skip
+)
 def test_what_never_ends_is_refused_before_it_takes_memory(start, piece):
     with listening(head_kib=64) as (port, _):
         client = connected(port, start)

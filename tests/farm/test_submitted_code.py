@@ -46,7 +46,7 @@ def forget(monkeypatch):
 
 
 def may_run(code, text):
-    """Whether a config counts as the user's own; one that does not is refused."""
+    """Return whether a config counts as the user's own; one that does not is refused."""
     (decided,), refusal = code.decide_all(configs_of_text(text))
     assert (refusal is None) == bool(code_marks(decided))
     return refusal is None
@@ -107,8 +107,11 @@ def test_what_a_trusted_module_imports_does_not_run(folder, queue):
 
 def test_of_trials_that_run_together_each_has_its_own_permission():
     record_code([OWN])
-    several = [one for name in (OWN, "mine.nets:other", "torchvision.models:get_model")
-               for one in configs_of_text(config(name))]  # fmt: skip
+    several = [
+        one
+        for name in (OWN, "mine.nets:other", "torchvision.models:get_model")
+        for one in configs_of_text(config(name))
+    ]
     configs, refusal = SubmittedCode(["mine.nets"]).decide_all(several)
     assert [code_marks(one) for one in configs] == [{"model": "typed"}, {"model": "trusted"}, {}] and refusal is None
 

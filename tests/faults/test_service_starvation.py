@@ -79,7 +79,7 @@ def busy_s(service, for_s):
     """CPU seconds of the processes that answer, in a time."""
 
     def seconds():
-        return sum(sum(process.cpu_times()[:2]) for process in service.answering())  # fmt: skip
+        return sum(sum(process.cpu_times()[:2]) for process in service.answering())
 
     before = seconds()
     threading.Event().wait(for_s)

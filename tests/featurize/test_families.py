@@ -325,6 +325,7 @@ def test_decoder_positions_see_only_what_came_before():
             dict(optimizer="adamx"),
             f"optimizer must be one of {', '.join(OPTIMIZERS)}, got 'adamx'",
         ),
+        ("transformer", dict(optimizer=["adam"]), "optimizer must be one of"),
         (
             "transformer",
             dict(precision="fp8"),

@@ -25,6 +25,8 @@ from learn import devices_that_fit, estimate
 from learn.cases import Case
 from learn.commands.estimate import entry
 from learn.estimation.model_names import load_factory
+from tests.learn.learn_rows import write_batch
+from warehouse.folder import DataFolder
 
 CONFIG = {"family": "mlp", "batch_size": 8, "input_size": 64, "classes": 10, "depth": 2}
 NAMES = [
@@ -203,11 +205,15 @@ def test_a_file_that_describes_no_device_is_refused(tmp_path, capsys, text, mess
         estimate(CONFIG, device=str(path))
 
 
-def test_a_client_of_the_service_and_a_row_name_no_file(own_device):
+def test_a_client_of_the_service_and_a_row_name_no_file(own_device, tmp_path, capsys):
     with pytest.raises(Problem) as refused:
         device_at(str(own_device), "/device")
     assert "unknown device" in refused.value.errors[0][1]
     assert Case(config_from_mapping(CONFIG), str(own_device)).spec is None
+    data = DataFolder(tmp_path / "data").create()
+    write_batch(data, [config_from_mapping(CONFIG)], source="measured", device=str(own_device))
+    assert run("run=job-000000", f"data={json.dumps(str(data.root))}") == 2
+    assert "unknown device" in capsys.readouterr().err
 
 
 SPELLINGS = {

@@ -17,6 +17,7 @@ from featurize.families import mlp
 from learn import Estimate, Note, estimate, estimate_many
 from learn.artifacts import default_artifact
 from learn.estimation.model_names import load_factory
+from learn.estimation.on_ranks import RankGroup
 
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 MAPPING = "config={family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
@@ -79,6 +80,15 @@ def test_notes_survive_json(done):
     assert mapping["warnings"] == list(done.warnings)
     assert mapping["notes"][0].keys() >= {"code", "severity", "text"}
     assert Estimate.from_mapping(mapping) == done
+
+
+def test_an_estimate_of_a_later_or_an_older_service_is_read(done):
+    mapping = json.loads(json.dumps(done.to_mapping()))
+    rank = {"first": 0, "count": 1, "peak_memory_mib": 1.0, "breakdown": {}}
+    notes = [{**note, "later": 1} for note in mapping["notes"]]
+    of_later_service = {**mapping, "later": 1, "notes": notes, "ranks": [{**rank, "later": 1}]}
+    assert Estimate.from_mapping(of_later_service) == replace(done, ranks=(RankGroup(**rank),))
+    assert "of another kind" not in str(replace(done, notes=(Note("code", "later", "of another kind"),)))
     of_older_service = {name: value for name, value in mapping.items() if name not in ("notes", "bound_held_out")}
     assert Estimate.from_mapping(of_older_service).warnings == done.warnings
 

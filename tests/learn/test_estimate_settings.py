@@ -55,9 +55,10 @@ def test_an_accumulated_step_waits_for_the_input_of_every_micro_step():
     assert four.step_time_ms > 3.5 * one.step_time_ms
 
 
-def test_other_methods_refuse_settings_that_they_do_not_know():
-    with pytest.raises(UsageError, match="estimator=horus has no answer: it does not know accumulation=4"):
-        estimate(net, SHAPE, accumulation=4, estimator="horus")
+@pytest.mark.parametrize(("name", "value"), [("accumulation", 4), ("optimizer", "adafactor")])
+def test_other_methods_refuse_settings_that_they_do_not_know(name, value):
+    with pytest.raises(UsageError, match=f"estimator=horus has no answer: it does not know {name}={value}"):
+        estimate(net, SHAPE, **{name: value}, estimator="horus")
 
 
 @pytest.mark.parametrize(

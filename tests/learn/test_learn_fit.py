@@ -193,8 +193,9 @@ def test_rows_of_one_class_have_errors_and_no_accuracy(tmp_path, capsys):
     assert "all 40 rows fall into one class, high (5 to 5 ms)" in printed and "mean absolute error [ms]" in printed
 
 
-def test_simulated_rows_are_fitted_from_configurations_by_default(data, capsys):
-    assert run("target=drama", f"data={json.dumps(str(data))}") == 0
+def test_simulated_rows_are_fitted_from_configurations_by_default(tmp_path, capsys):
+    write_batch(tmp_path / "d", make_configs(40, families=("mlp",)), statuses=["ok"] * 40)
+    assert run("target=drama", f"data={json.dumps(str(tmp_path / 'd'))}") == 0
     printed = capsys.readouterr().out
     assert "drama by lightgbm: " in printed and "not informative" not in printed
     (line,) = (line for line in printed.splitlines() if "estimator=NAME" in line)

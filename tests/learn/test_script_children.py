@@ -1,4 +1,4 @@
-"""What a training script starts ends with it, and its folder goes. `tests/conf/test_children.py` has the limits."""
+"""A training script's own processes end with it, and its folder goes. `tests/conf/test_children.py` has the limits."""
 
 import os
 import signal
