@@ -61,7 +61,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(place):
-    limits = "limits.query_s=0.5", "limits.download_rows=5000", "limits.download_mib=1"
+    limits = "limits.query_s=1", "limits.download_rows=5000", "limits.download_mib=1"
     with served(place.root, *limits, "processes=1") as service:
         yield service
 

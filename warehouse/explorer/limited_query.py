@@ -38,11 +38,9 @@ _DUCKDB_SHARE = 0.75  # of the memory limit: DuckDB's own limit has the clearer 
 _OPENING_BYTES = 2**29  # DuckDB reserves 1 GiB when it opens, and less where it cannot have that
 _BATCH_ROWS = 2048
 # Types that a CSV cell and a page's cell show as they are. Others are shown as DuckDB writes them.
-_PLAIN = {
-    "boolean", "tinyint", "smallint", "integer", "bigint", "hugeint", "utinyint", "usmallint", "uinteger", "ubigint",
-    "uhugeint", "float", "double", "decimal", "varchar", "uuid", "enum", "date", "time",
-    "timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns",
-}  # fmt: skip
+_INTEGERS = {f"{sign}{name}" for sign in ("", "u") for name in ("tinyint", "smallint", "integer", "bigint", "hugeint")}
+_TIMES = {"date", "time", "timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns"}
+_PLAIN = {*_INTEGERS, *_TIMES, "boolean", "float", "double", "decimal", "varchar", "uuid", "enum"}
 _NOT_IN_PARQUET = re.compile(r"\b(INTERVAL|UNION|VARIANT|BIGNUM|BIT|TYPE|TIME WITH TIME ZONE)\b")
 
 
