@@ -28,12 +28,8 @@ OWN_FOLDERS = (
     "runs", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale", "compactions", "models", "features",
     "snapshots", "growth", "reports", "locks", "damaged", "environments", "comparisons", "replays", "machines",
 )  # fmt: skip
-OWN_FILES = (
-    "format.json",
-    "queue.sqlite",
-    "service.sqlite",
-    "warehouse.duckdb",
-)  # and what SQLite and DuckDB put beside them
+# And what SQLite and DuckDB put beside them.
+OWN_FILES = ("format.json", "queue.sqlite", "service.sqlite", "warehouse.duckdb")
 
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}

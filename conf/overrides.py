@@ -196,12 +196,8 @@ def _with_file(name: str, overrides: Sequence[Override]) -> tuple[list[Override]
     if not files or DEVICES not in chosen_by_default(name):
         return list(overrides), None
     values = read_device_file(files[-1])
-    like = next(
-        option
-        for option in command_options(name, DEVICES)
-        if not set(values) & {"llvm_target", "compute_capability"} - set(choice_values(DEVICES, option))
-        and "backend" not in choice_values(DEVICES, option)
-    )
+    vendor = "llvm_target" if "llvm_target" in values else "compute_capability"
+    like = next(option for option in command_options(name, DEVICES) if vendor in choice_values(DEVICES, option))
     return [replace(one, written=like) if one.key == DEVICES else one for one in overrides], values
 
 

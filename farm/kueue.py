@@ -94,8 +94,8 @@ class ApiServer:
         token = ""
         while True:
             page = self.get(f"{path}?limit={_PAGE}" + (f"&continue={quote(token)}" if token else ""))
-            yield from (item for item in _said(page, "items", list) if isinstance(item, dict))
-            token = _said(page, "metadata.continue", str)
+            yield from (item for item in _get(page, "items", list) if isinstance(item, dict))
+            token = _get(page, "metadata.continue", str)
             if not token:
                 return
 
@@ -158,26 +158,26 @@ def decide_pending(api: ApiServer, service: Client) -> None:
     """Decide every workload that waits for one of our checks; one whose trace is not done yet goes on waiting."""
     checks = set()
     for check in api.items(f"{_API}/admissionchecks"):
-        name = _said(check, "metadata.name", str)
-        if name and _said(check, "spec.controllerName", str) == CONTROLLER:
+        name = _get(check, "metadata.name", str)
+        if name and _get(check, "spec.controllerName", str) == CONTROLLER:
             checks.add(name)
             _mark_active(api, check, name)
     for workload in api.items(f"{_API}/workloads") if checks else ():
-        states = _said(workload, "status.admissionChecks", list)
-        waiting = [one["name"] for one in states if _said(one, "name", str) in checks and one.get("state") == PENDING]
+        states = _get(workload, "status.admissionChecks", list)
+        waiting = [one["name"] for one in states if _get(one, "name", str) in checks and one.get("state") == PENDING]
         if not waiting:
             continue
-        name, namespace = (_said(workload, f"metadata.{one}", str) for one in ("name", "namespace"))
+        name, namespace = (_get(workload, f"metadata.{one}", str) for one in ("name", "namespace"))
         if not name or not namespace:
             print(f"a workload without a name and a namespace is left alone: {shown(workload.get('metadata'))}")
         elif (decision := _decision(workload, service)) is not None:
             _decided(api, name, namespace, waiting, decision)
 
 
-def _said(owner: object, path: str, kind: type[Shape], odd: list[str] | None = None) -> Shape:
-    """Return what an object of the API says at a dotted path; nothing (`kind()`) where it is absent, null or no `kind`.
+def _get(owner: object, path: str, kind: type[Shape], odd: list[str] | None = None) -> Shape:
+    """Return an API object's value at a dotted path; an empty `kind` where it is absent, null or of another type.
 
-    Appends to `odd` the path of what has another shape.
+    Appends to `odd` the path of a value of another type.
     """
     value = owner
     for name in path.split("."):
@@ -201,12 +201,12 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
 
     messages: list[str] = []
     odd: list[str] = []
-    for pods in _said(workload, "spec.podSets", list, odd):
-        template = _said(pods, "template", dict, odd)
-        text = _said(template, "metadata.annotations", dict, odd).get(JOB)
+    for pods in _get(workload, "spec.podSets", list, odd):
+        template = _get(pods, "template", dict, odd)
+        text = _get(template, "metadata.annotations", dict, odd).get(JOB)
         if text is None:
             continue
-        name = _said(pods, "name", str, odd) or "main"
+        name = _get(pods, "name", str, odd) or "main"
         try:
             body = json.loads(text)
         except (ValueError, TypeError, RecursionError):
@@ -232,16 +232,16 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
             return REJECTED, f"{figures}, which does not fit"
         messages.append(figures)
     messages = messages or ["no pod says which job it runs"]
-    return READY, "; ".join([*messages, *(f"{path} has no shape that is known" for path in odd)])
+    return READY, "; ".join([*messages, *(f"{path} has an unknown shape" for path in odd)])
 
 
 def _mark_active(api: ApiServer, check: Mapping[str, Any], name: str) -> None:
-    conditions = _said(check, "status.conditions", list)
-    if any(_said(one, "type", str) == "Active" and one.get("status") == "True" for one in conditions):
+    conditions = _get(check, "status.conditions", list)
+    if any(_get(one, "type", str) == "Active" and one.get("status") == "True" for one in conditions):
         return
     active = {
         "type": "Active", "status": "True", "reason": "Active", "message": "gpufarm's controller answers",
-        "lastTransitionTime": _now(), "observedGeneration": _said(check, "metadata.generation", int) or 1,
+        "lastTransitionTime": _now(), "observedGeneration": _get(check, "metadata.generation", int) or 1,
     }  # fmt: skip
     status = {"conditions": [active]}
     api.apply_status(f"{_API}/admissionchecks/{quote(name)}", _applied("AdmissionCheck", {"name": name}, status))

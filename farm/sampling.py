@@ -151,7 +151,7 @@ def _configs(
 
 
 class _Drawn:
-    """What a space of so many points gave so far; empty again once all of them were drawn."""
+    """Values and configs that a space of so many points gave so far; empty again once all points were drawn."""
 
     def __init__(self, points: int) -> None:
         self.points = points

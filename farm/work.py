@@ -297,9 +297,7 @@ def _timeout_s(job: Job) -> float:
 def _totals(queue: Queue, names: Sequence[str]) -> tuple[Counter[str], int]:
     """Return the ended tasks of these jobs by status, and the number of those that are not cancelled."""
     counts = [queue.counts(name) for name in names]
-    by_status: Counter[str] = Counter()
-    for of_job in counts:
-        by_status.update(of_job.by_status)
+    by_status = sum((Counter(of_job.by_status) for of_job in counts), Counter[str]())
     return by_status, sum(of_job.total - of_job.cancelled for of_job in counts)
 
 

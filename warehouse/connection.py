@@ -40,7 +40,7 @@ _MEMORY = Path("/dev/shm")  # where the copy of the views goes if the temporary 
 
 @dataclass(frozen=True)
 class ReadingLimits:
-    """What a connection may take of a machine that others use as well; it spills nothing to disk."""
+    """Limits of a connection on a machine that others use as well; it spills nothing to disk."""
 
     memory_bytes: int
     threads: int

@@ -84,8 +84,8 @@ def shares_bytes(pid: int) -> tuple[int, int] | None:
     """Return (proportional set size, private pages) of a process in bytes; None if the kernel does not report them."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as lines:
-            sizes = {name: int(size.split()[0]) * 1024 for name, _, size in (line.partition(b":") for line in lines)
-                     if name in _SHARES}  # fmt: skip
+            parted = (line.partition(b":") for line in lines)
+            sizes = {name: int(size.split()[0]) * 1024 for name, _, size in parted if name in _SHARES}
         return sizes[b"Pss"], sizes[b"Private_Clean"] + sizes[b"Private_Dirty"]
     except (OSError, ValueError, LookupError):
         return None

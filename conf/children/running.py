@@ -70,9 +70,11 @@ class ChildRunner:
             shows_output: Whether its output goes to standard error, rather than into the result.
         """
         wanted = {
-            "program": list(program), "time_limit_s": time_limit_s, "memory_limit_bytes": memory_limit_bytes,
+            "program": list(program),
+            "time_limit_s": time_limit_s,
+            "memory_limit_bytes": memory_limit_bytes,
             "shows_output": shows_output,
-        }  # fmt: skip
+        }
         self._write(json.dumps(wanted))
         return Ended(**self._answer())
 

@@ -23,11 +23,6 @@ def render_page(page: Page) -> str:
     return _environment().get_template("page.html.j2").render(page=page, title=one_line(page.title), style=_style())
 
 
-def render_blocks(*blocks: Block) -> str:
-    """Return the HTML of blocks without a page around them."""
-    return _environment().get_template("fragment.html.j2").render(blocks=blocks)
-
-
 def render_for_notebook(*blocks: Block) -> str:
     """Return the HTML of blocks with their style sheet, which applies to nothing else on the page that shows them."""
     style = Markup(_style().replace(":root", ":scope"))

@@ -215,7 +215,7 @@ class EstimationService:
         """Hold a place for each job that a request works on at the same time; it has one. Raises `Problem`."""
         more = min(jobs, max(1, self.working.limit // 4)) - 1
         if not self.working.take(caller.client, more):
-            raise busy("Your share of what is worked on is used up; try again in a second.")
+            raise busy("Your share of the work in progress is used up; try again in a second.")
         try:
             yield
         finally:

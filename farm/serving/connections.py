@@ -25,13 +25,11 @@ _NO_DESCRIPTOR_S = 0.1  # a pause of accepting where the process has no file des
 _OTHER_FILES = 256  # that a process has open beside its connections
 _MOST_HEADERS = 100
 _MOST_PIPELINED = 16
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-)  # fmt: skip
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class _Awaited(Enum):
-    """What a client has yet to send."""
+    """The part of a request that a client has yet to send."""
 
     REQUEST = 0  # nothing of it has arrived
     HEAD = 1
@@ -118,12 +116,11 @@ class Listener:
         self._open[connection] = None
         self._of_peer.setdefault(peer, {})[connection] = None
         tls = self.server.config.ssl
-        opening = self._loop.create_task(
-            self._loop.connect_accepted_socket(
-                lambda: connection, accepted, ssl=tls,
-                ssl_handshake_timeout=None if tls is None else self.limits.head_s,
-            )
-        )  # fmt: skip
+        handshake_s = None if tls is None else self.limits.head_s
+        connecting = self._loop.connect_accepted_socket(
+            lambda: connection, accepted, ssl=tls, ssl_handshake_timeout=handshake_s
+        )
+        opening = self._loop.create_task(connecting)
         self._opening.add(opening)
         opening.add_done_callback(lambda task: self._opened(task, connection))
 

@@ -51,6 +51,7 @@ _WRITERS: dict[str, tuple[str, Callable[[pa.Table, io.BytesIO], None]]] = {
     ),
 }
 Page = Callable[[ExplorerReader], Response]
+Ends = list[Callable[[], None]]  # how to end what a page waits for
 
 
 class ExplorerPages:
@@ -72,37 +73,38 @@ class ExplorerPages:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, page: Page) -> Response:
-        """Return the page, or one that says what is wrong. Its query ends with its client."""
-        opened: list[ExplorerReader] = []
-        try:
-            return await self._in(self._threads, lambda: self._read(page, opened))
-        except asyncio.CancelledError:
-            for reader in opened:
-                reader.interrupt()
-            raise
+        """Return the page, or one that says what is wrong."""
+        return await self._in(self._threads, lambda ends: self._read(page, ends))
 
     async def sql(self, sql: str) -> Response:
         """Return the page of a user's query."""
-        return await self._in(self._queries, lambda: self._sql(sql))
+        return await self._in(self._queries, lambda ends: self._sql(sql, ends))
 
     async def download(self, make_sql: Callable[[], str], kind: str, name: str) -> Response:
         """Return a query's rows as a file."""
         if kind not in _WRITERS:
             return self.problem(HTTPStatus.NOT_FOUND, "No such page", "Rows are downloaded as csv or parquet.")
-        return await self._in(self._queries, lambda: self._file(make_sql(), kind, name))
+        return await self._in(self._queries, lambda ends: self._file(make_sql(), kind, name, ends))
 
-    async def _in(self, threads: ThreadPoolExecutor, answer: Callable[[], Response]) -> Response:
-        return await asyncio.get_running_loop().run_in_executor(threads, self._answered, answer)
+    async def _in(self, threads: ThreadPoolExecutor, answer: Callable[[Ends], Response]) -> Response:
+        """Answer in a thread. A query ends with its client."""
+        ends: Ends = []
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, self._answered, answer, ends)
+        except asyncio.CancelledError:
+            for end in ends:
+                end()
+            raise
 
-    def _read(self, page: Page, opened: list[ExplorerReader]) -> Response:
+    def _read(self, page: Page, ends: Ends) -> Response:
         connection = connect(self._folder, share=self._page_limits.share)
         with ExplorerReader(connection, self._limits.query_s) as reader:
-            opened.append(reader)
+            ends.append(reader.interrupt)
             return page(reader)
 
-    def _answered(self, answer: Callable[[], Response]) -> Response:
+    def _answered(self, answer: Callable[[Ends], Response], ends: Ends) -> Response:
         try:
-            return answer()
+            return answer(ends)
         except TooLong as error:
             return self.problem(HTTPStatus.SERVICE_UNAVAILABLE, "The query took too long", error)
         except UsageError as error:
@@ -119,17 +121,17 @@ class ExplorerPages:
         """Return a rendered page."""
         return HTMLResponse(rendered(template, **values), headers={"content-security-policy": POLICY})
 
-    def _asked(self, sql: str, kind: str, limits: QueryLimits) -> tuple[pa.Table, bool]:
+    def _asked(self, sql: str, kind: str, limits: QueryLimits, ends: Ends) -> tuple[pa.Table, bool]:
         """Return the rows of a user's query without paths of the server, and whether there are more."""
         if len(sql) > _LONGEST_SQL:
             raise UsageError(f"a query of at most {_LONGEST_SQL:,} characters is wanted")
-        table, has_more = run_limited(self._folder, sql, kind, limits)
+        table, has_more = run_limited(self._folder, sql, kind, limits, ends)
         return _scrubbed(table, self._scrubber), has_more
 
-    def _sql(self, sql: str) -> Response:
+    def _sql(self, sql: str, ends: Ends) -> Response:
         answer, problem, status = None, None, HTTPStatus.OK
         try:
-            table, has_more = self._asked(sql, PAGE, self._page_limits)
+            table, has_more = self._asked(sql, PAGE, self._page_limits, ends)
             rows = list(zip(*(column.to_pylist() for column in table.columns), strict=True))
             answer = QueryRows(tuple(table.column_names), rows, has_more)
         except UsageError as error:
@@ -140,8 +142,8 @@ class ExplorerPages:
         )
         return HTMLResponse(page, status, {"content-security-policy": POLICY})
 
-    def _file(self, sql: str, kind: str, name: str) -> Response:
-        table, has_more = self._asked(sql, kind, self._file_limits)
+    def _file(self, sql: str, kind: str, name: str, ends: Ends) -> Response:
+        table, has_more = self._asked(sql, kind, self._file_limits, ends)
         if has_more:
             raise UsageError(
                 f"a download has up to {self._limits.download_rows:,} rows and {self._limits.download_mib} MiB; "

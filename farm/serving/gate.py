@@ -76,7 +76,6 @@ class Gate:
         self._digests = [hashlib.sha256(token.encode()).digest() for token in rules.tokens]
         self._of_webhook = max(1, places.limit // _WEBHOOK_SHARE)
         self._page_turns: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(rules.pages))
-        self._no_turns = contextlib.nullcontext()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -134,7 +133,7 @@ class Gate:
         gone.add_done_callback(stop)
         try:
             is_page = not scope["path"].startswith(_API) and scope["path"] not in _UNCOUNTED
-            async with self._page_turns[scope[CLIENT]] if is_page else self._no_turns:
+            async with self._page_turns[scope[CLIENT]] if is_page else contextlib.nullcontext():
                 await self._inner(scope, _handing_on(body, gone), answer)
         except asyncio.CancelledError:
             if not gone.done():  # the service stops, or the time is up

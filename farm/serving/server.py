@@ -93,7 +93,7 @@ def _serve(settings: ServeSettings, folder: DataFolder) -> int:
 
 
 def _raise_file_limit() -> None:
-    """Let this process and those that it starts open as many files as the machine allows: each connection is one."""
+    """Raise the limit of open files of this process and its children to the hard one: each connection is a file."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -14,7 +14,7 @@ def is_within_share(held: float, wanted: float, held_by_all: float, limit: float
     A client leaves as much free as it holds: one alone gets half, n busy ones get 1/(n + 1) each, and whoever comes
     next finds a place.
     """
-    return held + 2 * wanted <= limit - held_by_all + 1
+    return not wanted or held + 2 * wanted <= limit - held_by_all + 1
 
 
 class Places:

@@ -146,11 +146,12 @@ class TracePool:
 
     def _limit_reached(self, child: BaseProcess) -> str | None:
         """Return which limit an ended child had reached, in words."""
-        if child.exitcode == EXIT_CODES[TIME]:
-            return f"the trace took longer than the limit of {self._limits.seconds:g} s"
-        if child.exitcode == EXIT_CODES[MEMORY]:
-            return f"the trace took more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB"
-        return None
+        limits = {
+            EXIT_CODES[TIME]: f"longer than the limit of {self._limits.seconds:g} s",
+            EXIT_CODES[MEMORY]: f"more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB",
+        }
+        limit = limits.get(child.exitcode)
+        return None if limit is None else f"the trace took {limit}"
 
 
 def _end(child: BaseProcess) -> None:

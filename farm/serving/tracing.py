@@ -1,4 +1,4 @@
-"""What a child process does: it answers one question with a trace, within limits, and ends with all that it started.
+"""Answers one question with a trace in a child process, within limits, and ends it with all that it started.
 
 Start reading at `run_question`. Models are built without memory; names of code are those that `own_code` lets data
 give, or that the operator trusts.

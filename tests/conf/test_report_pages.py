@@ -10,7 +10,7 @@ import pytest
 
 from conf.reports import blocks as b
 from conf.reports.page_text import clean_text
-from conf.reports.render import _environment, render_blocks, render_page
+from conf.reports.render import _environment, render_for_notebook, render_page
 from conf.reports.svg import Drawing, nice_step
 from tests.parsed_page import ParsedPage
 
@@ -61,7 +61,7 @@ def test_every_block_is_among_those_that_these_tests_draw():
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.kind)
 def test_a_block_shows_hostile_text_and_obeys_none_of_it(block):
-    parsed = ParsedPage(render_blocks(block))
+    parsed = ParsedPage(render_for_notebook(block))
     shown = [*parsed.texts, *(value for _, value in parsed.attributes)]
     assert any(EVIL in text for text in shown if text)
     assert "script" not in parsed.tags and not [name for name, _ in parsed.attributes if name.startswith("on")]
@@ -98,7 +98,7 @@ def test_text_of_a_terminal_is_cleaned_and_too_long_text_keeps_its_end():
 
 
 def test_figures_get_separators_and_missing_ones_a_dash():
-    text = render_blocks(b.table(("name", "rows", "ratio", "yes"), [("a", 12345, None, True)]))
+    text = render_for_notebook(b.table(("name", "rows", "ratio", "yes"), [("a", 12345, None, True)]))
     assert "12,345" in text and "–" in text and "True" in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import json
@@ -12,6 +13,7 @@ import subprocess
 from collections import Counter
 from urllib.parse import parse_qsl, quote, urlencode
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +22,9 @@ from test_serving import served
 
 import warehouse
 from conf.errors import UsageError
+from farm.serving.explorer_pages import READERS, ExplorerPages
+from farm.serving.problems import Scrubber
+from farm.serving.settings import LimitSettings
 from tests.learn.learn_rows import make_configs, write_batch
 from tests.parsed_page import ParsedPage
 from tests.warehouse.warehouse_rows import collocations, kernels, run_row, samples
@@ -56,7 +61,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(place):
-    limits = "limits.query_s=0.5", "limits.download_rows=5000", "limits.download_mib=1"
+    limits = "limits.query_s=1", "limits.download_rows=5000", "limits.download_mib=1"
     with served(place.root, *limits, "processes=1") as service:
         yield service
 
@@ -292,14 +297,36 @@ LIMITS = QueryLimits(seconds=60.0, memory_bytes=2**28, rows=100_000, answer_byte
 )
 def test_a_query_beyond_its_memory_ends_and_the_next_one_runs(place, sql):
     with pytest.raises(UsageError, match=r"more memory than the limit of 0\.25 GiB"):
-        run_limited(place, sql, PAGE, LIMITS)
-    assert run_limited(place, "SELECT 42 AS answer", PAGE, LIMITS)[0].to_pylist() == [{"answer": 42}]
+        run_limited(place, sql, PAGE, LIMITS, [])
+    assert run_limited(place, "SELECT 42 AS answer", PAGE, LIMITS, [])[0].to_pylist() == [{"answer": 42}]
+
+
+def test_queries_whose_clients_have_left_make_room_for_others(place):
+    pages = ExplorerPages(place, LimitSettings(query_s=60.0), None, Scrubber(place.root))
+    forked = psutil.Process().children
+
+    async def leave() -> bytes:
+        await pages.sql("SELECT 1")
+        before = len(forked(recursive=True))  # with the process that queries are forked from
+        endless = "SELECT count(*) FROM range(1000000) a, range(1000000) b"
+        left = [asyncio.create_task(pages.sql(endless)) for _ in range(READERS)]
+        async with asyncio.timeout(30):
+            while len(forked(recursive=True)) < before + READERS:
+                await asyncio.sleep(0.02)
+            for task in left:
+                task.cancel()
+            return bytes((await pages.sql("SELECT 6 * 7")).body)
+
+    try:
+        assert b"<td>42</td>" in asyncio.run(leave())
+    finally:
+        pages.close()
 
 
 def test_rows_are_bounded_by_their_bytes(place):
-    table, has_more = run_limited(place, "SELECT repeat('x', 9000) AS text FROM range(5000)", PAGE, LIMITS)
+    table, has_more = run_limited(place, "SELECT repeat('x', 9000) AS text FROM range(5000)", PAGE, LIMITS, [])
     assert has_more and 2**23 < table.nbytes <= 2**24
-    table, has_more = run_limited(place, "SELECT repeat('x', 20000000) AS text", PAGE, LIMITS)
+    table, has_more = run_limited(place, "SELECT repeat('x', 20000000) AS text", PAGE, LIMITS, [])
     assert has_more and table.num_rows == 0
 
 

@@ -347,7 +347,7 @@ def test_a_workload_of_any_shape_keeps_no_other_from_its_decision(service, capsy
         api.close()
     assert api.patches["last"]["status"]["admissionChecks"][0]["state"] == "Ready"
     lines = capsys.readouterr().out.splitlines()
-    assert "training/odd-0: Ready: no pod says which job it runs; spec.podSets has no shape that is known" in lines
+    assert "training/odd-0: Ready: no pod says which job it runs; spec.podSets has an unknown shape" in lines
     assert any(line.startswith("a workload without a name and a namespace is left alone") for line in lines)
 
 

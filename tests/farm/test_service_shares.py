@@ -50,6 +50,7 @@ def test_a_client_leaves_as_many_places_free_as_it_holds():
     places = Places(256)
     taken = [sum(places.take(client) for _ in range(1000)) for client in ("greedy", "second", "third")]
     assert taken == [128, 64, 32] and places.take("newcomer")
+    assert places.take("greedy", 0) and not places.take("greedy")
     places.give_back("greedy", 128)
     assert sum(places.take("newcomer") for _ in range(1000)) > 32
     assert [Places(1).take("alone"), Places(1).take("large", 2)] == [True, False]

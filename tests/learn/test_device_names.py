@@ -192,6 +192,7 @@ def test_a_file_of_one_s_own_is_a_device_wherever_one_is_taken(own_device, tmp_p
         ("a: [", "is not YAML"),
         ("name: x\nfans: 3", "missing bandwidth_gb_s"),
         ("name: x\nfans: 3", "unknown fans"),
+        ("llvm_target: gfx942\ncompute_capability: '8.0'", "missing bandwidth_gb_s"),
         ("x: " + "1" * 70_000, "holds no description"),
     ],
 )

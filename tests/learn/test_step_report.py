@@ -11,7 +11,7 @@ from torch import nn
 
 from conf import cli
 from conf.errors import UsageError
-from conf.reports.render import render_blocks
+from conf.reports.render import render_for_notebook
 from featurize.device_spec import describe_device
 from featurize.families import mlp, zoo
 from featurize.input_pipeline import input_ms
@@ -226,7 +226,7 @@ def test_modules_are_summed_up_the_tree_and_chains_are_joined():
     layers = root.children["model"].children["layers"]
     assert (layers.total, sorted(layers.children)) == (8, ["0.mlp", "10.mlp", "9.mlp"])
     assert list(tree_of({"a.b.c": 1}).children) == ["a.b.c"] and tree_of({"a.b": 1, "a": 2}).children["a"].own == 2
-    page = ParsedPage(render_blocks(module_tree(sizes)))
+    page = ParsedPage(render_for_notebook(module_tree(sizes)))
     shown = [text for text in page.texts if text.endswith("mlp")]
     assert shown == ["0.mlp", "9.mlp", "10.mlp"]
 

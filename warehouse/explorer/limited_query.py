@@ -12,6 +12,7 @@ import multiprocessing
 import re
 import resource
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,17 +38,15 @@ _DUCKDB_SHARE = 0.75  # of the memory limit: DuckDB's own limit has the clearer 
 _OPENING_BYTES = 2**29  # DuckDB reserves 1 GiB when it opens, and less where it cannot have that
 _BATCH_ROWS = 2048
 # Types that a CSV cell and a page's cell show as they are. Others are shown as DuckDB writes them.
-_PLAIN = {
-    "boolean", "tinyint", "smallint", "integer", "bigint", "hugeint", "utinyint", "usmallint", "uinteger", "ubigint",
-    "uhugeint", "float", "double", "decimal", "varchar", "uuid", "enum", "date", "time",
-    "timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns",
-}  # fmt: skip
+_INTEGERS = {f"{sign}{name}" for sign in ("", "u") for name in ("tinyint", "smallint", "integer", "bigint", "hugeint")}
+_TIMES = {"date", "time", "timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns"}
+_PLAIN = {*_INTEGERS, *_TIMES, "boolean", "float", "double", "decimal", "varchar", "uuid", "enum"}
 _NOT_IN_PARQUET = re.compile(r"\b(INTERVAL|UNION|VARIANT|BIGNUM|BIT|TYPE|TIME WITH TIME ZONE)\b")
 
 
 @dataclass(frozen=True)
 class QueryLimits:
-    """What one query may take. answer_bytes: of its rows, as Arrow holds them."""
+    """Limits of one query. answer_bytes: of its rows, as Arrow holds them."""
 
     seconds: float
     memory_bytes: int
@@ -60,7 +59,9 @@ class QueryLimits:
         return ReadingLimits(int(_DUCKDB_SHARE * self.memory_bytes), _THREADS)
 
 
-def run_limited(folder: DataFolder, sql: str, kind: str, limits: QueryLimits) -> tuple[pa.Table, bool]:
+def run_limited(
+    folder: DataFolder, sql: str, kind: str, limits: QueryLimits, ends: list[Callable[[], None]]
+) -> tuple[pa.Table, bool]:
     """Run a user's query, which may only read, in a child process.
 
     Args:
@@ -68,6 +69,7 @@ def run_limited(folder: DataFolder, sql: str, kind: str, limits: QueryLimits) ->
         sql: The query as typed.
         kind: `PAGE`, `CSV` or `PARQUET`; values that it cannot hold come as DuckDB's own text.
         limits: At which the query ends.
+        ends: Gets a function that ends the query from another thread.
 
     Returns:
         Rows up to the limits, and whether there are more.
@@ -84,6 +86,7 @@ def run_limited(folder: DataFolder, sql: str, kind: str, limits: QueryLimits) ->
     try:
         with sender:
             child.start()
+            ends.append(child.kill)
         header = json.loads(receiver.recv_bytes())
         content = receiver.recv_bytes()
     except EOFError:
@@ -127,6 +130,8 @@ def _reply(
     except (duckdb.Error, pa.ArrowException) as error:
         is_memory = "Out of Memory" in str(error)
         header = {"problem": str(_too_large(limits)) if is_memory else first_line(error), "is_usage": True}
+    except OSError as error:  # of a file of the folder
+        header = {"problem": first_line(error), "is_usage": False}
     except CommandError as error:
         header = {"problem": str(error), "is_usage": isinstance(error, UsageError)}
     sender.send_bytes(json.dumps(header).encode())
