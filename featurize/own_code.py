@@ -149,8 +149,11 @@ def refusal(config: TrialConfig) -> str | None:
     return None if family is None else family.refusal(config)
 
 
-def library_problem(model: str, arguments: str) -> str | None:
-    """Why data may not name this model with these arguments (a JSON object as text), as far as texts tell, or None."""
+def library_problem(model: str, arguments: str, *, advice: str | None = None) -> str | None:
+    """Return why data may not name this model with these arguments (a JSON object), as far as texts tell, or None.
+
+    `advice`: what the reader can do where the module is nobody's; default: what helps at a command line.
+    """
     if isinstance(model, CodeName):
         return None
     module, _, factory = model.partition(":")
@@ -158,10 +161,8 @@ def library_problem(model: str, arguments: str) -> str | None:
     if isinstance(model, TrustedName):
         return _dotted_problem(model, factory)
     if package not in _MODULES:
-        return (
-            f"{model} comes from stored data, so it is not imported; pass trust=[{module}] to allow it, "
-            "or type the config on the command line"
-        )
+        advice = advice or f"pass trust=[{module}] to allow it, or type the config on the command line"
+        return f"{model} comes from stored data, so it is not imported; {advice}"
     if not _MODULES[package].fullmatch(module) or "." in factory or factory.startswith("_"):
         written = f"; write {package}.models:{factory}" if package == module == "torchvision" else ""
         return f"{model} is not one of {package}'s models, and data may name no other code{written}"

@@ -171,7 +171,8 @@ def _explained(error: TraceError) -> CannotTrace:
     cause = error.__cause__ or error
     message = str(cause).lower()
     frames = traceback.extract_tb(cause.__traceback__)
-    ours = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "featurize"))
+    root = Path(__file__).parent.parent
+    ours = tuple(str(root / room) for room in ("conf", "featurize", "learn"))
     own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)]
     where = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
     tokens = error.operator == "aten::embedding" and "long" in message

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _KEY_CHARACTERS = 32
 _HOW = ("coverage", "machine", "loop", "allocator", "workspaces")
+_MODELS_TAKEN = "name a model of torchvision, timm or transformers, or of a module that the service's operator trusts"
 _TRACED_ONLY = ("loop", "allocator", "workspaces")
 _DEEPEST_AT_ONCE = 128  # some 3 ms; the fast path was distilled on jobs up to depth 39
 
@@ -159,7 +160,7 @@ def _of_model(request: JobFields, policy: Policy) -> dict[str, Any]:
     assert request.model is not None
     with _as_problem("/model"):
         model = granted_model(request.model, policy.trust)
-        if problem := library_problem(model, json.dumps(arguments)):
+        if problem := library_problem(model, json.dumps(arguments), advice=_MODELS_TAKEN):
             raise invalid(problem, "/model")
     return {"model": request.model, "arguments": arguments, **_module_fields(request)}
 

@@ -147,7 +147,7 @@ def _accuracy(records: Sequence[Mapping[str, Any]]) -> PaperTable:
         own = [record for record in records if record["target"] == "memory" and record["family"] == family]
         for width in BIN_WIDTHS_GB if own else ():
             published = [f for f in _theirs("memory", family) if width in f.bin_gb]
-            ours = {record["estimator"]: record["accuracy"][f"{width} GB"] for record in own}
+            ours = {record["estimator"]: record["accuracy"].get(f"{width} GB") for record in own}
             rows.append(
                 {"family": family, "bins": f"{width} GB", "n": own[0]["n"], **ours, "theirs": published or None}
             )
@@ -159,7 +159,7 @@ def _utilization(records: Sequence[Mapping[str, Any]]) -> PaperTable:
     for family in FAMILIES:
         for target in ("smact", "smocc", "drama"):
             own = [record for record in records if (record["target"], record["family"]) == (target, family)]
-            ours = {record["estimator"]: record["accuracy"]["published"] for record in own}
+            ours = {record["estimator"]: record["accuracy"].get("published") for record in own}
             n = own[0]["n"] if own else None
             rows.append({"family": family, "target": target, "n": n, **ours, "theirs": _theirs(target, family) or None})
     title = "Accuracy of utilization classes (low, medium, high) by family, 3-fold"
