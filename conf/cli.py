@@ -93,7 +93,12 @@ def run(
             print(OmegaConf.to_yaml(cfg), end="")
             return 0
         _require(name, cfg)
-        return entry(_typed(name, cfg)) or 0
+        settings = _typed(name, cfg)
+        try:
+            return entry(settings) or 0
+        except SystemExit as error:  # of a user's model
+            print_error(f"the code that was run ends the process, with exit code {shown(error.code)}")
+            return EXIT_USAGE
     except CommandError as error:
         print_error(error)
         return EXIT_USAGE
@@ -112,9 +117,6 @@ def run(
             raise
         where = f": {os.fsdecode(error.filename)}" if error.filename else ""
         print_error(f"{error.strerror}{where}")
-        return EXIT_USAGE
-    except SystemExit as error:  # of a user's model
-        print_error(f"the code that was run ends the process, with exit code {shown(error.code)}")
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

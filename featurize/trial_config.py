@@ -133,7 +133,7 @@ def sharing_problem(optimizer: str, layout: Parallel | None) -> str | None:
     if layout is None or not layout.shards or layout.flat or OPTIMIZERS[optimizer].shared:
         return None
     choices = ", ".join(name for name, known in OPTIMIZERS.items() if known.shared)
-    return f"optimizer={optimizer} does not run on parameters that ranks share (DTensor), choose one of {choices}"
+    return f"optimizer={optimizer} does not run on parameters that ranks share (DTensor); choose one of {choices}"
 
 
 TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TypeVar
 
-from conf.errors import EnvironmentProblem, kept_from_exit
+from conf.errors import EnvironmentProblem
 from conf.identity import aside_folder
 
 # Operators that torchvision describes to torch while it is imported, and whose schemas its own library brings. That
@@ -72,9 +72,8 @@ def quiet_imports() -> Iterator[None]:
 
 def mending(call: Callable[[], T]) -> T:
     """`call()`, and once more if it failed for want of torchvision, where one is kept aside, or of its operators:
-    directly, or because of a library that says no more than that it could not be imported. Code that ends the process
-    fails with a `RuntimeError`."""
-    with quiet_imports(), kept_from_exit():
+    directly, or because of a library that says no more than that it could not be imported."""
+    with quiet_imports():
         try:
             return call()
         except Exception as error:

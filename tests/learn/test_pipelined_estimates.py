@@ -114,7 +114,7 @@ def test_checkpointed_stages_keep_less(four):
 
 
 def test_the_table_shows_the_bubble_and_where_stages_begin(four, capsys):
-    print_table("net", four, None)
+    print_table("net", four, None, all_notes=True)
     out = capsys.readouterr().out
     assert "bubble of the pipeline" in out and "schedule 1f1b over 8 micro-batches" in out and "blocks.1" in out
 

@@ -39,7 +39,7 @@ def test_an_optimizer_that_nobody_knows_fails_no_answer():
     assert "no model was fitted on optimizer=adadelta, implementation=fused, clip_norm=1.0: the trace answers" in (
         done.warnings
     )
-    assert notes[1] == "the script also chooses implementation=fused, clip_norm=1.0"
+    assert notes[1].text == "the script also chooses implementation=fused, clip_norm=1.0"
 
 
 def test_gradients_that_are_freed_after_the_forward_pass_leave_the_answer_to_the_fitted_models():
@@ -47,7 +47,7 @@ def test_gradients_that_are_freed_after_the_forward_pass_leave_the_answer_to_the
     late, notes = answered({"optimizer": "adam", "precision": "fp32", "zero_grad": "after_forward"})
     assert late.answered_by == usual.answered_by and late.answered_by["memory"] != "trace"
     assert late.loops == usual.loops
-    assert "the script also chooses zero_grad=after_forward" in notes
+    assert "the script also chooses zero_grad=after_forward" in [note.text for note in notes]
 
 
 def test_cudnn_searches_as_the_script_has_set_it():
@@ -102,7 +102,7 @@ def test_measured_runs_that_are_none_of_the_scripts_are_refused(known, estimator
 def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkeypatch):
     passed = {}
     monkeypatch.setattr(estimate_script, "estimate_script", lambda command, **given: passed.update(given))
-    monkeypatch.setattr(estimate_view, "print_table", lambda *_: None)
+    monkeypatch.setattr(estimate_view, "print_table", lambda *_, **__: None)
     estimate_script.entry_of_script(EstimateSettings(), ["python", "train.py"])
     given = {field.name: [] for field in dataclasses.fields(EstimateSettings)}
     settings = SimpleNamespace(**{**given, "input_dtype": "int64"}, require_format=lambda: None)
@@ -110,7 +110,7 @@ def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkey
         settings.trust, settings.devices = ("mine",), ("L4",)
         estimate_script.entry_of_script(settings, ["python", "train.py"])
     refusal = str(refused.value).partition("leave ")[2].removesuffix(" out").split(", ")
-    assert set(given) - set(passed) - set(refusal) == {"method", "format"}  # which are checked
+    assert set(given) - set(passed) - set(refusal) == {"method", "format", "notes"}  # which are checked, or printed by
     assert not set(passed) & set(refusal)
 
 
