@@ -146,7 +146,7 @@ class TracePool:
 
     def _limit_reached(self, child: BaseProcess) -> str | None:
         """Return which limit an ended child had reached, in words."""
-        limits = {
+        limits: dict[int | None, str] = {
             EXIT_CODES[TIME]: f"longer than the limit of {self._limits.seconds:g} s",
             EXIT_CODES[MEMORY]: f"more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB",
         }
