@@ -32,6 +32,9 @@ class Note:
 
 
 def most_important(notes: Iterable[Note]) -> list[Note]:
-    """Return the notes to show first: at most three, problems before warnings."""
+    """Return the notes to show first: at most three, one of each code, problems before warnings."""
     urgent = [note for note in notes if note.severity in (PROBLEM, WARNING)]
-    return sorted(urgent, key=lambda note: SEVERITIES.index(note.severity))[:MOST_SHOWN]
+    first_of_code: dict[str, Note] = {}
+    for note in sorted(urgent, key=lambda note: SEVERITIES.index(note.severity)):
+        first_of_code.setdefault(note.code, note)
+    return list(first_of_code.values())[:MOST_SHOWN]

@@ -146,9 +146,10 @@ def ask_fitted(
             gathered.beyond_fit = default and isinstance(prediction, ScaledPrediction) and 0 in prediction.outside
         of_target = (target,)
         notes += [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
-        if reasons := prediction.unfamiliar.get(0):
-            text = f"unlike what it was fitted on: {'; '.join(reasons)}"
-            notes.append(Note("unlike-fitted", WARNING, text, of_target))
+        notes += [
+            Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", of_target)
+            for text in prediction.unfamiliar.get(0, ())
+        ]
         of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
         notes.append(Note("fitted-rows", INFO, f"fitted on {', '.join(sources)} rows{of_loop}", of_target))
         if default and not is_current(artifact.meta["feature_version"]):

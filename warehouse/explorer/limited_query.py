@@ -1,8 +1,8 @@
 """Queries that users type: each runs in a child process, which ends at its limits. Start reading at `run_limited`.
 
 DuckDB checks its own limits only between chunks of rows: `list()` and `string_agg()` grow far beyond `memory_limit`,
-and an interrupt waits for them. So the kernel holds the limits here. A child is forked from a process that has imported
-DuckDB, which takes milliseconds.
+and an interrupt waits for them. So the child's resident memory is watched, and a timer of the kernel ends it. A child is
+forked from a process that has imported DuckDB, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 import pyarrow as pa
 
+from conf.children.memory import resident_bytes
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import first_line
 from warehouse.connection import ReadingLimits, connect, make_views_file
@@ -35,7 +36,9 @@ PAGE, CSV, PARQUET = "page", "csv", "parquet"
 _PRELOADED = ["warehouse.explorer.limited_query", "warehouse.folder_files"]
 _THREADS = 2
 _DUCKDB_SHARE = 0.75  # of the memory limit: DuckDB's own limit has the clearer message, and comes first where it holds
-_OPENING_BYTES = 2**29  # DuckDB reserves 1 GiB when it opens, and less where it cannot have that
+_BASE_BYTES = 2**28  # a child's memory before its query runs
+_LOOK_S = 0.02
+_MOST_RESERVED = 4  # times the memory limit: allocators reserve more than they use
 _BATCH_ROWS = 2048
 # Types that a CSV cell and a page's cell show as they are. Others are shown as DuckDB writes them.
 _INTEGERS = {f"{sign}{name}" for sign in ("", "u") for name in ("tinyint", "smallint", "integer", "bigint", "hugeint")}
@@ -87,6 +90,10 @@ def run_limited(
         with sender:
             child.start()
             ends.append(child.kill)
+        assert child.pid is not None  # it has been started
+        while not receiver.poll(_LOOK_S):
+            if sum(resident_bytes([child.pid]).values()) > limits.memory_bytes + _BASE_BYTES:
+                raise _too_large(limits)
         header = json.loads(receiver.recv_bytes())
         content = receiver.recv_bytes()
     except EOFError:
@@ -115,13 +122,11 @@ def _reply(
     root: Path, sql: str, kind: str, limits: QueryLimits, views_file: bytes, sender: Connection
 ) -> None:  # in the child
     """Send a header as JSON, then the rows as an Arrow stream."""
-    pa.set_memory_pool(pa.system_memory_pool())  # which reserves nothing beforehand
-    _limit_memory(_OPENING_BYTES)
     header: dict[str, Any] = {}
     content = b""
     try:
         with connect(DataFolder(root), share=limits.share, views_file=views_file) as connection:
-            _limit_memory(limits.memory_bytes)
+            _limit_data(_MOST_RESERVED * limits.memory_bytes)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, limits.seconds)  # its default action ends the process
             content, header["has_more"] = _answer(connection, sql, kind, limits)
@@ -138,7 +143,7 @@ def _reply(
     sender.send_bytes(content)
 
 
-def _limit_memory(limit_bytes: int) -> None:
+def _limit_data(limit_bytes: int) -> None:
     """Bound the memory that this process may take beyond what it has; the kernel refuses it more."""
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + limit_bytes, resource.RLIM_INFINITY))
