@@ -1,8 +1,8 @@
 """Queries that users type: each runs in a child process, which ends at its limits. Start reading at `run_limited`.
 
 DuckDB checks its own limits only between chunks of rows: `list()` and `string_agg()` grow far beyond `memory_limit`,
-and an interrupt waits for them. So the child's resident memory is watched, and a timer of the kernel ends it. A child is
-forked from a process that has imported DuckDB, which takes milliseconds.
+and an interrupt waits for them. So the child's resident memory is watched, and a timer of the kernel ends it. A child
+is forked from a process that has imported DuckDB, which takes milliseconds.
 """
 
 from __future__ import annotations
