@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import itertools
 import threading
 import time
@@ -73,10 +75,17 @@ def test_a_query_ends_at_its_limits_of_time_and_memory(service, sql, kind):
     assert watch.largest_gib < QUERY_GIB + DUCKDB_RESERVES_GIB
 
 
-def test_pages_answer_while_queries_hold_every_process_of_theirs(service):
+def test_others_pages_answer_while_a_client_s_queries_hold_all_that_it_may(service):
     query = urlencode({"sql": "SELECT count(*) FROM range(1000000) a, range(1000000) b"})
     answers: list[int] = []
-    threads = [threading.Thread(target=lambda: answers.append(service.send("GET", f"/sql?{query}")[0])) for _ in "1234"]
+
+    def ask() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", service.port, source_address=("127.0.0.2", 0))
+        with contextlib.closing(connection):
+            connection.request("GET", f"/sql?{query}")
+            answers.append(connection.getresponse().status)
+
+    threads = [threading.Thread(target=ask) for _ in "1234"]
     for thread in threads:
         thread.start()
     assert service.send("GET", "/runs")[0] == 200 and not answers

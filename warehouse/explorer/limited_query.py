@@ -132,11 +132,10 @@ def _reply(
             content, header["has_more"] = _answer(connection, sql, kind, limits)
     except (MemoryError, duckdb.OutOfMemoryException):
         header = {"problem": str(_too_large(limits)), "is_usage": True}
-    except (duckdb.Error, pa.ArrowException) as error:
-        is_memory = "Out of Memory" in str(error)
-        header = {"problem": str(_too_large(limits)) if is_memory else first_line(error), "is_usage": True}
-    except OSError as error:  # of a file of the folder
-        header = {"problem": first_line(error), "is_usage": False}
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        is_memory = "Out of Memory" in str(error)  # Arrow raises DuckDB's as an OSError
+        of_a_file = isinstance(error, OSError) and not is_memory
+        header = {"problem": str(_too_large(limits)) if is_memory else first_line(error), "is_usage": not of_a_file}
     except CommandError as error:
         header = {"problem": str(error), "is_usage": isinstance(error, UsageError)}
     sender.send_bytes(json.dumps(header).encode())
