@@ -106,7 +106,7 @@ class Gate:
         except _ClientGone:
             answer.status = answer.status or _CLIENT_GONE
         except TimeoutError:
-            advice = "; ask with method full, which is traced and polled" if scope["path"].startswith("/v1/") else ""
+            advice = "; ask with method full, which is traced and polled" if scope["path"].startswith(_API) else ""
             detail = f"No answer within {self._rules.inline_s:g} s{advice}."
             await answer.problem(Problem(HTTPStatus.SERVICE_UNAVAILABLE, "too-slow", detail))
         except Exception as error:
