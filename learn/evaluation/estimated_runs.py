@@ -29,11 +29,34 @@ if TYPE_CHECKING:
 
 TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the models that come along
 _COLUMNS = (
-    "run_id", "job_id", "family", "config", "status", "oom_kind", "source", "device_name", "device_uuid",
-    "device_memory_mib", "torch_version", "driver_version", "allocator_settings", "memory_fraction", "precision",
-    "parallel", "peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "smact", "smocc", "drama", "power_w",
-    "energy_j", "step_time_ms", "steps", "kernel_rows",
-)  # fmt: skip
+    "run_id",
+    "job_id",
+    "family",
+    "config",
+    "status",
+    "oom_kind",
+    "source",
+    "device_name",
+    "device_uuid",
+    "device_memory_mib",
+    "torch_version",
+    "driver_version",
+    "allocator_settings",
+    "memory_fraction",
+    "precision",
+    "parallel",
+    "peak_memory_mib",
+    "peak_reserved_mib",
+    "peak_allocated_mib",
+    "smact",
+    "smocc",
+    "drama",
+    "power_w",
+    "energy_j",
+    "step_time_ms",
+    "steps",
+    "kernel_rows",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
