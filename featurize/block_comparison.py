@@ -414,4 +414,5 @@ def _sentence(verdict: str, apart_bytes: int, gap: Mapping[str, int], difference
         REQUESTS: f"blocks {apart}",
         ORDER: "both request the same blocks, in another order",
     }[verdict]
-    return f"The trace reserves {abs(total) / MIB:,.1f} MiB {'less' if total > 0 else 'more'} than was recorded; {explained}."
+    less = "less" if total > 0 else "more"
+    return f"The trace reserves {abs(total) / MIB:,.1f} MiB {less} than was recorded; {explained}."
