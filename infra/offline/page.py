@@ -5,8 +5,6 @@ Start reading at `make_page`; `run_sections` and `probe_sections` make the page'
 
 from __future__ import annotations
 
-import shlex
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,24 +17,21 @@ from conf.bars import terminal_bar
 from conf.errors import CommandError, UsageError
 from conf.outputs import write_output
 from conf.plain_text import exception_line
-from conf.reports.blocks import Block, Bullets, Callout, Code, Lead, Outcome, Page, Section, Tile, Tiles, linked, table
+from conf.reports.blocks import Block, Bullets, Callout, Lead, Outcome, Page, Preformatted, Section, Tile, Tiles, linked
 from conf.reports.page_text import count_of
 from conf.reports.render import render_page
-from featurize.block_comparison import ALLOCATOR, BlockComparison
+from featurize.block_comparison import BlockComparison
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
-from featurize.machine import CURRENT, machine
 from infra.offline import probe_sections, run_sections
 from infra.offline.probe_sections import Absent
+from infra.offline.refits import RULES, refits
 from infra.offline.results import Series, newest, unpack
-from infra.offline.run_sections import OF_TARGET, spread_text
-from learn.data import MIN_ROWS
+from infra.offline.run_sections import spread_text
 from learn.evaluation.estimated_runs import (
     FIGURES,
-    SHIPPED,
     EstimatedRun,
     EstimatedRuns,
     estimated_runs,
-    operator_times,
     spread_of,
 )
 from warehouse.export import ExportSettings, export
@@ -45,12 +40,6 @@ KINDS = {"results": "path", "out": "new path", "datasets": "new path | null"}
 PAGE = "page.html"
 _DEFAULT_OUT = "data/offline-page"
 _WORK_MARKS = ("data", "probes", "calls.jsonl")  # any of them makes a folder a work folder
-# From where on something is to be refitted: of medians over at least `_LEAST` runs.
-_LEAST = 5
-_OFF = {"allocated": 0.03, "step_time": 0.1, "power": 0.1, "smact": 0.05, "smocc": 0.05, "drama": 0.05}
-_CONTEXT_MIB = 50.0
-_SPEED = 0.1  # of slowdowns, as 1 / slowdown
-_OPERATOR_SHARE, _OPERATOR_RATIO = 0.05, 1.25
 _OF_KIND = {
     "measured": "",
     "cpu": "Measured on a CPU, as a rehearsal: no figure here is of a GPU, and estimates are for another device.",
@@ -83,14 +72,6 @@ class Results:
     @property
     def has_data(self) -> bool:
         return (self.data / "format.json").is_file()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refit:
-    """One thing to refit: what is off, and the command; empty where code has to change."""
-
-    finding: str
-    command: str = ""
 
 
 def work_folder(results: Path, out: Path) -> Path:
@@ -156,102 +137,6 @@ def sections_of(results: Results, compared: Callable[[], tuple[Block, ...]]) -> 
     }
 
 
-def refits(results: Results, compared: Sequence[BlockComparison]) -> list[Refit]:
-    """Return what to refit by the figures; nothing unless a GPU measured them."""
-    if results.kind != "measured":
-        return []
-    data, name = shlex.quote(str(results.data)), results.device.name
-    found_refits = [*_context_refit(results)]
-    try:
-        kept = run_sections.solo(results.runs)
-    except Absent:
-        kept = ()
-    kernels = f"python -m learn.fit_kernels data={data}"
-    commands = {
-        "allocated": "",
-        "step_time": kernels,
-        "smact": kernels,
-        "smocc": kernels,
-        "drama": kernels,
-        "power": "",
-    }
-    advice = {
-        "allocated": "; find the blocks in the section on the allocator",
-        "power": f"; change the power figures of conf/device/{name}.yaml",
-    }
-    for figure, command in commands.items():
-        if families := _families_off(results, figure):
-            finding = f"{FIGURES[figure].title}: {', '.join(families)}{advice.get(figure, '')}"
-            found_refits.append(Refit(finding=finding, command=command))
-    if operators := _operators_off(results):
-        found_refits.append(Refit(finding=f"kernels: {', '.join(operators)}", command=kernels))
-    for target, figure in OF_TARGET.items():
-        own = [one for one in kept if run_sections.is_corrected(one, target)]
-        trace, shipped = spread_of(own, figure), spread_of(own, figure, SHIPPED)
-        if trace and shipped and trace.count >= _LEAST and shipped.median > trace.median:
-            texts = f"{spread_text(figure, shipped)}, trace {spread_text(figure, trace)}"
-            needed = f"; {MIN_ROWS} runs are needed" if trace.count < MIN_ROWS else ""
-            finding = f"corrected model of {target}: {texts} ({trace.count} runs{needed})"
-            found_refits.append(Refit(finding=finding, command=f"python -m learn.fit target={target} data={data}"))
-    if wrong := [one.name for one in compared if one.verdict == ALLOCATOR]:
-        found_refits.append(
-            Refit(finding=f"our allocator places requests otherwise: {', '.join(wrong)}; mend the code")
-        )
-    return found_refits + _slowdown_refit(results, data)
-
-
-def _context_refit(results: Results) -> list[Refit]:
-    numbers, name = results.work / "probes" / "numbers.csv", results.device.name
-    assumed = machine(CURRENT, results.device).outside_mib(True)
-    made = probe_sections.fitted_machine(results.work, results.device)
-    if made is not None:
-        measured, source = made.profile.outside_mib(True), f"measured={shlex.quote(str(numbers))}"
-    else:
-        causes = [one.causes_mib["context"] for one in results.runs.ok if one.causes_mib is not None]
-        if len(causes) < _LEAST:
-            return []
-        measured, source = assumed - statistics.median(causes), f"data={shlex.quote(str(results.data))}"
-    if abs(measured - assumed) <= _CONTEXT_MIB:
-        return []
-    finding = f"context, kernels and cuDNN: measured {measured:,.0f} MiB, assumed {assumed:,.0f}"
-    return [Refit(finding=finding, command=f"python -m learn.calibrate {source} device={name}")]
-
-
-def _families_off(results: Results, figure: str) -> list[str]:
-    families = []
-    for family, own in results.runs.by_family().items():
-        spread = spread_of([one for one in own if one.run["parallel"] is None], figure)
-        if spread and spread.count >= _LEAST and abs(spread.bias) > _OFF[figure]:
-            shift = f"{spread.bias:+.3f}" if FIGURES[figure].is_ratio else f"{spread.bias:+.1%}"
-            families.append(f"{family} {shift} ({count_of(spread.count, 'run')})")
-    return families
-
-
-def _operators_off(results: Results) -> list[str]:
-    operators = operator_times(results.data, results.runs.runs).get("cupti", []) if results.has_data else []
-    total = sum(one.measured_ms for one in operators)
-    return [
-        f"{one.operator} {run_sections.operator_ratio(one)}"
-        for one in operators
-        if one.measured_ms > _OPERATOR_SHARE * total
-        and not 1 / _OPERATOR_RATIO <= one.modelled_ms / one.measured_ms <= _OPERATOR_RATIO
-    ]
-
-
-def _slowdown_refit(results: Results, data: str) -> list[Refit]:
-    try:
-        members = run_sections.pair_errors(results.data)
-    except (Absent, CommandError):
-        return []
-    wrong = []
-    for sharing, own in members.items():
-        error = statistics.median(abs(1 / max(a, 1.0) - 1 / max(b, 1.0)) for a, b, _ in own)
-        if len(own) >= _LEAST and error > _SPEED:
-            wrong.append(f"{sharing} {error:.2f} ({count_of(len(own), 'member')})")
-    command = f"python -m learn.fit target=slowdown data={data}"
-    return [Refit(finding=f"speed beside others: {', '.join(wrong)}", command=command)] if wrong else []
-
-
 def export_rows(results: Results, datasets: str | None) -> list[str]:
     """Add the measured rows to the data set, and return what was done as lines.
 
@@ -291,7 +176,7 @@ def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
             absent[name] = f"cannot be shown: {exception_line(error)}"
             blocks = (Callout(f"This section {absent[name]}", "bad"),)
         sections[name] = Section(name.lower(), title, blocks)
-    to_refit = refits(results, compared)
+    to_refit = refits(results.work, results.device, results.runs, compared) if results.kind == "measured" else {}
     sections["Refit"] = Section("refit", "What to refit", _refit_blocks(results, to_refit))
     sections["Data set"] = Section("datasets", "Rows for the data set", (Bullets(tuple(exported)),))
     page = Page(title=f"Measured on {_shown_device(results)}", head=_head(results, to_refit), sections=linked(sections))
@@ -302,49 +187,45 @@ def _shown_device(results: Results) -> str:
     return results.device_name or "an unknown device"
 
 
-def _head(results: Results, to_refit: Sequence[Refit]) -> tuple[Block, ...]:
+def _head(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tuple[Block, ...]:
     runs = results.runs
     warning = _OF_KIND[results.kind]
     torch = sorted({str(one.run["torch_version"]) for one in runs.runs})
     drivers = sorted({str(one.run["driver_version"]) for one in runs.runs if one.run["driver_version"]})
     versions = ", ".join([*(f"torch {version}" for version in torch), *(f"driver {version}" for version in drivers)])
     tiles = [
-        Tile("runs", f"{len(runs.runs):,}", f"{len(runs.by_family())} families"),
+        Tile("runs", f"{len(runs.runs):,}", f"{len({one.run['family'] for one in runs.runs})} families"),
         Tile("left out", f"{sum(runs.left_out.values()):,}", "reasons below"),
     ]
     for name in ("process", "step_time", "smact", "energy"):
-        if spread := spread_of(runs.ok, name):
+        if spread := spread_of(runs.solo, name):
             form = f"{spread.median:.3f}" if FIGURES[name].is_ratio else f"{spread.median:.1%}"
             tiles.append(Tile(f"{FIGURES[name].title.partition(',')[0]}, median error", form, f"{spread.count} runs"))
-    tiles.append(Tile("to refit", f"{len(to_refit)}", ""))
+    finding_count = sum(map(len, to_refit.values()))
+    tiles.append(Tile("to refit", f"{finding_count}", "findings"))
     estimates_for = f"estimates for {results.device.name}"
     left_out = tuple(f"{count_of(count, 'run')} left out: {reason}" for reason, count in runs.left_out.items())
     return (
         *((Callout(warning, "bad"),) if warning else ()),
-        Outcome("look" if to_refit or warning else "good", f"{len(to_refit)} to refit", estimates_for),
+        Outcome("look" if to_refit or warning else "good", f"{finding_count} to refit", estimates_for),
         *((Lead(versions),) if versions else ()),
         Tiles(tuple(tiles)),
         *((Bullets(left_out),) if left_out else ()),
     )
 
 
-def _refit_blocks(results: Results, to_refit: Sequence[Refit]) -> tuple[Block, ...]:
-    rules = Lead(
-        f"Listed are medians over at least {_LEAST} runs of a family: allocated memory beyond {_OFF['allocated']:.0%}, "
-        f"step time and power beyond {_OFF['step_time']:.0%}, ratios beyond {_OFF['smact']:g}. Also: memory outside "
-        f"the allocator beyond {_CONTEXT_MIB:g} MiB; operators of {_OPERATOR_SHARE:.0%} of the kernel time beyond a "
-        f"factor of {_OPERATOR_RATIO:g}; speeds beside other jobs beyond {_SPEED:g}; corrected models that are farther "
-        "off than the trace."
-    )
+def _refit_blocks(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tuple[Block, ...]:
     if results.kind != "measured":
-        return (rules, Lead("Nothing is listed, since no GPU measured these figures."))
+        return (Lead("Nothing is listed, since no GPU measured these figures."),)
+    blocks: list[Block] = [Lead(RULES)]
     if not to_refit:
-        return (rules, Lead("Nothing is off by so much."))
-    rows = [(one.finding, Code(one.command) if one.command else "") for one in to_refit]
-    return (rules, table(("*finding", "*command"), rows, words=2))
+        blocks.append(Lead("Nothing is off by so much."))
+    for command, findings in to_refit.items():
+        blocks += [Bullets(tuple(findings)), Preformatted(command) if command else Lead("No command changes this.")]
+    return tuple(blocks)
 
 
-def _summary(results: Results, to_refit: Sequence[Refit], absent: Mapping[str, str]) -> list[str]:
+def _summary(results: Results, to_refit: Mapping[str, Sequence[str]], absent: Mapping[str, str]) -> list[str]:
     runs = results.runs
     statuses = Counter(one.run["status"] for one in runs.runs)
     counted = ", ".join(f"{status} {count}" for status, count in statuses.most_common()) or "none"
@@ -353,10 +234,11 @@ def _summary(results: Results, to_refit: Sequence[Refit], absent: Mapping[str, s
         lines.append(f"note: {warning}")
     lines += [f"left out: {count_of(count, 'run')}: {reason}" for reason, count in runs.left_out.items()]
     for name, figure in FIGURES.items():
-        if spread := spread_of(runs.ok, name):
+        if spread := spread_of(runs.solo, name):
             lines.append(f"{figure.title}: {spread_text(name, spread)} ({count_of(spread.count, 'run')})")
-    for one in to_refit:
-        lines += [f"refit: {one.finding}", *([f"       {one.command}"] if one.command else [])]
+    for command, findings in to_refit.items():
+        lines += [f"to refit: {finding}" for finding in findings]
+        lines += [f"    {command}"] if command else []
     return [*lines, *(f"{name}: {reason}" for name, reason in absent.items())]
 
 

@@ -18,6 +18,7 @@ from conf.reports.blocks import (
     Block,
     Bullets,
     Callout,
+    Cell,
     Drawn,
     Fold,
     Group,
@@ -28,6 +29,7 @@ from conf.reports.blocks import (
     Outcome,
     Preformatted,
     SideBySide,
+    Table,
     Tile,
     Tiles,
     table,
@@ -45,6 +47,8 @@ _AREA = PlotArea(width=400, height=210, left=52, right=10, top=12, bottom=28)
 _MOST_COLUMNS = 200  # of a curve
 _SHOWN = 12  # rows of a table that can be long
 _MEASURED_CSS, _TRACED_CSS = "k1", "k5"
+NUMBERS = "numbers.csv"  # of lazy loading
+_NUMBERS_OF = {CURRENT: NUMBERS, EAGER: "numbers_eager.csv"}  # machine -> what was measured of it
 QUESTIONS = {
     "tf32_under_half": "TF32 in operators that autocast leaves in fp32",
     "gpm_first_sample": "GPM's first sample",
@@ -70,14 +74,19 @@ def contents(path: Path) -> Any:
     return content
 
 
+def records(rows: Sequence[Mapping[str, Cell]], words: int = 1) -> Table:
+    """Return a table of rows that have the same keys, its column names; `words` as in `table`. There is a row."""
+    return table(tuple(rows[0]), [tuple(row.values()) for row in rows], words=words)
+
+
 def mib(value: float | None) -> str:
     """Return MiB as text; a dash for None."""
     return MISSING if value is None else f"{value:,.1f}"
 
 
-def fitted_machine(work: Path, device: DeviceSpec) -> Calibration | None:
+def fitted_machine(work: Path, device: DeviceSpec, numbers_file: str = NUMBERS) -> Calibration | None:
     """Return the machine's profile by the measured contexts; None without numbers."""
-    path = work / "probes" / "numbers.csv"
+    path = work / "probes" / numbers_file
     if not path.is_file():
         return None
     numbers = measured_in_csv(path, device)
@@ -86,59 +95,38 @@ def fitted_machine(work: Path, device: DeviceSpec) -> Calibration | None:
 
 def contexts_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
     """Return the blocks on memory outside the allocator."""
-    rows = []
+    rows: list[dict[str, Cell]] = []
     reasons: Counter[str] = Counter()
     for one in contents(work / "probes" / "context.json"):
-        if one.get("process_mib") is None and one.get("card_mib") is None:
+        process_mib, card_mib, before_mib = one["process_mib"], one["card_mib"], one["card_before_mib"]
+        if process_mib is None and card_mib is None:
             reasons[one.get("reason") or "no reason is recorded"] += 1
             continue
-        outside = None if one.get("process_mib") is None else one["process_mib"] - (one.get("reserved_mib") or 0)
-        growth = (
-            None
-            if None in (one.get("card_mib"), one.get("card_before_mib"))
-            else (one["card_mib"] - one["card_before_mib"])
-        )
-        libraries = "yes" if one.get("cudnn") else "no"
+        reserved_mib = one["reserved_mib"] or 0.0
         rows.append(
-            (
-                one["name"],
-                one["module_loading"],
-                one["stage"],
-                libraries,
-                mib(one.get("process_mib")),
-                mib(growth),
-                mib(one.get("reserved_mib")),
-                mib(outside),
-                one.get("reason") or "",
-            )
+            {
+                "measurement": one["name"],
+                "cuDNN": "yes" if one["cudnn"] else "no",
+                "card before": mib(before_mib),
+                "growth of the card": mib(None if None in (card_mib, before_mib) else card_mib - before_mib),
+                "process": mib(process_mib),
+                "reserved": mib(one["reserved_mib"]),
+                "outside the allocator": mib(None if process_mib is None else process_mib - reserved_mib),
+                "*remark": one.get("reason") or "",
+            }
         )
     blocks: list[Block] = [Callout(f"Not measured ({count}): {reason}") for reason, count in reasons.items()]
     if rows:
-        heads = (
-            "measurement",
-            "loading",
-            "stage",
-            "cuDNN",
-            "process",
-            "growth of the card",
-            "reserved",
-            "outside the allocator",
-            "*remark",
-        )
-        blocks += [Lead("In MiB, each in a fresh process."), table(heads, rows, words=4)]
-    made = fitted_machine(work, device)
-    if made is None:
-        blocks.append(Lead("numbers.csv is missing or empty, so no machine profile is fitted."))
+        blocks += [Lead("In MiB, each in a fresh process."), records(rows, words=2)]
+    columns = {}
+    for name, numbers_file in _NUMBERS_OF.items():
+        if (made := fitted_machine(work, device, numbers_file)) is not None:
+            columns |= {f"{name}, fitted": made.profile, f"{name}, assumed": machine(name, device)}
+    if columns:
+        parts = [(part.removesuffix("_mib"), *(mib(getattr(one, part)) for one in columns.values())) for part in PARTS]
+        blocks += [Heading(f"Machine profiles with {device.name}, MiB"), table(("part", *columns), parts)]
     else:
-        assumed = {name: machine(name, device) for name in (CURRENT, EAGER)}
-        parts = [
-            (part.removesuffix("_mib"), *(mib(getattr(one, part)) for one in (made.profile, *assumed.values())))
-            for part in PARTS
-        ]
-        blocks += [
-            Heading(f"Machine profile with {device.name}, MiB"),
-            table(("part", "fitted", *(f"assumed ({name})" for name in assumed)), parts),
-        ]
+        blocks.append(Lead("No numbers for a machine profile were measured."))
     return tuple(blocks)
 
 
@@ -150,37 +138,44 @@ def workspaces_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
         reason = next((one["reason"] for one in all_rows if one.get("reason")), "no row has both figures")
         raise Absent(f"No workspace was measured: {reason}.")
     rows.sort(key=lambda one: -abs(one["measured_bytes"] - one["assumed_bytes"]))
-    cells = [
-        (
-            str(one["operator"]),
-            str(one["dtype"]),
-            json.dumps(one["shapes"]),
-            mib(one["measured_bytes"] / MIB),
-            mib(one["assumed_bytes"] / MIB),
-            f"{(one['assumed_bytes'] - one['measured_bytes']) / MIB:+,.1f}",
-        )
+    cells: list[dict[str, Cell]] = [
+        {
+            "operator": f"{one['operator']} {one.get('phase') or ''}",
+            "dtype": str(one["dtype"]),
+            "*shapes and arguments": f"{json.dumps(one['shapes'])} {_arguments(one.get('config'))}",
+            "measured": mib(one["measured_bytes"] / MIB),
+            "assumed": mib(one["assumed_bytes"] / MIB),
+            "difference": f"{(one['assumed_bytes'] - one['measured_bytes']) / MIB:+,.1f}",
+        }
         for one in rows[:_SHOWN]
     ]
     equal = sum(one["measured_bytes"] == one["assumed_bytes"] for one in rows)
     missing = len(all_rows) - len(rows)
-    lead = f"{count_of(len(rows), 'operator')} measured, {equal} with exactly the assumed bytes"
-    blocks: list[Block] = [Lead(f"{lead}{f', {missing} not measured' if missing else ''}. MiB.")]
+    lead = f"{count_of(len(rows), 'call')} measured, {equal} with exactly the assumed bytes, {missing} not measured."
+    blocks: list[Block] = [Lead(f"{lead} The table has the largest differences, in MiB.")]
     points = [(one["measured_bytes"] / MIB, one["assumed_bytes"] / MIB, str(one["operator"])) for one in rows]
     picture = against("workspace, MiB", points, is_log=True)
     if picture is not None:
         blocks.append(SideBySide((Group("Assumed against measured, MiB", (Drawn(picture),)),)))
-    heads = ("operator", "dtype", "shapes", "measured", "assumed", "difference")
-    blocks.append(table(heads, cells, words=3))
+    blocks.append(records(cells, words=2))
     return tuple(blocks)
+
+
+def _arguments(config: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{name} {value}" for name, value in (config or {}).items() if value not in (None, False))
 
 
 def comparisons_of(work: Path, device: DeviceSpec) -> tuple[list[BlockComparison], dict[str, str]]:
     """Return the comparison of each recorded history, and name -> reason of those without. Raises `Absent`."""
     folder = work / "probes" / "histories"
     paths = sorted(folder.glob("*.json.xz"))
-    if not paths:
+    try:
+        failed = {name: str(reason) for name, reason in contents(folder / "failures.json").items()}
+    except Absent:
+        failed = {}
+    if not paths and not failed:
         raise Absent("The results have no allocator histories.")
-    compared, failed = [], {}
+    compared = []
     for path in paths:
         try:
             compared.append(compare_blocks(read_history(path), device))
@@ -192,6 +187,9 @@ def comparisons_of(work: Path, device: DeviceSpec) -> tuple[list[BlockComparison
 def history_blocks(compared: Sequence[BlockComparison], failed: Mapping[str, str]) -> tuple[Block, ...]:
     """Return the blocks on the recorded jobs beside their traces, block by block."""
     verdicts = Counter(one.verdict for one in compared)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        reasons.setdefault(reason, []).append(name)
     counted = ", ".join(f"{verdict} {count}" for verdict, count in verdicts.most_common())
     blocks: list[Block] = [
         Lead(
@@ -199,8 +197,8 @@ def history_blocks(compared: Sequence[BlockComparison], failed: Mapping[str, str
             "step, its requests and releases in order; the two sides have different numbers of them."
         ),
         Legend({"measured": _MEASURED_CSS, "traced": _TRACED_CSS}),
-        *(Callout(f"{name}: {reason}", "bad") for name, reason in failed.items()),
-        SideBySide(tuple(_group(one) for one in compared)),
+        *(Callout(f"No comparison of {', '.join(names)}: {reason}") for reason, names in reasons.items()),
+        *((SideBySide(tuple(map(_group, compared))),) if compared else ()),
     ]
     return tuple(blocks)
 
@@ -272,8 +270,8 @@ def questions_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
     asked = contents(work / "probes" / "questions.json")
     blocks: list[Block] = []
     for name in (*QUESTIONS, *(name for name in asked if name not in QUESTIONS)):
-        figures = dict(asked.get(name) or {})
-        answer, reason = figures.pop("answer", None), figures.pop("reason", None)
+        question = asked.get(name) or {}
+        answer, reason, figures = (question.get(key) for key in ("answer", "reason", "figures"))
         blocks.append(Heading(QUESTIONS.get(name, name)))
         blocks.append(Lead(answer) if answer else Callout(f"Not answered: {reason or 'it was not asked'}."))
         if figures:
@@ -331,17 +329,16 @@ def calls_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
     calls = calls_of(work)
     if not calls:
         raise Absent("The results have no record of calls (calls.jsonl).")
-    rows = [
-        (
-            str(call.get("step")),
-            str(call.get("device")),
-            str(call.get("started_at")),
-            duration(call.get("wall_s")),
-            str(call.get("outcome")),
-            *(str(call.get(name) or MISSING) for name in ("torch", "python", "driver")),
-            json.dumps(call.get("counts")) if call.get("counts") else "",
-        )
+    rows: list[dict[str, Cell]] = [
+        {
+            "step": str(call.get("step")),
+            "device": str(call.get("device")),
+            "started at": str(call.get("started_at")),
+            "time": duration(call.get("wall_s")),
+            "outcome": str(call.get("outcome")),
+            **{name: str(call.get(name) or MISSING) for name in ("torch", "python", "driver")},
+            "*counts": json.dumps(call["counts"]) if call.get("counts") else "",
+        }
         for call in calls
     ]
-    heads = ("step", "device", "started at", "time", "outcome", "torch", "Python", "driver", "*counts")
-    return (table(heads, rows, words=len(heads)),)
+    return (records(rows, words=9),)

@@ -9,8 +9,9 @@ import contextlib
 import json
 import re
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import warehouse
 from conf.errors import UsageError
 from conf.reports.blocks import (
     Block,
+    Bullets,
     Cell,
     Code,
     Drawn,
@@ -33,8 +35,8 @@ from conf.reports.blocks import (
     SideBySide,
     table,
 )
-from conf.reports.page_text import MISSING, figure
-from infra.offline.probe_sections import Absent, mib
+from conf.reports.page_text import MISSING, count_of, figure
+from infra.offline.probe_sections import Absent, mib, records
 from learn.collocation.learned import packaged_slowdowns
 from learn.collocation.rows import measured_groups
 from learn.collocation.slowdown import NoUtilization
@@ -60,17 +62,15 @@ _SHOWN = 12
 _BENCH_JOB = re.compile(r"bench-(\w+)-(\w+)-(\d+)-(\d+)")
 
 
-def solo(runs: EstimatedRuns) -> tuple[EstimatedRun, ...]:
-    """Return the runs on one device that ended well. Raises `Absent` where there are none."""
-    kept = tuple(one for one in runs.ok if one.run["parallel"] is None)
-    if not kept:
+def _solo(runs: EstimatedRuns) -> tuple[EstimatedRun, ...]:
+    if not runs.solo:
         raise Absent("The results hold no runs of single jobs that ended well.")
-    return kept
+    return runs.solo
 
 
 def memory_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
     """Return memory beside its estimates: pictures, errors by family, errors by cause, bounds, out-of-memory runs."""
-    kept = solo(runs)
+    kept = _solo(runs)
     return (
         Lead(
             "Estimates of the trace for the runs' own GPU model. Errors are estimate less measurement, relative: "
@@ -86,14 +86,14 @@ def memory_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
 
 def activity_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
     """Return step time and GPU activity beside their estimates."""
-    kept = solo(runs)
+    kept = _solo(runs)
     lead = "Errors as above; those of SMACT, SMOCC and DRAMA are differences of ratios."
     return (Lead(lead), *_pictures(kept, ACTIVITY), family_table(kept, ACTIVITY))
 
 
 def energy_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
     """Return power and energy beside their estimates, and the power sensors beside the energy counter."""
-    kept = solo(runs)
+    kept = _solo(runs)
     return (*_pictures(kept, ENERGY), family_table(kept, ENERGY), *_sensor_blocks(data))
 
 
@@ -160,7 +160,7 @@ def _cause_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
 
 
 def _bound_blocks(runs: EstimatedRuns, kept: Sequence[EstimatedRun]) -> list[Block]:
-    rows = []
+    rows: list[dict[str, Cell]] = []
     for by in (TRACE, SHIPPED):
         bounds = [(one.estimates[by].upper_mib, pair[0]) for one in kept if (pair := one.pair("process", by))]
         known = [(upper, measured) for upper, measured in bounds if upper is not None]
@@ -169,15 +169,14 @@ def _bound_blocks(runs: EstimatedRuns, kept: Sequence[EstimatedRun]) -> list[Blo
         ooms = [one for one in runs.runs if one.run["status"] == "oom"]
         foreseen = sum(not one.estimates[by].fits(one.run["device_memory_mib"]) for one in ooms)
         rows.append(
-            (
-                by,
-                f"{held} of {len(known)}",
-                MISSING if excess is None else f"{excess:+.1%}",
-                f"{foreseen} of {len(ooms)}",
-            )
+            {
+                "estimate": by,
+                "runs below the 99 % bound": f"{held} of {len(known)}",
+                "bound over need, median": MISSING if excess is None else f"{excess:+.1%}",
+                "out-of-memory runs foreseen": f"{foreseen} of {len(ooms)}",
+            }
         )
-    heads = ("estimate", "runs below the 99 % bound", "bound over need, median", "out-of-memory runs foreseen")
-    return [Heading("Bounds"), table(heads, rows)]
+    return [Heading("Bounds"), records(rows)]
 
 
 def _furthest_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
@@ -194,7 +193,7 @@ def _furthest_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
 
 def shipped_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
     """Return the corrected models that come along beside the plain trace, on runs that both answer."""
-    kept = solo(runs)
+    kept = _solo(runs)
     rows = []
     for target, name in OF_TARGET.items():
         own = [one for one in kept if is_corrected(one, target)]
@@ -288,26 +287,22 @@ def kernel_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
         measured, modelled = sum(one.measured_ms for one in operators), sum(one.modelled_ms for one in operators)
         points = [(one.measured_ms, one.modelled_ms, one.operator) for one in operators]
         picture = against("kernels of an operator, ms", points, is_log=True)
-        rows = [
-            (
-                Code(one.operator),
-                one.runs,
-                figure(one.measured_ms),
-                figure(one.modelled_ms),
-                operator_ratio(one),
-                f"{one.measured_ms / measured:.1%}" if measured else MISSING,
-            )
+        rows: list[dict[str, Cell]] = [
+            {
+                "operator": Code(one.operator),
+                "runs": one.runs,
+                "measured, ms": figure(one.measured_ms) if one.measured_ms else MISSING,
+                "modelled, ms": figure(one.modelled_ms) if one.modelled_ms else MISSING,
+                "modelled / measured": operator_ratio(one),
+                "share of the time": f"{one.measured_ms / measured:.1%}" if one.measured_ms else MISSING,
+            }
             for one in operators[: 2 * _SHOWN]
         ]
-        ratio = f", {modelled / measured:.2f} of it modelled" if measured else ""
-        blocks += [
-            Heading(words.get(timing, timing)),
-            Lead(f"{figure(measured)} ms a step measured over all runs{ratio}; {figure(modelled)} ms by the model."),
-        ]
+        sums = f"{figure(measured)} ms measured, {figure(modelled)} ms by the kernel model"
+        blocks += [Heading(words.get(timing, timing)), Lead(f"Kernels of a step, summed over the runs: {sums}.")]
         if picture is not None:
             blocks.append(SideBySide((Group("Modelled against measured, ms a step", (Drawn(picture),)),)))
-        heads = ("operator", "runs", "measured, ms", "modelled, ms", "modelled / measured", "share of the time")
-        blocks.append(table(heads, rows))
+        blocks.append(records(rows))
     return tuple(blocks)
 
 
@@ -318,53 +313,67 @@ def operator_ratio(one: OperatorTimes) -> str:
     return f"{one.modelled_ms / one.measured_ms:.2f}" if one.modelled_ms else "only measured"
 
 
-def pair_errors(data: Path) -> dict[str, list[tuple[float, float, str]]]:
-    """Return way of sharing -> (measured, expected slowdown, job) of each member. Raises `Absent`.
+@dataclass(frozen=True, kw_only=True)
+class PairErrors:
+    """Way of sharing -> (measured, expected slowdown, job) of each member, and reason -> groups without."""
 
-    Slowdowns are expected from the measured figures of each job alone, by the packaged model.
-    """
+    members: Mapping[str, Sequence[tuple[float, float, str]]]
+    left_out: Mapping[str, int]
+
+
+def pair_errors(data: Path) -> PairErrors:
+    """Return slowdowns beside those that the packaged model expects of the measured jobs alone. Raises `Absent`."""
     try:
-        groups, _ = measured_groups(data)
+        groups, reasons = measured_groups(data)
     except UsageError:
         raise Absent("The results have no groups of jobs on one GPU (step pairs).") from None
     with contextlib.closing(warehouse.connect(data)) as connection:
-        sharing = dict(
-            connection.execute("SELECT group_id, any_value(sharing) FROM collocations GROUP BY 1").fetchall()
-        )
+        sharing = dict(connection.execute("SELECT DISTINCT group_id, sharing FROM collocations").fetchall())
     members: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    left_out = Counter(reasons)
     for group in groups:
         try:
             expected = packaged_slowdowns().slowdowns(group.jobs)
         except NoUtilization:
+            left_out["a member's utilization alone is not known"] += 1
             continue
         for job, slowdown, one in zip(group.jobs, group.slowdowns, expected, strict=True):
             members[sharing[group.group_id]].append((slowdown, one.median, job.name))
-    if not members:
-        raise Absent("No group has a slowdown and the utilization of its members alone.")
-    return dict(sorted(members.items()))
+    return PairErrors(members=dict(sorted(members.items())), left_out=left_out)
 
 
 def pair_blocks(data: Path) -> tuple[Block, ...]:
     """Return slowdowns of jobs that share a GPU, by way of sharing."""
-    rows, pictures = [], []
-    for sharing, members in pair_errors(data).items():
+    errors = pair_errors(data)
+    rows: list[dict[str, Cell]] = []
+    pictures = []
+    for sharing, members in errors.members.items():
         slowdowns = np.array([member[:2] for member in members])
         speeds = 1 / np.maximum(slowdowns, 1.0)
         error = np.abs(speeds[:, 1] - speeds[:, 0])
-        medians = (f"{value:.2f}" for value in np.median(slowdowns, axis=0))
-        rows.append((sharing, len(members), *medians, f"{np.median(error):.3f} / {np.quantile(error, 0.9):.3f}"))
+        measured, expected = np.median(slowdowns, axis=0)
+        rows.append(
+            {
+                "sharing": sharing,
+                "members": len(members),
+                "measured slowdown, median": f"{measured:.2f}",
+                "expected, median": f"{expected:.2f}",
+                "error of the speed, median / p90": f"{np.median(error):.3f} / {np.quantile(error, 0.9):.3f}",
+            }
+        )
         picture = against(f"slowdown, {sharing}", members, is_log=True)
         if picture is not None:
             pictures.append(Group(sharing.replace("_", " "), (Drawn(picture),)))
-    heads = ("sharing", "members", "measured slowdown, median", "expected, median", "error of the speed, median / p90")
     lead = "Expected from the measured figures of each job alone, by the packaged model. Speed: 1 / slowdown."
-    return (Lead(lead), SideBySide(tuple(pictures)), table(heads, rows))
+    left_out = tuple(f"{count_of(count, 'group')} left out: {reason}" for reason, count in errors.left_out.items())
+    drawn = (SideBySide(tuple(pictures)), records(rows)) if rows else ()
+    return (Lead(lead), *((Bullets(left_out),) if left_out else ()), *drawn)
 
 
 def rank_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
     """Return runs on several GPUs beside their estimates, by layout."""
     layouts: dict[str, list[EstimatedRun]] = defaultdict(list)
-    for one in runs.ok:
+    for one in runs.runs:
         if one.run["parallel"] is not None:
             layouts[one.run["parallel"]].append(one)
     if not layouts:

@@ -162,13 +162,14 @@ class EstimatedRuns:
     left_out: Mapping[str, int]
 
     @property
-    def ok(self) -> tuple[EstimatedRun, ...]:
-        return tuple(one for one in self.runs if one.run["status"] == "ok")
+    def solo(self) -> tuple[EstimatedRun, ...]:
+        """Runs on one device that ended well."""
+        return tuple(one for one in self.runs if one.run["status"] == "ok" and one.run["parallel"] is None)
 
     def by_family(self) -> dict[str, list[EstimatedRun]]:
-        """Return family -> its runs, sorted by name."""
+        """Return family -> its runs of `solo`, sorted by name."""
         families: dict[str, list[EstimatedRun]] = defaultdict(list)
-        for one in self.runs:
+        for one in self.solo:
             families[one.run["family"]].append(one)
         return dict(sorted(families.items()))
 
