@@ -6,6 +6,7 @@ Start reading at `planted_work`. Labels are the estimates themselves, moved by `
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 import lzma
 from collections.abc import Mapping, Sequence
@@ -60,17 +61,38 @@ def planted_work(
         steps=100, quality="trusted",
     )  # fmt: skip
     writer = RunWriter(data)
+    runs += _benchmark_runs(runs[0], data.root)
     for run in runs:
         run["energy_j"] = run["power_w"] * run["step_time_ms"] * run["steps"] / 1e3
-        writer.write(run, _telemetry(run["power_w"]), kernels=kernels(operator=["aten::mm", "aten::addmm"], phase=["forward"] * 2, steps=[1, 1]))
+        own_kernels = kernels(operator=["aten::mm", "aten::addmm"], phase=["forward"] * 2, steps=[1, 1])
+        writer.write(run, _telemetry(run["power_w"]), kernels=own_kernels)
     _plant_probes(work / "probes", histories or {})
     (work / "tests.json").write_text(
         json.dumps({"passed": 40, "failed": [], "skipped": [{"test": "test_ranks", "reason": "one GPU"}]})
     )
-    call = {"step": "collect", "device": DRIVER_NAME, "started_at": "2026-11-24T10:00:00Z", "wall_s": 480.0,
-            "outcome": "ok", "counts": {"ok": len(runs)}, "torch": "2.11.0", "python": "3.12.3", "driver": "580.65"}  # fmt: skip
+    call = {
+        "step": "collect", "device": "cuda", "started_at": "2026-11-24T10:00:00Z", "wall_s": 480.0, "outcome": "done",
+        "reason": None, "counts": {"ok": len(runs)}, "torch": "2.11.0", "python": "3.12.3", "driver": "580.65",
+    }  # fmt: skip
     (work / "calls.jsonl").write_text(json.dumps(call) + "\n" + '{"step": "cut off by a ki')
     return work
+
+
+def _benchmark_runs(run: Mapping, data: Path) -> list[dict]:
+    """Return two adaptive runs of 6 s and leave one published trial of 60 s of the same config."""
+    begin = datetime.datetime(2026, 11, 24, 10, tzinfo=datetime.UTC)
+    trial = {"key": "ab12cd34", "family": run["family"], "k": 0, "status": "ok", "error": None, "wall_s": 60.0,
+             "window_s": 55.0, "labels": {}}  # fmt: skip
+    (data / "bench-published.jsonl").write_text(json.dumps(trial) + "\n")
+    runs = []
+    for repeat in range(2):
+        started = begin + datetime.timedelta(seconds=6 * repeat)
+        job = f"bench-ab12cd34-adaptive-{repeat}-000"
+        runs.append(
+            {**run, "job_id": job, "run_id": f"{job}-000000", "started_at": started, "window_s": 4.0, "warmup_s": 1.0,
+             "startup_s": 0.5, "finished_at": started + datetime.timedelta(seconds=6)}
+        )  # fmt: skip
+    return runs
 
 
 def _telemetry(power_w: float) -> pa.Table:
