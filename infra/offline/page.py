@@ -1,6 +1,6 @@
 """`make offline-page RESULTS=DIR`: what a lent machine measured as one page, what to refit, and rows for the data set.
 
-Start reading at `make_page`; `run_sections` and `probe_sections` make the page's sections.
+Start reading at `make_page`; `run_sections`, `experiment_sections` and `probe_sections` make its sections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from conf.reports.page_text import count_of
 from conf.reports.render import render_page
 from featurize.block_comparison import BlockComparison
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
-from infra.offline import probe_sections, run_sections
+from infra.offline import experiment_sections, probe_sections, run_sections
 from infra.offline.probe_sections import Absent
 from infra.offline.refits import RULES, refits
 from infra.offline.results import Series, newest, unpack
@@ -123,14 +123,14 @@ def sections_of(results: Results, compared: Callable[[], tuple[Block, ...]]) -> 
         "Memory": ("Memory", partial(run_sections.memory_blocks, runs)),
         "Activity": ("Step time and GPU activity", partial(run_sections.activity_blocks, runs)),
         "Energy": ("Power and energy", of_data(run_sections.energy_blocks, runs)),
-        "Corrected": ("Corrected models beside the trace", partial(run_sections.shipped_blocks, runs)),
+        "Corrected": ("Corrected models beside the trace", of_data(run_sections.shipped_blocks, runs)),
         "Blocks": ("Allocator, block by block", compared),
         "Contexts": ("Memory outside the allocator", of_probes(probe_sections.contexts_blocks)),
         "Workspaces": ("Workspaces of single operators", of_probes(probe_sections.workspaces_blocks)),
-        "Protocols": ("Runs per GPU-hour, and how labels repeat", of_data(run_sections.protocol_blocks)),
-        "Kernels": ("Kernels beside the kernel model", of_data(run_sections.kernel_blocks, runs)),
-        "Pairs": ("Jobs that share the GPU", of_data(run_sections.pair_blocks)),
-        "Ranks": ("Jobs on several GPUs", partial(run_sections.rank_blocks, runs)),
+        "Protocols": ("Runs per GPU-hour, and how labels repeat", of_data(experiment_sections.protocol_blocks)),
+        "Kernels": ("Kernels beside the kernel model", of_data(experiment_sections.kernel_blocks, runs)),
+        "Pairs": ("Jobs that share the GPU", of_data(experiment_sections.pair_blocks)),
+        "Ranks": ("Jobs on several GPUs", partial(experiment_sections.rank_blocks, runs)),
         "Questions": ("Open questions", of_probes(probe_sections.questions_blocks)),
         "Tests": ("Tests on the machine", of_probes(probe_sections.tests_blocks)),
         "Calls": ("Calls", of_probes(probe_sections.calls_blocks)),
@@ -165,7 +165,7 @@ def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
 
     sections: dict[str, Section | None] = {"Refit": None}
     for name, (title, blocks_of) in sections_of(results, comparisons).items():
-        needs_data = name in ("Energy", "Protocols", "Kernels", "Pairs")
+        needs_data = name in ("Energy", "Corrected", "Protocols", "Kernels", "Pairs")
         try:
             if needs_data and not results.has_data:
                 raise Absent("The results have no data folder.")

@@ -16,8 +16,9 @@ from conf.reports.page_text import count_of
 from featurize.block_comparison import ALLOCATOR, BlockComparison
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, machine
+from infra.offline.experiment_sections import operator_ratio, pair_errors
 from infra.offline.probe_sections import NUMBERS, Absent, fitted_machine
-from infra.offline.run_sections import OF_TARGET, is_corrected, operator_ratio, pair_errors, spread_text
+from infra.offline.run_sections import OF_TARGET, is_corrected, spread_text
 from learn.data import MIN_ROWS
 from learn.evaluation.estimated_runs import FIGURES, SHIPPED, EstimatedRuns, operator_times, spread_of
 
@@ -29,11 +30,11 @@ _SPEED = 0.1  # of jobs beside others, 1 / slowdown
 _OPERATOR_SHARE, _OPERATOR_RATIO = 0.05, 1.25
 _FARTHER = 1.1  # than the trace, of a corrected model's median error
 RULES = (
-    f"Medians over at least {_LEAST} runs of a family are listed: allocated memory beyond {_OFF['allocated']:.0%}, step "
-    f"time and power beyond {_OFF['step_time']:.0%}, ratios beyond {_OFF['smact']:g}. So are memory outside the "
-    f"allocator beyond {_CONTEXT_MIB:g} MiB, operators with {_OPERATOR_SHARE:.0%} of the kernels' time beyond a factor of "
-    f"{_OPERATOR_RATIO:g}, and speeds beside other jobs beyond {_SPEED:g}. A corrected model is listed where its median "
-    f"error is {_FARTHER:g} times the trace's."
+    f"Listed are medians over at least {_LEAST} runs of a family: allocated memory off by more than "
+    f"{_OFF['allocated']:.0%}, step time and power by {_OFF['step_time']:.0%}, ratios by {_OFF['smact']:g}. Also "
+    f"listed are memory outside the allocator that is off by more than {_CONTEXT_MIB:g} MiB, operators of at least "
+    f"{_OPERATOR_SHARE:.0%} of the kernels' time by a factor of {_OPERATOR_RATIO:g}, and speeds beside other jobs by "
+    f"{_SPEED:g}. A corrected model is listed if its median error is more than {_FARTHER:g} times the trace's."
 )
 
 

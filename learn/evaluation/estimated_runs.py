@@ -23,8 +23,6 @@ from learn.estimation.known_runs import NONE
 from learn.estimation.loops import RESIDENT
 
 if TYPE_CHECKING:
-    from featurize.trial import TrialConfig
-    from learn.traced import TracedStep
     from warehouse.reader import WarehouseConnection
 
 TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the models that come along
@@ -220,28 +218,25 @@ def estimated_runs(
 
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows = _rows(connection)
-    known: dict[tuple, tuple[dict[str, Estimate], TracedStep | None]] = {}
+    profiled = {_key(run) for run in rows if run["kernel_rows"]}
+    known: dict[tuple, tuple[dict[str, Estimate], dict[str, float]]] = {}
     runs, left_out = [], Counter[str]()
     for done, run in enumerate(rows):
         progress(done, len(rows))
-        reason, device = _unusable(run), device_of(run)
+        reason, device, key = _unusable(run), device_of(run), _key(run)
         if reason is None and device is None:
             reason = f"conf/device has no description of {run['device_name']}"
         if reason is not None or device is None:
             left_out[str(reason)] += 1
             continue
-        key = (run["config"], device.name, run["allocator_settings"], run["memory_fraction"])
         try:
             if key not in known:
-                known[key] = _estimates(run, device, data)
-            estimates, traced = known[key]
-            modelled_ms = _modelled(run, traced, device) if run["kernel_rows"] and traced is not None else {}
+                known[key] = _estimates(run, device, data, is_profiled=key in profiled)
         except CommandError as error:
             left_out[f"{run['family']}: {first_line(error)}"] += 1
             continue
-        if not run["kernel_rows"]:
-            known[key] = estimates, None  # a trace takes some MiB
-        runs.append(EstimatedRun(run=run, estimates=estimates, modelled_ms=modelled_ms))
+        estimates, modelled_ms = known[key]
+        runs.append(EstimatedRun(run=run, estimates=estimates, modelled_ms=modelled_ms if run["kernel_rows"] else {}))
     return EstimatedRuns(runs=tuple(runs), left_out=dict(left_out))
 
 
@@ -260,9 +255,16 @@ def _unusable(run: Mapping[str, Any]) -> str | None:
     return f"status {run['status']}"
 
 
+def _key(run: Mapping[str, Any]) -> tuple:
+    """Return what decides a run's estimates."""
+    return (run["config"], run["device_name"], run["allocator_settings"], run["memory_fraction"])
+
+
 def _estimates(
-    run: Mapping[str, Any], device: DeviceSpec, data: str | os.PathLike[str]
-) -> tuple[dict[str, Estimate], TracedStep | None]:
+    run: Mapping[str, Any], device: DeviceSpec, data: str | os.PathLike[str], *, is_profiled: bool
+) -> tuple[dict[str, Estimate], dict[str, float]]:
+    """Return the estimates of a run, and operator -> ms of its kernels in a step where these are asked for."""
+    from featurize.kernel_model.costs import operator_costs
     from featurize.row_config import config_of_row
     from learn.estimation.questions import question_of
 
@@ -275,19 +277,12 @@ def _estimates(
     question = question_of(config, training={}, allocator=given, data=data, known=NONE)
     shipped, _ = question.answered(device, traces=traces)
     alone, traced = replace(question, estimator=TRACE, loop=RESIDENT).answered(device, traces=traces)
-    return {TRACE: alone, SHIPPED: shipped}, traced
-
-
-def _modelled(run: Mapping[str, Any], traced: TracedStep, device: DeviceSpec) -> dict[str, float]:
-    from featurize.kernel_model.costs import operator_costs
-    from featurize.row_config import config_of_row
-
-    config: TrialConfig = config_of_row(run["config"])
     by_operator: dict[str, float] = defaultdict(float)
-    costs = operator_costs(traced.trace, device, config)
-    for operator, cost in zip(traced.trace.operators, costs, strict=True):
-        by_operator[operator.name] += cost.seconds * 1e3
-    return {name: ms for name, ms in by_operator.items() if ms > 0}
+    if is_profiled and traced is not None:
+        costs = operator_costs(traced.trace, device, config)
+        for operator, cost in zip(traced.trace.operators, costs, strict=True):
+            by_operator[operator.name] += cost.seconds * 1e3
+    return {TRACE: alone, SHIPPED: shipped}, {name: ms for name, ms in by_operator.items() if ms > 0}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,11 +61,11 @@ def planted_work(
         steps=100, quality="trusted",
     )  # fmt: skip
     writer = RunWriter(data)
-    runs += _benchmark_runs(runs[0], data.root)
-    for run in runs:
+    for run in [*_benchmark_runs(runs[0], data.root), *runs]:
         run["energy_j"] = run["power_w"] * run["step_time_ms"] * run["steps"] / 1e3
         own_kernels = kernels(operator=["aten::mm", "aten::addmm"], phase=["forward"] * 2, steps=[1, 1])
-        writer.write(run, _telemetry(run["power_w"]), kernels=own_kernels)
+        is_profiled = run["job_id"] == "job"
+        writer.write(run, _telemetry(run["power_w"]), kernels=own_kernels if is_profiled else None)
     _plant_probes(work / "probes", histories or {})
     (work / "tests.json").write_text(
         json.dumps({"passed": 40, "failed": [], "skipped": [{"test": "test_ranks", "reason": "one GPU"}]})

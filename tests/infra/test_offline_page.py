@@ -58,7 +58,7 @@ def test_every_kind_of_result_is_on_the_page(shown):
     assert "cannot be shown" not in text and "not measured these figures" not in text
     for words in (
         "Measured on NVIDIA H100 80GB HBM3", "estimates for H100-SXM5-80GB", "Errors of process memory by cause",
-        "2 jobs recorded", "workspaces 1", "Machine profiles", "conv2d forward", "by CUPTI", "aten::addmm",
+        "2 jobs recorded", "workspaces 1", "Machine profiles", "conv2d forward", "by CUPTI", "aten::addmm 6",
         "TF32 changes nothing there", "GPM is not supported", "test_ranks: one GPU", "nvml, power 8 1.020",
         "10.0 x on 1 trials", "hybrid (default)",
     ):  # fmt: skip
@@ -141,9 +141,9 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
     ]
     numbered = [{**row, "run_id": f"r{k}", "job_id": "j", "task_index": k, "attempt": 1} for k, row in enumerate(rows)]
     RunWriter(data).write_batch(numbered)
-    found = estimated_runs(data.root)
-    assert not found.runs and sum(found.left_out.values()) == 4
-    reasons = " | ".join(found.left_out)
+    without = estimated_runs(data.root)
+    assert not without.runs and sum(without.left_out.values()) == 4
+    reasons = " | ".join(without.left_out)
     for words in ("status crashed", "untrusted", "mlp: ", "no description of Voodoo 2"):
         assert words in reasons
 
