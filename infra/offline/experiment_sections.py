@@ -203,7 +203,7 @@ def rank_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
     if not layouts:
         raise Absent("The results have no runs on several GPUs (step ranks).")
     names = ("process", "step_time")
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (layout, len(own), *(spread_text(name, spread_of(own, name)) for name in names))
         for layout, own in sorted(layouts.items())
     ]

@@ -39,7 +39,7 @@ from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
 from conf.units import MIB
 from featurize.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
 from featurize.device_spec import DeviceSpec
-from featurize.machine import CURRENT, EAGER, PARTS, machine
+from featurize.machine import CURRENT, EAGER, PARTS, MachineProfile, machine
 from learn.calibration import Calibration, calibrate, measured_in_csv
 from warehouse.explorer.plot import against
 
@@ -118,7 +118,7 @@ def contexts_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
     blocks: list[Block] = [Callout(f"Not measured ({count}): {reason}") for reason, count in reasons.items()]
     if rows:
         blocks += [Lead("In MiB, each in a fresh process."), records(rows, words=2)]
-    columns = {}
+    columns: dict[str, MachineProfile] = {}
     for name, numbers_file in _NUMBERS_OF.items():
         if (made := fitted_machine(work, device, numbers_file)) is not None:
             columns |= {f"{name}, fitted": made.profile, f"{name}, assumed": machine(name, device)}

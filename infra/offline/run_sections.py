@@ -113,7 +113,7 @@ def family_table(runs: Sequence[EstimatedRun], names: Sequence[str]) -> Block:
     families: dict[str, list[EstimatedRun]] = defaultdict(list)
     for one in runs:
         families[one.run["family"]].append(one)
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (family, len(own), *(spread_text(name, spread_of(own, name)) for name in measured))
         for family, own in [*sorted(families.items()), ("all", list(runs))]
     ]
