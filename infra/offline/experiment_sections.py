@@ -110,7 +110,7 @@ def kernel_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
     for timing, operators in times.items():
         measured, modelled = sum(one.measured_ms for one in operators), sum(one.modelled_ms for one in operators)
         points = [(one.measured_ms, one.modelled_ms, one.operator) for one in operators]
-        picture = against("kernels of an operator, ms", points, is_log=True)
+        picture = against("kernels of an operator, ms", points, is_log=True, axes=("measured", "modelled"))
         rows: list[dict[str, Cell]] = [
             {
                 "operator": Code(one.operator),
@@ -125,7 +125,7 @@ def kernel_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
         sums = f"{figure(measured)} ms measured, {figure(modelled)} ms by the kernel model"
         blocks += [Heading(words.get(timing, timing)), Lead(f"Kernels of a step, summed over the runs: {sums}.")]
         if picture is not None:
-            blocks.append(SideBySide((Group("Modelled against measured, ms a step", (Drawn(picture),)),)))
+            blocks.append(SideBySide((Group("Kernels by operator, ms a step", (Drawn(picture),)),)))
         blocks.append(records(rows))
     return tuple(blocks)
 
@@ -185,7 +185,7 @@ def pair_blocks(data: Path) -> tuple[Block, ...]:
                 "error of the speed, median / p90": f"{np.median(error):.3f} / {np.quantile(error, 0.9):.3f}",
             }
         )
-        picture = against(f"slowdown, {sharing}", members, is_log=True)
+        picture = against(f"slowdown, {sharing}", members, is_log=True, axes=("measured", "expected"))
         if picture is not None:
             pictures.append(Group(sharing.replace("_", " "), (Drawn(picture),)))
     lead = "Expected from the measured figures of each job alone, by the packaged model. Speed: 1 / slowdown."

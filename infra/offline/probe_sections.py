@@ -154,9 +154,9 @@ def workspaces_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
     lead = f"{count_of(len(rows), 'call')} measured, {equal} with exactly the assumed bytes, {missing} not measured."
     blocks: list[Block] = [Lead(f"{lead} The table has the largest differences, in MiB.")]
     points = [(one["measured_bytes"] / MIB, one["assumed_bytes"] / MIB, str(one["operator"])) for one in rows]
-    picture = against("workspace, MiB", points, is_log=True)
+    picture = against("workspace, MiB", points, is_log=True, axes=("measured", "assumed"))
     if picture is not None:
-        blocks.append(SideBySide((Group("Assumed against measured, MiB", (Drawn(picture),)),)))
+        blocks.append(SideBySide((Group("Workspaces, MiB", (Drawn(picture),)),)))
     blocks.append(records(cells, words=2))
     return tuple(blocks)
 

@@ -90,7 +90,9 @@ def _pictures(runs: Sequence[EstimatedRun], names: Iterable[str]) -> list[Block]
     groups = []
     for name in names:
         points = [(*pair, f"{one.run['family']} {one.run['run_id']}") for one in runs if (pair := one.pair(name))]
-        picture = against(FIGURES[name].title, points, is_log=not FIGURES[name].is_ratio)
+        picture = against(
+            FIGURES[name].title, points, is_log=not FIGURES[name].is_ratio, axes=("measured", "estimated")
+        )
         if picture is not None:
             groups.append(Group(FIGURES[name].title, (Drawn(picture),)))
     return [SideBySide(tuple(groups))] if groups else []
