@@ -52,7 +52,7 @@ STEP: {", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items(
   families=[cnn,gpt] n=10     fewer trials, of these families"""
 _PACK_EVERY_S = 30.0
 _TICK_S = 0.25
-_FINISH_S = (5.0, 60.0)  # for a program to finish what runs, at least and at most: as long as the longest run took
+_FINISH_S = (5.0, 60.0)  # for a program to finish what runs, at least and at most: and what the longest run took
 _LEAST_PACK_S = 2.0
 _LOG_BYTES = 2**18  # of the log that comes back beside the slices; all of it is in them
 _SUMMARY_LINES = 40
@@ -316,7 +316,7 @@ def _failed(code: int, log: Path) -> tuple[str, str | None]:
 
 def _finish_s(call: Call) -> float:
     least, most = _FINISH_S
-    return min(most, max([least, *(counted[4] or 0.0 for counted in call.counts)]))
+    return min(most, least + max((counted[4] or 0.0 for counted in call.counts), default=0.0))
 
 
 def _keep_tests(work: Path, row: dict[str, Any]) -> None:

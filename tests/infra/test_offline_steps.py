@@ -253,6 +253,6 @@ def test_killed_in_the_middle_of_a_collection_nothing_is_lost_or_run_twice(tmp_p
     last = tmp_path / "last"
     results.unpack(results.newest(tmp_path / "results"), last)
     rows = query(last / "data", "SELECT count(*), count(DISTINCT (job_id, task_index)) FROM attempts WHERE final")
-    assert rows == [(14, 14)]
+    assert rows == [(16, 16)]
     calls = [json.loads(line) for line in (last / "calls.jsonl").read_text().splitlines()]
     assert [row["outcome"] for row in calls] == ["killed", "done"]
