@@ -66,8 +66,9 @@ _EXPORTED = {"cuda": "measured", "cpu": "cpu", "simulated": "simulated"}
 # What each key may hold, as `conf.values` spells it.
 KINDS = {
     "measure": "text", "families": "text | list of text", "n": "int 1 to 10000000", "seed": "int >= 0",
-    "device": "text", "minutes": "number 0 to 1e6 | null", "cluster": "text", "timeout_s": "number 1 to 1e7", "data": "new path",
-    "export": "bool", "out": "new path | null", "max_mb": "number > 0", "overrides": "text | list of text",
+    "device": "text", "minutes": "number 0 to 1e6 | null", "cluster": "text", "timeout_s": "number 1 to 1e7",
+    "data": "new path", "export": "bool", "out": "new path | null", "max_mb": "number > 0",
+    "overrides": "text | list of text",
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from farm.jobs import Queue
 from featurize.families import family_names
 from infra.offline import results
 from infra.offline.plan import DEVICES, SOURCE, STEPS, Place, Step
+from infra.offline.probes import EXIT_LEFT, EXIT_NOT_HERE
 from infra.offline.results import FULL_BYTES, Archive, Series
 from warehouse.folder import DataFolder
 from warehouse.layout import write_bytes
@@ -50,6 +51,7 @@ STEP: {", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items(
   device=cuda     or cpu, simulated: rehearsals without a GPU
   work=work       the folder that is worked in
   families=[cnn,gpt] n=10     fewer trials, of these families"""
+_ENDED = {0: "done", EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}  # exit code -> outcome
 _PACK_EVERY_S = 30.0
 _TICK_S = 0.25
 _FINISH_S = (5.0, 60.0)  # for a program to finish what runs, at least and at most: and what the longest run took
@@ -244,11 +246,12 @@ def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
         _set_aside(call.work)
     until_s = time.monotonic() + seconds
     commands = step.commands(call.place, max(1.0, seconds - _FINISH_S[0]))
+    reason = None
     for command in commands:
         outcome, reason = _run_program(call, command, until_s, _finish_s(call) if step.uses_queue else _FINISH_S[0])
         if outcome != "done":
             return outcome, reason
-    return ("time is up", None) if step.is_left(call.place) else ("done", None)
+    return ("time is up" if step.is_left(call.place) else "done"), reason
 
 
 def _set_aside(work: Path) -> None:
@@ -297,9 +300,10 @@ def _run_program(call: Call, command: list[str], until_s: float, finish_s: float
             with contextlib.suppress(ProcessLookupError):  # what it started and left
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    if child.returncode == 0:
-        return "done", None
-    return (why, None) if stop_sent else _failed(child.returncode, log)
+    last_line = _last_line(log)
+    if child.returncode in _ENDED:
+        return _ENDED[child.returncode], last_line if last_line.startswith("failed: ") else None
+    return (why, None) if stop_sent else ("failed", f"exit code {child.returncode}: {last_line}")
 
 
 def _begin_child(parent: int) -> None:
@@ -307,11 +311,9 @@ def _begin_child(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored by what a shell starts in the background
 
 
-def _failed(code: int, log: Path) -> tuple[str, str | None]:
-    if code == 3:  # of `infra.offline.probes`
-        return "time is up", None
-    last_lines = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-    return "failed", f"exit code {code}: {bounded(one_line(last_lines[-1] if last_lines else 'it printed nothing'))}"
+def _last_line(log: Path) -> str:
+    lines = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
+    return bounded(one_line(lines[-1] if lines else "it printed nothing"))
 
 
 def _finish_s(call: Call) -> float:
