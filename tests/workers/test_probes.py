@@ -1,11 +1,17 @@
 """The probes without a GPU: children that fail, files that go on, numbers for calibration, answers from figures."""
 
 import json
+import lzma
+import subprocess
+import sys
 from pathlib import Path
 
+import probed
 import pytest
+from standing_in_gpu import standing_in
 
 from conf.errors import UsageError
+from featurize.block_comparison import compare_blocks
 from featurize.device_spec import load_device
 from featurize.trial import config_from_mapping
 from learn.calibration import calibrate, measured_in_csv
@@ -28,7 +34,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(children, "gpu_of", lambda device: (slot, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, None))
 
 
-def probed(name, function, **arguments):
+def child(name, function, **arguments):
     return Measurement(name=name, function=f"probed:{function}", arguments=arguments, environment={"PYTHONPATH": HERE})
 
 
@@ -53,7 +59,7 @@ def test_an_unknown_device_is_refused_before_anything_is_written(probe, tmp_path
 
 def test_rows_stand_under_the_names_of_their_measurements(on_a_gpu, tmp_path):
     path = tmp_path / "context.json"
-    assert measured(path, probed("first", "two_rows")).measured == ("first",)
+    assert measured(path, child("first", "two_rows")).measured == ("first",)
     rows = json.loads(path.read_text())
     assert [(row["name"], row["stage"], row["card_mib"], row["reason"]) for row in rows] == [
         ("first", "context", 1.0, None),
@@ -63,43 +69,70 @@ def test_rows_stand_under_the_names_of_their_measurements(on_a_gpu, tmp_path):
 
 def test_what_is_there_is_not_measured_again(on_a_gpu, tmp_path):
     path = tmp_path / "context.json"
-    measured(path, probed("first", "two_rows"))
+    measured(path, child("first", "two_rows"))
     before = path.read_text()
-    again = measured(path, probed("first", "raises"))
+    again = measured(path, child("first", "raises"))
     assert again.kept == ("first",) and not again.measured
     assert path.read_text() == before
 
 
 def test_a_failed_measurement_is_a_row_with_its_reason_and_the_next_one_runs(on_a_gpu, tmp_path):
     path = tmp_path / "context.json"
-    result = measured(path, probed("broken", "raises"), probed("whole", "two_rows"))
+    result = measured(path, child("broken", "raises"), child("whole", "two_rows"))
     assert result.measured == ("broken", "whole")
     assert "no kernel image is available" in result.failed["broken"]
     assert len(json.loads(path.read_text())) == 3
-    assert measured(path, probed("broken", "two_rows")).measured == ("broken",)  # it is tried again
+    assert measured(path, child("broken", "two_rows")).measured == ("broken",)  # it is tried again
     assert all(row["reason"] is None for row in json.loads(path.read_text()))
 
 
 def test_a_killed_child_keeps_the_rows_that_it_gave(on_a_gpu, tmp_path):
     path = tmp_path / "context.json"
-    result = measured(path, probed("killed", "is_killed", after=2))
+    result = measured(path, child("killed", "is_killed", after=2))
     assert "ended with code -9" in result.failed["killed"]
     assert [row["stage"] for row in json.loads(path.read_text())] == ["row 0", "row 1", None]
-    measured(path, probed("killed", "is_killed", after=1))  # which gives less, and takes nothing away
+    measured(path, child("killed", "is_killed", after=1))  # which gives less, and takes nothing away
     assert [row["stage"] for row in json.loads(path.read_text())] == ["row 0", "row 1", None]
 
 
 def test_a_child_that_hangs_ends_at_the_limit(on_a_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(children, "_MOST_S", 1.0)
     path = tmp_path / "context.json"
-    result = measured(path, probed("hanging", "hangs"))
+    result = measured(path, child("hanging", "hangs"))
     assert result.failed["hanging"] == "it took more than 1 s"
     assert json.loads(path.read_text())[0]["stage"] == "begun"
 
 
+KILLED = """
+import sys
+from pathlib import Path
+from workers.devices import Slot
+from workers.probes import children
+from workers.probes.children import Measurement, keep_rows, measure_all
+
+slot = Slot(index=0, device_name="", device_uuid="GPU-1", device_memory_mib=None)
+children.gpu_of = lambda device: (slot, {}, None)
+for function in ("two_rows", "hangs"):
+    one = Measurement(name=function, function=f"probed:{function}", environment={"PYTHONPATH": sys.argv[2]})
+    measure_all([one], "cuda", lambda: 1000.0, *keep_rows(Path(sys.argv[1]), ("stage", "card_mib")))
+    print(function, flush=True)
+"""
+
+
+def test_a_killed_call_leaves_whole_files_and_the_next_one_goes_on(on_a_gpu, tmp_path):
+    path = tmp_path / "context.json"
+    command = [sys.executable, "-c", KILLED, str(path), HERE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(HERE).parents[1]) as call:
+        assert call.stdout.readline() == "two_rows\n"
+        call.kill()
+    assert [row["stage"] for row in json.loads(path.read_text())] == ["context", "training"]
+    after = measured(path, child("two_rows", "raises"), child("hangs", "two_rows"))
+    assert after.kept == ("two_rows",) and after.measured == ("hangs",) and not after.failed
+
+
 def test_without_time_nothing_begins(on_a_gpu, tmp_path):
     path = tmp_path / "context.json"
-    result = measured(path, probed("first", "two_rows"), seconds_left=lambda: 3.0)
+    result = measured(path, child("first", "two_rows"), seconds_left=lambda: 3.0)
     assert result.left == ("first",) and not path.exists()
 
 
@@ -174,6 +207,17 @@ def test_a_calls_results_are_told_from_its_workspaces():
     assert beside["requests"] == [[1000, True], [300, False], [500, False], [400, False], [7, True]]
 
 
+def test_each_case_of_a_layer_is_measured_in_both_phases(monkeypatch):
+    case = ({"in_channels": 8, "out_channels": 8, "kernel_size": 3, "padding": 1}, (2, 8, 16, 16))
+    monkeypatch.setattr(workspaces, "CASES", {"conv2d": [case]})
+    with standing_in():
+        rows = list(workspaces.layers("GPU-1", "conv2d", False))
+    assert [(row["dtype"], row["phase"]) for row in rows] == [
+        (precision, phase) for precision in workspaces.PRECISIONS for phase in ("forward", "backward")
+    ]
+    assert all(row["measured_bytes"] == 0 < row["assumed_bytes"] for row in rows)  # the CPU takes none
+
+
 @pytest.mark.parametrize("layer", workspaces.CASES)
 def test_the_trace_knows_every_probed_layer(layer):
     spec = load_device("H100-SXM5-80GB")
@@ -185,6 +229,42 @@ def test_the_trace_knows_every_probed_layer(layer):
 # ---- histories
 
 
+SMALL = {
+    "family": "cnn", "image_size": 32, "channels": 3, "classes": 10, "base_filters": 16, "depth": 3, "batch_size": 4,
+    "batch_norm": True,
+}  # fmt: skip
+
+
+def test_a_recorded_job_is_compared_with_its_trace():
+    """On the CPU: no library's workspaces, and an optimizer that goes parameter by parameter; all else as traced."""
+    with standing_in():
+        two, three = histories.record("GPU-1", SMALL, "")
+    assert len(two["marks"]) == 3 and len(three["marks"]) == 4
+    assert two["trace"] == three["trace"][: len(two["trace"])]
+    assert {entry["where"].split()[0] for entry in three["trace"] if "where" in entry} >= {
+        "setup",
+        "forward",
+        "backward",
+    }
+    compared = compare_blocks({"name": "cnn", **json.loads(json.dumps(three))})
+    assert compared.allocator_difference is None and compared.first_reordered is None
+    unlike = {one.where.split()[0] for one in compared.in_step.only_traced if one.nbytes > 4096}
+    assert unlike <= {"workspace", "batch"}
+    assert {one.where for one in compared.in_step.only_measured} <= {"optimizer"}
+
+
+def test_a_history_is_kept_and_its_job_is_not_recorded_again(on_a_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(histories, "JOBS", {"small": (SMALL, ""), "other": (SMALL, "")})
+    rows = [{"marks": [0, 1]}, {"marks": [0, 1, 2]}]
+    answers = iter([(rows, None), ([], "out of memory"), (rows, "it took more than 60 s")])
+    monkeypatch.setattr(children, "run_child", lambda *arguments: next(answers))
+    assert histories.measure(tmp_path, "cuda", forever).failed == {"other": "out of memory"}
+    kept = tmp_path / "histories" / "small.json.xz"
+    assert json.loads(lzma.decompress(kept.read_bytes())) == {"name": "small", "marks": [0, 1, 2]}
+    again = histories.measure(tmp_path, "cuda", forever)
+    assert again.kept == ("small",) and again.measured == ("other",) and not again.failed
+
+
 def test_there_are_twelve_jobs_of_which_each_is_a_valid_trial():
     assert len(histories.JOBS) == 12
     families = {config_from_mapping(config).family for config, _ in histories.JOBS.values()}
@@ -193,6 +273,24 @@ def test_there_are_twelve_jobs_of_which_each_is_a_valid_trial():
 
 
 # ---- questions
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [(probed.fails_to_hold, "CUDA out of memory"), (probed.dies_holding, "the process ended")],
+)
+def test_a_process_that_cannot_hold_its_memory_is_the_reason(function, problem, monkeypatch):
+    monkeypatch.setattr(questions, "hold", function)
+    with pytest.raises(RuntimeError, match=problem), questions._holding("GPU-1", [1]):
+        pass
+
+
+def test_processes_hold_their_memory_together_and_have_ended_afterwards(monkeypatch):
+    monkeypatch.setattr(questions, "hold", probed.holds)
+    with questions._holding("GPU-1", [1, 2]) as answers:
+        assert [answer["held_mib"] for answer in answers] == [1, 2]
+        assert all(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
+    assert not any(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
 
 
 def timed(inside, operator, allowed_ms, refused_ms):
