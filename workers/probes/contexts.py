@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all, read_json, write_whole
-from workers.probes.gpu import MIB, memory_reading, trial_step
+from workers.probes.gpu import MIB, first_gpu, memory_reading, trial_step
 
 LOADINGS = ("lazy", "eager")
 COLUMNS = (
@@ -72,7 +72,7 @@ def stage(device_uuid: str, stage: str, module_loading: str) -> Iterator[Row]:
     before_mib = memory_reading(device_uuid)["card_mib"]
     import torch
 
-    device = torch.device("cuda", 0)
+    device = first_gpu()
     alive = [torch.ones(1, device=device)]
     if stage == "cublas":
         matrix = torch.ones(256, 256, device=device)

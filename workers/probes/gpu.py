@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from featurize.trial_config import TrialConfig
 
 MIB = 2**20
-PHASES = ("forward", "backward", "optimizer")
 
 
 def memory_reading(device_uuid: str) -> dict[str, Any]:
@@ -38,6 +37,13 @@ def memory_reading(device_uuid: str) -> dict[str, Any]:
         return {"card_mib": values.get("memory_used_mib"), "process_mib": process_mib, "reason": reason}
     finally:
         sensor.close()
+
+
+def first_gpu() -> torch.device:
+    """Return the GPU that the probes measure: the one that this process was started with."""
+    import torch
+
+    return torch.device("cuda", 0)
 
 
 def trial_step(

@@ -13,7 +13,7 @@ from typing import Any
 
 from workers.probes import recording
 from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json, write_whole
-from workers.probes.gpu import trial_step
+from workers.probes.gpu import first_gpu, trial_step
 
 STEPS = 3
 _MOST_BYTES = 2**20  # of a history, packed; beyond it the job is recorded again with fewer steps
@@ -154,7 +154,7 @@ def record(device_uuid: str, config: Mapping[str, Any], conf: str) -> Iterator[R
         recording.label(name)
 
     recording.label(phase)
-    device = torch.device("cuda", 0)
+    device = first_gpu()
     model, step = trial_step(config_from_mapping(config), device, on_phase)
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):

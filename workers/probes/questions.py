@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.plain_text import first_line
 from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json, write_whole
-from workers.probes.gpu import MIB, memory_reading
+from workers.probes.gpu import MIB, first_gpu, memory_reading
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ _CLIENTS_MIB = (1024, 2048)
 _CLIENT_S = 40.0
 _EQUAL_SHARE = 0.05  # of a time; below, two are the same
 _TIMED = 20  # repetitions
+_KERNELS = 4  # names of an operator's
 _GPM_S = 3.0
 
 
@@ -67,9 +69,10 @@ def tf32_under_half(device_uuid: str) -> Iterator[Row]:
 
     from featurize.tf32 import allow_tf32
 
-    x = torch.randn(32, 128, 56, 56, device="cuda")
-    convolution = torch.nn.Conv2d(128, 128, 3, padding=1, device="cuda")
-    matrix = torch.randn(4096, 4096, device="cuda")
+    device = first_gpu()
+    x = torch.randn(32, 128, 56, 56, device=device)
+    convolution = torch.nn.Conv2d(128, 128, 3, padding=1, device=device)
+    matrix = torch.randn(4096, 4096, device=device)
     operators: dict[str, Callable[[], Any]] = {
         "conv2d": lambda: convolution(x).sum().backward(),
         "mm": lambda: matrix @ matrix,
@@ -107,13 +110,14 @@ def _time_ms(call: Callable[[], Any]) -> float:
 
 def _kernels(call: Callable[[], Any]) -> list[str]:
     """Return the names of the kernels, the longest first; none where CUPTI gives none."""
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
         call()
-    events = [event for event in profiled.key_averages() if event.self_device_time_total]
+    events = [event for event in profiled.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda event: -event.self_device_time_total)
-    return [event.key for event in events if "::" not in event.key.split("<")[0] or "void" in event.key][:4]
+    return [event.key for event in events[:_KERNELS]]
 
 
 def answer_tf32(rows: Sequence[Row]) -> str:
@@ -141,7 +145,7 @@ def gpm_first_sample(device_uuid: str) -> Iterator[Row]:
     from workers.telemetry.base import SensorUnavailable, WatchTarget
     from workers.telemetry.gpm import GpmSensor
 
-    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    matrix = torch.randn(8192, 8192, device=first_gpu(), dtype=torch.bfloat16)
     stop = threading.Event()
 
     def load() -> None:
@@ -296,34 +300,43 @@ def _answer(pipe: Connection) -> Row:
 
 
 def hold(pipe: Connection, device_uuid: str, size_mib: int) -> None:
-    """Hold memory on the GPU, read what NVML lists, and end when the pipe does."""
+    """Hold memory on the GPU, read what NVML lists, and end when the pipe does; what fails is sent as `problem`."""
     import torch
 
+    try:
+        pipe.recv()
+        held = torch.ones(size_mib * MIB // 4, device=first_gpu())
+        torch.cuda.synchronize()
+        pipe.send({})
+        pipe.recv()
+        pipe.send(
+            {
+                "held_mib": held.numel() * 4 / MIB,
+                "reserved_mib": torch.cuda.memory_reserved() / MIB,
+                "listed_mib": _listed_mib(device_uuid),
+                **memory_reading(device_uuid),
+            }
+        )
+        pipe.recv()
+    except EOFError:
+        return
+    except RuntimeError as error:
+        pipe.send({"problem": first_line(error)})
+
+
+def _listed_mib(device_uuid: str) -> dict[str, float | None]:
+    """Return `PID PROGRAM` -> MiB of the compute processes and MPS's clients that NVML lists."""
     from workers.telemetry.nvml import find_gpu, open_nvml
 
-    pipe.recv()
-    held = torch.ones(size_mib * MIB // 4, device="cuda")
-    torch.cuda.synchronize()
-    pipe.send({})
-    pipe.recv()
     nvml = open_nvml()
     handle = find_gpu(nvml, device_uuid).device
-    listed: dict[int, float | None] = {}
+    listed: dict[str, float | None] = {}
     for list_processes in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetMPSComputeRunningProcesses):
         with contextlib.suppress(nvml.NVMLError):
             for process in list_processes(handle):
                 used = process.usedGpuMemory
-                listed[process.pid] = None if used is None else used / MIB
-    pipe.send(
-        {
-            "held_mib": held.numel() * 4 / MIB,
-            "reserved_mib": torch.cuda.memory_reserved() / MIB,
-            "listed_mib": {f"{pid} {_program(pid)}": mib for pid, mib in listed.items()},
-            **memory_reading(device_uuid),
-        }
-    )
-    with contextlib.suppress(EOFError):
-        pipe.recv()
+                listed[f"{process.pid} {_program(process.pid)}"] = None if used is None else used / MIB
+    return listed
 
 
 def _program(pid: int) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from workers.probes import recording
 from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all
+from workers.probes.gpu import first_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,7 @@ COLUMNS = (
     "operator", "phase", "shapes", "dtype", "config", "measured_bytes", "kept_bytes", "requests", "assumed_bytes",
     "assumed_kept_bytes",
 )  # fmt: skip
-# Layer -> its cases, as arguments of the layer and its input's shape without batch.
+# Layer -> its cases, as arguments of the layer and the shape of each input.
 CASES: Mapping[str, Sequence[tuple[Mapping[str, Any], tuple[int, ...]]]] = {
     "conv2d": (
         ({"in_channels": 3, "out_channels": 64, "kernel_size": 3, "padding": 1}, (32, 3, 112, 112)),
@@ -38,8 +39,8 @@ CASES: Mapping[str, Sequence[tuple[Mapping[str, Any], tuple[int, ...]]]] = {
         ({"in_features": 1024, "out_features": 1000, "bias": False}, (64, 1024)),
     ),
     "attention": (
-        ({"heads": 8, "is_causal": False}, (8, 256, 512)),
-        ({"heads": 8, "is_causal": True}, (4, 1024, 512)),
+        ({"is_causal": False}, (8, 8, 256, 64)),  # batch, heads, length, width; queries, keys and values have it
+        ({"is_causal": True}, (4, 8, 1024, 64)),
     ),
     "lstm": (({"input_size": 256, "hidden_size": 512, "num_layers": 2, "batch_first": True}, (32, 128, 256)),),
     "gru": (({"input_size": 256, "hidden_size": 512, "num_layers": 1, "batch_first": True}, (32, 128, 256)),),
@@ -108,11 +109,8 @@ def make_layer(layer: str, arguments: Mapping[str, Any]) -> nn.Module:
         return nn.Linear(**arguments)
 
     class Attention(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            batch, length, width = x.shape
-            heads = x.view(batch, length, arguments["heads"], -1).transpose(1, 2)
-            out = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=arguments["is_causal"])
-            return out.transpose(1, 2).reshape(batch, length, width)
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(query, key, value, **arguments)
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -126,16 +124,21 @@ def make_layer(layer: str, arguments: Mapping[str, Any]) -> nn.Module:
     return Attention() if layer == "attention" else Recurrent()
 
 
+def _inputs(layer: str) -> int:
+    return 3 if layer == "attention" else 1
+
+
 def _measured(
     layer: str, arguments: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
     import torch
 
-    module = make_layer(layer, arguments).to("cuda", dtype)
-    x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
-    wanted = [x, *module.parameters()]
+    device = first_gpu()
+    module = make_layer(layer, arguments).to(device, dtype)
+    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(_inputs(layer))]
+    wanted = [*inputs, *module.parameters()]
     begin = len(recording.entries())
-    out = module(x)
+    out = module(*inputs)
     torch.cuda.synchronize()
     between = len(recording.entries())
     gradient = torch.ones_like(out)
@@ -202,20 +205,20 @@ def assumed_bytes(
     from featurize.training_settings import Training
 
     class Shifted(nn.Module):
-        """The layer behind a parameter, so that its input gets a gradient."""
+        """The layer behind a parameter, so that its inputs get gradients."""
 
         def __init__(self) -> None:
             super().__init__()
             self.shift = nn.Parameter(torch.zeros(()))
             self.layer = make_layer(layer, arguments)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.layer(x + self.shift)
+        def forward(self, *inputs: Tensor) -> Tensor:
+            out: Tensor = self.layer(*(x + self.shift for x in inputs))
             return out
 
     trace = trace_step(
         Shifted,
-        lambda device: (torch.empty(shape, device=device), None),
+        lambda device: (tuple(torch.empty(shape, device=device) for _ in range(_inputs(layer))), None),
         loss=lambda out, target: out.sum(),
         settings=Training(optimizer="sgd", precision=precision),
         device=spec,
