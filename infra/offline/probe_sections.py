@@ -337,8 +337,9 @@ def calls_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
             "time": duration(call.get("wall_s")),
             "outcome": str(call.get("outcome")),
             **{name: str(call.get(name) or MISSING) for name in ("torch", "python", "driver")},
-            "*counts": json.dumps(call["counts"]) if call.get("counts") else "",
+            "*counts": ", ".join(f"{name} {count}" for name, count in (call.get("counts") or {}).items()),
+            "*reason": str(call.get("reason") or ""),
         }
         for call in calls
     ]
-    return (records(rows, words=9),)
+    return (records(rows, words=10),)

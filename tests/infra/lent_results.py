@@ -20,7 +20,7 @@ from featurize.trial import TrialConfig
 from learn import estimate
 from tests.learn.learn_rows import runs_of
 from tests.planted_histories import planted_history
-from tests.warehouse.warehouse_rows import kernels
+from tests.warehouse.warehouse_rows import collocations, kernels
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 
@@ -62,10 +62,12 @@ def planted_work(
     )  # fmt: skip
     writer = RunWriter(data)
     for run in [*_benchmark_runs(runs[0], data.root), *runs]:
+        run["parallel"] = json.loads(run["config"]).get("parallel")
         run["energy_j"] = run["power_w"] * run["step_time_ms"] * run["steps"] / 1e3
         own_kernels = kernels(operator=["aten::mm", "aten::addmm"], phase=["forward"] * 2, steps=[1, 1])
         is_profiled = run["job_id"] == "job"
         writer.write(run, _telemetry(run["power_w"]), kernels=own_kernels if is_profiled else None)
+    _write_pair(writer, runs[0])
     _plant_probes(work / "probes", histories or {})
     (work / "tests.json").write_text(
         json.dumps({"passed": 40, "failed": [], "skipped": [{"test": "test_ranks", "reason": "one GPU"}]})
@@ -93,6 +95,17 @@ def _benchmark_runs(run: Mapping, data: Path) -> list[dict]:
              "startup_s": 0.5, "finished_at": started + datetime.timedelta(seconds=6)}
         )  # fmt: skip
     return runs
+
+
+def _write_pair(writer: RunWriter, run: Mapping) -> None:
+    """Write two jobs that run three times as long beside each other under MPS, busy half of the time alone."""
+    for member in range(2):
+        row = {**run, "job_id": "pairs", "run_id": f"pairs-000000-with-{member}", "group_id": "pairs-000000"}
+        own = collocations(
+            group_id=["pairs-000000"], member=[member], sharing=["mps"], name=[f"job {member}"], solo_gpu_util=[0.5],
+            solo_step_ms=[10.0], shared_step_ms=[30.0], slowdown=[3.0],
+        )  # fmt: skip
+        writer.write(row, pa.table({"t_ms": pa.array([], pa.float64())}), collocations=own)
 
 
 def _telemetry(power_w: float) -> pa.Table:

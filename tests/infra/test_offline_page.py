@@ -22,6 +22,7 @@ from warehouse.writer import RunWriter
 
 CONFIGS = [
     *(mlp.Config(batch_size=32, input_size=256 * k, depth=2, classes=10) for k in range(1, 6)),
+    mlp.Config(batch_size=32, input_size=256, depth=2, classes=10, parallel="ddp=2"),
     cnn.Config(batch_size=8, image_size=32, channels=3, classes=10, base_filters=8, depth=2),
 ]
 
@@ -58,13 +59,14 @@ def test_every_kind_of_result_is_on_the_page(shown):
     assert "cannot be shown" not in text and "not measured these figures" not in text
     for words in (
         "Measured on NVIDIA H100 80GB HBM3", "estimates for H100-SXM5-80GB", "Errors of process memory by cause",
-        "2 jobs recorded", "workspaces 1", "Machine profiles", "conv2d forward", "by CUPTI", "aten::addmm 6",
-        "TF32 changes nothing there", "GPM is not supported", "test_ranks: one GPU", "nvml, power 8 1.020",
+        "2 jobs recorded", "workspaces 1", "Machine profiles", "conv2d forward", "by CUPTI", "aten::addmm 7",
+        "TF32 changes nothing there", "GPM is not supported", "test_ranks: one GPU", "nvml, power 9 1.020",
         "10.0 x on 1 trials", "hybrid (default)",
     ):  # fmt: skip
         assert words in text, words
     absent = [line for line in lines if "have no" in line]
-    assert [line.partition(":")[0] for line in absent] == ["Pairs", "Ranks"]
+    assert [line.partition(":")[0] for line in absent] == []
+    assert "mps 2 3.00" in text and "ddp=2 1" in text
     assert html.count("<svg") > 10
 
 
@@ -89,9 +91,9 @@ def test_what_is_off_is_listed_with_its_command(shown, planted):
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):
     sets = tmp_path / "sets"
     _, lines = make_page(of_planted, str(sets))
-    assert "8 runs added" in lines[-1] and "NVIDIA H100" in (sets / "README.md").read_text()
+    assert "11 runs added" in lines[-1] and "NVIDIA H100" in (sets / "README.md").read_text()
     _, lines = make_page(of_planted, str(sets))
-    assert "0 runs added, 8 were there already" in lines[-1]
+    assert "0 runs added, 11 were there already" in lines[-1]
 
 
 def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_section_alone(planted, tmp_path, capsys):
