@@ -120,6 +120,7 @@ def sections_of(results: Results, compared: Callable[[], tuple[Block, ...]]) -> 
     of_data = partial(partial, data=results.data)
     runs = results.runs
     return {
+        "Labels": ("Labels: whether they can be relied on", of_data(run_sections.label_blocks)),
         "Memory": ("Memory", partial(run_sections.memory_blocks, runs)),
         "Activity": ("Step time and GPU activity", partial(run_sections.activity_blocks, runs)),
         "Energy": ("Power and energy", of_data(run_sections.energy_blocks, runs)),
@@ -165,7 +166,7 @@ def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
 
     sections: dict[str, Section | None] = {"Refit": None}
     for name, (title, blocks_of) in sections_of(results, comparisons).items():
-        needs_data = name in ("Energy", "Corrected", "Protocols", "Kernels", "Pairs")
+        needs_data = name in ("Labels", "Energy", "Corrected", "Protocols", "Kernels", "Pairs")
         try:
             if needs_data and not results.has_data:
                 raise Absent("The results have no data folder.")

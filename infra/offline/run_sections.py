@@ -1,14 +1,15 @@
 """Sections of the page on runs: estimates beside measurements, by family and cause, and the power sensors.
 
-Start reading at `memory_blocks`. Each function makes a section's blocks, and raises `Absent` where there is nothing.
+Start reading at `label_blocks`. Each function makes a section's blocks, and raises `Absent` where there is nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -55,6 +56,26 @@ def _solo(runs: EstimatedRuns) -> tuple[EstimatedRun, ...]:
     if not runs.solo:
         raise Absent("The results hold no runs of single jobs that ended well.")
     return runs.solo
+
+
+def label_blocks(data: Path) -> tuple[Block, ...]:
+    """Return the farm's own verdicts on the labels, their reasons, and the sensors that gave nothing."""
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        rows = connection.execute(
+            "SELECT status, coalesce(quality, 'not judged'), quality_reasons, telemetry_missing FROM runs"
+        ).fetchall()
+    if not rows:
+        raise Absent("The results hold no runs.")
+    verdicts = Counter((status, quality) for status, quality, _, _ in rows)
+    blocks: list[Block] = [table(("status", "labels", "runs"), [(*key, n) for key, n in sorted(verdicts.items())], 2)]
+    for title, column in (("Reasons", 2), ("Sensors that gave nothing", 3)):
+        told = [(name, str(text)) for row in rows for name, text in json.loads(row[column] or "{}").items()]
+        counts = Counter(name for name, _ in told)
+        examples = dict(told)
+        if counts:
+            cells = [(name, count, examples[name]) for name, count in counts.most_common()]
+            blocks += [Heading(title), table(("name", "runs", "*example"), cells)]
+    return tuple(blocks)
 
 
 def memory_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:

@@ -58,7 +58,7 @@ def planted_work(
     runs = runs_of(
         configs, source="measured", device=DRIVER_NAME, labels=labels, statuses=["ok"] * len(configs),
         device_uuid="GPU-planted", device_memory_mib=81_559.0, torch_version="2.11.0", driver_version="580.65",
-        steps=100, quality="trusted",
+        steps=100, quality="trusted", telemetry_missing='{"nvml": "no permission"}',
     )  # fmt: skip
     writer = RunWriter(data)
     for run in [*_benchmark_runs(runs[0], data.root), *runs]:

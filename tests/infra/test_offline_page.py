@@ -66,6 +66,7 @@ def test_every_kind_of_result_is_on_the_page(shown):
         assert words in text, words
     absent = [line for line in lines if "have no" in line]
     assert [line.partition(":")[0] for line in absent] == []
+    assert "nvml 11 no permission" in text and "ok trusted 11" in text
     assert "mps 2 3.00" in text and "ddp=2 1" in text
     assert html.count("<svg") > 10
 
