@@ -76,7 +76,10 @@ def protocol_blocks(data: Path) -> tuple[Block, ...]:
         windows = [trial["window_s"] for trial in own if trial["window_s"]]
         windows += [row["window_s"] for row in rows if row["protocol"] == "fixed" and row["window_s"]]
         seconds = statistics.median(windows) if windows else float("nan")
-        blocks += markdown_blocks(gpu_figures.lines(gpu_figures.figures(rows, own, round(seconds, 1))))
+        lines = gpu_figures.lines(gpu_figures.figures(rows, own, round(seconds, 1)))
+        if not windows:  # no trial of the published length has ended
+            lines = [line for line in lines if not line.startswith("(windows of")]
+        blocks += markdown_blocks(lines)
     return tuple(blocks)
 
 

@@ -194,8 +194,10 @@ def _head(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tuple[Bloc
     torch = sorted({str(one.run["torch_version"]) for one in runs.runs})
     drivers = sorted({str(one.run["driver_version"]) for one in runs.runs if one.run["driver_version"]})
     versions = ", ".join([*(f"torch {version}" for version in torch), *(f"driver {version}" for version in drivers)])
+    family_count = len({one.run["family"] for one in runs.runs})
+    families = "1 family" if family_count == 1 else f"{family_count} families"
     tiles = [
-        Tile("runs", f"{len(runs.runs):,}", f"{len({one.run['family'] for one in runs.runs})} families"),
+        Tile("runs", f"{len(runs.runs):,}", families),
         Tile("left out", f"{sum(runs.left_out.values()):,}", "reasons below"),
     ]
     for name in ("process", "step_time", "smact", "energy"):

@@ -192,14 +192,17 @@ def history_blocks(compared: Sequence[BlockComparison], failed: Mapping[str, str
         reasons.setdefault(reason, []).append(name)
     counted = ", ".join(f"{verdict} {count}" for verdict, count in verdicts.most_common())
     blocks: list[Block] = [
-        Lead(
-            f"{count_of(len(compared), 'job')} recorded; verdicts: {counted or 'none'}. Each picture shows the last "
-            "step, its requests and releases in order; the two sides have different numbers of them."
-        ),
-        Legend({"measured": _MEASURED_CSS, "traced": _TRACED_CSS}),
-        *(Callout(f"No comparison of {', '.join(names)}: {reason}") for reason, names in reasons.items()),
-        *((SideBySide(tuple(map(_group, compared))),) if compared else ()),
+        Callout(f"No comparison of {', '.join(names)}: {reason}") for reason, names in reasons.items()
     ]
+    if compared:
+        blocks += [
+            Lead(
+                f"{count_of(len(compared), 'job')} recorded; verdicts: {counted}. Each picture shows the last step, "
+                "its requests and releases in order; the two sides have different numbers of them."
+            ),
+            Legend({"measured": _MEASURED_CSS, "traced": _TRACED_CSS}),
+            SideBySide(tuple(map(_group, compared))),
+        ]
     return tuple(blocks)
 
 

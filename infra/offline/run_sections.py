@@ -83,7 +83,7 @@ def memory_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
     kept = _solo(runs)
     return (
         Lead(
-            "Estimates of the trace for the runs' own GPU model. Errors are estimate less measurement, relative: "
+            "Estimates are those of the trace. Errors are estimate less measurement, relative to the measurement: "
             "median with its sign / 90th percentile of the size."
         ),
         *_pictures(kept, MEMORY),
@@ -132,7 +132,7 @@ def family_table(runs: Sequence[EstimatedRun], names: Sequence[str]) -> Block:
     """Return the errors of some figures by family, all families last; columns that nobody measured are left out."""
     measured = [name for name in names if spread_of(runs, name)]
     if not measured:
-        return Lead(f"Nobody measured {', '.join(FIGURES[name].title for name in names)}.")
+        return Lead(f"Not measured: {'; '.join(FIGURES[name].title for name in names)}.")
     families: dict[str, list[EstimatedRun]] = defaultdict(list)
     for one in runs:
         families[one.run["family"]].append(one)
