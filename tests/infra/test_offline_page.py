@@ -58,11 +58,22 @@ def test_every_kind_of_result_is_on_the_page(shown):
     text = ParsedPage(html).text
     assert "cannot be shown" not in text and "not measured these figures" not in text
     for words in (
-        "Measured on NVIDIA H100 80GB HBM3", "estimates for H100-SXM5-80GB", "Errors of process memory by cause",
-        "2 jobs recorded", "workspaces 1", "Machine profiles", "conv2d forward", "by CUPTI", "aten::addmm 7",
-        "TF32 changes nothing there", "GPM is not supported", "test_ranks: one GPU", "nvml, power 9 1.020",
-        "10.0 x on 1 trials", "hybrid (default)",
-    ):  # fmt: skip
+        "Measured on NVIDIA H100 80GB HBM3",
+        "estimates for H100-SXM5-80GB",
+        "Errors of process memory by cause",
+        "2 jobs recorded",
+        "workspaces 1",
+        "Machine profiles",
+        "conv2d forward",
+        "by CUPTI",
+        "aten::addmm 7",
+        "TF32 changes nothing there",
+        "GPM is not supported",
+        "test_ranks: one GPU",
+        "nvml, power 9 1.020",
+        "10.0 x on 1 trials",
+        "hybrid (default)",
+    ):
         assert words in text, words
     absent = [line for line in lines if "have no" in line]
     assert [line.partition(":")[0] for line in absent] == []
