@@ -195,6 +195,10 @@ def _place(settings: StepsSettings) -> Place:
 
 def _prepared(settings: StepsSettings, work: Path) -> list[dict[str, Any]]:
     """Make the work folder, from `previous` or as it is; return the rows of earlier calls."""
+    if Path(settings.results).resolve().is_relative_to(work):
+        raise UsageError(
+            f"results={settings.results} lies in work={work}, which is packed into it; name another folder"
+        )
     series = Series.of_work(work)
     previous = None if settings.previous is None else results.newest(Path(settings.previous))
     if series is not None and previous is not None:

@@ -183,6 +183,7 @@ def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_pa
         (["collect", "results=r", "minutes=-1"], "minutes must be a number > 0"),
         (["collect", "results=r", "device=tpu"], "unknown device 'tpu'; known: cpu, cuda, simulated"),
         (["collect", "results=r", "families=[cnm]"], "unknown family 'cnm'"),
+        (["collect", "results=work/r", "device=simulated"], "results=work/r lies in work="),
         (["collect", "results=r", "previous=nowhere", "device=simulated"], "nowhere is no folder"),
     ],
 )
