@@ -70,7 +70,7 @@ def _test(place: Place, seconds: float) -> list[list[str]]:
     tests = str(SOURCE / "tests" / "gpu")
     return [
         ["-m", "farm.doctor", f"device={place.device}"],
-        ["-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", report, tests],
+        ["-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider", report, tests],
     ]
 
 

@@ -5,7 +5,6 @@ Start reading at `main`. `python -m infra.offline.probes probes=[contexts,questi
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from collections.abc import Sequence
@@ -31,12 +30,14 @@ def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int
     for name in names:
         if name not in PROBES:
             raise unknown_name("probe", name, PROBES)
+    from workers.probes import contexts, histories, questions, workspaces
+
+    probes = dict(zip(PROBES, (contexts, workspaces, questions, histories), strict=True))
     until_s = time.monotonic() + seconds
     given, left = 0, 0
     failures: dict[str, str] = {}
     for name in names:
-        probe = importlib.import_module(f"workers.probes.{name}")
-        result = probe.measure(out, device, lambda: until_s - time.monotonic())
+        result = probes[name].measure(out, device, lambda: until_s - time.monotonic())
         given += len(result.measured) + len(result.kept)
         left += len(result.left)
         failures |= result.failed

@@ -50,7 +50,10 @@ STEP: {", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items(
   previous=DIR    results of an earlier call, which this one continues
   device=cuda     or cpu, simulated: rehearsals without a GPU
   work=work       the folder that is worked in
-  families=[cnn,gpt] n=10     fewer trials, of these families"""
+  families=[cnn,gpt] n=10     fewer trials, of these families
+
+All of the plan in three calls of ten minutes, each with minutes=9 and the results of the one before as previous=:
+  test,calibrate,allocator      bench,kernels      collect,pairs,power"""
 _ENDED = {0: "done", EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}  # exit code -> outcome
 _PACK_EVERY_S = 30.0
 _TICK_S = 0.25
@@ -192,6 +195,10 @@ def _place(settings: StepsSettings) -> Place:
 
 def _prepared(settings: StepsSettings, work: Path) -> list[dict[str, Any]]:
     """Make the work folder, from `previous` or as it is; return the rows of earlier calls."""
+    if Path(settings.results).resolve().is_relative_to(work):
+        raise UsageError(
+            f"results={settings.results} lies in work={work}, which is packed into it; name another folder"
+        )
     series = Series.of_work(work)
     previous = None if settings.previous is None else results.newest(Path(settings.previous))
     if series is not None and previous is not None:
@@ -279,6 +286,8 @@ def _run_program(call: Call, command: list[str], until_s: float, most_finish_s: 
     stop_sent = False
     why = "time is up"
     with open(log, "ab") as output:
+        output.write(f"-- {' '.join(command)}\n".encode())
+        output.flush()
         child = subprocess.Popen(
             [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
             start_new_session=True, preexec_fn=partial(_begin_child, os.getpid()),
@@ -324,7 +333,8 @@ def _last_line(log: Path) -> str:
 def _keep_tests(work: Path, row: dict[str, Any]) -> None:
     """Write what doctor said and how the tests ended; a failed test is a failed step."""
     log = (work / "log.txt").read_text(errors="replace").rpartition("== test, ")[2]
-    write_bytes(work / "probes" / "doctor.txt", log.partition("\n")[2].encode())
+    doctor = log.partition("\n-- -m farm.doctor")[2].partition("\n-- ")[0]
+    write_bytes(work / "probes" / "doctor.txt", doctor.partition("\n")[2].encode())
     report = work / "tests.xml"
     outcomes: dict[str, Any] = {"passed": 0, "failed": [], "skipped": [], "reason": None}
     if not report.exists():

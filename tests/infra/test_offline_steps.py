@@ -183,6 +183,7 @@ def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_pa
         (["collect", "results=r", "minutes=-1"], "minutes must be a number > 0"),
         (["collect", "results=r", "device=tpu"], "unknown device 'tpu'; known: cpu, cuda, simulated"),
         (["collect", "results=r", "families=[cnm]"], "unknown family 'cnm'"),
+        (["collect", "results=work/r", "device=simulated"], "results=work/r lies in work="),
         (["collect", "results=r", "previous=nowhere", "device=simulated"], "nowhere is no folder"),
     ],
 )
@@ -220,6 +221,27 @@ def test_a_call_without_its_gpu_is_one_line(tmp_path, capsys):
         assert not os.listdir(tmp_path)
     else:
         pytest.skip("there is a GPU")
+
+
+def test_no_trial_begins_where_the_results_have_no_room_for_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(steps, "FULL_BYTES", 0)
+    work = tmp_path / "work"
+    assert steps.main(["collect", f"results={tmp_path / 'results'}", f"work={work}", "device=simulated"]) == 0
+    assert "collect: full after 0 s: the results have no room for more" in capsys.readouterr().out
+    assert not (work / "data").exists()
+
+
+@pytest.mark.wide
+def test_without_a_gpu_its_tests_are_skipped_with_their_reasons_as_data(tmp_path):
+    work = tmp_path / "work"
+    assert steps.main(["test", f"results={tmp_path / 'results'}", f"work={work}", "device=cpu"]) == 0
+    outcomes = json.loads((work / "tests.json").read_text())
+    if outcomes["passed"]:
+        pytest.skip("there is a GPU")
+    assert outcomes["skipped"] and not outcomes["failed"] and outcomes["reason"] is None
+    assert all(test["reason"].startswith("no usable GPU") for test in outcomes["skipped"])
+    report = (work / "probes" / "doctor.txt").read_text()
+    assert "telemetry" in report and "test_cuda" not in report
 
 
 @pytest.mark.slow
