@@ -193,6 +193,7 @@ def test_the_numbers_calibrate_a_machine(tmp_path):
 
 def test_a_stage_reads_what_nvml_charges_its_own_process(monkeypatch):
     recorded = RecordedNvml(pids={"trial": os.getpid()})
+    recorded.advance()  # to where the trial is listed
     monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda: recorded)
     with standing_in():
         (row,) = contexts.stage(A100_UUID, "cublas", "lazy")
