@@ -2,12 +2,16 @@
 
 import json
 import lzma
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import probed
 import pytest
+import torch
+from recorded_nvml import A100_UUID, FakeGpmNvml, RecordedNvml
 from standing_in_gpu import standing_in
 
 from conf.errors import UsageError
@@ -187,6 +191,25 @@ def test_the_numbers_calibrate_a_machine(tmp_path):
     assert not (tmp_path / "numbers_eager.csv").exists()
 
 
+def test_a_stage_reads_what_nvml_charges_its_own_process(monkeypatch):
+    recorded = RecordedNvml(pids={"trial": os.getpid()})
+    recorded.advance()  # to where the trial is listed
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda: recorded)
+    with standing_in():
+        (row,) = contexts.stage(A100_UUID, "cublas", "lazy")
+    assert row["stage"] == "cublas" and not row["cudnn"] and row["module_loading"] == "lazy"
+    assert row["process_mib"] > 0 and row["card_mib"] >= row["process_mib"] and row["reason"] is None
+    (idle,) = contexts.idle(A100_UUID)
+    assert idle["card_mib"] == idle["card_before_mib"] > 0
+
+
+def test_a_process_that_nvml_does_not_list_says_why(monkeypatch):
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", RecordedNvml)
+    with standing_in():
+        (row,) = contexts.stage(A100_UUID, "context", "lazy")
+    assert row["process_mib"] is None and row["reason"] and row["card_mib"] > 0
+
+
 # ---- workspaces
 
 
@@ -306,6 +329,32 @@ def test_what_tf32_changes_is_said_by_operator():
         "Under autocast, float16 conv2d takes 0.100 ms, the same without TF32; "
         "float32 mm takes 0.200 ms, 4.50 times as long without TF32."
     )
+
+
+def test_gpm_is_read_while_the_gpu_is_busy(monkeypatch):
+    monkeypatch.setattr(questions, "_BUSY_S", 0.0)
+    monkeypatch.setattr(questions, "_GPM_S", 0.4)
+    small = torch.ones(2, 2)
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: small)
+    recorded = FakeGpmNvml()
+    monkeypatch.setattr("workers.telemetry.gpm.open_nvml", lambda: recorded)
+    with standing_in():
+        rows = list(questions.gpm_first_sample(A100_UUID))
+    assert rows and all(row["smact"] == 0.8125 and row["problem"] is None for row in rows)
+    assert recorded.allocated == 0
+    assert threading.active_count() == 1
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_each_operator_is_timed_with_and_without_tf32(monkeypatch):
+    monkeypatch.setattr(questions, "_TIMED", 1)
+    monkeypatch.setattr(questions, "_kernels", lambda call: ["kernel"])
+    shapes = {4: (1, 128, 2, 2), 2: (4, 4)}
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: torch.ones(shapes[len(shape)]))
+    monkeypatch.setattr("featurize.tf32.allow_tf32", lambda **allowed: None)
+    with standing_in():
+        rows = list(questions.tf32_under_half("GPU-1"))
+    assert len(rows) == 16 and len({tuple(map(str, list(row.values())[:4])) for row in rows}) == 16
 
 
 @pytest.mark.parametrize(
