@@ -69,9 +69,9 @@ def label_blocks(data: Path) -> tuple[Block, ...]:
     verdicts = Counter((status, quality) for status, quality, _, _ in rows)
     blocks: list[Block] = [table(("status", "labels", "runs"), [(*key, n) for key, n in sorted(verdicts.items())], 2)]
     for title, column in (("Reasons", 2), ("Sensors that gave nothing", 3)):
-        told = [(name, str(text)) for row in rows for name, text in json.loads(row[column] or "{}").items()]
-        counts = Counter(name for name, _ in told)
-        examples = dict(told)
+        named_texts = [(name, str(text)) for row in rows for name, text in json.loads(row[column] or "{}").items()]
+        counts = Counter(name for name, _ in named_texts)
+        examples = dict(named_texts)
         if counts:
             cells = [(name, count, examples[name]) for name, count in counts.most_common()]
             blocks += [Heading(title), table(("name", "runs", "*example"), cells)]
