@@ -12,7 +12,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 TEST_WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-wide test-faults test-gpu test-torch bench bench-gpu bench-serve image collect-gpu docs readme readme-check lint clean
+.PHONY: help venv demo test test-wide test-faults test-gpu test-torch bench bench-gpu bench-serve image collect-gpu offline-page docs readme readme-check lint clean
 
 help:
 	@echo "make demo         set up, then do the main job small (a few minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-serve  load on the service of this machine, then with a process killed; ARGS='rate=800 seconds=20'"
 	@echo "make bench-gpu    on an NVIDIA GPU: our window against the published minute; ARGS='minutes=9 families=[cnn]'"
 	@echo "make collect-gpu  on an NVIDIA GPU: measure runs of every family for datasets/; ARGS='minutes=9'"
+	@echo "make offline-page RESULTS=DIR   what a lent GPU sent back as one page; ARGS='out=DIR datasets=DIR'"
 	@echo "make image        build the container's image, with docker, podman or buildah"
 	@echo "make lint         ruff, mypy, and whether the generated documents are true"
 	@echo "make docs         generate docs/commands.md"
@@ -85,6 +86,9 @@ image:
 
 collect-gpu: venv
 	$(BIN)/python -m infra.collect $(ARGS)
+
+offline-page: venv
+	$(BIN)/python -m infra.offline.page results=$(RESULTS) $(ARGS)
 
 docs: venv
 	$(BIN)/python infra/generate_docs.py

@@ -65,13 +65,20 @@ def over_time(
     return drawing.svg(_AREA.width, _AREA.height, f"{name} over time, up to {figure(high)}", css="drawn")
 
 
-def against(name: str, points: Sequence[tuple[float, float, str]], *, is_log: bool) -> Svg | None:
+def against(
+    name: str,
+    points: Sequence[tuple[float, float, str]],
+    *,
+    is_log: bool,
+    axes: tuple[str, str] = ("in the run", "estimate"),
+) -> Svg | None:
     """Return estimates against measurements, with the line on which both are equal; None without points.
 
     Args:
         name: The target, with its unit.
         points: (measured, estimated, whose).
         is_log: Whether both axes are logarithmic; figures that are not positive are left out then.
+        axes: Names of both axes, the measured one first.
     """
     used = [point for point in points if not is_log or min(point[0], point[1]) > 0]
     if not used:
@@ -91,8 +98,8 @@ def against(name: str, points: Sequence[tuple[float, float, str]], *, is_log: bo
     for known, estimated, whose in used:
         title = f"{whose}: {figure(estimated)} estimated, {figure(known)} in the run"
         drawing.circle("dot k1", _SQUARE.x(share(known)), _SQUARE.y(share(estimated)), 3, title)
-    drawing.text("axis", _SQUARE.x(0.5), _SQUARE.height - 4, "in the run")
-    drawing.text("axis", 4, 12, "estimate", "start")
+    drawing.text("axis", _SQUARE.x(0.5), _SQUARE.height - 4, axes[0])
+    drawing.text("axis", 4, 12, axes[1], "start")
     label = f"{name}: estimates of {len(used)} runs against the runs' own figures"
     return drawing.svg(_SQUARE.width, _SQUARE.height, label, css="drawn")
 

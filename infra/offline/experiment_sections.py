@@ -1,0 +1,213 @@
+"""Sections of the page on single experiments: protocols, kernels, jobs that share a GPU, jobs on several GPUs.
+
+Start reading at `protocol_blocks`. Each function makes a section's blocks, and raises `Absent` where there is nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import warehouse
+from conf.errors import UsageError
+from conf.reports.blocks import Block, Bullets, Cell, Code, Drawn, Group, Heading, Lead, SideBySide, table
+from conf.reports.page_text import MISSING, count_of, figure
+from infra.offline.probe_sections import Absent, records
+from infra.offline.run_sections import spread_text
+from learn.collocation.learned import packaged_slowdowns
+from learn.collocation.rows import measured_groups
+from learn.collocation.slowdown import NoUtilization
+from learn.evaluation.estimated_runs import (
+    FIGURES,
+    EstimatedRun,
+    EstimatedRuns,
+    OperatorTimes,
+    operator_times,
+    spread_of,
+)
+from warehouse.explorer.plot import against
+
+_MOST_OPERATORS = 24  # in the table
+_BENCH_JOB = re.compile(r"bench-(\w+)-(\w+)-(\d+)-(\d+)")
+
+
+def protocol_blocks(data: Path) -> tuple[Block, ...]:
+    """Return runs per GPU-hour by protocol and how labels repeat, of each benchmark in the folder."""
+    from tests.bench import gpu_figures
+
+    columns = (
+        "run_id",
+        "job_id",
+        "family",
+        "status",
+        "started_at",
+        "finished_at",
+        "startup_s",
+        "warmup_s",
+        "window_s",
+        "prepared",
+        gpu_figures.MEMORY,
+        *gpu_figures.RATIOS,
+        *gpu_figures.OTHERS,
+    )
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        stored = connection.execute(f"SELECT {', '.join(columns)} FROM runs ORDER BY run_id").fetchall()
+    plans: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for values in stored:
+        row = dict(zip(columns, values, strict=True))
+        if (named := _BENCH_JOB.fullmatch(row["job_id"])) is not None:
+            plans[named[1]].append({**row, "protocol": named[2], "repeat": int(named[3]), "k": int(named[4])})
+    path = data / "bench-published.jsonl"
+    published = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    if not plans:
+        raise Absent("The results have no runs of the benchmark (step bench).")
+    blocks: list[Block] = []
+    for key, rows in plans.items():
+        own = [trial for trial in published if trial["key"] == key]
+        windows = [trial["window_s"] for trial in own if trial["window_s"]]
+        windows += [row["window_s"] for row in rows if row["protocol"] == "fixed" and row["window_s"]]
+        seconds = statistics.median(windows) if windows else float("nan")
+        lines = gpu_figures.lines(gpu_figures.figures(rows, own, round(seconds, 1)))
+        if not windows:  # no trial of the published length has ended
+            lines = [line for line in lines if not line.startswith("(windows of")]
+        blocks += markdown_blocks(lines)
+    return tuple(blocks)
+
+
+def markdown_blocks(lines: Iterable[str]) -> list[Block]:
+    """Return Markdown lines as blocks: tables, and paragraphs of a line each."""
+    blocks: list[Block] = []
+    cells: list[list[str]] = []
+    for line in [*lines, ""]:
+        if line.startswith("|"):
+            cells.append([cell.strip() for cell in line.strip("|").split("|")])
+            continue
+        if cells:
+            blocks.append(table(cells[0], cells[2:]))  # the second line has the rules
+            cells = []
+        if line:
+            blocks.append(Lead(line))
+    return blocks
+
+
+def kernel_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
+    """Return the time of kernels by operator, measured and by the kernel model, for each way of timing."""
+    times = operator_times(data, runs.runs)
+    if not times:
+        raise Absent("The results have no kernels of runs (step kernels).")
+    words = {
+        "cupti": "by CUPTI: kernels alone",
+        "cpu": "on a CPU: operators, which say nothing of a GPU",
+        "model": "of the kernel model itself: the device was simulated",
+    }
+    blocks: list[Block] = []
+    for timing, operators in times.items():
+        measured, modelled = sum(one.measured_ms for one in operators), sum(one.modelled_ms for one in operators)
+        points = [(one.measured_ms, one.modelled_ms, one.operator) for one in operators]
+        picture = against("kernels of an operator, ms", points, is_log=True, axes=("measured", "modelled"))
+        rows: list[dict[str, Cell]] = [
+            {
+                "operator": Code(one.operator),
+                "runs": one.runs,
+                "measured, ms": figure(one.measured_ms) if one.measured_ms else MISSING,
+                "modelled, ms": figure(one.modelled_ms) if one.modelled_ms else MISSING,
+                "modelled / measured": operator_ratio(one),
+                "share of the time": f"{one.measured_ms / measured:.1%}" if one.measured_ms else MISSING,
+            }
+            for one in operators[:_MOST_OPERATORS]
+        ]
+        sums = f"{figure(measured)} ms measured, {figure(modelled)} ms by the kernel model"
+        blocks += [Heading(words.get(timing, timing)), Lead(f"Kernels of a step, summed over the runs: {sums}.")]
+        if picture is not None:
+            blocks.append(SideBySide((Group("Kernels by operator, ms a step", (Drawn(picture),)),)))
+        blocks.append(records(rows))
+    return tuple(blocks)
+
+
+def operator_ratio(one: OperatorTimes) -> str:
+    """Return modelled over measured time of an operator; which side lacks it where one does."""
+    if not one.measured_ms:
+        return "only modelled"
+    return f"{one.modelled_ms / one.measured_ms:.2f}" if one.modelled_ms else "only measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairErrors:
+    """Way of sharing -> (measured, expected slowdown, job) of each member, and reason -> groups without."""
+
+    members: Mapping[str, Sequence[tuple[float, float, str]]]
+    left_out: Mapping[str, int]
+
+
+def pair_errors(data: Path) -> PairErrors:
+    """Return slowdowns beside those that the packaged model expects of the measured jobs alone. Raises `Absent`."""
+    try:
+        groups, reasons = measured_groups(data)
+    except UsageError:
+        raise Absent("The results have no groups of jobs on one GPU (step pairs).") from None
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        sharing = dict(connection.execute("SELECT DISTINCT group_id, sharing FROM collocations").fetchall())
+    members: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    left_out = Counter(reasons)
+    for group in groups:
+        try:
+            expected = packaged_slowdowns().slowdowns(group.jobs)
+        except NoUtilization:
+            left_out["a member's utilization alone is not known"] += 1
+            continue
+        for job, slowdown, one in zip(group.jobs, group.slowdowns, expected, strict=True):
+            members[sharing[group.group_id]].append((slowdown, one.median, job.name))
+    return PairErrors(members=dict(sorted(members.items())), left_out=left_out)
+
+
+def pair_blocks(data: Path) -> tuple[Block, ...]:
+    """Return slowdowns of jobs that share a GPU, by way of sharing."""
+    errors = pair_errors(data)
+    rows: list[dict[str, Cell]] = []
+    pictures = []
+    for sharing, members in errors.members.items():
+        slowdowns = np.array([member[:2] for member in members])
+        speeds = 1 / np.maximum(slowdowns, 1.0)
+        error = np.abs(speeds[:, 1] - speeds[:, 0])
+        measured, expected = np.median(slowdowns, axis=0)
+        rows.append(
+            {
+                "sharing": sharing,
+                "members": len(members),
+                "measured slowdown, median": f"{measured:.2f}",
+                "expected, median": f"{expected:.2f}",
+                "error of the speed, median / p90": f"{np.median(error):.3f} / {np.quantile(error, 0.9):.3f}",
+            }
+        )
+        picture = against(f"slowdown, {sharing}", members, is_log=True, axes=("measured", "expected"))
+        if picture is not None:
+            pictures.append(Group(sharing.replace("_", " "), (Drawn(picture),)))
+    lead = "Expected from the measured figures of each job alone, by the packaged model. Speed: 1 / slowdown."
+    left_out = tuple(f"{count_of(count, 'group')} left out: {reason}" for reason, count in errors.left_out.items())
+    drawn = (SideBySide(tuple(pictures)), records(rows)) if rows else ()
+    return (Lead(lead), *((Bullets(left_out),) if left_out else ()), *drawn)
+
+
+def rank_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
+    """Return runs on several GPUs beside their estimates, by layout."""
+    layouts: dict[str, list[EstimatedRun]] = defaultdict(list)
+    for one in runs.runs:
+        if one.run["parallel"] is not None:
+            layouts[one.run["parallel"]].append(one)
+    if not layouts:
+        raise Absent("The results have no runs on several GPUs (step ranks).")
+    names = ("process", "step_time")
+    rows: list[tuple[Cell, ...]] = [
+        (layout, len(own), *(spread_text(name, spread_of(own, name)) for name in names))
+        for layout, own in sorted(layouts.items())
+    ]
+    return (table(("layout", "runs", *(FIGURES[name].title for name in names)), rows),)

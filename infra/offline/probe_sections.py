@@ -1,0 +1,348 @@
+"""Sections of the page on what was probed: contexts, workspaces, allocator histories, questions, tests, calls.
+
+Start reading at `history_blocks`. Each function makes a section's blocks, and raises `Absent` where there is nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.errors import CommandError
+from conf.json_file import read_json
+from conf.plain_text import first_line
+from conf.reports.blocks import (
+    Block,
+    Bullets,
+    Callout,
+    Cell,
+    Drawn,
+    Fold,
+    Group,
+    Heading,
+    Lead,
+    Legend,
+    Level,
+    Outcome,
+    Preformatted,
+    SideBySide,
+    Table,
+    Tile,
+    Tiles,
+    table,
+)
+from conf.reports.page_text import MISSING, count_of, duration
+from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
+from conf.units import MIB
+from featurize.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
+from featurize.device_spec import DeviceSpec
+from featurize.machine import CURRENT, EAGER, PARTS, MachineProfile, machine
+from learn.calibration import Calibration, calibrate, measured_in_csv
+from warehouse.explorer.plot import against
+
+_AREA = PlotArea(width=400, height=210, left=52, right=10, top=12, bottom=28)
+_MOST_COLUMNS = 200  # of a curve
+_SHOWN = 12  # rows of a table that can be long
+_MEASURED_CSS, _TRACED_CSS = "k1", "k5"
+NUMBERS = "numbers.csv"  # of lazy loading
+_NUMBERS_OF = {CURRENT: NUMBERS, EAGER: "numbers_eager.csv"}  # machine -> what was measured of it
+QUESTIONS = {
+    "tf32_under_half": "TF32 in operators that autocast leaves in fp32",
+    "gpm_first_sample": "GPM's first sample",
+    "nvml_process_and_card": "NVML's process memory beside the card's",
+    "peak_memory_under_mps": "Peak memory under MPS",
+}
+
+
+class Absent(Exception):
+    """Why the results have nothing for a section, as a sentence."""
+
+
+def contents(path: Path) -> Any:
+    """Return what a JSON file of the probes holds. Raises `Absent`, also for an empty or damaged file."""
+    try:
+        content = read_json(path)
+    except FileNotFoundError:
+        raise Absent(f"The results have no {path.name}.") from None
+    except (OSError, ValueError) as error:
+        raise Absent(f"{path.name} cannot be read: {first_line(error)}.") from error
+    if not content:
+        raise Absent(f"{path.name} is empty.")
+    return content
+
+
+def records(rows: Sequence[Mapping[str, Cell]], words: int = 1) -> Table:
+    """Return a table of rows that have the same keys, its column names; `words` as in `table`. There is a row."""
+    return table(tuple(rows[0]), [tuple(row.values()) for row in rows], words=words)
+
+
+def mib(value: float | None) -> str:
+    """Return MiB as text; a dash for None."""
+    return MISSING if value is None else f"{value:,.1f}"
+
+
+def fitted_machine(work: Path, device: DeviceSpec, numbers_file: str = NUMBERS) -> Calibration | None:
+    """Return the machine's profile by the measured contexts; None without numbers."""
+    path = work / "probes" / numbers_file
+    if not path.is_file():
+        return None
+    numbers = measured_in_csv(path, device)
+    return calibrate(numbers, device) if numbers else None
+
+
+def contexts_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
+    """Return the blocks on memory outside the allocator."""
+    rows: list[dict[str, Cell]] = []
+    reasons: Counter[str] = Counter()
+    for one in contents(work / "probes" / "context.json"):
+        process_mib, card_mib, before_mib = one["process_mib"], one["card_mib"], one["card_before_mib"]
+        if process_mib is None and card_mib is None:
+            reasons[one.get("reason") or "no reason is recorded"] += 1
+            continue
+        reserved_mib = one["reserved_mib"] or 0.0
+        rows.append(
+            {
+                "measurement": one["name"],
+                "cuDNN": "yes" if one["cudnn"] else "no",
+                "card before": mib(before_mib),
+                "growth of the card": mib(None if None in (card_mib, before_mib) else card_mib - before_mib),
+                "process": mib(process_mib),
+                "reserved": mib(one["reserved_mib"]),
+                "outside the allocator": mib(None if process_mib is None else process_mib - reserved_mib),
+                "*remark": one.get("reason") or "",
+            }
+        )
+    blocks: list[Block] = [Callout(f"Not measured ({count}): {reason}") for reason, count in reasons.items()]
+    if rows:
+        blocks += [Lead("In MiB, each in a fresh process."), records(rows, words=2)]
+    columns: dict[str, MachineProfile] = {}
+    for name, numbers_file in _NUMBERS_OF.items():
+        if (made := fitted_machine(work, device, numbers_file)) is not None:
+            columns |= {f"{name}, fitted": made.profile, f"{name}, assumed": machine(name, device)}
+    if columns:
+        parts = [(part.removesuffix("_mib"), *(mib(getattr(one, part)) for one in columns.values())) for part in PARTS]
+        blocks += [Heading(f"Machine profiles with {device.name}, MiB"), table(("part", *columns), parts)]
+    else:
+        blocks.append(Lead("No numbers for a machine profile were measured."))
+    return tuple(blocks)
+
+
+def workspaces_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
+    """Return the blocks on workspaces of single operators."""
+    all_rows = contents(work / "probes" / "workspaces.json")
+    rows = [one for one in all_rows if one.get("measured_bytes") is not None and one.get("assumed_bytes") is not None]
+    if not rows:
+        reason = next((one["reason"] for one in all_rows if one.get("reason")), "no row has both figures")
+        raise Absent(f"No workspace was measured: {reason}.")
+    rows.sort(key=lambda one: -abs(one["measured_bytes"] - one["assumed_bytes"]))
+    cells: list[dict[str, Cell]] = [
+        {
+            "operator": f"{one['operator']} {one.get('phase') or ''}",
+            "dtype": str(one["dtype"]),
+            "*shapes and arguments": f"{json.dumps(one['shapes'])} {_arguments(one.get('config'))}",
+            "measured": mib(one["measured_bytes"] / MIB),
+            "assumed": mib(one["assumed_bytes"] / MIB),
+            "difference": f"{(one['assumed_bytes'] - one['measured_bytes']) / MIB:+,.1f}",
+        }
+        for one in rows[:_SHOWN]
+    ]
+    equal = sum(one["measured_bytes"] == one["assumed_bytes"] for one in rows)
+    missing = len(all_rows) - len(rows)
+    lead = f"{count_of(len(rows), 'call')} measured, {equal} with exactly the assumed bytes, {missing} not measured."
+    blocks: list[Block] = [Lead(f"{lead} The table has the largest differences, in MiB.")]
+    points = [(one["measured_bytes"] / MIB, one["assumed_bytes"] / MIB, str(one["operator"])) for one in rows]
+    picture = against("workspace, MiB", points, is_log=True, axes=("measured", "assumed"))
+    if picture is not None:
+        blocks.append(SideBySide((Group("Workspaces, MiB", (Drawn(picture),)),)))
+    blocks.append(records(cells, words=2))
+    return tuple(blocks)
+
+
+def _arguments(config: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{name} {value}" for name, value in (config or {}).items() if value not in (None, False))
+
+
+def comparisons_of(work: Path, device: DeviceSpec) -> tuple[list[BlockComparison], dict[str, str]]:
+    """Return the comparison of each recorded history, and name -> reason of those without. Raises `Absent`."""
+    folder = work / "probes" / "histories"
+    paths = sorted(folder.glob("*.json.xz"))
+    try:
+        failed = {name: str(reason) for name, reason in contents(folder / "failures.json").items()}
+    except Absent:
+        failed = {}
+    if not paths and not failed:
+        raise Absent("The results have no allocator histories.")
+    compared = []
+    for path in paths:
+        try:
+            compared.append(compare_blocks(read_history(path), device))
+        except (CommandError, RuntimeError, LookupError, TypeError, ValueError) as error:
+            failed[path.name] = first_line(error)
+    return compared, failed
+
+
+def history_blocks(compared: Sequence[BlockComparison], failed: Mapping[str, str]) -> tuple[Block, ...]:
+    """Return the blocks on the recorded jobs beside their traces, block by block."""
+    verdicts = Counter(one.verdict for one in compared)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        reasons.setdefault(reason, []).append(name)
+    counted = ", ".join(f"{verdict} {count}" for verdict, count in verdicts.most_common())
+    blocks: list[Block] = [
+        Callout(f"No comparison of {', '.join(names)}: {reason}") for reason, names in reasons.items()
+    ]
+    if compared:
+        blocks += [
+            Lead(
+                f"{count_of(len(compared), 'job')} recorded; verdicts: {counted}. Each picture shows the last step, "
+                "its requests and releases in order; the two sides have different numbers of them."
+            ),
+            Legend({"measured": _MEASURED_CSS, "traced": _TRACED_CSS}),
+            SideBySide(tuple(map(_group, compared))),
+        ]
+    return tuple(blocks)
+
+
+def _group(one: BlockComparison) -> Group:
+    level: Level = "good" if one.verdict == NONE else "look"
+    peaks = [
+        ("allocated", mib(one.measured_allocated_bytes / MIB), mib(one.traced_allocated_bytes / MIB)),
+        ("reserved", mib(one.measured_reserved_bytes / MIB), mib(one.traced_reserved_bytes / MIB)),
+        ("recorded requests, replayed", mib(one.replayed_reserved_bytes / MIB), ""),
+        *((f"gap by {cause}", mib(nbytes / MIB), "") for cause, nbytes in one.gap_bytes.items()),
+    ]
+    details: list[Block] = [table(("peak, MiB", "measured", "traced"), peaks)]
+    for title, match in (("At the peak", one.at_peak), ("In the step", one.in_step)):
+        details += [Heading(title), *_match_blocks(match)]
+    return Group(
+        one.name,
+        (
+            Outcome(level, "equal" if one.verdict == NONE else one.verdict, ""),
+            Drawn(curves_svg(one)),
+            Lead(one.sentence),
+            Fold("figures and blocks", tuple(details)),
+        ),
+    )
+
+
+def _match_blocks(match: BlockMatch) -> list[Block]:
+    sides = (("only measured", match.only_measured), ("only traced", match.only_traced))
+    rows = [
+        (side, f"{block.nbytes / MIB:,.2f} × {block.count}", block.where or MISSING)
+        for side, apart in sides
+        for block in apart[:_SHOWN]
+    ]
+    lead = Lead(f"{count_of(match.matched_count, 'block')} on both sides, {match.matched_bytes / MIB:,.1f} MiB.")
+    return [lead, table(("side", "MiB", "*made by"), rows)] if rows else [lead]
+
+
+def curves_svg(one: BlockComparison) -> Svg:
+    """Draw allocated (solid) and reserved (dashed) MiB over the last step, measured and traced."""
+    sides = ((_MEASURED_CSS, "measured", one.measured_curve), (_TRACED_CSS, "traced", one.traced_curve))
+    lines = []
+    for css, side, curve in sides:
+        if curve.allocated_bytes:
+            lines.append((f"line {css} dashed", f"{side} reserved", _thinned(curve.reserved_bytes)))
+            lines.append((f"line {css}", f"{side} allocated", _thinned(curve.allocated_bytes)))
+    most = max((max(values) for _, _, values in lines), default=1.0)
+    step = nice_step(max(most, 1e-3) / 4)
+    top = step * (int(most / step) + 1)
+    drawing = Drawing()
+    for tick in range(round(top / step) + 1):
+        _AREA.grid_line(drawing, _AREA.y(tick * step / top), f"{tick * step:,.6g}")
+    for css, title, values in lines:
+        points = [(_AREA.x(k / max(len(values) - 1, 1)), _AREA.y(value / top)) for k, value in enumerate(values)]
+        path = "".join(f"{'L' if k else 'M'}{x:.1f} {y:.1f}" for k, (x, y) in enumerate(points))
+        drawing.path(css, path, title=title)
+    drawing.text("axis", _AREA.right_edge, _AREA.height - 8, "solid: allocated, dashed: reserved, MiB", "end")
+    label = f"{one.name}: allocated and reserved memory over the last step, measured and traced"
+    return drawing.svg(_AREA.width, _AREA.height, label, css="timeline")
+
+
+def _thinned(values: Sequence[int]) -> list[float]:
+    """Return at most `_MOST_COLUMNS` values in MiB, each the most of its neighbours."""
+    size = -(-len(values) // _MOST_COLUMNS)
+    return [max(values[start : start + size]) / MIB for start in range(0, len(values), size)]
+
+
+def questions_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
+    """Return the blocks on the questions that only hardware answers."""
+    asked = contents(work / "probes" / "questions.json")
+    blocks: list[Block] = []
+    for name in (*QUESTIONS, *(name for name in asked if name not in QUESTIONS)):
+        question = asked.get(name) or {}
+        answer, reason, figures = (question.get(key) for key in ("answer", "reason", "figures"))
+        blocks.append(Heading(QUESTIONS.get(name, name)))
+        blocks.append(Lead(answer) if answer else Callout(f"Not answered: {reason or 'it was not asked'}."))
+        if figures:
+            blocks.append(Fold("figures", (Preformatted(json.dumps(figures, indent=1)),)))
+    return tuple(blocks)
+
+
+def tests_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
+    """Return the blocks on the tests that ran there, and what the doctor said."""
+    blocks: list[Block] = []
+    doctor = work / "probes" / "doctor.txt"
+    try:
+        outcomes = contents(work / "tests.json")
+    except Absent as absent:
+        if not doctor.is_file():
+            raise
+        blocks.append(Lead(str(absent)))
+    else:
+        names = ("passed", "failed", "skipped")
+        counts = {name: _count(outcomes.get(name)) for name in names}
+        blocks.append(Tiles(tuple(Tile(name, f"{count:,}", "tests") for name, count in counts.items())))
+        for name in ("failed", "skipped"):
+            if isinstance(outcomes.get(name), list) and outcomes[name]:
+                texts = tuple(_outcome_text(one) for one in outcomes[name])
+                blocks.append(Fold(f"{name}: {len(texts)}", (Bullets(texts),), is_open=name == "failed"))
+    if doctor.is_file():
+        blocks.append(Fold("farm.doctor", (Preformatted(doctor.read_text(errors="replace")),)))
+    return tuple(blocks)
+
+
+def _count(value: Any) -> int:
+    return len(value) if isinstance(value, list) else int(value or 0)
+
+
+def _outcome_text(one: Any) -> str:
+    return f"{one.get('test')}: {one.get('reason')}" if isinstance(one, Mapping) else str(one)
+
+
+def calls_of(work: Path) -> list[dict[str, Any]]:
+    """Return the calls that were made on the machine; a line that a kill has cut off is left out."""
+    path = work / "calls.jsonl"
+    calls = []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            call = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(call, dict):
+            calls.append(call)
+    return calls
+
+
+def calls_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
+    """Return the blocks on what was run when, under which versions."""
+    calls = calls_of(work)
+    if not calls:
+        raise Absent("The results have no record of calls (calls.jsonl).")
+    rows: list[dict[str, Cell]] = [
+        {
+            "step": str(call.get("step")),
+            "device": str(call.get("device")),
+            "started at": str(call.get("started_at")),
+            "time": duration(call.get("wall_s")),
+            "outcome": str(call.get("outcome")),
+            **{name: str(call.get(name) or MISSING) for name in ("torch", "python", "driver")},
+            "*counts": ", ".join(f"{name} {count}" for name, count in (call.get("counts") or {}).items()),
+            "*reason": str(call.get("reason") or ""),
+        }
+        for call in calls
+    ]
+    return (records(rows, words=10),)

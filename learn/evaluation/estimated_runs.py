@@ -1,0 +1,328 @@
+"""Runs of a data folder beside their estimates for the device that they ran on: memory by its causes, time, activity.
+
+Start reading at `estimated_runs`; `FIGURES` lists what is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from conf.errors import CommandError
+from conf.plain_text import first_line
+from featurize.allocator_settings import AllocatorSettings
+from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
+from learn.estimation.job_estimate import Estimate
+from learn.estimation.known_runs import NONE
+from learn.estimation.loops import RESIDENT
+
+if TYPE_CHECKING:
+    from warehouse.reader import WarehouseConnection
+
+TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the models that come along
+_COLUMNS = (
+    "run_id",
+    "job_id",
+    "family",
+    "config",
+    "status",
+    "oom_kind",
+    "source",
+    "device_name",
+    "device_uuid",
+    "device_memory_mib",
+    "torch_version",
+    "driver_version",
+    "allocator_settings",
+    "memory_fraction",
+    "precision",
+    "parallel",
+    "peak_memory_mib",
+    "peak_reserved_mib",
+    "peak_allocated_mib",
+    "smact",
+    "smocc",
+    "drama",
+    "power_w",
+    "energy_j",
+    "step_time_ms",
+    "steps",
+    "kernel_rows",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What is compared.
+
+    Args:
+        title: Its name with its unit.
+        measured: Of a row of `runs`; None where it was not measured.
+        estimated: Of an estimate.
+        is_ratio: Whether it lies in [0, 1], and its errors are differences; those of other figures are relative.
+    """
+
+    title: str
+    measured: Callable[[Mapping[str, Any]], float | None]
+    estimated: Callable[[Estimate], float | None]
+    is_ratio: bool = False
+
+
+def _energy_a_step(run: Mapping[str, Any]) -> float | None:
+    return run["energy_j"] / run["steps"] if run["energy_j"] and run["steps"] else None
+
+
+def _process_mib(done: Estimate) -> float | None:
+    others_mib = (done.card_mib or 0.0) - (done.process_mib or 0.0)  # what the machine holds without the process
+    return done.peak_memory_mib - others_mib
+
+
+def _power(done: Estimate) -> float | None:
+    return done.energy_j / done.step_time_ms * 1e3 if done.energy_j and done.step_time_ms else None
+
+
+FIGURES: Mapping[str, Figure] = {
+    "allocated": Figure(
+        title="allocated memory, MiB",
+        measured=lambda run: run["peak_allocated_mib"],
+        estimated=lambda done: done.allocated_mib,
+    ),
+    "reserved": Figure(
+        title="reserved memory, MiB",
+        measured=lambda run: run["peak_reserved_mib"],
+        estimated=lambda done: done.reserved_mib,
+    ),
+    "process": Figure(
+        title="process memory, MiB",
+        measured=lambda run: run["peak_memory_mib"],
+        estimated=_process_mib,
+    ),
+    "step_time": Figure(
+        title="step time, ms",
+        measured=lambda run: run["step_time_ms"],
+        estimated=lambda done: done.step_time_ms,
+    ),
+    "smact": Figure(title="SMACT", measured=lambda run: run["smact"], estimated=lambda done: done.smact, is_ratio=True),
+    "smocc": Figure(title="SMOCC", measured=lambda run: run["smocc"], estimated=lambda done: done.smocc, is_ratio=True),
+    "drama": Figure(title="DRAMA", measured=lambda run: run["drama"], estimated=lambda done: done.drama, is_ratio=True),
+    "power": Figure(title="power, W", measured=lambda run: run["power_w"], estimated=_power),
+    "energy": Figure(
+        title="energy of a step, J",
+        measured=_energy_a_step,
+        estimated=lambda done: done.energy_j,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatedRun:
+    """One run and its estimates.
+
+    Args:
+        run: Its row of `runs`.
+        estimates: `TRACE` and `SHIPPED` -> the estimate, for the device of the run.
+        modelled_ms: Operator -> time of its kernels in a step by the kernel model; of runs with rows in `kernels`.
+    """
+
+    run: Mapping[str, Any]
+    estimates: Mapping[str, Estimate]
+    modelled_ms: Mapping[str, float]
+
+    def pair(self, name: str, by: str = TRACE) -> tuple[float, float] | None:
+        """Return (measured, estimated) of a figure; None where either is missing, or the run did not end well."""
+        figure = FIGURES[name]
+        measured, estimated = figure.measured(self.run), figure.estimated(self.estimates[by])
+        if self.run["status"] != "ok" or measured is None or estimated is None:
+            return None
+        return None if not figure.is_ratio and measured <= 0 else (measured, estimated)
+
+    @property
+    def causes_mib(self) -> dict[str, float] | None:
+        """Estimate less measurement in MiB, taken apart; None where a part was not measured."""
+        pairs = [self.pair(name) for name in ("allocated", "reserved", "process")]
+        if None in pairs:
+            return None
+        allocated, reserved, process = (estimated - measured for measured, estimated in pairs if pairs)  # type: ignore[misc]
+        return {"tensors": allocated, "allocator": reserved - allocated, "context": process - reserved}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatedRuns:
+    """Runs with estimates, and reason -> number of the runs without."""
+
+    runs: tuple[EstimatedRun, ...]
+    left_out: Mapping[str, int]
+
+    @property
+    def solo(self) -> tuple[EstimatedRun, ...]:
+        """Runs on one device that ended well."""
+        return tuple(one for one in self.runs if one.run["status"] == "ok" and one.run["parallel"] is None)
+
+    def by_family(self) -> dict[str, list[EstimatedRun]]:
+        """Return family -> its runs of `solo`, sorted by name."""
+        families: dict[str, list[EstimatedRun]] = defaultdict(list)
+        for one in self.solo:
+            families[one.run["family"]].append(one)
+        return dict(sorted(families.items()))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Errors of some runs: their number, the median with its sign, median and 90th percentile of their size."""
+
+    count: int
+    bias: float
+    median: float
+    p90: float
+
+
+def spread_of(runs: Iterable[EstimatedRun], name: str, by: str = TRACE) -> Spread | None:
+    """Return the errors of a figure: relative, of ratios absolute. None where no run has both values."""
+    pairs = [pair for one in runs if (pair := one.pair(name, by)) is not None]
+    if not pairs:
+        return None
+    measured, estimated = np.array(pairs, dtype=float).T
+    errors = estimated - measured
+    if not FIGURES[name].is_ratio:
+        errors = errors / measured
+    size = np.abs(errors)
+    return Spread(len(errors), float(np.median(errors)), float(np.median(size)), float(np.quantile(size, 0.9)))
+
+
+def device_of(run: Mapping[str, Any]) -> DeviceSpec | None:
+    """Return the description of a run's device; of a CPU the default GPU's, of a GPU without a description None."""
+    name = known_device(run["device_name"])
+    if name is not None:
+        return load_device(name)
+    return None if run["device_uuid"] else load_device(DEFAULT_DEVICE)
+
+
+def estimated_runs(
+    data: str | os.PathLike[str], progress: Callable[[int, int], None] = lambda done, of: None
+) -> EstimatedRuns:
+    """Return the folder's runs that had their device to themselves, each with its estimates.
+
+    Fitted models and a calibrated machine of the data folder count, as they do for users.
+
+    Args:
+        data: The data folder.
+        progress: Called before each run with the number of runs done and their total.
+    """
+    import warehouse
+
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        rows = _rows(connection)
+    profiled = {_key(run) for run in rows if run["kernel_rows"]}
+    known: dict[tuple, tuple[dict[str, Estimate], dict[str, float]]] = {}
+    runs, left_out = [], Counter[str]()
+    for done, run in enumerate(rows):
+        progress(done, len(rows))
+        reason, device, key = _unusable(run), device_of(run), _key(run)
+        if reason is None and device is None:
+            reason = f"conf/device has no description of {run['device_name']}"
+        if reason is not None or device is None:
+            left_out[str(reason)] += 1
+            continue
+        try:
+            if key not in known:
+                known[key] = _estimates(run, device, data, is_profiled=key in profiled)
+        except CommandError as error:
+            left_out[f"{run['family']}: {first_line(error)}"] += 1
+            continue
+        estimates, modelled_ms = known[key]
+        runs.append(EstimatedRun(run=run, estimates=estimates, modelled_ms=modelled_ms if run["kernel_rows"] else {}))
+    return EstimatedRuns(runs=tuple(runs), left_out=dict(left_out))
+
+
+def _rows(connection: WarehouseConnection) -> list[dict[str, Any]]:
+    quality = "coalesce(quality, 'trusted') AS quality"
+    query = f"SELECT {', '.join(_COLUMNS)}, {quality} FROM runs WHERE group_id IS NULL AND source <> 'imported'"
+    rows: list[dict[str, Any]] = connection.sql(f"{query} ORDER BY run_id").to_arrow_table().to_pylist()
+    return rows
+
+
+def _unusable(run: Mapping[str, Any]) -> str | None:
+    if run["quality"] == "untrusted":
+        return "the farm's own checks found its labels untrusted"
+    if run["status"] == "ok" or (run["status"] == "oom" and run["oom_kind"] == "device"):
+        return None
+    return f"status {run['status']}"
+
+
+def _key(run: Mapping[str, Any]) -> tuple:
+    """Return what decides a run's estimates."""
+    return (run["config"], run["device_name"], run["allocator_settings"], run["memory_fraction"])
+
+
+def _estimates(
+    run: Mapping[str, Any], device: DeviceSpec, data: str | os.PathLike[str], *, is_profiled: bool
+) -> tuple[dict[str, Estimate], dict[str, float]]:
+    """Return the estimates of a run, and operator -> ms of its kernels in a step where these are asked for."""
+    from featurize.kernel_model.costs import operator_costs
+    from featurize.row_config import config_of_row
+    from learn.estimation.questions import question_of
+
+    config = config_of_row(run["config"])
+    allocator = AllocatorSettings.parse(run["allocator_settings"] or "")
+    if run["memory_fraction"] is not None:
+        allocator = replace(allocator, per_process_memory_fraction=run["memory_fraction"])
+    given = None if allocator == AllocatorSettings() else allocator
+    traces: dict = {}
+    question = question_of(config, training={}, allocator=given, data=data, known=NONE)
+    shipped, _ = question.answered(device, traces=traces)
+    alone, traced = replace(question, estimator=TRACE, loop=RESIDENT).answered(device, traces=traces)
+    by_operator: dict[str, float] = defaultdict(float)
+    if is_profiled and traced is not None:
+        costs = operator_costs(traced.trace, device, config)
+        for operator, cost in zip(traced.trace.operators, costs, strict=True):
+            by_operator[operator.name] += cost.seconds * 1e3
+    return {TRACE: alone, SHIPPED: shipped}, {name: ms for name, ms in by_operator.items() if ms > 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorTimes:
+    """Kernels of one operator over several runs, in ms a step. Args: as named; `runs` have it measured and modelled."""
+
+    operator: str
+    runs: int
+    measured_ms: float
+    modelled_ms: float
+
+
+def operator_times(data: str | os.PathLike[str], runs: Sequence[EstimatedRun]) -> dict[str, list[OperatorTimes]]:
+    """Return timing of `kernels` -> its operators, those that take the most time first.
+
+    An operator that a run has on one side only counts with 0 on the other.
+    """
+    import warehouse
+
+    modelled = {one.run["run_id"]: one.modelled_ms for one in runs if one.modelled_ms}
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        rows = connection.execute(
+            "SELECT timing, run_id, operator, sum(duration_us * count / steps) / 1e3 FROM kernels "
+            "WHERE run_id IS NOT NULL AND steps > 0 GROUP BY ALL ORDER BY ALL"
+        ).fetchall()
+    measured: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for timing, run_id, operator, ms in rows:
+        if run_id in modelled:
+            measured[timing][run_id][operator] = ms
+    times = {}
+    for timing, of_runs in measured.items():
+        names = {name for run_id, own in of_runs.items() for name in (*own, *modelled[run_id])}
+        summed = [
+            OperatorTimes(
+                operator=name,
+                runs=sum(name in own and name in modelled[run_id] for run_id, own in of_runs.items()),
+                measured_ms=sum(own.get(name, 0.0) for own in of_runs.values()),
+                modelled_ms=sum(modelled[run_id].get(name, 0.0) for run_id in of_runs),
+            )
+            for name in names
+        ]
+        times[timing] = sorted(summed, key=lambda one: (-max(one.measured_ms, one.modelled_ms), one.operator))
+    return times

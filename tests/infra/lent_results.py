@@ -1,0 +1,218 @@
+"""A work folder as a lent GPU leaves it, planted: no GPU has filled one yet. For tests only.
+
+Start reading at `planted_work`. Labels are the estimates themselves, moved by `SHIFTS`.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import lzma
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from featurize.device_spec import load_device
+from featurize.trial import TrialConfig
+from learn import estimate
+from tests.learn.learn_rows import runs_of
+from tests.planted_histories import planted_history
+from tests.warehouse.warehouse_rows import collocations, kernels
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+
+DEVICE, DRIVER_NAME = "H100-SXM5-80GB", "NVIDIA H100 80GB HBM3"
+CONTEXT_MIB = 200.0  # by which the planted context is larger than assumed
+SHIFTS: Mapping[str, float] = {"step_time_ms": 1.5, "smact": 0.8, "smocc": 1.0, "drama": 1.1, "power_w": 1.05}
+
+
+def planted_work(
+    work: Path, configs: Sequence[TrialConfig], *, noise: float = 0.0, histories: Mapping[str, Mapping] | None = None
+) -> Path:
+    """Return a work folder with every kind of result, as a GPU with another context and slower kernels leaves it."""
+    data = DataFolder.resolve(work / "data").create()
+    rng = np.random.default_rng(0)
+    estimates = [
+        estimate(config, device=DEVICE, estimator="trace", loop="resident", known="none") for config in configs
+    ]
+
+    def moved(values: Sequence[float], factor: float) -> np.ndarray:
+        return np.array(values) * factor * np.exp(noise * rng.standard_normal(len(values)))
+
+    allocated = moved([one.allocated_mib for one in estimates], 1.0)
+    reserved = allocated + [one.reserved_mib - one.allocated_mib for one in estimates]
+    outside = np.array([one.process_mib - one.reserved_mib for one in estimates]) + CONTEXT_MIB
+    labels = {
+        "peak_allocated_mib": allocated,
+        "peak_reserved_mib": reserved,
+        "peak_memory_mib": reserved + outside,
+        **{
+            column: moved([getattr(one, column) for one in estimates], SHIFTS[column])
+            for column in ("step_time_ms", "smact", "smocc", "drama")
+        },
+        "power_w": moved([one.energy_j / one.step_time_ms * 1e3 for one in estimates], SHIFTS["power_w"]),
+    }
+    labels = {
+        name: np.minimum(values, 1.0) if name in ("smact", "smocc", "drama") else values
+        for name, values in labels.items()
+    }
+    runs = runs_of(
+        configs,
+        source="measured",
+        device=DRIVER_NAME,
+        labels=labels,
+        statuses=["ok"] * len(configs),
+        device_uuid="GPU-planted",
+        device_memory_mib=81_559.0,
+        torch_version="2.11.0",
+        driver_version="580.65",
+        steps=100,
+        quality="trusted",
+        telemetry_missing='{"nvml": "no permission"}',
+    )
+    writer = RunWriter(data)
+    for run in [*_benchmark_runs(runs[0], data.root), *runs]:
+        run["parallel"] = json.loads(run["config"]).get("parallel")
+        run["energy_j"] = run["power_w"] * run["step_time_ms"] * run["steps"] / 1e3
+        own_kernels = kernels(operator=["aten::mm", "aten::addmm"], phase=["forward"] * 2, steps=[1, 1])
+        is_profiled = run["job_id"] == "job"
+        writer.write(run, _telemetry(run["power_w"]), kernels=own_kernels if is_profiled else None)
+    _write_pair(writer, runs[0])
+    _plant_probes(work / "probes", histories or {})
+    (work / "tests.json").write_text(
+        json.dumps({"passed": 40, "failed": [], "skipped": [{"test": "test_ranks", "reason": "one GPU"}]})
+    )
+    call = {
+        "step": "collect",
+        "device": "cuda",
+        "started_at": "2026-11-24T10:00:00Z",
+        "wall_s": 480.0,
+        "outcome": "done",
+        "reason": None,
+        "counts": {"ok": len(runs)},
+        "torch": "2.11.0",
+        "python": "3.12.3",
+        "driver": "580.65",
+    }
+    (work / "calls.jsonl").write_text(json.dumps(call) + "\n" + '{"step": "cut off by a ki')
+    return work
+
+
+def _benchmark_runs(run: Mapping, data: Path) -> list[dict]:
+    """Return two adaptive runs of 6 s and leave one published trial of 60 s of the same config."""
+    begin = datetime.datetime(2026, 11, 24, 10, tzinfo=datetime.UTC)
+    trial = {
+        "key": "ab12cd34",
+        "family": run["family"],
+        "k": 0,
+        "status": "ok",
+        "error": None,
+        "wall_s": 60.0,
+        "window_s": 55.0,
+        "labels": {},
+    }
+    (data / "bench-published.jsonl").write_text(json.dumps(trial) + "\n")
+    runs = []
+    for repeat in range(2):
+        started = begin + datetime.timedelta(seconds=6 * repeat)
+        job = f"bench-ab12cd34-adaptive-{repeat}-000"
+        runs.append(
+            {
+                **run,
+                "job_id": job,
+                "run_id": f"{job}-000000",
+                "started_at": started,
+                "window_s": 4.0,
+                "warmup_s": 1.0,
+                "startup_s": 0.5,
+                "finished_at": started + datetime.timedelta(seconds=6),
+            }
+        )
+    return runs
+
+
+def _write_pair(writer: RunWriter, run: Mapping) -> None:
+    """Write two jobs that run three times as long beside each other under MPS, busy half of the time alone."""
+    for member in range(2):
+        row = {**run, "job_id": "pairs", "run_id": f"pairs-000000-with-{member}", "group_id": "pairs-000000"}
+        own = collocations(
+            group_id=["pairs-000000"],
+            member=[member],
+            sharing=["mps"],
+            name=[f"job {member}"],
+            solo_gpu_util=[0.5],
+            solo_step_ms=[10.0],
+            shared_step_ms=[30.0],
+            slowdown=[3.0],
+        )
+        writer.write(row, pa.table({"t_ms": pa.array([], pa.float64())}), collocations=own)
+
+
+def _telemetry(power_w: float) -> pa.Table:
+    """Ten readings of NVML's power sensor, 2 % above what its energy counter says."""
+    t_ms = [100.0 * k for k in range(10)]
+    return pa.table(
+        {
+            "t_ms": t_ms,
+            "sensor": ["nvml"] * 10,
+            "phase": ["window"] * 10,
+            "quality": ["measured"] * 10,
+            "power_w": [1.02 * power_w] * 10,
+            "energy_j": [5e6 + power_w * t / 1e3 for t in t_ms],
+        }
+    )
+
+
+def _plant_probes(probes: Path, histories: Mapping[str, Mapping]) -> None:
+    (probes / "histories").mkdir(parents=True)
+    for name, planted in histories.items():
+        text = json.dumps({**planted_history(**planted), "name": name})
+        (probes / "histories" / f"{name}.json.xz").write_bytes(lzma.compress(text.encode(), preset=0))
+    spec = load_device(DEVICE)
+    context_mib = spec.context_mib + CONTEXT_MIB
+    measured = {"module_loading": "lazy", "card_before_mib": 4.0, "allocated_mib": 0.0, "cudnn": False, "reason": None}
+    rows = [
+        {
+            **measured,
+            "name": "context lazy",
+            "stage": "context",
+            "process_mib": context_mib + 2.0,
+            "card_mib": context_mib + 6.0,
+            "reserved_mib": 2.0,
+        },
+        {
+            **dict.fromkeys(measured),
+            "name": "context eager",
+            "stage": "context",
+            "module_loading": "eager",
+            "process_mib": None,
+            "card_mib": None,
+            "reserved_mib": None,
+            "reason": "its process was killed",
+        },
+    ]
+    (probes / "context.json").write_text(json.dumps(rows))
+    with open(probes / "numbers.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("kind", "mib"), ("context", context_mib)])
+    calls = [
+        {
+            "operator": "conv2d",
+            "phase": phase,
+            "shapes": [[32, 64, 56, 56]],
+            "dtype": "fp32",
+            "config": {"kernel_size": 3, "cudnn_benchmark": False},
+            "measured_bytes": measured_bytes,
+            "assumed_bytes": assumed_bytes,
+        }
+        for phase, measured_bytes, assumed_bytes in (("forward", 2**25, 2**24), ("backward", 2**26, 2**26))
+    ]
+    (probes / "workspaces.json").write_text(json.dumps(calls))
+    questions = {
+        "tf32_under_half": {"figures": [{"operator": "mm", "ms": 1.5}], "answer": "TF32 changes nothing there."},
+        "gpm_first_sample": {"figures": [], "reason": "GPM is not supported"},
+    }
+    (probes / "questions.json").write_text(json.dumps(questions))
+    (probes / "doctor.txt").write_text("one GPU, all sensors\n")
