@@ -1,7 +1,7 @@
 """`make collect-gpu`: measure runs of every family on a GPU that is lent for a while, and add them to the data set.
 
 Start reading at `collect`. `python -m infra.collect minutes=9`: the same command goes on where it was, and every family
-gets its turn in each round, so that an early end leaves some of each.
+gets its turn in each round, so that an early end leaves some of each. `what=` measures something else in the same way.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from conf.cli import EXIT_USAGE, load_config
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.overrides import load_settings
 from farm.jobs import Queue
+from farm.layouts import require_gpus
 from farm.settings import SubmitSettings
 from farm.space import Choice, Range, Space, space_of_mapping
 from farm.submit import submit
@@ -45,15 +46,27 @@ SHARES: dict[float | str, float] = {1.0: 0.7, 0.5: 0.1, 0.25: 0.1, PAIRS: 0.1}
 _PAIR_SIZES = 4
 _FIRST_ROUND, _ROUND = 2, 10  # trials of each family: within a round, families come one after another
 _LEAVE_S = 75.0  # before the end: what runs is finished, and the data set written
-_ON_CPU = ("limits.max_memory_mib=400", "limits.max_parameters=5000000", "window.max_seconds=2")
+# Runs for the data set, kernels of some, pairs on one GPU, trials of two GPUs, power at several loads.
+WHAT = ("runs", "kernels", "pairs", "ranks", "power")
+# Families where not all are meant: of pairs and ranks some of each kind, of power some that load the GPU differently.
+_FAMILIES = {
+    "pairs": ("cnn", "gpt", "mlp", "rnn", "transformer", "vit"),
+    "ranks": ("cnn", "gpt", "mlp", "transformer"),
+    "power": ("cnn", "gpt", "mlp"),
+}
+_KERNEL_STEPS = 3
+_LAYOUTS = "parallel=[{ddp: 2},{fsdp: 2},{fsdp: 2, fsdp_version: 1}]"
+_POWER_WINDOW_S = 10
+_CPU_WINDOW_S = 2
+_ON_CPU = ("limits.max_memory_mib=400", "limits.max_parameters=5000000")
 _EXPORTED = {"cuda": "measured", "cpu": "cpu", "simulated": "simulated"}
 
 
 # What each key may hold, as `conf.values` spells it.
 KINDS = {
-    "families": "text | list of text", "n": "int 1 to 10000000", "seed": "int >= 0", "device": "text",
+    "what": "text", "families": "text | list of text", "n": "int 1 to 10000000", "seed": "int >= 0", "device": "text",
     "minutes": "number 0 to 1e6 | null", "cluster": "text", "timeout_s": "number 1 to 1e7", "data": "new path",
-    "out": "new path | null", "max_mb": "number > 0", "overrides": "text | list of text",
+    "export": "bool", "out": "new path | null", "max_mb": "number > 0", "overrides": "text | list of text",
 }  # fmt: skip
 
 
@@ -61,6 +74,7 @@ KINDS = {
 class CollectSettings:
     """The keys. `n`: trials of each family; `minutes` None: until all are done; another `seed` gives other trials."""
 
+    what: str = "runs"
     families: Sequence[str] = ()
     n: int = 420
     seed: int = 0
@@ -69,6 +83,7 @@ class CollectSettings:
     cluster: str = "inline"  # one GPU; local: all of this machine's, by Ray
     timeout_s: float = 120
     data: str = "data/collect"
+    export: bool = True  # false: leave the rows in the data folder
     out: str | None = None
     max_mb: float = 20
     overrides: Sequence[str] = ()  # of farm.submit, for every job
@@ -80,9 +95,11 @@ class CollectSettings:
         for name in self.families:
             if name not in family_names():
                 raise unknown_name("family", name, family_names())
+        if self.what not in WHAT:
+            raise unknown_name("what", self.what, WHAT)
         if self.device not in _EXPORTED:
             raise unknown_name("device", self.device, _EXPORTED)
-        if self.device != "cuda" and self.out is None:
+        if self.export and self.device != "cuda" and self.out is None:
             raise UsageError("out=... is missing: only what a GPU measured goes into datasets/")
         for name, floor in (("n", 1), ("seed", 0), ("minutes", 0), ("timeout_s", 1)):
             value = getattr(self, name)
@@ -95,33 +112,85 @@ def settings_of(argv: Sequence[str]) -> CollectSettings:
     return CollectSettings(**keyed_values(argv, KINDS))
 
 
+def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, SubmitSettings]]]:
+    """Return what is submitted, by name: submissions, each with its share of a round's trials. Raises `UsageError`."""
+    families = settings.families or _FAMILIES.get(settings.what, family_names())
+    if settings.what == "runs":
+        return {
+            family: [(SHARES[share], job) for share, job in jobs_of(family, settings).items()] for family in families
+        }
+    common = _common(settings)
+    if settings.what == "pairs":
+        together = ("+collocate=pairs", f"arch=[{','.join(families)}]")
+        ways = ("time_slicing",) if settings.device == "cpu" else ("time_slicing", "mps")
+        return {way: [(1.0, _submission(*together, *common, *settings.overrides, f"sharing={way}"))] for way in ways}
+    each = {}
+    for family in families:
+        if settings.what == "kernels":
+            own = [*_sampled(family), f"kernels.steps={_KERNEL_STEPS}"]
+        elif settings.what == "ranks":
+            own = [_LAYOUTS]
+        else:
+            own = [_batch_sizes(family)]
+        each[family] = [(1.0, _submission(f"+arch={family}", *common, *own, *settings.overrides))]
+    return each
+
+
 def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitSettings]:
     """The family's submissions, by what they are a share of: the whole space, with every training setting sampled."""
-    plain = load_config("submit", [f"+arch={family}", "n=1"])
-    space = plain.arch.space
+    common = [f"+arch={family}", *_common(settings), *_sampled(family), *settings.overrides]
+    jobs: dict[float | str, SubmitSettings] = {}
+    for offset, share in enumerate(SHARES):
+        own = [f"seed={settings.seed * len(SHARES) + offset}"]
+        if share == PAIRS:
+            own.append(_batch_sizes(family))
+        elif share != 1.0:
+            if settings.device == "cpu":
+                continue
+            own.append(f"device.memory_fraction={share}")
+        jobs[share] = _submission(*common, *own)
+    return jobs
+
+
+def _common(settings: CollectSettings) -> list[str]:
+    window_s = _CPU_WINDOW_S if settings.device == "cpu" else _POWER_WINDOW_S
+    if settings.what == "power":
+        window = ["window=fixed", f"window.seconds={window_s}"]
+    else:
+        window = [f"window.max_seconds={window_s}"] if settings.device == "cpu" else []
+    return [
+        "n=1",
+        f"seed={settings.seed}",
+        f"device={settings.device}",
+        f"cluster={settings.cluster}",
+        f"trial.timeout_s={settings.timeout_s}",
+        *window,
+        *(_ON_CPU if settings.device == "cpu" else ()),
+    ]
+
+
+def _submission(*overrides: str) -> SubmitSettings:
+    submission = load_settings(SubmitSettings, "submit", overrides)
+    choice, _ = choose_device(submission.device)
+    for space in submission.spaces:
+        require_gpus(space, choice, submission.cluster)
+    return dataclasses.replace(submission, device=choice)
+
+
+def _sampled(family: str) -> list[str]:
+    """Return the overrides by which a family's space varies every training setting."""
+    space = load_config("submit", [f"+arch={family}", "n=1"]).arch.space
     sampled = []
     for name, choices in TRAINING.items():
         if name not in space or not hasattr(space[name], "__iter__") or isinstance(space[name], str):
             choices_text = ",".join(str(choice).lower() for choice in choices)
             sampled.append(f"{'' if name in space else '+'}arch.space.{name}=[{choices_text}]")
-    common = [
-        f"+arch={family}", "n=1", f"device={settings.device}", f"cluster={settings.cluster}",
-        f"trial.timeout_s={settings.timeout_s}", *sampled,
-        *(_ON_CPU if settings.device == "cpu" else ()), *settings.overrides,
-    ]  # fmt: skip
-    submissions = {}
-    for offset, share in enumerate(SHARES):
-        own = [f"seed={settings.seed * len(SHARES) + offset}"]
-        if share == PAIRS:
-            own.append(f"batch_sizes=[{','.join(map(str, pair_sizes(space_of_mapping(_plain(plain.arch)))))}]")
-        elif share != 1.0:
-            if settings.device == "cpu":
-                continue
-            own.append(f"device.memory_fraction={share}")
-        submission = load_settings(SubmitSettings, "submit", [*common, *own])
-        choice, _ = choose_device(submission.device)
-        submissions[share] = dataclasses.replace(submission, device=choice)
-    return submissions
+    return sampled
+
+
+def _batch_sizes(family: str) -> str:
+    arch = load_config("submit", [f"+arch={family}", "n=1"]).arch
+    return f"batch_sizes=[{','.join(map(str, pair_sizes(space_of_mapping(_plain(arch)))))}]"
 
 
 def _plain(node):
@@ -155,7 +224,7 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
     A family whose space cannot be sampled here is told and left out. Raises `UsageError` where the device is not here.
     """
     until_s = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes - _LEAVE_S
-    jobs = {family: jobs_of(family, settings) for family in settings.families or family_names()}
+    jobs = submissions(settings)
     folder = DataFolder.resolve(settings.data).create()
     done = True
     with Queue.open(folder.queue) as queue:
@@ -164,13 +233,13 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
             if left_s <= 0:
                 done = False
                 break
-            for family in list(jobs):
-                if not _queue_family(folder, queue, jobs[family], total, say):
-                    del jobs[family]
+            for name in list(jobs):
+                if not _queue(folder, queue, name, jobs[name], total, say):
+                    del jobs[name]
             if not jobs:
                 raise UsageError("no family is left to measure")
-            say(f"round of {total} trials of each of {len(jobs)} families: {queue.pending()} to run")
-            cluster = next(iter(jobs.values()))[1.0].cluster
+            say(f"round of {total} trials of each of {', '.join(jobs)}: {queue.pending()} to run")
+            cluster = next(iter(jobs.values()))[0][1].cluster
             work(folder, queue, cluster, seconds=None if left_s == math.inf else left_s)
             if queue.pending():
                 done = False
@@ -180,23 +249,23 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
         say("nothing has been measured yet; the same command goes on")
         return False
     say("\n".join(counts))
-    out = ExportSettings(
-        out=settings.out, data=settings.data, source=_EXPORTED[settings.device], max_mb=settings.max_mb
-    )
-    say("\n".join(export(out).lines()))
+    if settings.export:
+        out = ExportSettings(
+            out=settings.out, data=settings.data, source=_EXPORTED[settings.device], max_mb=settings.max_mb
+        )
+        say("\n".join(export(out).lines()))
     say("all trials are done" if done else "the time is up; the same command goes on where it was")
     return done
 
 
-def _queue_family(folder, queue, jobs: dict[float | str, SubmitSettings], total: int, say) -> bool:
-    for share, submission in jobs.items():
-        wanted = math.ceil(SHARES[share] * total)
+def _queue(folder, queue, name: str, jobs: list[tuple[float, SubmitSettings]], total: int, say) -> bool:
+    for share, submission in jobs:
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(printed):
-                submit(folder, queue, dataclasses.replace(submission, n=wanted))
+                submit(folder, queue, dataclasses.replace(submission, n=math.ceil(share * total)))
         except CommandError as error:
-            say(f"{submission.space.family} is left out: {error}")
+            say(f"{name} is left out: {error}")
             return False
     return True
 
