@@ -44,7 +44,8 @@ _WHEELS_LEFT_OUT = (
     *("pyarrow/_azurefs*", "pyarrow/_pyarrow_cpp_tests*"),
 )
 # Half of the bytes are x86-64 code, which the first filter turns into what the second finds repeated.
-_XZ = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 32 << 20}]
+_XZ = {"preset": 6, "dict_size": 32 << 20}
+_XZ_OF_RAY = {"preset": 1}  # which is cut into parts anyway: a fifth of the time
 _MANIFEST_BYTES = 64 << 10  # more than a manifest takes
 _COPIED_BYTES = 1 << 20
 
@@ -226,7 +227,8 @@ def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], work: Pat
     """Compress wheels, unpacked as an installer would, and source files into one archive."""
     path, unpacked_bytes = work / f"{name}.tar.xz", 0
     site = "site" if name == "core" else f"site-{name}"
-    with lzma.open(path, "wb", filters=_XZ) as compressed, tarfile.open(fileobj=compressed, mode="w") as archive:
+    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, **(_XZ_OF_RAY if name == "ray" else _XZ)}]
+    with lzma.open(path, "wb", filters=filters) as compressed, tarfile.open(fileobj=compressed, mode="w") as archive:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as zipped:
                 for entry, place in _installed_files(zipped):

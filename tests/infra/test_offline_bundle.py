@@ -93,7 +93,7 @@ def parts(index, tmp_path_factory):
     """A bundle for this Python, with the smaller part of the source, compressed fast."""
     folder = tmp_path_factory.mktemp("made") / "offline"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundles, "_XZ", [{"id": bundles.lzma.FILTER_LZMA2, "preset": 0}])
+        patch.setattr(bundles, "_XZ", {"preset": 0})
         patch.setattr(bundles, "_SOURCE_LEFT_OUT", ("[!i]*", "infra/g*", "infra/k*"))
         table = bundles.bundle(python=PYTHON, mib=1.5, out=str(folder))
     return folder, table
@@ -142,7 +142,7 @@ def test_every_part_is_under_the_limit_and_the_first_holds_all_but_ray(parts):
         name.replace("_", "-") for name in WHEELS if name not in ("numpy", "ray", "msgpack")
     }
     assert archives["ray"]["packages"].keys() == {"ray", "msgpack"}
-    assert any("part-2: 1.5 MiB: ray.tar.xz.1" in line for line in table), table
+    assert any("/part-2: 1.4 MiB: ray.tar.xz.1" in line for line in table)
 
 
 def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, machine, tmp_path):
