@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -110,26 +109,25 @@ def bundle(
     on_machine = brought_by_torch() | packages_present(present)
     source, described = tracked_files()
     requirements = required(project)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".offline-", dir=folder.parent) as name:
-        work = Path(name)
+    groups = ["core", "numpy", *(["ray"] if ray else [])]
+    work = folder.with_name(folder.name + ".gpufarm-partial")
+    shutil.rmtree(work, ignore_errors=True)  # of one that was killed
+    work.mkdir(parents=True)
+    try:
         downloaded: dict[str, Path] = {}
-        groups = {"core": requirements["core"], "numpy": requirements["numpy"]} | (
-            {"ray": requirements["ray"]} if ray else {}
-        )
-        wheels = {}
+        wheels: dict[str, list[Path]] = {}
         expects: set[str] = set()
-        for group, needed in groups.items():
+        for group in groups:
             before = set(downloaded)
-            expects |= needed_wheels(needed, target, on_machine, downloaded, work / "wheels")
+            expects |= needed_wheels(requirements[group], target, on_machine, downloaded, work / "wheels")
             wheels[group] = [downloaded[package] for package in sorted(downloaded.keys() - before)]
         with ThreadPoolExecutor() as pool:  # lzma works outside the interpreter's lock
-            archives = list(
-                pool.map(
-                    lambda group: _archive(group, wheels[group], source if group == "core" else (), work),
-                    [group for group in groups if group == "core" or wheels[group]],
-                )
-            )
+            made = [
+                pool.submit(_archive, group, wheels[group], source if group == "core" else (), work)
+                for group in groups
+                if group == "core" or wheels[group]
+            ]
+            archives = [archive.result() for archive in made]
         slices = cut(archives, int(mib * 2**20))
         manifest = {
             "format": FORMAT,
@@ -138,12 +136,14 @@ def bundle(
             "machine": MACHINE,
             "glibc": GLIBC,
             "torch": next(spec.version for spec in requirements["torch"].specifier if spec.operator == ">="),
-            "expects": sorted(expects - {"numpy"}),
+            "expects": sorted(expects),
         }
         _write_parts(work / "parts", manifest, archives, slices)
         if folder.exists():
-            shutil.rmtree(folder)
+            os.replace(folder, work / "former")
         os.replace(work / "parts", folder)
+    finally:
+        shutil.rmtree(work)
     return _table(folder, manifest, archives, slices)
 
 
@@ -251,17 +251,25 @@ def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], work: Pat
     return Archive(name=name, path=path, packages=versions, bytes=path.stat().st_size, unpacked_bytes=unpacked_bytes)
 
 
-def _installed_files(wheel: zipfile.ZipFile) -> Iterator[tuple[zipfile.ZipInfo, str]]:
-    """Yield the files of a wheel that a step may load, and where they belong."""
+def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]]:
+    """Return the files of a wheel that a step may load, and where they belong."""
+    kept, left_out = [], []
     for entry in wheel.infolist():
         place = entry.filename
         if ".data/" in place:  # what belongs beside the packages; scripts and headers have no use there
-            _, _, kind_and_place = place.partition(".data/")
-            kind, _, place = kind_and_place.partition("/")
+            kind, _, place = place.partition(".data/")[2].partition("/")
             if kind not in ("purelib", "platlib"):
                 continue
-        if not entry.is_dir() and not any(fnmatch.fnmatchcase(place, pattern) for pattern in _WHEELS_LEFT_OUT):
-            yield entry, place
+        if not entry.is_dir():
+            matches = any(fnmatch.fnmatchcase(place, pattern) for pattern in _WHEELS_LEFT_OUT)
+            (left_out if matches else kept).append((entry, place))
+    # A library that a kept one names is loaded with it: releases differ in what they link.
+    libraries = {Path(place).name: (entry, place) for entry, place in left_out if ".so" in place}
+    for entry, place in kept:  # which grows
+        if libraries and ".so" in place:
+            content = wheel.read(entry)
+            kept += [libraries.pop(name) for name in list(libraries) if name.encode() + b"\0" in content]
+    return kept
 
 
 def cut(archives: Sequence[Archive], part_bytes: int) -> list[Slice]:

@@ -17,7 +17,7 @@ import tempfile
 
 FORMAT = 1
 STEPS = ("test", "calibrate", "allocator", "bench", "collect", "kernels", "pairs", "ranks", "power")
-PATH_KEYS = ("results", "previous", "work", "data")  # of steps: the step runs in another folder
+PATH_KEYS = ("results", "previous", "work")  # of steps: the step runs in another folder
 MANIFEST = "manifest.json"
 INSTALLED = "bundle.json"  # in the target: which bundle it is
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
@@ -124,7 +124,7 @@ def install(target, folders):
         name: archive for name, archive in manifest["archives"].items() if not os.path.isdir(unpacked_at(target, name))
     }
     if not archives:
-        return []
+        return [f"{target} holds all of the bundle"]
     held = os.path.join(target, "held")
     slices = {name: found_slices(archive, [*folders, held]) for name, archive in archives.items()}
     if installed is None:
@@ -147,7 +147,7 @@ def install(target, folders):
     check_space(target, bytes_needed)
 
     lines = []
-    stage = target + ".partial" if installed is None else os.path.join(target, "partial")
+    stage = target + ".gpufarm-partial" if installed is None else os.path.join(target, "partial")
     shutil.rmtree(stage, ignore_errors=True)
     for name in complete:
         os.makedirs(stage, exist_ok=True)

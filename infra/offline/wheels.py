@@ -142,6 +142,8 @@ def _download(
         done = _pip("download", "--dest", folder, *target.pip_options, *asked.values())
         if done.returncode == 0:
             break
+        if "connection broken" in done.stderr:
+            raise EnvironmentProblem("pip reaches no index; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
         match = _NO_MATCH.search(done.stderr)
         name = canonicalize_name(match[1]) if match else None
         if name not in asked:

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from conf.errors import EnvironmentProblem, UsageError
 from infra.offline import bundle as bundles
+from infra.offline import launch, plan
 from infra.offline import wheels as resolved
 from infra.offline.wheels import Target, needed_wheels
 
@@ -76,7 +77,13 @@ def index(tmp_path_factory):
     content = random.Random(0).randbytes(3 << 20)
     files = {
         "ray": [("ray/raylet", content), ("ray-1.data/scripts/ray", b""), ("ray-1.data/purelib/ray/more.py", b"")],
-        "pyarrow": [("pyarrow/include/arrow.h", b""), ("pyarrow/libarrow_flight.so", b"")],
+        "pyarrow": [
+            ("pyarrow/include/arrow.h", b""),
+            ("pyarrow/libarrow_flight.so.1", b""),
+            ("pyarrow/libarrow_substrait.so.1", b"\0libarrow_s3.so.1\0"),
+            ("pyarrow/libarrow_s3.so.1", b""),
+            ("pyarrow/lib.so", b"\0libarrow_substrait.so.1\0"),
+        ],
     }
     for name, (tag, requires) in WHEELS.items():
         write_wheel(folder, name, tag, requires, files.get(name, ()))
@@ -153,7 +160,8 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     assert done.returncode == 0, done.stderr
     assert "installed core: antlr4-python3-runtime 4.9.3, duckdb " in done.stdout and "ray waits" in done.stdout
     assert (target / "site" / "pyarrow" / "__init__.py").exists() and (target / "source" / "infra" / "cron").exists()
-    assert not (target / "site" / "pyarrow" / "include").exists()
+    libraries = {path.name for path in (target / "site" / "pyarrow").iterdir()} - {"__init__.py"}
+    assert libraries == {"lib.so", "libarrow_substrait.so.1", "libarrow_s3.so.1"}, "what another one names, and no more"
     assert not (target / "site-numpy").exists(), "this Python has NumPy"
     (target / "source" / "infra" / "offline" / "steps.py").write_text(STEP)
     done = subprocess.run(
@@ -196,7 +204,7 @@ def test_a_part_that_comes_later_is_added_to_those_held(parts, machine, tmp_path
 
 def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or_not_there(parts, machine, tmp_path):
     folder, _ = parts
-    target, partial = tmp_path / "target", tmp_path / "target.partial"
+    target, partial = tmp_path / "target", tmp_path / "target.gpufarm-partial"
     command = [sys.executable, folder / "part-1" / "offline.py", "install", f"target={target}"]
     process = subprocess.Popen(command, env=machine(), stdout=subprocess.DEVNULL)
     while process.poll() is None and not partial.exists():
@@ -229,7 +237,7 @@ def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts,
     (part / "manifest.json").write_text(json.dumps({**manifest_of(folder / "part-1"), **change}))
     done = offline(part, "install", f"target={tmp_path / 'target'}", f"parts={part}", env=machine())
     assert expected in refusal(done)
-    assert not (tmp_path / "target").exists() and not (tmp_path / "target.partial").exists()
+    assert not (tmp_path / "target").exists() and not (tmp_path / "target.gpufarm-partial").exists()
 
 
 def test_a_python_without_torch_is_refused(parts, machine, tmp_path):
@@ -255,7 +263,7 @@ def test_a_missing_or_torn_slice_is_refused_and_nothing_copied(parts, machine, t
     assert "is damaged" in refusal(offline(part, *command, env=machine()))
     (part / "core.tar.xz.1").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "core.tar.xz.1 is damaged" in refusal(offline(part, *command, env=machine()))
-    assert not target.exists() and not (tmp_path / "target.partial").exists()
+    assert not target.exists() and not (tmp_path / "target.gpufarm-partial").exists()
 
 
 @pytest.mark.parametrize(
@@ -304,6 +312,20 @@ def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monk
     assert expected in line
 
 
+def test_the_script_knows_the_steps_of_the_plan():
+    assert tuple(plan.STEPS) == launch.STEPS
+
+
+def test_without_an_index_it_says_so_at_once(index, tmp_path, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(EnvironmentProblem, match="pip reaches no index"):
+        needed_wheels([Requirement("lightgbm")], Target(PYTHON), {}, {}, tmp_path)
+
+
 def test_parts_too_small_for_what_every_step_needs_are_refused(tmp_path):
     archive = bundles.Archive(name="core", path=tmp_path, packages={}, bytes=5 << 20, unpacked_bytes=9 << 20)
     with pytest.raises(UsageError, match="mib=5 is too small: a part with what every step needs takes 6;"):
@@ -330,6 +352,7 @@ def test_a_former_bundle_is_replaced_and_a_failed_one_leaves_nothing(parts, tmp_
     out = tmp_path / "offline"
     (out / "part-1").mkdir(parents=True)
     (out / "part-1" / "manifest.json").write_text("{}")
+    (tmp_path / "offline.gpufarm-partial" / "wheels").mkdir(parents=True)
 
     def missing(*arguments):
         raise EnvironmentProblem("no wheel")
@@ -337,5 +360,5 @@ def test_a_former_bundle_is_replaced_and_a_failed_one_leaves_nothing(parts, tmp_
     monkeypatch.setattr(bundles, "needed_wheels", missing)
     with contextlib.suppress(EnvironmentProblem):
         bundles.bundle(python=PYTHON, out=str(out))
-    assert [path.name for path in tmp_path.iterdir()] == ["offline"]
+    assert [path.name for path in tmp_path.iterdir()] == ["offline"], "also of one that was killed before"
     assert (out / "part-1" / "manifest.json").read_text() == "{}"
