@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from conf.arguments import exit_code, keyed_values
-from conf.cli import EXIT_USAGE, load_config
+from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE, load_config
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.overrides import load_settings
 from farm.jobs import Queue
@@ -58,7 +58,7 @@ _KERNEL_STEPS = 3
 _LAYOUTS = "parallel=[{ddp: 2},{fsdp: 2},{fsdp: 2, fsdp_version: 1}]"
 _POWER_WINDOW_S = 10
 _CPU_WINDOW_S = 2
-_ON_CPU = ("limits.max_memory_mib=400", "limits.max_parameters=5000000")
+_ON_CPU = ("limits.max_memory_mib=600", "limits.max_parameters=20000000", "window.warmup_max_seconds=5")
 _EXPORTED = {"cuda": "measured", "cpu": "cpu", "simulated": "simulated"}
 
 
@@ -240,8 +240,8 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
                 raise UsageError("no family is left to measure")
             say(f"round of {total} trials of each of {', '.join(jobs)}: {queue.pending()} to run")
             cluster = next(iter(jobs.values()))[0][1].cluster
-            work(folder, queue, cluster, seconds=None if left_s == math.inf else left_s)
-            if queue.pending():
+            code = work(folder, queue, cluster, seconds=None if left_s == math.inf else left_s)
+            if queue.pending() or (code == EXIT_INTERRUPTED and total < settings.n):
                 done = False
                 break
     counts = _counts(folder)
@@ -285,11 +285,20 @@ def _counts(folder: DataFolder) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Measure; 130 where it was told to stop before all was done, but for the end of its minutes."""
+    stopped = False
+
+    def measure() -> None:
+        nonlocal stopped
+        settings = settings_of(argv)
+        stopped = not collect(settings) and settings.minutes is None
+
     try:
-        return exit_code(lambda: collect(settings_of(argv)))
+        code = exit_code(measure)
     except DeviceUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    return EXIT_INTERRUPTED if stopped and not code else code
 
 
 if __name__ == "__main__":

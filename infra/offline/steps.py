@@ -245,7 +245,7 @@ def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
     until_s = time.monotonic() + seconds
     commands = step.commands(call.place, max(1.0, seconds - _FINISH_S[0]))
     for command in commands:
-        outcome, reason = _run_program(call, command, until_s)
+        outcome, reason = _run_program(call, command, until_s, _finish_s(call) if step.uses_queue else _FINISH_S[0])
         if outcome != "done":
             return outcome, reason
     return ("time is up", None) if step.is_left(call.place) else ("done", None)
@@ -261,8 +261,11 @@ def _set_aside(work: Path) -> None:
                     queue.cancel(job.job_id, time.time())
 
 
-def _run_program(call: Call, command: list[str], until_s: float) -> tuple[str, str | None]:
-    """Run one program of a step until it ends or its time is up, and pack every half minute beside it."""
+def _run_program(call: Call, command: list[str], until_s: float, finish_s: float) -> tuple[str, str | None]:
+    """Run one program of a step until it ends or its time is up, and pack every half minute beside it.
+
+    It is told `finish_s` before that to finish what runs, and killed with all that it started if it has not then.
+    """
     log = call.work / "log.txt"
     environment = {
         **os.environ,
@@ -280,7 +283,7 @@ def _run_program(call: Call, command: list[str], until_s: float) -> tuple[str, s
                 now_s = time.monotonic()
                 if now_s >= until_s:
                     os.killpg(child.pid, signal.SIGKILL)
-                if not stop_sent and (call.signalled or call.is_full or now_s >= until_s - _finish_s(call)):
+                if not stop_sent and (call.signalled or call.is_full or now_s >= until_s - finish_s):
                     why = "stopped" if call.signalled else "full" if call.is_full else why
                     child.send_signal(signal.SIGINT)
                     until_s = min(until_s, now_s + _FINISH_S[1])
@@ -294,9 +297,9 @@ def _run_program(call: Call, command: list[str], until_s: float) -> tuple[str, s
             with contextlib.suppress(ProcessLookupError):  # what it started and left
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    if stop_sent:
-        return why, None
-    return ("done", None) if child.returncode == 0 else _failed(child.returncode, log)
+    if child.returncode == 0:
+        return "done", None
+    return (why, None) if stop_sent else _failed(child.returncode, log)
 
 
 def _begin_child(parent: int) -> None:

@@ -1,0 +1,258 @@
+"""Steps on a lent machine: what comes back survives a kill at any moment, continues, and refuses to be mixed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import warehouse
+from conf.errors import EnvironmentProblem, UsageError
+from farm.jobs import Job, Queue
+from infra.offline import results, steps
+from infra.offline.plan import STEPS
+from infra.offline.results import Series
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def query(data, sql):
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+@pytest.fixture
+def work(tmp_path):
+    """A work folder with a queue of three tasks, of which one has landed, and a line that is being written."""
+    path = tmp_path / "a'; echo foo" / "work"
+    Series.begun(path)
+    folder = DataFolder.resolve(path / "data").create()
+    job = Job(
+        job_id="J", family="mlp", space_json="{}", n=3, seed=0, policy="uniform", settings_json="{}",
+        device="{}", submitted_at=0.0,
+    )  # fmt: skip
+    with Queue.open(folder.queue) as queue:
+        queue.submit(job, [(index, "{}") for index in range(3)], now=0.0)
+        row = {"run_id": "J-000000", "job_id": "J", "task_index": 0, "attempt": 1, "family": "mlp", "config": "{}"}
+        samples = pa.table({"t_ms": [0.0, 100.0]})
+        RunWriter(folder).write({**row, "status": "ok", "source": "simulated"}, samples)
+        queue.mark_done("J", {0: "ok"})
+    (path / "data" / "bench-published.jsonl").write_text('{"k": 0}\n{"k":')
+    (path / "log.txt").write_text("a line\n")
+    return path
+
+
+@pytest.fixture
+def packed(work, tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    results.pack(work, folder)
+    return folder
+
+
+def refused(capsys, *argv):
+    """The line that a call ends with, which is the only one; its exit code is 2."""
+    assert steps.main(argv) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.count("\n") == 1, printed
+    return printed.err
+
+
+def test_an_emptied_machine_gets_back_rows_queue_and_whole_lines(packed, tmp_path):
+    work = tmp_path / "elsewhere" / "work"
+    results.unpack(results.newest(packed), work)
+    assert query(work / "data", "SELECT run_id, status FROM runs") == [("J-000000", "ok")]
+    assert query(work / "data", "SELECT count(*) FROM telemetry") == [(2,)]
+    with Queue.open(DataFolder.resolve(work / "data").queue) as queue:
+        assert queue.pending() == 2
+    assert (work / "data" / "bench-published.jsonl").read_text() == '{"k": 0}\n'
+    assert Series.of_work(work) == results.newest(packed).series
+
+
+def test_never_more_than_eight_files_within_the_limit_come_back(work, tmp_path, monkeypatch):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    monkeypatch.setattr(results, "SLICE_BYTES", 2**14)
+    most, sync = 0, os.fsync
+
+    def counting(descriptor):
+        nonlocal most
+        most = max(most, len(os.listdir(folder)))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", counting)
+    for size in (20_000, 30_000, 60_000, 10_000):
+        (work / "noise").write_bytes(os.urandom(size))
+        archive = results.pack(work, folder)
+        results.write_beside(folder, {"size": size}, work / "log.txt", 100)
+        assert sorted(os.listdir(folder)) == sorted(
+            [*(path.name for path in archive.slices), "log.txt", "summary.json"]
+        )
+        assert max(path.stat().st_size for path in archive.slices) <= 2**14
+    assert most <= 8
+    (work / "noise").write_bytes(os.urandom(200_000))
+    with pytest.raises(EnvironmentProblem, match="more than 6 files of"):
+        results.pack(work, folder)
+    assert results.newest(folder).slices == archive.slices, "the older results are kept"
+
+
+PACKING = """
+import os, sys
+from pathlib import Path
+from infra.offline import results
+work, folder = Path(sys.argv[1]), Path(sys.argv[2])
+for number in range(1000):
+    (work / "number").write_text(str(number))
+    (work / "noise").write_bytes(os.urandom(30_000))
+    results.pack(work, folder)
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "rounds", [1, pytest.param(4, marks=pytest.mark.wide), pytest.param(7, marks=pytest.mark.wide)]
+)
+def test_killed_while_it_packs_it_leaves_the_newest_whole_results(work, packed, tmp_path, rounds):
+    code = PACKING.replace(
+        "from infra.offline import results", "from infra.offline import results\nresults.SLICE_BYTES = 2**14"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(work), str(packed)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    numbers = [int(child.stdout.readline()) for _ in range(rounds)]
+    child.kill()
+    numbers += map(int, child.communicate()[0].split())
+    assert len(os.listdir(packed)) <= 8
+    results.unpack(results.newest(packed), tmp_path / "again")
+    assert int((tmp_path / "again" / "number").read_text()) >= numbers[-1]
+    results.pack(work, packed)
+    assert len(os.listdir(packed)) <= 3, "what a kill left is cleared away"
+
+
+@pytest.mark.parametrize("damage", ["torn", "missing"])
+def test_a_torn_or_missing_slice_is_one_line_and_nothing_is_done(work, tmp_path, monkeypatch, capsys, damage):
+    monkeypatch.setattr(results, "SLICE_BYTES", 2**12)
+    folder = tmp_path / "results"
+    folder.mkdir()
+    first, *_ = results.pack(work, folder).slices
+    if damage == "torn":
+        first.write_bytes(first.read_bytes()[:-1])
+        line = f"{first.name} is torn"
+    else:
+        first.unlink()
+        line = "slice 1 of "
+    new = tmp_path / "new"
+    error = refused(capsys, "collect", f"previous={folder}", f"results={new}", f"work={new}", "device=simulated")
+    assert line in error and not new.exists()
+
+
+def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_path, capsys):
+    other = tmp_path / "other"
+    Series.begun(other)
+    call = ("collect", "device=simulated", f"previous={packed}")
+    assert "another series" in refused(capsys, *call, f"work={other}", f"results={tmp_path / 'new'}")
+    assert "another series" in refused(capsys, "collect", "device=simulated", f"work={other}", f"results={packed}")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "thesis.tex").write_text("mine")
+    assert "holds thesis.tex" in refused(capsys, *call, f"work={work}", f"results={tmp_path / 'new'}")
+    assert "no work folder" in refused(capsys, *call, f"work={tmp_path / 'new'}", f"results={tmp_path / 'more'}")
+    results.pack(work, packed)
+    old = tmp_path / "old"
+    results.unpack(results.newest(packed), old)
+    results.pack(work, packed)
+    assert "is older than previous=" in refused(capsys, *call, f"work={old}", f"results={tmp_path / 'more'}")
+    assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([], "which step? give one or several of test,calibrate,"),
+        (["results=r"], "which step?"),
+        (["colect", "results=r"], "unknown step 'colect'; known: allocator, bench"),
+        (["test,colect", "results=r"], "unknown step 'colect'"),
+        (["collect"], "results=DIR is missing"),
+        (["collect", "results=r", "minuts=8"], "unknown argument 'minuts=8'; valid are KEY=VALUE of minutes, results"),
+        (["collect", "results=r", "minutes=-1"], "minutes must be a number > 0"),
+        (["collect", "results=r", "device=tpu"], "unknown device 'tpu'; known: cpu, cuda, simulated"),
+        (["collect", "results=r", "families=[cnm]"], "unknown family 'cnm'"),
+        (["collect", "results=r", "previous=nowhere", "device=simulated"], "nowhere is no folder"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_nothing_is_done(tmp_path, monkeypatch, capsys, argv, line):
+    monkeypatch.chdir(tmp_path)
+    assert line in refused(capsys, *argv)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_step_that_cannot_run_here_is_data_and_later_calls_know_of_it(tmp_path, capsys):
+    folder = tmp_path / "results"
+    call = ("calibrate,ranks", "minutes=1", f"results={folder}", "device=simulated", "families=[mlp]")
+    assert steps.main([call[0].replace(",ranks", ",allocator"), *call[1:], f"work={tmp_path / 'work'}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("call of ") and len(lines) <= 40
+    assert lines[-1] == f"still to do: {', '.join(name for name in STEPS if name not in ('calibrate', 'allocator'))}"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [(row["step"], row["outcome"]) for row in summary["calls"]] == [
+        ("calibrate", "not here"),
+        ("allocator", "not here"),
+    ]
+    assert (
+        steps.main(["bench", f"previous={folder}", f"results={folder}", "device=simulated", f"work={tmp_path / 'w'}"])
+        == 0
+    )
+    rows = [json.loads(line) for line in (tmp_path / "w" / "calls.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == ["calibrate", "allocator", "bench"]
+
+
+def test_a_call_without_its_gpu_is_one_line(tmp_path, capsys):
+    try:
+        steps._place(steps.settings_of(["collect", f"results={tmp_path / 'new'}"]))
+    except (EnvironmentProblem, UsageError):
+        assert "device=cuda" in refused(capsys, "collect", f"results={tmp_path / 'new'}", f"work={tmp_path / 'w'}")
+        assert not os.listdir(tmp_path)
+    else:
+        pytest.skip("there is a GPU")
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_collection_nothing_is_lost_or_run_twice(tmp_path):
+    def start(name, *more):
+        keys = (
+            f"results={tmp_path / 'results'}",
+            f"work={tmp_path / name}",
+            "device=simulated",
+            "families=[mlp,cnn]",
+            "n=6",
+        )
+        return subprocess.Popen(
+            [sys.executable, "-m", "infra.offline.steps", "collect", "minutes=4", *keys, *more],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def runs_in(work):
+        return query(work / "data", "SELECT run_id FROM runs") if (work / "data" / "format.json").exists() else []
+
+    first = start("first")
+    while first.poll() is None and len(runs_in(tmp_path / "first")) < 3:
+        pass
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    before = results.newest(tmp_path / "results")
+    second = start("second", f"previous={tmp_path / 'results'}")
+    output, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, output
+    assert results.newest(tmp_path / "results").series.name == before.series.name
+    last = tmp_path / "last"
+    results.unpack(results.newest(tmp_path / "results"), last)
+    rows = query(last / "data", "SELECT count(*), count(DISTINCT (job_id, task_index)) FROM attempts WHERE final")
+    assert rows == [(14, 14)]
+    calls = [json.loads(line) for line in (last / "calls.jsonl").read_text().splitlines()]
+    assert [row["outcome"] for row in calls] == ["killed", "done"]
