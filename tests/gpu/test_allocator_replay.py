@@ -3,10 +3,11 @@
 Each history is recorded in a fresh process, since it has to begin before the first allocation. Skipped without a GPU.
 """
 
+import json
 import os
-import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,17 +16,18 @@ from featurize.allocator_settings import AllocatorSettings
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
+ROOT = Path(__file__).parents[2]
 
 # Arguments: the file for the result, what to run (`train` or `storm`), a seed, the memory fraction.
 RECORDER = """
-import pickle, random, sys
+import json, random, sys
 import torch
+from workers.probes import recording
 
 path, what, seed, fraction = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-torch.cuda.init()
+recording.start()
 if fraction < 1:
     torch.cuda.set_per_process_memory_fraction(fraction)
-torch.cuda.memory._record_memory_history(max_entries=10_000_000, context=None)
 chance = random.Random(seed)
 
 
@@ -77,21 +79,8 @@ def storm():
 
 
 {"train": train, "storm": storm}[what]()
-torch.cuda.synchronize()
-snapshot = torch.cuda.memory._snapshot()
-stats = torch.cuda.memory_stats()
-with open(path, "wb") as file:
-    pickle.dump(
-        {
-            "trace": snapshot["device_traces"][0],
-            "segments": [segment for segment in snapshot["segments"] if segment["device"] == 0],
-            "total": torch.cuda.get_device_properties(0).total_memory,
-            "peak_reserved": stats["reserved_bytes.all.peak"],
-            "peak_allocated": stats["allocated_bytes.all.peak"],
-            "ooms": stats["num_ooms"],
-        },
-        file,
-    )
+with open(path, "w") as file:
+    json.dump(recording.recorded(), file)
 """
 
 
@@ -109,15 +98,18 @@ def record(path, workload, conf, seed=0, fraction=1.0):
     if conf:
         environment["PYTORCH_CUDA_ALLOC_CONF"] = conf  # every version from 2.4 on reads this name
     subprocess.run(
-        [sys.executable, "-c", RECORDER, str(path), workload, str(seed), str(fraction)], env=environment, check=True
+        [sys.executable, "-c", RECORDER, str(path), workload, str(seed), str(fraction)],
+        env=environment,
+        cwd=ROOT,
+        check=True,
     )
-    return pickle.loads(path.read_bytes())
+    return json.loads(path.read_text())
 
 
 def assert_explained(recorded, conf, fraction=1.0):
     limit = f"per_process_memory_fraction:{fraction}"
     settings = AllocatorSettings.parse(f"{conf},{limit}" if fraction < 1 else conf)
-    replay = replay_history(recorded["trace"], settings, total_bytes=recorded["total"])
+    replay = replay_history(recorded["trace"], settings, total_bytes=recorded["total_bytes"])
     assert replay.recorded, "the history holds no segment"
     assert replay.unmatched_frees == 0
     assert replay.first_difference() is None

@@ -1,0 +1,418 @@
+"""A recorded allocator history beside our trace of the same job, block by block: which of the two is off, and why.
+
+Start reading at `compare_blocks`; `workers.probes.histories` records the histories on a GPU, `read_history` reads one.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from conf.errors import UsageError, shown
+from conf.units import MIB
+from featurize.allocator_history import replay_history
+from featurize.allocator_settings import AllocatorSettings
+from featurize.device_spec import DeviceSpec, known_device, load_device
+from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
+from featurize.replay import replay
+from featurize.step_trace import StepTrace
+from featurize.trial import config_from_mapping
+
+if TYPE_CHECKING:
+    from featurize.cudnn.workspaces import ConvolutionWorkspace
+
+HISTORY_KEYS = (
+    "name", "config", "conf", "torch_version", "device_name", "total_bytes", "trace", "marks", "segments",
+    "peak_reserved", "peak_allocated", "ooms",
+)  # fmt: skip
+ALLOCATOR, REQUESTS, WORKSPACES, ORDER, NONE = "allocator", "requests", "workspaces", "order", "none"
+CAUSES = (ALLOCATOR, REQUESTS, WORKSPACES, ORDER)
+_CLOSE_BYTES, _CLOSE_SHARE = 2 * MIB, 0.01  # a small segment, and what a step reserves otherwise
+_MOST_BYTES = 256 * MIB  # of a history, unpacked
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksApart:
+    """Blocks of one size that only one side has.
+
+    Args:
+        nbytes: Of each block, rounded as the allocator rounds.
+        count: How many more this side has than the other.
+        where: Traced: kind, operator and module; recorded: phase and module, empty where the release cannot say.
+        is_brief: Each is given back before the next request, as a kernel's workspace is.
+    """
+
+    nbytes: int
+    count: int
+    where: str
+    is_brief: bool
+
+    @property
+    def total_bytes(self) -> int:
+        return self.nbytes * self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMatch:
+    """Blocks of both sides, matched by their rounded sizes; those of one side only, the most bytes first."""
+
+    matched_count: int
+    matched_bytes: int
+    only_measured: tuple[BlocksApart, ...]
+    only_traced: tuple[BlocksApart, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCurve:
+    """Bytes after each request and release of the last step, in order. The two sides have different numbers of them."""
+
+    allocated_bytes: tuple[int, ...]
+    reserved_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockComparison:
+    """What `compare_blocks` finds. Bytes; allocated ones are sums of rounded blocks.
+
+    Args:
+        name: Of the history.
+        measured_allocated_bytes: Most bytes that were allocated, from the recorded requests.
+        measured_reserved_bytes: Most bytes that PyTorch reserved.
+        replayed_reserved_bytes: Most bytes that our allocator reserves for the recorded requests.
+        traced_allocated_bytes: Most bytes that our trace allocates.
+        traced_reserved_bytes: Most bytes that our allocator reserves for our trace.
+        allocator_difference: The first segment that our allocator takes or gives back otherwise for the recorded
+            requests, in words; None where there is none.
+        at_peak: Blocks alive at the moments of the most allocated bytes.
+        in_step: Blocks requested in the last step.
+        first_reordered: Number of the last step's request, among those of sizes of which both sides request equally
+            many, that comes in another order; None where the order is the same.
+        measured_curve: Of the last recorded step; reserved as recorded.
+        traced_curve: Of the last traced step.
+        gap_bytes: Cause, one of `CAUSES`, -> bytes by which the measured reserved peak exceeds ours through it;
+            below 0, ours is larger. They sum to the difference of the two peaks; `order` is what remains, which
+            segments' sizes are a part of.
+        verdict: The cause that decides, or `none`: the two peaks are equal but for 2 MiB or 1 %.
+        sentence: The verdict in words.
+    """
+
+    name: str
+    measured_allocated_bytes: int
+    measured_reserved_bytes: int
+    replayed_reserved_bytes: int
+    traced_allocated_bytes: int
+    traced_reserved_bytes: int
+    allocator_difference: str | None
+    at_peak: BlockMatch
+    in_step: BlockMatch
+    first_reordered: int | None
+    measured_curve: StepCurve
+    traced_curve: StepCurve
+    gap_bytes: Mapping[str, int]
+    verdict: str
+    sentence: str
+
+
+class _Held(NamedTuple):
+    """A block: its rounded size, and the numbers of the events that took it and gave it back (None: nothing did)."""
+
+    nbytes: int
+    begin: int
+    end: int | None
+    where: str
+    is_brief: bool
+    is_workspace: bool
+
+
+class _Side(NamedTuple):
+    """One side's blocks, the moments after its events as (event, allocated, reserved), and its last step's events."""
+
+    blocks: list[_Held]
+    moments: list[tuple[int, int, int]]
+    step: range
+
+
+def read_history(path: Path) -> dict[str, Any]:
+    """Return the history in a `NAME.json.xz` file. Raises `UsageError` where it holds none; the message names what is
+    wrong."""
+    try:
+        text = lzma.LZMADecompressor(memlimit=_MOST_BYTES).decompress(path.read_bytes(), max_length=_MOST_BYTES)
+        history = json.loads(text)
+    except (OSError, lzma.LZMAError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is no recorded history: {error}") from error
+    missing = [key for key in HISTORY_KEYS if key not in history] if isinstance(history, dict) else HISTORY_KEYS
+    if missing:
+        raise UsageError(f"{path} is no recorded history: missing {', '.join(missing)}")
+    return dict(history)
+
+
+def compare_blocks(
+    history: Mapping[str, Any],
+    device: DeviceSpec | None = None,
+    *,
+    workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None = None,
+) -> BlockComparison:
+    """Compare a recorded history with our trace of the same config.
+
+    Args:
+        history: With `HISTORY_KEYS`. `marks` are indices into `trace`: where each step begins, and the end of the last.
+        device: Description of the GPU; None: the one that has the history's `device_name`.
+        workspaces: What convolutions take (`featurize.cudnn.workspaces`); None: the guesses that estimates use.
+
+    Raises:
+        UsageError: No description has the GPU's name, or the history is inconsistent.
+        TraceError: The config cannot be traced.
+    """
+    from featurize.trace import trace_config
+
+    spec = device or _described(str(history["device_name"]))
+    config = config_from_mapping(history["config"])
+    settings = AllocatorSettings.parse(history["conf"])
+    round_up = settings.size_rounding()
+    recorded = replay_history(history["trace"], settings, total_bytes=history["total_bytes"])
+    measured = _measured_side(history["trace"], _last_step(history), round_up)
+    trace = trace_config(config, device=spec)
+    profile = replay(
+        trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings, timeline=True, workspaces=workspaces
+    )
+    reserved = [moment.reserved for moment in profile.timeline]
+    traced = _traced_side(trace, reserved, lambda call: _taken(call, spec, workspaces), round_up)
+
+    measured_peak, traced_peak = _peak(measured), _peak(traced)
+    alive = _alive(measured, measured_peak[0]), _alive(traced, traced_peak[0])
+    requested = _requested(measured), _requested(traced)
+    replayed = recorded.allocator.peak_reserved_bytes
+    of_workspaces = _workspace_gap(*alive)
+    gap = {
+        ALLOCATOR: int(history["peak_reserved"]) - replayed,
+        WORKSPACES: of_workspaces,
+        REQUESTS: measured_peak[1] - traced_peak[1] - of_workspaces,
+        ORDER: (replayed - profile.peak_reserved) - (measured_peak[1] - traced_peak[1]),
+    }
+    difference = recorded.first_difference()
+    if recorded.unmatched_frees:
+        difference = f"{recorded.unmatched_frees} blocks were freed whose request was not recorded"
+    verdict, apart_bytes = _verdict(gap, difference, int(history["peak_reserved"]), (alive, requested))
+    return BlockComparison(
+        name=str(history["name"]),
+        measured_allocated_bytes=measured_peak[1],
+        measured_reserved_bytes=int(history["peak_reserved"]),
+        replayed_reserved_bytes=replayed,
+        traced_allocated_bytes=traced_peak[1],
+        traced_reserved_bytes=profile.peak_reserved,
+        allocator_difference=difference,
+        at_peak=_match(*alive),
+        in_step=_match(*requested),
+        first_reordered=_first_reordered(*requested),
+        measured_curve=_curve(measured),
+        traced_curve=_curve(traced),
+        gap_bytes={cause: gap[cause] for cause in CAUSES},
+        verdict=verdict,
+        sentence=_sentence(verdict, apart_bytes, gap, difference),
+    )
+
+
+def _described(name: str) -> DeviceSpec:
+    known = known_device(name)
+    if known is None:
+        raise UsageError(f"no description has the GPU {shown(name)}; pass the device")
+    return load_device(known)
+
+
+def _last_step(history: Mapping[str, Any]) -> range:
+    marks, entries = list(history["marks"]), len(history["trace"])
+    if len(marks) < 2 or marks != sorted(marks) or not 0 <= marks[0] <= marks[-1] <= entries:
+        raise UsageError(f"history {shown(history['name'])}: marks must rise from 0 to {entries}, got {shown(marks)}")
+    return range(marks[-2], marks[-1])
+
+
+def _measured_side(entries: Sequence[Mapping[str, Any]], step: range, round_up: Callable[[int], int]) -> _Side:
+    blocks: list[_Held] = []
+    live: dict[int, int] = {}  # address -> its block
+    moments = []
+    allocated = reserved = 0
+    for index, entry in enumerate(entries):
+        action, size, address = entry["action"], int(entry.get("size", 0)), int(entry.get("addr", 0))
+        if action == "alloc":
+            live[address] = len(blocks)
+            blocks.append(_Held(round_up(size), index, None, str(entry.get("where", "")), False, False))
+            allocated += blocks[-1].nbytes
+        elif action == "free_completed" and address in live:
+            number = live.pop(address)
+            held = blocks[number]
+            is_brief = number == len(blocks) - 1  # nothing was requested since
+            blocks[number] = held._replace(end=index, is_brief=is_brief, is_workspace=is_brief)
+            allocated -= held.nbytes
+        elif action in ("segment_alloc", "segment_map"):
+            reserved += size
+        elif action in ("segment_free", "segment_unmap"):
+            reserved -= size
+        else:
+            continue
+        moments.append((index, allocated, reserved))
+    return _Side(blocks, moments, step)
+
+
+def _traced_side(
+    trace: StepTrace,
+    reserved: Sequence[int],
+    taken: Callable[[LibraryCall], int],
+    round_up: Callable[[int], int],
+) -> _Side:
+    """Return the trace's blocks. A convolution's workspace lives for its own event, cuBLAS's to the end."""
+    blocks: list[_Held] = []
+    live: dict[int, int] = {}
+    moments = []
+    allocated = 0
+    last = trace.events[-1].step if trace.events else 0
+    for index, event in enumerate(trace.events):
+        made = trace.blocks[event.block]
+        where = " ".join(filter(None, (made.kind, made.operator, made.module)))
+        brief = 0
+        if event.nbytes > 0:
+            live[event.block] = len(blocks)
+            blocks.append(_Held(round_up(event.nbytes), index, None, where, False, False))
+            allocated += blocks[-1].nbytes
+        elif event.nbytes < 0:
+            number = live.pop(event.block)
+            held = blocks[number]
+            blocks[number] = held._replace(end=index, is_brief=number == len(blocks) - 1)
+            allocated -= held.nbytes
+        elif made.call is not None and (nbytes := taken(made.call)):
+            is_kept = made.call.kind == CUBLAS
+            end = None if is_kept else index + 1
+            where = f"workspace {made.call.kind} {made.module}".rstrip()
+            blocks.append(_Held(round_up(nbytes), index, end, where, not is_kept, True))
+            if is_kept:
+                allocated += blocks[-1].nbytes
+            else:
+                brief = blocks[-1].nbytes
+        moments.append((index, allocated + brief, reserved[index]))
+    first = next((i for i, event in enumerate(trace.events) if event.step == last), 0)
+    return _Side(blocks, moments, range(first, len(trace.events)))
+
+
+def _taken(call: LibraryCall, spec: DeviceSpec, workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None) -> int:
+    answer = (workspaces or {}).get(call)
+    return workspace_bytes(call, spec) if answer is None else answer.sizes[0]
+
+
+def _peak(side: _Side) -> tuple[int, int]:
+    """Return the event after which the most bytes are allocated, the first of several, and these bytes."""
+    index, allocated, _ = max(side.moments, key=lambda moment: moment[1], default=(0, 0, 0))
+    return index, allocated
+
+
+def _alive(side: _Side, index: int) -> list[_Held]:
+    return [held for held in side.blocks if held.begin <= index and (held.end is None or held.end > index)]
+
+
+def _requested(side: _Side) -> list[_Held]:
+    """Return the blocks that the last step requests. The trace copies its batch once, a trial in every step."""
+    return [
+        held
+        for held in side.blocks
+        if held.begin in side.step or (held.where == "batch" and held.begin < side.step.start and held.end is None)
+    ]
+
+
+def _workspace_gap(measured: Iterable[_Held], traced: Iterable[_Held]) -> int:
+    """Return how many more bytes of workspaces are alive on the measured side, of blocks that have no equal."""
+    only_measured, only_traced = _apart(measured, traced), _apart(traced, measured)
+    return sum(h.nbytes for h in only_measured if h.is_workspace) - sum(h.nbytes for h in only_traced if h.is_workspace)
+
+
+def _apart(side: Iterable[_Held], other: Iterable[_Held]) -> list[_Held]:
+    """Return the blocks without an equally large one of the other side; of one size, what may be a workspace first."""
+    missing = Counter(held.nbytes for held in other)
+    apart = []
+    for held in sorted(side, key=lambda held: held.is_workspace):
+        if missing[held.nbytes] > 0:
+            missing[held.nbytes] -= 1
+        else:
+            apart.append(held)
+    return apart
+
+
+def _match(measured: Sequence[_Held], traced: Sequence[_Held]) -> BlockMatch:
+    only_measured, only_traced = _apart(measured, traced), _apart(traced, measured)
+    return BlockMatch(
+        matched_count=len(measured) - len(only_measured),
+        matched_bytes=sum(held.nbytes for held in measured) - sum(held.nbytes for held in only_measured),
+        only_measured=_by_size(only_measured),
+        only_traced=_by_size(only_traced),
+    )
+
+
+def _by_size(apart: Iterable[_Held]) -> tuple[BlocksApart, ...]:
+    groups: dict[tuple[int, str, bool], int] = defaultdict(int)
+    for held in apart:
+        groups[held.nbytes, held.where, held.is_brief] += 1
+    blocks = [
+        BlocksApart(nbytes=nbytes, count=count, where=where, is_brief=is_brief)
+        for (nbytes, where, is_brief), count in groups.items()
+    ]
+    return tuple(sorted(blocks, key=lambda block: -block.total_bytes))
+
+
+def _first_reordered(measured: Sequence[_Held], traced: Sequence[_Held]) -> int | None:
+    counts = Counter(h.nbytes for h in measured), Counter(h.nbytes for h in traced)
+    equal = {size for size, count in counts[0].items() if counts[1][size] == count}
+    ours = [h.nbytes for h in sorted(traced, key=lambda h: h.begin) if h.nbytes in equal]
+    theirs = [h.nbytes for h in measured if h.nbytes in equal]
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+
+
+def _curve(side: _Side) -> StepCurve:
+    moments = [moment for moment in side.moments if moment[0] in side.step]
+    return StepCurve(
+        allocated_bytes=tuple(allocated for _, allocated, _ in moments),
+        reserved_bytes=tuple(reserved for _, _, reserved in moments),
+    )
+
+
+def _verdict(
+    gap: Mapping[str, int],
+    difference: str | None,
+    measured_reserved: int,
+    sides: Sequence[tuple[Sequence[_Held], Sequence[_Held]]],
+) -> tuple[str, int]:
+    """Return the cause that decides, and the bytes of blocks that only one side has through it.
+
+    `sides` are the blocks alive at the peak, then those of the step: differences in what is requested come before those
+    in the order, since what is requested decides how it can be placed.
+    """
+    if difference is not None or gap[ALLOCATOR]:
+        return ALLOCATOR, 0
+    close = max(_CLOSE_BYTES, _CLOSE_SHARE * measured_reserved)
+    if abs(sum(gap.values())) <= close:
+        return NONE, 0
+    for measured, traced in sides:
+        apart = [*_apart(measured, traced), *_apart(traced, measured)]
+        nbytes = {WORKSPACES: sum(h.nbytes for h in apart if h.is_workspace)}
+        nbytes[REQUESTS] = sum(h.nbytes for h in apart) - nbytes[WORKSPACES]
+        cause = max(nbytes, key=lambda name: nbytes[name])
+        if nbytes[cause] > close:
+            return cause, nbytes[cause]
+    return ORDER, 0
+
+
+def _sentence(verdict: str, apart_bytes: int, gap: Mapping[str, int], difference: str | None) -> str:
+    if verdict == ALLOCATOR:
+        return f"Our allocator places the recorded requests otherwise: {difference or 'its peak differs'}."
+    total = sum(gap.values())
+    if verdict == NONE:
+        return f"Trace and recording reserve the same, but for {abs(total) / MIB:,.1f} MiB."
+    apart = f"that only one side has take {apart_bytes / MIB:,.1f} MiB"
+    explained = {
+        WORKSPACES: f"workspaces {apart}",
+        REQUESTS: f"blocks {apart}",
+        ORDER: "both request the same blocks, in another order",
+    }[verdict]
+    less = "less" if total > 0 else "more"
+    return f"The trace reserves {abs(total) / MIB:,.1f} MiB {less} than was recorded; {explained}."

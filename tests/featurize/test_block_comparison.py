@@ -1,0 +1,107 @@
+"""Recorded histories beside our trace: each planted difference gets its verdict, and names the blocks."""
+
+import itertools
+import json
+import lzma
+
+import pytest
+from planted_histories import CNN, planted_history
+
+from conf.errors import UsageError
+from featurize.block_comparison import compare_blocks, read_history
+
+MIB = 2**20
+
+
+def test_a_history_that_is_as_traced_has_no_difference():
+    same = compare_blocks(planted_history())
+    assert same.verdict == "none" and same.allocator_difference is None and same.first_reordered is None
+    assert same.gap_bytes == {"allocator": 0, "requests": 0, "workspaces": 0, "order": 0}
+    assert not same.at_peak.only_measured and not same.at_peak.only_traced
+    assert same.measured_reserved_bytes == same.replayed_reserved_bytes == same.traced_reserved_bytes
+    assert max(same.measured_curve.allocated_bytes) == max(same.traced_curve.allocated_bytes)
+    assert set(same.measured_curve.reserved_bytes) == set(same.traced_curve.reserved_bytes)
+
+
+def test_larger_workspaces_are_found_and_named():
+    larger = compare_blocks(planted_history(scale_workspace=3))
+    assert larger.verdict == "workspaces"
+    (measured,), (traced,) = larger.at_peak.only_measured, larger.at_peak.only_traced
+    assert measured.is_brief and measured.nbytes == 3 * traced.nbytes
+    assert traced.where.startswith("workspace conv_backward_weight")
+    assert larger.gap_bytes["workspaces"] == 2 * traced.nbytes
+    assert "workspaces that only one side has" in larger.sentence
+
+
+def test_another_setting_of_the_allocator_is_the_allocators_difference():
+    other = compare_blocks(planted_history(conf="expandable_segments:True", recorded_conf=""))
+    assert other.verdict == "allocator"
+    assert "segment_map" in other.allocator_difference
+
+
+def test_blocks_that_the_trace_does_not_have_are_requests():
+    def hold_more(requests):
+        at = requests.index(("mark", 0, 0))
+        requests[at:at] = [("alloc", 10_001, 50 * MIB), ("alloc", 10_002, 50 * MIB)]
+
+    more = compare_blocks(planted_history(change=hold_more))
+    assert more.verdict == "requests"
+    assert [(block.nbytes, block.count) for block in more.at_peak.only_measured] == [(50 * MIB, 2)]
+    assert more.gap_bytes["requests"] == 100 * MIB
+    assert not more.in_step.only_measured  # they were requested before it
+
+
+def test_the_same_requests_in_another_order_are_named_by_their_place():
+    def swap(requests):
+        last = len(requests) - 1 - requests[::-1].index(("mark", 0, 0), 1)
+        allocs = [i for i in range(last, len(requests)) if requests[i][0] == "alloc"]
+        pair = next((a, b) for a, b in itertools.pairwise(allocs) if b == a + 1 and requests[a][2] != requests[b][2])
+        requests[pair[0]], requests[pair[1]] = requests[pair[1]], requests[pair[0]]
+
+    assert compare_blocks(planted_history(change=swap)).first_reordered is not None
+
+
+def test_a_freed_block_without_its_request_proves_nothing():
+    history = planted_history()
+    first = next(i for i, entry in enumerate(history["trace"]) if entry["action"] == "alloc" and entry["size"] > MIB)
+    address = history["trace"][first]["addr"]
+    freed = {"action": "free_completed", "size": 512, "addr": address + 1, "stream": 0}
+    history["trace"].append(freed)
+    assert "1 blocks were freed whose request was not recorded" in compare_blocks(history).sentence
+
+
+@pytest.mark.parametrize("marks", [[], [5], [9, 3], [0, 10**9]])
+def test_marks_that_are_no_steps_are_refused(marks):
+    with pytest.raises(UsageError, match="marks must rise"):
+        compare_blocks({**planted_history(), "marks": marks})
+
+
+def test_a_gpu_without_a_description_is_asked_for():
+    with pytest.raises(UsageError, match="no description has the GPU"):
+        compare_blocks({**planted_history(), "device_name": "NVIDIA Nothing 9000"})
+
+
+def test_a_history_comes_back_from_its_file(tmp_path):
+    history = planted_history(CNN)
+    path = tmp_path / "cnn.json.xz"
+    path.write_bytes(lzma.compress(json.dumps(history).encode()))
+    assert read_history(path) == history
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"no xz", "is no recorded history"),
+        (lzma.compress(b"[1]"), "missing name, config"),
+        (lzma.compress(b'{"name": "cnn"}'), "missing config"),
+        (lzma.compress(b'{"name": '), "is no recorded history"),
+        (lzma.compress(b"x" * 10_000)[:60], "is no recorded history"),
+        (None, "is no recorded history"),
+    ],
+)
+def test_a_file_that_holds_no_history_is_named(tmp_path, content, problem):
+    path = tmp_path / "torn.json.xz"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=problem):
+        read_history(path)

@@ -1,0 +1,350 @@
+"""The probes without a GPU: children that fail, files that go on, numbers for calibration, answers from figures."""
+
+import json
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+import probed
+import pytest
+from standing_in_gpu import standing_in
+
+from conf.errors import UsageError
+from featurize.block_comparison import compare_blocks
+from featurize.device_spec import load_device
+from featurize.trial import config_from_mapping
+from learn.calibration import calibrate, measured_in_csv
+from workers.devices import Slot
+from workers.probes import children, contexts, histories, questions, workspaces
+from workers.probes.children import Measurement, keep_rows, measure_all
+
+PROBES = (contexts, workspaces, histories, questions)
+HERE = str(Path(__file__).parent)
+
+
+def forever():
+    return 1000.0
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Let the probes start their children as if there were a GPU."""
+    slot = Slot(index=0, device_name="NVIDIA H100 80GB HBM3", device_uuid="GPU-1", device_memory_mib=81000.0)
+    monkeypatch.setattr(children, "gpu_of", lambda device: (slot, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, None))
+
+
+def child(name, function, **arguments):
+    return Measurement(name=name, function=f"probed:{function}", arguments=arguments, environment={"PYTHONPATH": HERE})
+
+
+def measured(path, *measurements, seconds_left=forever):
+    return measure_all(measurements, "cuda", seconds_left, *keep_rows(path, ("stage", "card_mib")))
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_cpu_gives_reasons_and_no_figures(probe, tmp_path):
+    result = probe.measure(tmp_path, "cpu", forever)
+    assert not result.measured and not result.kept and not result.left
+    assert set(result.failed.values()) == {"device=cpu stands in for a GPU; this needs one"}
+    assert not list(tmp_path.rglob("*.xz")) and not list(tmp_path.glob("*.csv"))
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_an_unknown_device_is_refused_before_anything_is_written(probe, tmp_path):
+    with pytest.raises(UsageError, match="known: cpu, cuda"):
+        probe.measure(tmp_path, "tpu", forever)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_stand_under_the_names_of_their_measurements(on_a_gpu, tmp_path):
+    path = tmp_path / "context.json"
+    assert measured(path, child("first", "two_rows")).measured == ("first",)
+    rows = json.loads(path.read_text())
+    assert [(row["name"], row["stage"], row["card_mib"], row["reason"]) for row in rows] == [
+        ("first", "context", 1.0, None),
+        ("first", "training", 2.0, None),
+    ]
+
+
+def test_what_is_there_is_not_measured_again(on_a_gpu, tmp_path):
+    path = tmp_path / "context.json"
+    measured(path, child("first", "two_rows"))
+    before = path.read_text()
+    again = measured(path, child("first", "raises"))
+    assert again.kept == ("first",) and not again.measured
+    assert path.read_text() == before
+
+
+def test_a_failed_measurement_is_a_row_with_its_reason_and_the_next_one_runs(on_a_gpu, tmp_path):
+    path = tmp_path / "context.json"
+    result = measured(path, child("broken", "raises"), child("whole", "two_rows"))
+    assert result.measured == ("broken", "whole")
+    assert "no kernel image is available" in result.failed["broken"]
+    assert len(json.loads(path.read_text())) == 3
+    assert measured(path, child("broken", "two_rows")).measured == ("broken",)  # it is tried again
+    assert all(row["reason"] is None for row in json.loads(path.read_text()))
+
+
+def test_a_killed_child_keeps_the_rows_that_it_gave(on_a_gpu, tmp_path):
+    path = tmp_path / "context.json"
+    result = measured(path, child("killed", "is_killed", after=2))
+    assert "ended with code -9" in result.failed["killed"]
+    assert [row["stage"] for row in json.loads(path.read_text())] == ["row 0", "row 1", None]
+    measured(path, child("killed", "is_killed", after=1))  # which gives less, and takes nothing away
+    assert [row["stage"] for row in json.loads(path.read_text())] == ["row 0", "row 1", None]
+
+
+def test_a_child_that_hangs_ends_at_the_limit(on_a_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(children, "_MOST_S", 1.0)
+    path = tmp_path / "context.json"
+    result = measured(path, child("hanging", "hangs"))
+    assert result.failed["hanging"] == "it took more than 1 s"
+    assert json.loads(path.read_text())[0]["stage"] == "begun"
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from workers.devices import Slot
+from workers.probes import children
+from workers.probes.children import Measurement, keep_rows, measure_all
+
+slot = Slot(index=0, device_name="", device_uuid="GPU-1", device_memory_mib=None)
+children.gpu_of = lambda device: (slot, {}, None)
+for function in ("two_rows", "hangs"):
+    one = Measurement(name=function, function=f"probed:{function}", environment={"PYTHONPATH": sys.argv[2]})
+    measure_all([one], "cuda", lambda: 1000.0, *keep_rows(Path(sys.argv[1]), ("stage", "card_mib")))
+    print(function, flush=True)
+"""
+
+
+def test_a_killed_call_leaves_whole_files_and_the_next_one_goes_on(on_a_gpu, tmp_path):
+    path = tmp_path / "context.json"
+    command = [sys.executable, "-c", KILLED, str(path), HERE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(HERE).parents[1]) as call:
+        assert call.stdout.readline() == "two_rows\n"
+        call.kill()
+    assert [row["stage"] for row in json.loads(path.read_text())] == ["context", "training"]
+    after = measured(path, child("two_rows", "raises"), child("hangs", "two_rows"))
+    assert after.kept == ("two_rows",) and after.measured == ("hangs",) and not after.failed
+
+
+def test_without_time_nothing_begins(on_a_gpu, tmp_path):
+    path = tmp_path / "context.json"
+    result = measured(path, child("first", "two_rows"), seconds_left=lambda: 3.0)
+    assert result.left == ("first",) and not path.exists()
+
+
+def test_a_child_has_its_variables_and_no_others_settings_of_the_allocator(on_a_gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    eager = Measurement(
+        name="eager", function="probed:environment", environment={"PYTHONPATH": HERE, "CUDA_MODULE_LOADING": "EAGER"}
+    )
+    rows, reason = children.run_child(
+        eager, Slot(index=0, device_name="", device_uuid="GPU-1", device_memory_mib=None), {}, 20
+    )
+    assert reason is None
+    assert rows == [{"stage": "GPU-1", "CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": None}]
+
+
+@pytest.mark.parametrize("probe", [contexts, workspaces, questions])
+def test_a_torn_file_is_named_and_stays(probe, tmp_path):
+    name = {contexts: "context.json", workspaces: "workspaces.json", questions: "questions.json"}[probe]
+    (tmp_path / name).write_text('[{"name": "idle"')
+    with pytest.raises(UsageError, match="delete it to measure again"):
+        probe.measure(tmp_path, "cpu", forever)
+    assert (tmp_path / name).read_text() == '[{"name": "idle"'
+
+
+# ---- contexts
+
+
+def context_row(name, stage, loading, *, process_mib, card_mib=None, reserved_mib=0.0, cudnn=False):
+    return {
+        "name": name, "stage": stage, "module_loading": loading, "process_mib": process_mib, "card_before_mib": 300.0,
+        "card_mib": card_mib, "reserved_mib": reserved_mib, "allocated_mib": 0.0, "cudnn": cudnn, "reason": None,
+        "is_cut": False,
+    }  # fmt: skip
+
+
+def test_the_numbers_calibrate_a_machine(tmp_path):
+    rows = [
+        context_row("idle", "idle", None, process_mib=None, card_mib=300.0),
+        context_row("context lazy", "context", "lazy", process_mib=502.0, card_mib=802.0, reserved_mib=2.0),
+        context_row("training lazy", "training", "lazy", process_mib=640.0, card_mib=940.0, reserved_mib=100.0),
+        # in a container, where NVML does not list the process
+        context_row("cnn lazy", "training", "lazy", process_mib=None, card_mib=1010.0, reserved_mib=100.0, cudnn=True),
+    ]
+    (tmp_path / "context.json").write_text(json.dumps(rows))
+    contexts.measure(tmp_path, "cpu", forever)
+    device = load_device("H100-SXM5-80GB")
+    profile = calibrate(measured_in_csv(tmp_path / "numbers.csv", device), device).profile
+    assert profile.other_mib == pytest.approx(300, abs=1)
+    assert profile.context_mib == pytest.approx(500, abs=1)
+    assert profile.kernels_mib == pytest.approx(40, abs=1)
+    assert profile.cudnn_mib == pytest.approx(70, abs=1)
+    assert not (tmp_path / "numbers_eager.csv").exists()
+
+
+# ---- workspaces
+
+
+def test_a_calls_results_are_told_from_its_workspaces():
+    entries = [
+        {"action": "alloc", "size": 1000, "addr": 1},  # the result
+        {"action": "alloc", "size": 300, "addr": 2},
+        {"action": "alloc", "size": 500, "addr": 3},
+        {"action": "free_completed", "size": 512, "addr": 3},
+        {"action": "free_completed", "size": 512, "addr": 2},
+        {"action": "alloc", "size": 400, "addr": 2},
+        {"action": "free_completed", "size": 512, "addr": 2},
+        {"action": "alloc", "size": 7, "addr": 4},  # kept: cuBLAS's
+        {"action": "free_completed", "size": 512, "addr": 99},  # of an earlier call
+    ]
+    beside = workspaces.requests_beside(entries, [1000])
+    assert beside["measured_bytes"] == 800 and beside["kept_bytes"] == 7
+    assert beside["requests"] == [[1000, True], [300, False], [500, False], [400, False], [7, True]]
+
+
+def test_each_case_of_a_layer_is_measured_in_both_phases(monkeypatch):
+    case = ({"in_channels": 8, "out_channels": 8, "kernel_size": 3, "padding": 1}, (2, 8, 16, 16))
+    monkeypatch.setattr(workspaces, "CASES", {"conv2d": [case]})
+    with standing_in():
+        rows = list(workspaces.layers("GPU-1", "conv2d", False))
+    assert [(row["dtype"], row["phase"]) for row in rows] == [
+        (precision, phase) for precision in workspaces.PRECISIONS for phase in ("forward", "backward")
+    ]
+    assert all(row["measured_bytes"] == 0 < row["assumed_bytes"] for row in rows)  # the CPU takes none
+
+
+@pytest.mark.parametrize("layer", workspaces.CASES)
+def test_the_trace_knows_every_probed_layer(layer):
+    spec = load_device("H100-SXM5-80GB")
+    arguments, shape = workspaces.CASES[layer][0]
+    assumed = workspaces.assumed_bytes(layer, arguments, shape, "fp16-true", spec)
+    assert assumed["backward"]["assumed_bytes"] > 0 or assumed["backward"]["assumed_kept_bytes"] > 0
+
+
+# ---- histories
+
+
+SMALL = {
+    "family": "cnn", "image_size": 32, "channels": 3, "classes": 10, "base_filters": 16, "depth": 3, "batch_size": 4,
+    "batch_norm": True,
+}  # fmt: skip
+
+
+def test_a_recorded_job_is_compared_with_its_trace():
+    """On the CPU: no library's workspaces, and an optimizer that goes parameter by parameter; all else as traced."""
+    with standing_in():
+        two, three = histories.record("GPU-1", SMALL, "")
+    assert len(two["marks"]) == 3 and len(three["marks"]) == 4
+    assert two["trace"] == three["trace"][: len(two["trace"])]
+    assert {entry["where"].split()[0] for entry in three["trace"] if "where" in entry} >= {
+        "setup",
+        "forward",
+        "backward",
+    }
+    compared = compare_blocks({"name": "cnn", **json.loads(json.dumps(three))})
+    assert compared.allocator_difference is None and compared.first_reordered is None
+    unlike = {one.where.split()[0] for one in compared.in_step.only_traced if one.nbytes > 4096}
+    assert unlike <= {"workspace", "batch"}
+    assert {one.where for one in compared.in_step.only_measured} <= {"optimizer"}
+
+
+def test_a_history_is_kept_and_its_job_is_not_recorded_again(on_a_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(histories, "JOBS", {"small": (SMALL, ""), "other": (SMALL, "")})
+    rows = [{"marks": [0, 1]}, {"marks": [0, 1, 2]}]
+    answers = iter([(rows, None), ([], "out of memory"), (rows, "it took more than 60 s")])
+    monkeypatch.setattr(children, "run_child", lambda *arguments: next(answers))
+    assert histories.measure(tmp_path, "cuda", forever).failed == {"other": "out of memory"}
+    kept = tmp_path / "histories" / "small.json.xz"
+    assert json.loads(lzma.decompress(kept.read_bytes())) == {"name": "small", "marks": [0, 1, 2]}
+    again = histories.measure(tmp_path, "cuda", forever)
+    assert again.kept == ("small",) and again.measured == ("other",) and not again.failed
+
+
+def test_there_are_twelve_jobs_of_which_each_is_a_valid_trial():
+    assert len(histories.JOBS) == 12
+    families = {config_from_mapping(config).family for config, _ in histories.JOBS.values()}
+    assert len(families) >= 10
+    assert sum(bool(conf) for _, conf in histories.JOBS.values()) >= 3
+
+
+# ---- questions
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [(probed.fails_to_hold, "CUDA out of memory"), (probed.dies_holding, "the process ended")],
+)
+def test_a_process_that_cannot_hold_its_memory_is_the_reason(function, problem, monkeypatch):
+    monkeypatch.setattr(questions, "hold", function)
+    with pytest.raises(RuntimeError, match=problem), questions._holding("GPU-1", [1]):
+        pass
+
+
+def test_processes_hold_their_memory_together_and_have_ended_afterwards(monkeypatch):
+    monkeypatch.setattr(questions, "hold", probed.holds)
+    with questions._holding("GPU-1", [1, 2]) as answers:
+        assert [answer["held_mib"] for answer in answers] == [1, 2]
+        assert all(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
+    assert not any(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
+
+
+def timed(inside, operator, allowed_ms, refused_ms):
+    return [
+        {"inside": inside, "operator": operator, "tf32_allowed": allowed, "ms": ms}
+        for allowed, ms in ((True, allowed_ms), (False, refused_ms))
+    ]
+
+
+def test_what_tf32_changes_is_said_by_operator():
+    rows = timed("float16", "conv2d", 0.1, 0.1) + timed("float32", "mm", 0.2, 0.9)
+    assert questions.answer_tf32(rows) == (
+        "Under autocast, float16 conv2d takes 0.100 ms, the same without TF32; "
+        "float32 mm takes 0.200 ms, 4.50 times as long without TF32."
+    )
+
+
+@pytest.mark.parametrize(
+    ("smacts", "expected"),
+    [
+        (
+            [0.0, 0.97, 0.98, 0.98],
+            "not usable: it gives 0.000 where later ones give 0.980; the first above 0 came after 20",
+        ),
+        ([0.98, 0.97, 0.98, 0.98], "is usable: it gives 0.980"),
+        ([None, 0.97, 0.98, 0.98], "not usable: it gives nothing"),
+        ([0.0, 0.0], "no SM activity above 0 in 2 readings"),
+    ],
+)
+def test_gpms_first_reading_is_judged_by_the_later_ones(smacts, expected):
+    rows = [{"after_ms": 10.0 * (i + 1), "smact": smact} for i, smact in enumerate(smacts)]
+    assert expected in questions.answer_gpm(rows)
+
+
+def test_the_cards_growth_stands_beside_nvmls_charge():
+    row = {"card_before_mib": 300.0, "card_mib": 2860.0, "process_mib": 2550.0, "reason": None, "freed_after_ms": 12.0}
+    assert questions.answer_nvml([row]) == (
+        "The card grows by 2,560.0 MiB, NVML charges the process 2,550.0 MiB; freed 12 ms after its end."
+    )
+    unlisted = {**row, "process_mib": None, "reason": "other pids", "freed_after_ms": None}
+    assert "charges the process nothing (other pids); freed more than 10 s" in questions.answer_nvml([unlisted])
+
+
+@pytest.mark.parametrize(
+    ("process_mib", "listed", "expected"),
+    [
+        ((1500.0, 2500.0), {"1 python": 1500.0, "2 python": 2500.0}, "each client its own memory"),
+        ((None, None), {"9 nvidia-cuda-mps-server": 4000.0}, "all clients' memory to one process"),
+        ((None, None), {"9 nvidia-cuda-mps-server": 30.0}, "lists no process with the clients' memory"),
+    ],
+)
+def test_mps_charges_are_told_apart(process_mib, listed, expected):
+    rows = [
+        {"held_mib": held, "process_mib": mib, "listed_mib": listed}
+        for held, mib in zip((1024.0, 2048.0), process_mib, strict=True)
+    ]
+    assert expected in questions.answer_mps(rows)

@@ -1,0 +1,210 @@
+"""Runs each measurement in a process of its own and keeps what it gives, so that a killed call goes on where it was.
+
+Start reading at `measure_all`; `child.py` is the program of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conf.children.keeper import MEMORY, TIME
+from conf.children.running import ChildRunner
+from conf.errors import EnvironmentProblem, UsageError, unknown_name
+from conf.plain_text import exception_line, one_line
+from workers.devices.base import DeviceChoice, DeviceUnavailable, Slot
+
+_CHILD = Path(__file__).with_name("child.py")
+_MOST_S = 60.0  # of one measurement
+_LEAST_S = 15.0  # with less left, none begins
+_HOST_SHARE = 0.5  # of the machine's memory, for one child
+DEVICES = ("cuda", "cpu")
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One child process.
+
+    Args:
+        name: Of it, unique within a probe; its rows carry it.
+        function: `module:function` that the child calls; it yields rows.
+        arguments: Of the function.
+        environment: Variables on top of this process's.
+    """
+
+    name: str
+    function: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """What one call of a probe did.
+
+    Args:
+        measured: Names that were measured in this call.
+        kept: Names that an earlier call had measured.
+        failed: Name -> why it gives no figures.
+        left: Names for which no time was left.
+    """
+
+    measured: tuple[str, ...]
+    kept: tuple[str, ...]
+    failed: Mapping[str, str]
+    left: tuple[str, ...]
+
+
+def gpu_of(device: str) -> tuple[Slot | None, dict[str, str], str | None]:
+    """Return the GPU that is measured and the variables that select it, or why there is none.
+
+    Raises:
+        UsageError: An unknown device; the message lists the known ones.
+    """
+    if device not in DEVICES:
+        raise unknown_name("device", device, DEVICES)
+    if device == "cpu":
+        return None, {}, "device=cpu stands in for a GPU; this needs one"
+    from workers.devices.cuda import CudaDevice
+
+    cuda = CudaDevice(DeviceChoice(backend="cuda", count=1))
+    try:
+        slot = cuda.slots()[0]
+    except DeviceUnavailable as problem:
+        return None, {}, str(problem)
+    return slot, cuda.environment(slot), None
+
+
+def measure_all(
+    measurements: Sequence[Measurement],
+    device: str,
+    seconds_left: Callable[[], float],
+    kept: Callable[[], Mapping[str, str | None]],
+    keep: Callable[[Measurement, list[Row], str | None], None],
+) -> ProbeResult:
+    """Run what is not measured yet, one child after another, as long as time is left.
+
+    Args:
+        measurements: What to measure, in order.
+        device: `cuda`, or `cpu`, on which everything gives its reason at once.
+        seconds_left: Says how many seconds remain.
+        kept: Returns name -> reason (None: it has figures) of what is kept already. What failed is measured again.
+        keep: Keeps a measurement's rows, and the reason why they are none, or not all.
+    """
+    slot, variables, problem = gpu_of(device)
+    before = {name for name, reason in kept().items() if reason is None}
+    measured, left = [], []
+    longest_s = _LEAST_S
+    for measurement in measurements:
+        if measurement.name in before:
+            continue
+        if problem is not None:
+            keep(measurement, [], problem)
+            continue
+        if seconds_left() < longest_s:
+            left.append(measurement.name)
+            continue
+        begin = time.monotonic()
+        rows, reason = run_child(measurement, slot, variables, min(_MOST_S, seconds_left()))
+        longest_s = max(longest_s, time.monotonic() - begin)
+        keep(measurement, rows, reason)
+        measured.append(measurement.name)
+    return ProbeResult(
+        measured=tuple(measured),
+        kept=tuple(one.name for one in measurements if one.name in before),
+        failed={name: reason for name, reason in kept().items() if reason is not None},
+        left=tuple(left),
+    )
+
+
+def run_child(
+    measurement: Measurement, slot: Slot | None, variables: Mapping[str, str], time_limit_s: float
+) -> tuple[list[Row], str | None]:
+    """Run one measurement; return its rows, and why there are none or not all."""
+    environment = {name: value for name, value in os.environ.items() if name not in _ALLOCATOR_VARIABLES}
+    environment |= {**variables, **measurement.environment}
+    memory_bytes = _HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with ChildRunner(environment) as child:
+            rows_path = child.folder / "rows.jsonl"
+            request = {
+                "function": measurement.function,
+                "arguments": dict(measurement.arguments),
+                "device_uuid": None if slot is None else slot.device_uuid,
+                "rows": str(rows_path),
+            }
+            (child.folder / "request.json").write_text(json.dumps(request))
+            ended = child.run(
+                [str(_CHILD), str(child.folder / "request.json")],
+                time_limit_s=time_limit_s,
+                memory_limit_bytes=memory_bytes,
+            )
+            # A killed child's last line may be torn.
+            lines = rows_path.read_text().split("\n")[:-1] if rows_path.exists() else []
+    except (EnvironmentProblem, OSError) as problem:
+        return [], exception_line(problem)
+    rows = [json.loads(line) for line in lines]
+    if ended.code == 0:
+        return rows, None
+    limits = {TIME: f"it took more than {time_limit_s:.0f} s", MEMORY: "it took more than half of the host's memory"}
+    last = [one_line(line.strip()) for line in ended.output.splitlines() if line.strip()][-1:]
+    how = limits.get(ended.limit or "", f"its process ended with code {ended.code}")
+    return rows, ": ".join([how, *last])
+
+
+def read_json(path: Path, empty: Any) -> Any:
+    """Return what a file holds, `empty` where there is none. Raises `UsageError` where it cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return empty
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {exception_line(error)}; delete it to measure again") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def keep_rows(path: Path, columns: Sequence[str]) -> tuple[Callable[[], dict[str, str | None]], Callable[..., None]]:
+    """Return `kept` and `keep` of `measure_all` for a JSON file with a list of rows.
+
+    Each row has `name`, `columns` (null where not measured), `reason`, and `is_cut`: it stands for a process that gave
+    no row, or ended before its last one.
+    """
+
+    def kept() -> dict[str, str | None]:
+        reasons: dict[str, str | None] = {}
+        for row in read_json(path, []):
+            reasons[row["name"]] = reasons.get(row["name"]) or (row["reason"] if row["is_cut"] else None)
+        return reasons
+
+    def keep(measurement: Measurement, rows: list[Row], reason: str | None) -> None:
+        before = read_json(path, [])
+        others = [row for row in before if row["name"] != measurement.name]
+        if reason is not None and len(rows) < len(before) - len(others) - 1:
+            return  # an earlier attempt, which ended early as well, gave more
+        rows = [{**row, "is_cut": False} for row in rows]
+        if reason is not None:
+            rows.append({**measurement.arguments, "reason": reason, "is_cut": True})
+        empty = {"name": measurement.name, **dict.fromkeys(columns), "reason": None}
+        write_whole(path, json.dumps([*others, *({**empty, **row} for row in rows)], indent=1).encode())
+
+    return kept, keep

@@ -1,0 +1,126 @@
+"""What a process takes of a GPU outside the allocator: its context, cuBLAS, cuDNN, a training step; lazy and eager.
+
+Start reading at `measure`. `numbers.csv` is what `python -m learn.calibrate measured=` reads.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all, read_json, write_whole
+from workers.probes.gpu import MIB, first_gpu, memory_reading, trial_step
+
+LOADINGS = ("lazy", "eager")
+COLUMNS = (
+    "module_loading", "stage", "process_mib", "card_before_mib", "card_mib", "reserved_mib", "allocated_mib", "cudnn",
+)  # fmt: skip
+# Stage -> whether it loads cuDNN. Each is a process of its own.
+STAGES = {"context": False, "cublas": False, "cudnn": True, "training": False, "training_cudnn": True}
+_TRAINED = {
+    False: {
+        "family": "transformer", "vocabulary_size": 1000, "sequence_length": 64, "embedding_size": 128, "heads": 4,
+        "depth": 2, "feed_forward": 256, "classes": 10, "batch_size": 8,
+    },
+    True: {
+        "family": "cnn", "image_size": 32, "channels": 3, "classes": 10, "base_filters": 32, "depth": 3,
+        "batch_norm": True, "batch_size": 16,
+    },
+}  # fmt: skip
+_CSV_COLUMNS = ("kind", "mib", "reserved_mib", "cudnn", "config")  # learn.calibration.COLUMNS
+
+
+def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
+    """Measure what is missing in FOLDER/context.json, and write FOLDER/numbers.csv and numbers_eager.csv from it.
+
+    Raises:
+        UsageError: An unknown device, or a file in the folder that cannot be read.
+    """
+    path = folder / "context.json"
+    measurements = [Measurement(name="idle", function="workers.probes.contexts:idle")]
+    for loading in LOADINGS:
+        for stage in STAGES:
+            measurements.append(
+                Measurement(
+                    name=f"{stage} {loading}",
+                    function="workers.probes.contexts:stage",
+                    arguments={"stage": stage, "module_loading": loading},
+                    environment={"CUDA_MODULE_LOADING": loading.upper()},
+                )
+            )
+    kept, keep = keep_rows(path, COLUMNS)
+    result = measure_all(measurements, device, seconds_left, kept, keep)
+    rows = read_json(path, [])
+    for loading, name in zip(LOADINGS, ("numbers.csv", "numbers_eager.csv"), strict=True):
+        if numbers := _numbers(rows, loading):
+            write_whole(folder / name, _csv_text(numbers).encode())
+    return result
+
+
+def idle(device_uuid: str) -> Iterator[Row]:
+    """Yield the card's memory in MiB while this process has not touched it."""
+    reading = memory_reading(device_uuid)
+    yield {"stage": "idle", "card_before_mib": reading["card_mib"], "card_mib": reading["card_mib"], "cudnn": False}
+
+
+def stage(device_uuid: str, stage: str, module_loading: str) -> Iterator[Row]:
+    """Yield the memory in MiB once one of `STAGES` was run in this process. CUDA_MODULE_LOADING is set already."""
+    before_mib = memory_reading(device_uuid)["card_mib"]
+    import torch
+
+    device = first_gpu()
+    alive = [torch.ones(1, device=device)]
+    if stage == "cublas":
+        matrix = torch.ones(256, 256, device=device)
+        alive.append(matrix @ matrix)
+    elif stage == "cudnn":
+        alive.append(torch.nn.Conv2d(8, 8, 3, device=device)(torch.ones(8, 8, 32, 32, device=device)))
+    elif stage.startswith("training"):
+        from featurize.trial import config_from_mapping
+
+        _, step = trial_step(config_from_mapping(_TRAINED[STAGES[stage]]), device)
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    reserved_mib = torch.cuda.memory_reserved() / MIB  # nothing was given back, but what `benchmark` may
+    yield {
+        "stage": "training" if stage.startswith("training") else stage,
+        "module_loading": os.environ.get("CUDA_MODULE_LOADING", module_loading).lower(),
+        "card_before_mib": before_mib,
+        "reserved_mib": reserved_mib,
+        "allocated_mib": torch.cuda.memory_allocated() / MIB,
+        "cudnn": STAGES[stage],
+        **memory_reading(device_uuid),
+    }
+
+
+def _numbers(rows: list[Row], loading: str) -> list[tuple[Any, ...]]:
+    """Return the lines of `_CSV_COLUMNS` that one way of loading gives; none before it was measured.
+
+    Where NVML does not list the process, the card's growth stands for it.
+    """
+    lines: list[tuple[Any, ...]] = []
+    for row in rows:
+        if row["card_mib"] is None or row["module_loading"] != loading or row["stage"] not in ("context", "training"):
+            continue
+        process_mib = row["process_mib"]
+        if process_mib is None:
+            process_mib = row["card_mib"] - row["card_before_mib"]
+        if row["stage"] == "context":  # without the allocator's segment of the one tensor
+            lines.append(("context", round(process_mib - row["reserved_mib"], 1), "", "", ""))
+        else:
+            job = (round(row["reserved_mib"], 1), str(row["cudnn"]).lower(), "")
+            lines += [("process", round(process_mib, 1), *job), ("card", round(row["card_mib"], 1), *job)]
+    idle_mib = [row["card_mib"] for row in rows if row["stage"] == "idle" and row["card_mib"] is not None]
+    return [("idle", round(mib, 1), "", "", "") for mib in idle_mib] + lines if lines else []
+
+
+def _csv_text(lines: list[tuple[Any, ...]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([_CSV_COLUMNS, *lines])
+    return text.getvalue()

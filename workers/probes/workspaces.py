@@ -1,0 +1,238 @@
+"""What single layers take of the allocator beside their inputs and results, beside what `featurize` assumes of them.
+
+Start reading at `measure`; `CASES` are the layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workers.probes import recording
+from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all
+from workers.probes.gpu import first_gpu
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from featurize.device_spec import DeviceSpec
+
+COLUMNS = (
+    "operator", "phase", "shapes", "dtype", "config", "measured_bytes", "kept_bytes", "requests", "assumed_bytes",
+    "assumed_kept_bytes",
+)  # fmt: skip
+# Layer -> its cases, as arguments of the layer and the shape of each input.
+CASES: Mapping[str, Sequence[tuple[Mapping[str, Any], tuple[int, ...]]]] = {
+    "conv2d": (
+        ({"in_channels": 3, "out_channels": 64, "kernel_size": 3, "padding": 1}, (32, 3, 112, 112)),
+        ({"in_channels": 64, "out_channels": 64, "kernel_size": 3, "padding": 1}, (32, 64, 56, 56)),
+        ({"in_channels": 128, "out_channels": 256, "kernel_size": 1}, (32, 128, 28, 28)),
+        ({"in_channels": 256, "out_channels": 256, "kernel_size": 3, "padding": 1, "stride": 2}, (16, 256, 28, 28)),
+        ({"in_channels": 64, "out_channels": 64, "kernel_size": 3, "padding": 1, "groups": 64}, (16, 64, 56, 56)),
+        ({"in_channels": 64, "out_channels": 64, "kernel_size": 3, "padding": 2, "dilation": 2}, (8, 64, 56, 56)),
+    ),
+    "linear": (
+        ({"in_features": 1024, "out_features": 4096}, (512, 1024)),
+        ({"in_features": 1024, "out_features": 1000, "bias": False}, (64, 1024)),
+    ),
+    "attention": (
+        ({"is_causal": False}, (8, 8, 256, 64)),  # batch, heads, length, width; queries, keys and values have it
+        ({"is_causal": True}, (4, 8, 1024, 64)),
+    ),
+    "lstm": (({"input_size": 256, "hidden_size": 512, "num_layers": 2, "batch_first": True}, (32, 128, 256)),),
+    "gru": (({"input_size": 256, "hidden_size": 512, "num_layers": 1, "batch_first": True}, (32, 128, 256)),),
+}
+PRECISIONS = {"fp32": "float32", "tf32": "float32", "fp16-true": "float16", "bf16-true": "bfloat16"}
+BENCHMARKED = ("conv2d",)
+
+
+def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
+    """Measure what is missing in FOLDER/workspaces.json, a process for each layer and way of choosing algorithms.
+
+    Raises:
+        UsageError: An unknown device, or a file that cannot be read.
+    """
+    measurements = [
+        Measurement(
+            name=f"{layer} benchmark" if benchmark else layer,
+            function="workers.probes.workspaces:layers",
+            arguments={"layer": layer, "benchmark": benchmark},
+        )
+        for layer in CASES
+        for benchmark in ((False, True) if layer in BENCHMARKED else (False,))
+    ]
+    kept, keep = keep_rows(folder / "workspaces.json", COLUMNS)
+    return measure_all(measurements, device, seconds_left, kept, keep)
+
+
+def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
+    """Yield a forward and a backward row for each case of a layer in each precision."""
+    recording.start()
+    import torch
+
+    from featurize.device_spec import known_device, load_device
+    from featurize.tf32 import allow_tf32
+
+    name = known_device(torch.cuda.get_device_name(0))
+    spec = None if name is None else load_device(name)
+    torch.backends.cudnn.benchmark = benchmark
+    for precision, dtype in PRECISIONS.items():
+        allow_tf32(matmul=precision == "tf32", cudnn=True)
+        for arguments, shape in CASES[layer]:
+            case = {
+                "operator": layer, "shapes": [list(shape)], "dtype": precision,
+                "config": {**arguments, "cudnn_benchmark": benchmark},
+            }  # fmt: skip
+            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread: each case takes it anew
+            torch.cuda.empty_cache()
+            try:
+                measured = _measured(layer, arguments, shape, getattr(torch, dtype))
+                assumed = {} if spec is None else assumed_bytes(layer, arguments, shape, precision, spec)
+            except RuntimeError as error:  # the device's own, out of memory included: the other cases go on
+                yield {**case, "reason": str(error).splitlines()[0]}
+                continue
+            for phase, taken in measured.items():
+                yield {**case, "phase": phase, **taken, **assumed.get(phase, {})}
+
+
+def make_layer(layer: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Return one of `CASES`, whose output is a tensor."""
+    from torch import Tensor, nn
+    from torch.nn import functional
+
+    if layer == "conv2d":
+        return nn.Conv2d(**arguments)
+    if layer == "linear":
+        return nn.Linear(**arguments)
+
+    class Attention(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(query, key, value, **arguments)
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = (nn.LSTM if layer == "lstm" else nn.GRU)(**arguments)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layers(x)[0]
+            return out
+
+    return Attention() if layer == "attention" else Recurrent()
+
+
+def _inputs(layer: str) -> int:
+    return 3 if layer == "attention" else 1
+
+
+def _measured(
+    layer: str, arguments: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
+) -> dict[str, dict[str, Any]]:
+    import torch
+
+    device = first_gpu()
+    module = make_layer(layer, arguments).to(device, dtype)
+    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(_inputs(layer))]
+    wanted = [*inputs, *module.parameters()]
+    begin = len(recording.entries())
+    out = module(*inputs)
+    torch.cuda.synchronize()
+    between = len(recording.entries())
+    gradient = torch.ones_like(out)
+    before_backward = len(recording.entries())
+    gradients = torch.autograd.grad(out, wanted, gradient)
+    torch.cuda.synchronize()
+    entries = recording.entries()  # while the gradients are alive
+    return {
+        "forward": requests_beside(entries[begin:between], [_nbytes(out)]),
+        "backward": requests_beside(entries[before_backward:], [_nbytes(one) for one in gradients]),
+    }
+
+
+def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]) -> dict[str, Any]:
+    """Return what a call requests beside its results.
+
+    Args:
+        entries: The allocator's history during the call.
+        results: Bytes of each result; a request of the same size that is not given back at once counts as it.
+
+    Returns:
+        `measured_bytes`, the most that was taken and given back during the call; `kept_bytes`, requests that outlive it
+        and are no result: cuBLAS's workspace, what the backward pass needs; `requests`, each as [bytes, kept].
+    """
+    live: dict[int, int] = {}  # address -> number of its request
+    requests: list[list[Any]] = []
+    taken = most = 0
+    for entry in entries:
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = len(requests)
+            requests.append([entry["size"], True])
+        elif entry["action"] == "free_completed" and entry["addr"] in live:
+            requests[live.pop(entry["addr"])][1] = False
+    remaining = list(results)
+    live.clear()
+    number = 0
+    for entry in entries:
+        if entry["action"] == "alloc":
+            if not requests[number][1]:
+                taken += entry["size"]
+                live[entry["addr"]] = entry["size"]
+            number += 1
+            most = max(most, taken)
+        elif entry["action"] == "free_completed":
+            taken -= live.pop(entry["addr"], 0)
+    kept = 0
+    for size, is_kept in requests:
+        if is_kept and size in remaining:
+            remaining.remove(size)
+        elif is_kept:
+            kept += size
+    return {"measured_bytes": most, "kept_bytes": kept, "requests": requests}
+
+
+def assumed_bytes(
+    layer: str, arguments: Mapping[str, Any], shape: Sequence[int], precision: str, spec: DeviceSpec
+) -> dict[str, dict[str, int]]:
+    """Return phase -> the largest workspace that the trace assumes of the layer, and what cuBLAS is assumed to keep."""
+    import torch
+    from torch import Tensor, nn
+
+    from featurize.library_calls import CUBLAS, workspace_bytes
+    from featurize.trace import trace_step
+    from featurize.training_settings import Training
+
+    class Shifted(nn.Module):
+        """The layer behind a parameter, so that its inputs get gradients."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(()))
+            self.layer = make_layer(layer, arguments)
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            out: Tensor = self.layer(*(x + self.shift for x in inputs))
+            return out
+
+    trace = trace_step(
+        Shifted,
+        lambda device: (tuple(torch.empty(shape, device=device) for _ in range(_inputs(layer))), None),
+        loss=lambda out, target: out.sum(),
+        settings=Training(optimizer="sgd", precision=precision),
+        device=spec,
+        training_loop=False,
+    )
+    assumed = {phase: {"assumed_bytes": 0, "assumed_kept_bytes": 0} for phase in ("forward", "backward")}
+    for event in trace.events:
+        call = trace.blocks[event.block].call
+        if call is not None and event.nbytes == 0 and event.phase in assumed:
+            column = "assumed_kept_bytes" if call.kind == CUBLAS else "assumed_bytes"
+            figures = assumed[event.phase]
+            figures[column] = max(figures[column], workspace_bytes(call, spec))
+    return assumed
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()
