@@ -18,7 +18,6 @@ import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,13 +120,11 @@ def bundle(
             before = set(downloaded)
             expects |= needed_wheels(requirements[group], target, on_machine, downloaded, work / "wheels")
             wheels[group] = [downloaded[package] for package in sorted(downloaded.keys() - before)]
-        with ThreadPoolExecutor() as pool:  # lzma works outside the interpreter's lock
-            made = [
-                pool.submit(_archive, group, wheels[group], source if group == "core" else (), work)
-                for group in groups
-                if group == "core" or wheels[group]
-            ]
-            archives = [archive.result() for archive in made]
+        archives = [
+            _archive(group, wheels[group], source if group == "core" else (), work)
+            for group in groups
+            if group == "core" or wheels[group]
+        ]
         slices = cut(archives, int(mib * 2**20))
         manifest = {
             "format": FORMAT,

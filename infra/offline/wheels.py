@@ -40,7 +40,7 @@ class Target:
     def markers(self) -> dict[str, str]:
         """The environment in which markers of requirements hold there."""
         return {
-            **default_environment(),  # type: ignore[dict-item]
+            **default_environment(),
             "python_version": self.python,
             "python_full_version": f"{self.python}.0",
             "platform_machine": MACHINE,
