@@ -1,7 +1,7 @@
 """`make collect-gpu`: measure runs of every family on a GPU that is lent for a while, and add them to the data set.
 
 Start reading at `collect`. `python -m infra.collect minutes=9`: the same command goes on where it was, and every family
-gets its turn in each round, so that an early end leaves some of each. `what=` measures something else in the same way.
+gets its turn in each round, so that an early end leaves some of each. `measure=kernels` and others go the same way.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ _PAIR_SIZES = 4
 _FIRST_ROUND, _ROUND = 2, 10  # trials of each family: within a round, families come one after another
 _LEAVE_S = 75.0  # before the end: what runs is finished, and the data set written
 # Runs for the data set, kernels of some, pairs on one GPU, trials of two GPUs, power at several loads.
-WHAT = ("runs", "kernels", "pairs", "ranks", "power")
+MEASURED = ("runs", "kernels", "pairs", "ranks", "power")
 # Families where not all are meant: of pairs and ranks some of each kind, of power some that load the GPU differently.
 _FAMILIES = {
     "pairs": ("cnn", "gpt", "mlp", "rnn", "transformer", "vit"),
     "ranks": ("cnn", "gpt", "mlp", "transformer"),
     "power": ("cnn", "gpt", "mlp"),
 }
+_PAIRED_ON_CPU = ("cnn", "mlp")  # the others have hardly a trial that is small enough
 _KERNEL_STEPS = 3
 _LAYOUTS = "parallel=[{ddp: 2},{fsdp: 2},{fsdp: 2, fsdp_version: 1}]"
 _POWER_WINDOW_S = 10
@@ -64,9 +65,10 @@ _EXPORTED = {"cuda": "measured", "cpu": "cpu", "simulated": "simulated"}
 
 # What each key may hold, as `conf.values` spells it.
 KINDS = {
-    "what": "text", "families": "text | list of text", "n": "int 1 to 10000000", "seed": "int >= 0", "device": "text",
-    "minutes": "number 0 to 1e6 | null", "cluster": "text", "timeout_s": "number 1 to 1e7", "data": "new path",
-    "export": "bool", "out": "new path | null", "max_mb": "number > 0", "overrides": "text | list of text",
+    "measure": "text", "families": "text | list of text", "n": "int 1 to 10000000", "seed": "int >= 0",
+    "device": "text", "minutes": "number 0 to 1e6 | null", "cluster": "text", "timeout_s": "number 1 to 1e7",
+    "data": "new path", "export": "bool", "out": "new path | null", "max_mb": "number > 0",
+    "overrides": "text | list of text",
 }  # fmt: skip
 
 
@@ -74,7 +76,7 @@ KINDS = {
 class CollectSettings:
     """The keys. `n`: trials of each family; `minutes` None: until all are done; another `seed` gives other trials."""
 
-    what: str = "runs"
+    measure: str = "runs"
     families: Sequence[str] = ()
     n: int = 420
     seed: int = 0
@@ -95,8 +97,8 @@ class CollectSettings:
         for name in self.families:
             if name not in family_names():
                 raise unknown_name("family", name, family_names())
-        if self.what not in WHAT:
-            raise unknown_name("what", self.what, WHAT)
+        if self.measure not in MEASURED:
+            raise unknown_name("measure", self.measure, MEASURED)
         if self.device not in _EXPORTED:
             raise unknown_name("device", self.device, _EXPORTED)
         if self.export and self.device != "cuda" and self.out is None:
@@ -114,21 +116,23 @@ def settings_of(argv: Sequence[str]) -> CollectSettings:
 
 def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, SubmitSettings]]]:
     """Return what is submitted, by name: submissions, each with its share of a round's trials. Raises `UsageError`."""
-    families = settings.families or _FAMILIES.get(settings.what, family_names())
-    if settings.what == "runs":
+    families = settings.families or _FAMILIES.get(settings.measure, family_names())
+    if settings.measure == "runs":
         return {
             family: [(SHARES[share], job) for share, job in jobs_of(family, settings).items()] for family in families
         }
     common = _common(settings)
-    if settings.what == "pairs":
+    if settings.measure == "pairs":
+        if settings.device == "cpu" and not settings.families:
+            families = _PAIRED_ON_CPU
         together = ("+collocate=pairs", f"arch=[{','.join(families)}]")
         ways = ("time_slicing",) if settings.device == "cpu" else ("time_slicing", "mps")
         return {way: [(1.0, _submission(*together, *common, *settings.overrides, f"sharing={way}"))] for way in ways}
     each = {}
     for family in families:
-        if settings.what == "kernels":
+        if settings.measure == "kernels":
             own = [*_sampled(family), f"kernels.steps={_KERNEL_STEPS}"]
-        elif settings.what == "ranks":
+        elif settings.measure == "ranks":
             own = [_LAYOUTS]
         else:
             own = [_batch_sizes(family)]
@@ -154,7 +158,7 @@ def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitS
 
 def _common(settings: CollectSettings) -> list[str]:
     window_s = _CPU_WINDOW_S if settings.device == "cpu" else _POWER_WINDOW_S
-    if settings.what == "power":
+    if settings.measure == "power":
         window = ["window=fixed", f"window.seconds={window_s}"]
     else:
         window = [f"window.max_seconds={window_s}"] if settings.device == "cpu" else []
@@ -288,13 +292,13 @@ def main(argv: Sequence[str]) -> int:
     """Measure; 130 where it was told to stop before all was done, but for the end of its minutes."""
     stopped = False
 
-    def measure() -> None:
+    def collected() -> None:
         nonlocal stopped
         settings = settings_of(argv)
         stopped = not collect(settings) and settings.minutes is None
 
     try:
-        code = exit_code(measure)
+        code = exit_code(collected)
     except DeviceUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE

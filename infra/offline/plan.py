@@ -70,7 +70,7 @@ def _test(place: Place, seconds: float) -> list[list[str]]:
     tests = str(SOURCE / "tests" / "gpu")
     return [
         ["-m", "farm.doctor", f"device={place.device}"],
-        ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", report, tests],
+        ["-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider", report, tests],
     ]
 
 
@@ -104,14 +104,14 @@ def _bench_left(place: Place) -> bool:
         return True
 
 
-def _farm(what: str, n: int) -> Callable[[Place, float], list[list[str]]]:
+def _farm(measured: str, n: int) -> Callable[[Place, float], list[list[str]]]:
     def commands(place: Place, seconds: float) -> list[list[str]]:
-        shortened = what != "power" and place.device == "cuda"
+        shortened = measured != "power" and place.device == "cuda"
         return [
             [
                 "-m",
                 "infra.collect",
-                f"what={what}",
+                f"measure={measured}",
                 f"n={place.n or n}",
                 "export=false",
                 f"device={place.device}",

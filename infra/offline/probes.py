@@ -5,7 +5,6 @@ Start reading at `main`. `python -m infra.offline.probes probes=[contexts,questi
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from collections.abc import Sequence
@@ -17,10 +16,13 @@ from conf.errors import UsageError, unknown_name
 PROBES = ("contexts", "workspaces", "questions", "histories")
 KINDS = {"probes": "text | list of text", "out": "new path", "device": "text", "seconds": "number > 0"}
 EXIT_LEFT = 3  # no time was left for all of it
+EXIT_NOT_HERE = 4  # nothing can be measured on this machine
 
 
-def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> bool:
-    """Run the probes, within so many seconds together, and print what each did; return whether nothing is left.
+def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int:
+    """Run the probes, within so many seconds together, and print what each did; return the exit code.
+
+    The last line says how many measurements failed, and the first reason.
 
     Raises:
         UsageError: An unknown probe or device.
@@ -28,35 +30,43 @@ def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> boo
     for name in names:
         if name not in PROBES:
             raise unknown_name("probe", name, PROBES)
+    from workers.probes import contexts, histories, questions, workspaces
+
+    probes = dict(zip(PROBES, (contexts, workspaces, questions, histories), strict=True))
     until_s = time.monotonic() + seconds
-    left = 0
+    given, left = 0, 0
+    failures: dict[str, str] = {}
     for name in names:
-        result = importlib.import_module(f"workers.probes.{name}").measure(
-            out, device, lambda: until_s - time.monotonic()
-        )
+        result = probes[name].measure(out, device, lambda: until_s - time.monotonic())
+        given += len(result.measured) + len(result.kept)
         left += len(result.left)
+        failures |= result.failed
         print(
             f"{name}: {len(result.measured)} measured, {len(result.kept)} before, {len(result.left)} left", flush=True
         )
         for failed, reason in result.failed.items():
             print(f"{name}: {failed}: {reason}", flush=True)
-    return not left
+    if failures:
+        failed, reason = next(iter(failures.items()))
+        print(f"failed: {len(failures)}, as {failed}: {reason}", flush=True)
+        if not given and not left:
+            return EXIT_NOT_HERE
+    return EXIT_LEFT if left else 0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what the arguments say; 3 where no time was left for all."""
-    done = True
+    """Measure what the arguments say; 3 where no time was left for all, 4 where nothing can be measured here."""
+    code = 0
 
-    def work() -> None:
-        nonlocal done
+    def measured() -> None:
+        nonlocal code
         values = keyed_values(argv, KINDS)
         if missing := [name for name in KINDS if name not in values]:
             raise UsageError(f"{missing[0]}= is missing")
         names = [values["probes"]] if isinstance(values["probes"], str) else values["probes"]
-        done = measure(names, Path(values["out"]), values["device"], values["seconds"])
+        code = measure(names, Path(values["out"]), values["device"], values["seconds"])
 
-    code = exit_code(work)
-    return code if code or done else EXIT_LEFT
+    return exit_code(measured) or code
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from farm.jobs import Queue
 from featurize.families import family_names
 from infra.offline import results
 from infra.offline.plan import DEVICES, SOURCE, STEPS, Place, Step
+from infra.offline.probes import EXIT_LEFT, EXIT_NOT_HERE
 from infra.offline.results import FULL_BYTES, Archive, Series
 from warehouse.folder import DataFolder
 from warehouse.layout import write_bytes
@@ -49,10 +50,15 @@ STEP: {", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items(
   previous=DIR    results of an earlier call, which this one continues
   device=cuda     or cpu, simulated: rehearsals without a GPU
   work=work       the folder that is worked in
-  families=[cnn,gpt] n=10     fewer trials, of these families"""
+  families=[cnn,gpt] n=10     fewer trials, of these families
+
+All of the plan in three calls of ten minutes, each with minutes=9 and the results of the one before as previous=:
+  test,calibrate,allocator      bench,kernels      collect,pairs,power"""
+_ENDED = {0: "done", EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}  # exit code -> outcome
 _PACK_EVERY_S = 30.0
 _TICK_S = 0.25
-_FINISH_S = (5.0, 60.0)  # for a program to finish what runs, at least and at most: as long as the longest run took
+_LEAST_FINISH_S = 5.0  # for a program to finish what runs; one that runs trials also gets the longest one's time
+_STOP_S = 60.0  # to finish in, at most
 _LEAST_PACK_S = 2.0
 _LOG_BYTES = 2**18  # of the log that comes back beside the slices; all of it is in them
 _SUMMARY_LINES = 40
@@ -124,9 +130,9 @@ class Call:
         self.counts = run_counts(self.work)
         try:
             self.archive, self.problem = results.pack(self.work, self.results), None
-        except EnvironmentProblem as error:
+            results.write_beside(self.results, self.summary(), self.work / "log.txt", _LOG_BYTES)
+        except (EnvironmentProblem, OSError) as error:  # the older results are still there
             self.problem = str(error)
-        results.write_beside(self.results, self.summary(), self.work / "log.txt", _LOG_BYTES)
         self.packed_at_s = time.monotonic()
         self.pack_s = max(self.pack_s, self.packed_at_s - began_s)
 
@@ -189,6 +195,10 @@ def _place(settings: StepsSettings) -> Place:
 
 def _prepared(settings: StepsSettings, work: Path) -> list[dict[str, Any]]:
     """Make the work folder, from `previous` or as it is; return the rows of earlier calls."""
+    if Path(settings.results).resolve().is_relative_to(work):
+        raise UsageError(
+            f"results={settings.results} lies in work={work}, which is packed into it; name another folder"
+        )
     series = Series.of_work(work)
     previous = None if settings.previous is None else results.newest(Path(settings.previous))
     if series is not None and previous is not None:
@@ -236,19 +246,20 @@ def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
         return "stopped", "it was told to stop"
     if (reason := step.not_here(call.place)) is not None:
         return "not here", reason
-    if seconds < _FINISH_S[0]:
+    if seconds < _LEAST_FINISH_S:
         return "time is up", "no time was left for it"
     if step.uses_queue:
         if call.is_full:
             return "full", call.problem or "the results have no room for more"
         _set_aside(call.work)
     until_s = time.monotonic() + seconds
-    commands = step.commands(call.place, max(1.0, seconds - _FINISH_S[0]))
+    commands = step.commands(call.place, max(1.0, seconds - _LEAST_FINISH_S))
+    reason = None
     for command in commands:
-        outcome, reason = _run_program(call, command, until_s, _finish_s(call) if step.uses_queue else _FINISH_S[0])
+        outcome, reason = _run_program(call, command, until_s, seconds / 3 if step.uses_queue else _LEAST_FINISH_S)
         if outcome != "done":
             return outcome, reason
-    return ("time is up", None) if step.is_left(call.place) else ("done", None)
+    return ("time is up" if step.is_left(call.place) else "done"), reason
 
 
 def _set_aside(work: Path) -> None:
@@ -261,10 +272,11 @@ def _set_aside(work: Path) -> None:
                     queue.cancel(job.job_id, time.time())
 
 
-def _run_program(call: Call, command: list[str], until_s: float, finish_s: float) -> tuple[str, str | None]:
+def _run_program(call: Call, command: list[str], until_s: float, most_finish_s: float) -> tuple[str, str | None]:
     """Run one program of a step until it ends or its time is up, and pack every half minute beside it.
 
-    It is told `finish_s` before that to finish what runs, and killed with all that it started if it has not then.
+    It is told before that to finish what runs, at most `most_finish_s`, and killed with all that it started if it has
+    not then.
     """
     log = call.work / "log.txt"
     environment = {
@@ -274,6 +286,8 @@ def _run_program(call: Call, command: list[str], until_s: float, finish_s: float
     stop_sent = False
     why = "time is up"
     with open(log, "ab") as output:
+        output.write(f"-- {' '.join(command)}\n".encode())
+        output.flush()
         child = subprocess.Popen(
             [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
             start_new_session=True, preexec_fn=partial(_begin_child, os.getpid()),
@@ -283,11 +297,14 @@ def _run_program(call: Call, command: list[str], until_s: float, finish_s: float
                 now_s = time.monotonic()
                 if now_s >= until_s:
                     os.killpg(child.pid, signal.SIGKILL)
-                if not stop_sent and (call.signalled or call.is_full or now_s >= until_s - finish_s):
+                longest_s = max((counted[4] or 0.0 for counted in call.counts), default=0.0)
+                is_late = now_s >= until_s - min(most_finish_s, _LEAST_FINISH_S + longest_s)
+                if not stop_sent and (call.signalled or call.is_full or is_late):
                     why = "stopped" if call.signalled else "full" if call.is_full else why
                     child.send_signal(signal.SIGINT)
-                    until_s = min(until_s, now_s + _FINISH_S[1])
+                    until_s = min(until_s, now_s + _STOP_S)
                     stop_sent = True
+                    call.packed_at_s = 0.0  # pack at once: nobody knows how long a machine waits that sends a signal
                 if now_s >= call.packed_at_s + _PACK_EVERY_S:
                     call.rows[-1]["wall_s"] = round(now_s - call.step_began_s, 1)
                     call.pack()
@@ -297,9 +314,10 @@ def _run_program(call: Call, command: list[str], until_s: float, finish_s: float
             with contextlib.suppress(ProcessLookupError):  # what it started and left
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    if child.returncode == 0:
-        return "done", None
-    return (why, None) if stop_sent else _failed(child.returncode, log)
+    last_line = _last_line(log)
+    if child.returncode in _ENDED:
+        return _ENDED[child.returncode], last_line if last_line.startswith("failed: ") else None
+    return (why, None) if stop_sent else ("failed", f"exit code {child.returncode}: {last_line}")
 
 
 def _begin_child(parent: int) -> None:
@@ -307,22 +325,16 @@ def _begin_child(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored by what a shell starts in the background
 
 
-def _failed(code: int, log: Path) -> tuple[str, str | None]:
-    if code == 3:  # of `infra.offline.probes`
-        return "time is up", None
-    last_lines = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-    return "failed", f"exit code {code}: {bounded(one_line(last_lines[-1] if last_lines else 'it printed nothing'))}"
-
-
-def _finish_s(call: Call) -> float:
-    least, most = _FINISH_S
-    return min(most, max([least, *(counted[4] or 0.0 for counted in call.counts)]))
+def _last_line(log: Path) -> str:
+    lines = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
+    return bounded(one_line(lines[-1] if lines else "it printed nothing"))
 
 
 def _keep_tests(work: Path, row: dict[str, Any]) -> None:
     """Write what doctor said and how the tests ended; a failed test is a failed step."""
     log = (work / "log.txt").read_text(errors="replace").rpartition("== test, ")[2]
-    write_bytes(work / "probes" / "doctor.txt", log.partition("\n")[2].encode())
+    doctor = log.partition("\n-- -m farm.doctor")[2].partition("\n-- ")[0]
+    write_bytes(work / "probes" / "doctor.txt", doctor.partition("\n")[2].encode())
     report = work / "tests.xml"
     outcomes: dict[str, Any] = {"passed": 0, "failed": [], "skipped": [], "reason": None}
     if not report.exists():

@@ -90,3 +90,21 @@ def test_rounds_begin_small_and_end_with_all(collect):
 def test_what_no_gpu_measured_does_not_go_into_the_project_s_data_set(collect, tmp_path):
     with pytest.raises(UsageError, match=r"out=\.\.\. is missing"):
         settings(collect, tmp_path, out=None)
+
+
+def test_kernels_pairs_ranks_and_power_have_submissions_of_their_own(collect, tmp_path):
+    def submitted(measured, **changes):
+        named = collect.submissions(settings(collect, tmp_path, measure=measured, families=["mlp", "cnn"], **changes))
+        return {name: submission for name, [(_, submission)] in named.items()}
+
+    assert submitted("kernels")["cnn"].kernels.steps == 3
+    pairs = submitted("pairs")
+    assert {name: one.sharing for name, one in pairs.items()} == {"time_slicing": "time_slicing", "mps": "mps"}
+    assert pairs["mps"].collocate == "pairs" and pairs["mps"].families == ("mlp", "cnn")
+    (layouts,) = [dimension for dimension in submitted("ranks")["mlp"].space.varied if dimension.name == "parallel"]
+    assert [text.split(",")[0] for text in layouts.choices] == ["ddp=2", "fsdp=2", "fsdp=2"]
+    power = submitted("power")["mlp"]
+    assert power.window.kind == "fixed" and len(power.batch_sizes) == 4
+    assert list(submitted("pairs", device="cpu")) == ["time_slicing"]
+    with pytest.raises(UsageError, match="unknown measure 'runz'; known: kernels, pairs"):
+        settings(collect, tmp_path, measure="runz")

@@ -183,6 +183,7 @@ def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_pa
         (["collect", "results=r", "minutes=-1"], "minutes must be a number > 0"),
         (["collect", "results=r", "device=tpu"], "unknown device 'tpu'; known: cpu, cuda, simulated"),
         (["collect", "results=r", "families=[cnm]"], "unknown family 'cnm'"),
+        (["collect", "results=work/r", "device=simulated"], "results=work/r lies in work="),
         (["collect", "results=r", "previous=nowhere", "device=simulated"], "nowhere is no folder"),
     ],
 )
@@ -222,37 +223,68 @@ def test_a_call_without_its_gpu_is_one_line(tmp_path, capsys):
         pytest.skip("there is a GPU")
 
 
+def test_no_trial_begins_where_the_results_have_no_room_for_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(steps, "FULL_BYTES", 0)
+    work = tmp_path / "work"
+    assert steps.main(["collect", f"results={tmp_path / 'results'}", f"work={work}", "device=simulated"]) == 0
+    assert "collect: full after 0 s: the results have no room for more" in capsys.readouterr().out
+    assert not (work / "data").exists()
+
+
+@pytest.mark.wide
+def test_without_a_gpu_its_tests_are_skipped_with_their_reasons_as_data(tmp_path):
+    work = tmp_path / "work"
+    assert steps.main(["test", f"results={tmp_path / 'results'}", f"work={work}", "device=cpu"]) == 0
+    outcomes = json.loads((work / "tests.json").read_text())
+    if outcomes["passed"]:
+        pytest.skip("there is a GPU")
+    assert outcomes["skipped"] and not outcomes["failed"] and outcomes["reason"] is None
+    assert all(test["reason"].startswith("no usable GPU") for test in outcomes["skipped"])
+    report = (work / "probes" / "doctor.txt").read_text()
+    assert "telemetry" in report and "test_cuda" not in report
+
+
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_collection_nothing_is_lost_or_run_twice(tmp_path):
-    def start(name, *more):
-        keys = (
-            f"results={tmp_path / 'results'}",
-            f"work={tmp_path / name}",
-            "device=simulated",
-            "families=[mlp,cnn]",
-            "n=6",
-        )
+def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice(tmp_path):
+    folder = tmp_path / "results"
+
+    def start(steps_text, name):
+        keys = (f"results={folder}", f"work={tmp_path / name}", "device=simulated", "families=[mlp,cnn]", "n=2")
+        previous = [f"previous={folder}"] if folder.exists() else []
         return subprocess.Popen(
-            [sys.executable, "-m", "infra.offline.steps", "collect", "minutes=4", *keys, *more],
+            [sys.executable, "-m", "infra.offline.steps", steps_text, "minutes=4", *keys, *previous],
             cwd=ROOT, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def runs_in(work):
-        return query(work / "data", "SELECT run_id FROM runs") if (work / "data" / "format.json").exists() else []
+    def await_runs(process, name, count):
+        data = tmp_path / name / "data"
+        while process.poll() is None:
+            with contextlib.suppress(EnvironmentProblem, UsageError):
+                if query(DataFolder.resolve(data).open(), "SELECT count(*) FROM runs") >= [(count,)]:
+                    return
 
-    first = start("first")
-    while first.poll() is None and len(runs_in(tmp_path / "first")) < 3:
-        pass
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    before = results.newest(tmp_path / "results")
-    second = start("second", f"previous={tmp_path / 'results'}")
-    output, _ = second.communicate(timeout=300)
-    assert second.returncode == 0, output
-    assert results.newest(tmp_path / "results").series.name == before.series.name
-    last = tmp_path / "last"
-    results.unpack(results.newest(tmp_path / "results"), last)
-    rows = query(last / "data", "SELECT count(*), count(DISTINCT (job_id, task_index)) FROM attempts WHERE final")
-    assert rows == [(14, 14)]
-    calls = [json.loads(line) for line in (last / "calls.jsonl").read_text().splitlines()]
-    assert [row["outcome"] for row in calls] == ["killed", "done"]
+    killed = start("collect", "first")
+    await_runs(killed, "first", 3)
+    killed.kill()
+    killed.wait()
+    stopped = start("kernels", "second")
+    await_runs(stopped, "second", 1)
+    stopped.send_signal(signal.SIGTERM)
+    output, _ = stopped.communicate(timeout=120)
+    assert stopped.returncode == 130 and output.splitlines()[-1].startswith("still to do: test, "), output
+    kept = query(tmp_path / "second" / "data", "SELECT run_id, job_id, started_at FROM runs ORDER BY 1")
+    assert any(job.startswith("mlp") for _, job, _ in kept)
+
+    last = start("kernels,collect", "third")
+    output, _ = last.communicate(timeout=500)
+    assert last.returncode == 0, output
+    results.unpack(results.newest(folder), tmp_path / "home")
+    data = tmp_path / "home" / "data"
+    rows = query(
+        data, "SELECT count(*), count(DISTINCT (job_id, task_index)), count(*) FILTER (kernel_rows > 0) FROM runs"
+    )
+    assert rows == [(14, 14, 4)]
+    assert query(data, "SELECT count(*) FROM attempts WHERE NOT final") == [(0,)]
+    assert set(kept) <= set(query(data, "SELECT run_id, job_id, started_at FROM runs"))
+    calls = [json.loads(line) for line in (tmp_path / "home" / "calls.jsonl").read_text().splitlines()]
+    assert [row["outcome"] for row in calls] == ["killed", "stopped", "done", "done"]
