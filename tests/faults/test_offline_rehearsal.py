@@ -130,7 +130,7 @@ def test_killed_in_the_middle_and_emptied_a_machine_without_network_goes_on_wher
     output = machine.call("test,calibrate,allocator", "minutes=4")
     assert "installed core: antlr4-python3-runtime" in output and "still to do: " in output.splitlines()[-1]
 
-    process = machine.begin("collect", "n=6", "minutes=9")
+    process = machine.begin("collect", "n=30", "minutes=9")
     until_s = time.monotonic() + CALL_S
     while process.poll() is None and time.monotonic() < until_s:
         with contextlib.suppress(FileNotFoundError, ValueError):
@@ -142,7 +142,7 @@ def test_killed_in_the_middle_and_emptied_a_machine_without_network_goes_on_wher
     before = machine.runs()
     assert len(before) >= 2
 
-    machine.call("collect", "n=6", "minutes=9")
+    machine.call("collect", "n=30", "minutes=9")
     after = machine.runs()
     assert after.items() > before.items(), "nothing is lost or run again, and what was left is run"
     assert "collect" not in machine.summary()["left"], machine.output()
