@@ -11,8 +11,13 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 # Processes that share the tests, a file at a time; one more than the cores of a small CI machine, as many tests wait
 TEST_WORKERS ?= 3
 
+# `make offline PYTHON=3.12` names the Python of another machine; the environment here is made by the default one
+MACHINE_PYTHON := $(PYTHON)
+offline: override PYTHON := python3
+MIB ?= 60
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-wide test-faults test-gpu test-torch bench bench-gpu bench-serve image collect-gpu offline-page docs readme readme-check lint clean
+.PHONY: help venv offline demo test test-wide test-faults test-gpu test-torch bench bench-gpu bench-serve image collect-gpu offline-page docs readme readme-check lint clean
 
 help:
 	@echo "make demo         set up, then do the main job small (a few minutes)"
@@ -26,6 +31,8 @@ help:
 	@echo "make bench-serve  load on the service of this machine, then with a process killed; ARGS='rate=800 seconds=20'"
 	@echo "make bench-gpu    on an NVIDIA GPU: our window against the published minute; ARGS='minutes=9 families=[cnn]'"
 	@echo "make collect-gpu  on an NVIDIA GPU: measure runs of every family for datasets/; ARGS='minutes=9'"
+	@echo "make offline      for a machine without a network: source and wheels in parts; PYTHON=3.12 MIB=60, of that machine;"
+	@echo "                  ARGS='present=list.txt ray=false out=FOLDER'"
 	@echo "make offline-page RESULTS=DIR   what a lent GPU sent back as one page; ARGS='out=DIR datasets=DIR'"
 	@echo "make image        build the container's image, with docker, podman or buildah"
 	@echo "make lint         ruff, mypy, and whether the generated documents are true"
@@ -86,6 +93,9 @@ image:
 
 collect-gpu: venv
 	$(BIN)/python -m infra.collect $(ARGS)
+
+offline: venv
+	@$(BIN)/python -m infra.offline.bundle python=$(MACHINE_PYTHON) mib=$(MIB) $(ARGS)
 
 offline-page: venv
 	$(BIN)/python -m infra.offline.page results=$(RESULTS) $(ARGS)

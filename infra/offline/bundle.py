@@ -1,0 +1,351 @@
+"""`make offline PYTHON=3.12 MIB=60`: the source and the wheels that a machine without network lacks, cut into parts.
+
+Start reading at `bundle`; `infra.offline.launch` installs them there, and `infra.offline.wheels` finds the wheels.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+
+from conf.arguments import exit_code, keyed_values
+from conf.errors import EnvironmentProblem, UsageError, shown
+from infra.offline.launch import FORMAT, MANIFEST
+from infra.offline.wheels import GLIBC, MACHINE, Target, brought_by_torch, needed_wheels
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = {"python": "text", "mib": "number > 0", "present": "text | list of text", "out": "new path", "ray": "bool"}
+# Of the extras, beside `warehouse` and `farm`: what a step uses.
+_ALSO_NEEDED = {"serve": ("prometheus-client",), "dev": ("pytest",)}
+# Tracked files that no step reads, and files of wheels that only programs in C++ or machines with a network load.
+_SOURCE_LEFT_OUT = ("docs/*", "datasets/*", ".ci/*", ".github/*", "infra/grafana/*")
+_WHEELS_LEFT_OUT = (
+    *("pyarrow/tests/*", "pyarrow/include/*", "pyarrow/src/*", "pyarrow/*.pyx", "pyarrow/*.pxd", "pyarrow/*.pxi"),
+    *("pyarrow/*flight*", "pyarrow/*substrait*", "pyarrow/_s3fs*", "pyarrow/libarrow_s3*", "pyarrow/_gcsfs*"),
+    *("pyarrow/_azurefs*", "pyarrow/_pyarrow_cpp_tests*"),
+)
+# Half of the bytes are x86-64 code, which the first filter turns into what the second finds repeated.
+_XZ = {"preset": 6, "dict_size": 32 << 20}
+_XZ_OF_RAY = {"preset": 1}  # which is cut into parts anyway: a fifth of the time
+_MANIFEST_BYTES = 64 << 10  # more than a manifest takes
+_COPIED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """What is installed together, compressed into one file. `packages`: version by name."""
+
+    name: str
+    path: Path
+    packages: dict[str, str]
+    bytes: int
+    unpacked_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """The bytes of an archive from `start` on, as a file of a part."""
+
+    archive: Archive
+    number: int
+    start: int
+    bytes: int
+    part: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.archive.name}.tar.xz.{self.number}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make the bundle that the arguments describe, print what its parts hold, and return the exit code."""
+    return exit_code(lambda: print("\n".join(bundle(**keyed_values(argv, KINDS)))))
+
+
+def bundle(
+    *,
+    python: str | None = None,
+    mib: float = 60,
+    present: str | Sequence[str] = (),
+    out: str = "build/offline",
+    ray: bool = True,
+) -> list[str]:
+    """Write the parts, and return a table of them, with the commands to run on the machine.
+
+    Args:
+        python: The machine's release of Python, as `3.12`.
+        mib: The size of a part in MiB, at most.
+        present: What the machine has beside torch and what torch brings: a file that `pip list --format=freeze` wrote
+            there, or names.
+        out: The folder, which is new or a former bundle.
+        ray: Whether Ray is added, in parts of its own where it does not fit beside the rest.
+
+    Raises:
+        UsageError: Another release of Python is needed, the parts are too small, or the folder is somebody's.
+        EnvironmentProblem: A wheel is missing for the machine, or this is no checkout of git.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    target = Target(_release(python, project["requires-python"]))
+    folder = Path(out)
+    _check_replaceable(folder)
+    on_machine = brought_by_torch() | packages_present(present)
+    source, described = tracked_files()
+    requirements = required(project)
+    groups = ["core", "numpy", *(["ray"] if ray else [])]
+    work = folder.with_name(folder.name + ".gpufarm-partial")
+    shutil.rmtree(work, ignore_errors=True)  # of one that was killed
+    work.mkdir(parents=True)
+    try:
+        downloaded: dict[str, Path] = {}
+        wheels: dict[str, list[Path]] = {}
+        expects: set[str] = set()
+        for group in groups:
+            before = set(downloaded)
+            expects |= needed_wheels(requirements[group], target, on_machine, downloaded, work / "wheels")
+            wheels[group] = [downloaded[package] for package in sorted(downloaded.keys() - before)]
+        archives = [
+            _archive(group, wheels[group], source if group == "core" else (), work)
+            for group in groups
+            if group == "core" or wheels[group]
+        ]
+        slices = cut(archives, int(mib * 2**20))
+        manifest = {
+            "format": FORMAT,
+            "source": described,
+            "python": target.python,
+            "machine": MACHINE,
+            "glibc": GLIBC,
+            "torch": next(spec.version for spec in requirements["torch"].specifier if spec.operator == ">="),
+            "expects": sorted(expects),
+        }
+        _write_parts(work / "parts", manifest, archives, slices)
+        if folder.exists():
+            os.replace(folder, work / "former")
+        os.replace(work / "parts", folder)
+    finally:
+        shutil.rmtree(work)
+    return _table(folder, manifest, archives, slices)
+
+
+def _release(python: str | None, required_python: str) -> str:
+    minimum = required_python.removeprefix(">=")
+    if python is None or not re.fullmatch(r"\d+\.\d+", python):
+        raise UsageError(f"python= must be the machine's release of Python, as 3.12, got {shown(python)}")
+    if Version(python) < Version(minimum):
+        raise UsageError(f"python= must be {minimum} or newer, got {python}")
+    return python
+
+
+def _check_replaceable(folder: Path) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir() or any(not (entry / MANIFEST).is_file() for entry in folder.iterdir()):
+        raise UsageError(f"out={shown(str(folder))} holds what is no bundle; name a new folder")
+
+
+def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
+    """Return the version, or None where none is given, by name, of a file or names as `present=` has them."""
+    lines: Iterable[str] = [present] if isinstance(present, str) else present
+    if isinstance(present, str) and (os.sep in present or Path(present).is_file()):
+        try:
+            lines = Path(present).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"present={shown(present)} cannot be read: {error}") from error
+    versions: dict[str, Version | None] = {}
+    for line in lines:
+        name, _, version = line.partition(" @ ")[0].strip().partition("==")
+        if not name or name.startswith(("#", "-")):
+            continue
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise UsageError(f"present= has {shown(line)}; write names, or lines of `pip list --format=freeze`")
+        try:
+            versions[canonicalize_name(name)] = Version(version) if version else None
+        except InvalidVersion:
+            versions[canonicalize_name(name)] = None
+    return versions
+
+
+def required(project: dict) -> dict:
+    """Return what pyproject.toml asks for, by archive, and torch's requirement."""
+    extras = {name: [Requirement(line) for line in lines] for name, lines in project["optional-dependencies"].items()}
+
+    def members(extra: str) -> Iterator[Requirement]:
+        for requirement in extras[extra]:
+            if requirement.name == project["name"]:
+                for inner in requirement.extras:
+                    yield from members(inner)
+            else:
+                yield requirement
+
+    wanted = [*map(Requirement, project["dependencies"]), *members("farm")]
+    for extra, names in _ALSO_NEEDED.items():
+        wanted += [requirement for requirement in extras[extra] if canonicalize_name(requirement.name) in names]
+    alone = {requirement.name: requirement for requirement in wanted if requirement.name in ("torch", "numpy", "ray")}
+    core = [requirement for requirement in wanted if requirement.name not in alone]
+    return {"core": core, "numpy": [alone["numpy"]], "ray": [alone["ray"]], "torch": alone["torch"]}
+
+
+def tracked_files() -> tuple[list[str], str]:
+    """Return the tracked files that the machine needs, and what git calls their state."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        raise EnvironmentProblem(f"{ROOT} is no checkout of git, which says what the source is")
+    files = [
+        name
+        for name in listed.stdout.split("\0")
+        if name and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _SOURCE_LEFT_OUT)
+    ]
+    if gone := [name for name in files if not (ROOT / name).exists()]:
+        raise EnvironmentProblem(f"{gone[0]} is tracked by git but not there; restore it or remove it from git")
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return files, described.stdout.strip()
+
+
+def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], work: Path) -> Archive:
+    """Compress wheels, unpacked as an installer would, and source files into one archive."""
+    path, unpacked_bytes = work / f"{name}.tar.xz", 0
+    site = "site" if name == "core" else f"site-{name}"
+    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, **(_XZ_OF_RAY if name == "ray" else _XZ)}]
+    with lzma.open(path, "wb", filters=filters) as compressed, tarfile.open(fileobj=compressed, mode="w") as archive:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as zipped:
+                for entry, place in _installed_files(zipped):
+                    member = tarfile.TarInfo(f"{site}/{place}")
+                    member.size = entry.file_size
+                    member.mode = 0o755 if entry.external_attr >> 16 & 0o111 else 0o644
+                    with zipped.open(entry) as content:
+                        archive.addfile(member, content)
+                    unpacked_bytes += member.size
+        for file in source:
+            member = archive.gettarinfo(ROOT / file, f"source/{file}")
+            member.uid = member.gid = member.mtime = 0
+            member.uname = member.gname = ""
+            with open(ROOT / file, "rb") as content:
+                archive.addfile(member, content if member.isreg() else None)
+            unpacked_bytes += member.size
+    versions = {
+        str(package): str(version) for package, version, *_ in map(parse_wheel_filename, (w.name for w in wheels))
+    }
+    return Archive(name=name, path=path, packages=versions, bytes=path.stat().st_size, unpacked_bytes=unpacked_bytes)
+
+
+def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]]:
+    """Return the files of a wheel that a step may load, and where they belong."""
+    kept, left_out = [], []
+    for entry in wheel.infolist():
+        place = entry.filename
+        if ".data/" in place:  # what belongs beside the packages; scripts and headers have no use there
+            kind, _, place = place.partition(".data/")[2].partition("/")
+            if kind not in ("purelib", "platlib"):
+                continue
+        if not entry.is_dir():
+            matches = any(fnmatch.fnmatchcase(place, pattern) for pattern in _WHEELS_LEFT_OUT)
+            (left_out if matches else kept).append((entry, place))
+    # A library that a kept one names is loaded with it: releases differ in what they link.
+    libraries = {Path(place).name: (entry, place) for entry, place in left_out if ".so" in place}
+    for entry, place in kept:  # which grows
+        if libraries and ".so" in place:
+            content = wheel.read(entry)
+            kept += [libraries.pop(name) for name in list(libraries) if name.encode() + b"\0" in content]
+    return kept
+
+
+def cut(archives: Sequence[Archive], part_bytes: int) -> list[Slice]:
+    """Lay the archives into parts: `core` whole into the first, the others where there is room, cut where they must."""
+    room_bytes = part_bytes - _MANIFEST_BYTES - (ROOT / "infra/offline/launch.py").stat().st_size
+    core = archives[0]
+    if core.bytes > room_bytes:
+        needed = -(-(core.bytes + part_bytes - room_bytes) // 2**20)
+        raise UsageError(
+            f"mib={part_bytes / 2**20:g} is too small: a part with what every step needs takes {needed}; "
+            "or leave out with present= what the machine has"
+        )
+    left_bytes: list[int] = []
+    slices = []
+    for archive in archives:
+        start = 0
+        while start < archive.bytes:
+            size = min(archive.bytes - start, room_bytes)
+            part = next((i for i, left in enumerate(left_bytes) if left >= size), len(left_bytes))
+            if part == len(left_bytes):
+                left_bytes.append(room_bytes)
+            left_bytes[part] -= size
+            number = 1 + sum(piece.archive is archive for piece in slices)
+            slices.append(Slice(archive=archive, number=number, start=start, bytes=size, part=part + 1))
+            start += size
+    return slices
+
+
+def _write_parts(folder: Path, manifest: dict, archives: Sequence[Archive], slices: Sequence[Slice]) -> None:
+    """Write slices, and then into each part the manifest, which gets them all, and `offline.py`."""
+    manifest["archives"] = {
+        archive.name: {
+            "bytes": archive.bytes,
+            "unpacked_bytes": archive.unpacked_bytes,
+            "packages": archive.packages,
+            "slices": [],
+        }
+        for archive in archives
+    }
+    parts = [folder / f"part-{number}" for number in sorted({piece.part for piece in slices})]
+    for part in parts:
+        part.mkdir(parents=True)
+    for piece in slices:
+        with open(piece.archive.path, "rb") as archive:
+            archive.seek(piece.start)
+            content = archive.read(piece.bytes)
+        part = parts[piece.part - 1]
+        (part / piece.name).write_bytes(content)
+        manifest["archives"][piece.archive.name]["slices"].append(
+            {
+                "name": piece.name,
+                "part": part.name,
+                "bytes": piece.bytes,
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }
+        )
+    manifest["bundle"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+    for part in parts:
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        shutil.copyfile(ROOT / "infra/offline/launch.py", part / "offline.py")
+
+
+def _table(folder: Path, manifest: dict, archives: Sequence[Archive], slices: Sequence[Slice]) -> list[str]:
+    lines = [f"for CPython {manifest['python']}, Linux on {manifest['machine']}, torch {manifest['torch']} or newer"]
+    for archive in archives:
+        packages = ", ".join(f"{name} {version}" for name, version in sorted(archive.packages.items()))
+        lines.append(f"{archive.name}: {archive.bytes / 2**20:.1f} MiB, unpacked {archive.unpacked_bytes / 2**20:.0f}")
+        lines.append(f"    {'the source, ' if archive.name == 'core' else ''}{packages}")
+    for part in sorted(folder.iterdir()):
+        names = ", ".join(piece.name for piece in slices if f"part-{piece.part}" == part.name)
+        size_bytes = sum(file.stat().st_size for file in part.iterdir())
+        lines.append(f"{part}: {size_bytes / 2**20:.1f} MiB: {names}")
+    lines += [
+        "On the machine:",
+        "    python3 part-1/offline.py install target=/tmp/gpufarm",
+        "    python3 part-1/offline.py collect minutes=8 results=results target=/tmp/gpufarm",
+    ]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,323 @@
+"""`offline.py` in each part of an offline bundle: install without a network, and start a step.
+
+Start reading at `main`; standard library only. `infra.offline.bundle` writes the manifest that `install` reads.
+"""
+
+# No newer syntax than Python 3.6's: an unsuitable Python reads the file and gets one line instead of a traceback.
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+
+FORMAT = 1
+STEPS = ("test", "calibrate", "allocator", "bench", "collect", "kernels", "pairs", "ranks", "power")
+PATH_KEYS = ("results", "previous", "work")  # of steps: the step runs in another folder
+MANIFEST = "manifest.json"
+INSTALLED = "bundle.json"  # in the target: which bundle it is
+NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
+_SPARE_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
+USAGE = """usage: python3 offline.py install [target=DIR] [parts=DIR,DIR...]
+       python3 offline.py STEP[,STEP...] [target=DIR] [parts=DIR,DIR...] [KEY=VALUE...]
+steps: {steps}
+A step installs first where the target is empty. Common keys: minutes=8 results=DIR previous=DIR device=cuda
+target: {target} by default; parts: the folders beside this script by default"""
+
+
+class Problem(Exception):
+    """What stops the command; the message is one line that says what to change."""
+
+
+def default_target():
+    return os.path.join(tempfile.gettempdir(), "gpufarm")
+
+
+def main(argv):
+    """Run `install` or a step, and return the exit code: 2 for bad input. A step replaces this process."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE.format(steps=" | ".join(STEPS), target=default_target()))
+        return 0
+    try:
+        names = argv[0].split(",")
+        unknown = [name for name in names if name not in STEPS]
+        if unknown and names != ["install"]:
+            raise Problem("unknown step {!r}; known: install, {}".format(unknown[0], ", ".join(STEPS)))
+        values = keyed(argv[1:])
+        target = os.path.abspath(values.pop("target", default_target()))
+        given = values.pop("parts", None)
+        if names == ["install"] and values:
+            raise Problem(f"unknown argument {sorted(values)[0]!r}; valid are target=DIR, parts=DIR,DIR")
+        for key in PATH_KEYS:
+            if key in values:
+                values[key] = os.path.abspath(values[key])
+        for line in install(target, part_folders(given)):
+            print(line, flush=True)
+        if names != ["install"]:
+            start(target, argv[0], values)
+    except Problem as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except (OSError, tarfile.TarError, EOFError) as error:
+        print(f"error: {error}; run the same command again", file=sys.stderr)
+        return 1
+    return 0
+
+
+def keyed(arguments):
+    """Return KEY=VALUE arguments as a dict of texts."""
+    values = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not (key and equals and value):
+            raise Problem(f"{argument!r} is not KEY=VALUE")
+        if key in values:
+            raise Problem(f"{key}= is given twice")
+        values[key] = value
+    return values
+
+
+def part_folders(given):
+    """Return the folders of the parts: the given ones, or this script's and those beside it."""
+    if given is not None:
+        return [os.path.abspath(folder) for folder in given.split(",")]
+    own = os.path.dirname(os.path.abspath(__file__))
+    beside = os.path.dirname(own)
+    others = [os.path.join(beside, name) for name in sorted(os.listdir(beside))]
+    return [own] + [folder for folder in others if folder != own and os.path.exists(os.path.join(folder, MANIFEST))]
+
+
+def read_manifest(folders):
+    """Return the manifest, which every part repeats."""
+    manifest = None
+    for folder in folders:
+        path = os.path.join(folder, MANIFEST)
+        try:
+            with open(path, encoding="utf-8") as file:
+                own = json.load(file)
+            bundle = own["bundle"]
+            if own["format"] != FORMAT:
+                raise ValueError("another format")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Problem(f"{folder} is no part of an offline bundle: {MANIFEST}: {error}") from error
+        if manifest is not None and bundle != manifest["bundle"]:
+            raise Problem(f"{folders[0]} and {folder} are parts of different bundles; name one bundle's with parts=")
+        manifest = own
+    return manifest
+
+
+def install(target, folders):
+    """Check everything, then unpack into the target what is complete and missing there; return lines to print.
+
+    The target appears whole or not at all. An archive whose slices are not all here yet is held until they come.
+    """
+    manifest = read_manifest(folders)
+    installed = installed_bundle(target)
+    if installed not in (None, manifest["bundle"]):
+        raise Problem(f"{target} holds another bundle; name another folder with target=")
+    archives = {
+        name: archive for name, archive in manifest["archives"].items() if not os.path.isdir(unpacked_at(target, name))
+    }
+    if not archives:
+        return [f"{target} holds all of the bundle"]
+    held = os.path.join(target, "held")
+    slices = {name: found_slices(archive, [*folders, held]) for name, archive in archives.items()}
+    if installed is None:
+        check_machine(manifest)
+    if "numpy" in slices and (installed is not None or on_machine("numpy")):
+        del slices["numpy"]
+    complete, incomplete = [], []
+    for name, pairs in slices.items():
+        if not missing_parts(pairs):
+            complete.append(name)
+        elif name in NEEDED:
+            parts = ", ".join(missing_parts(pairs))
+            raise Problem(f"{parts} is missing, with {NEEDED[name]}; name its folder with parts=")
+        elif any(path and os.path.dirname(path) != held for _, path in pairs):
+            incomplete.append(name)
+    for name in complete + incomplete:
+        check_slices(slices[name])
+    bytes_needed = sum(archives[name]["unpacked_bytes"] for name in complete)
+    bytes_needed += sum(archives[name]["bytes"] for name in incomplete)
+    check_space(target, bytes_needed)
+
+    lines = []
+    stage = target + ".gpufarm-partial" if installed is None else os.path.join(target, "partial")
+    shutil.rmtree(stage, ignore_errors=True)
+    for name in complete:
+        os.makedirs(stage, exist_ok=True)
+        unpack([path for _, path in slices[name]], stage)
+        packages = sorted(archives[name]["packages"].items())
+        lines.append(f"installed {name}: " + ", ".join(f"{package} {version}" for package, version in packages))
+    if installed is None:
+        with open(os.path.join(stage, INSTALLED), "w", encoding="utf-8") as file:
+            json.dump({"bundle": manifest["bundle"], "source": manifest["source"]}, file)
+        os.rename(stage, target)
+    elif complete:
+        for name in complete:
+            os.rename(unpacked_at(stage, name), unpacked_at(target, name))
+        shutil.rmtree(stage)
+    for name in incomplete:
+        hold(slices[name], held)
+        lines.append(f"{name} waits for " + ", ".join(missing_parts(slices[name])))
+    if complete and not incomplete:
+        shutil.rmtree(held, ignore_errors=True)
+    return lines
+
+
+def installed_bundle(target):
+    """Return the identity of the bundle that the target holds; None where the target is empty or not there."""
+    try:
+        with open(os.path.join(target, INSTALLED), encoding="utf-8") as file:
+            return json.load(file)["bundle"]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError) as error:
+        raise Problem(f"{target} cannot be used as target: {error}") from error
+    if os.path.exists(target) and (not os.path.isdir(target) or os.listdir(target)):
+        raise Problem(f"{target} is not empty and holds no install; name another folder with target=")
+    return None
+
+
+def unpacked_at(target, archive):
+    """Return the folder that is there once the archive is installed."""
+    return os.path.join(target, "site" if archive == "core" else "site-" + archive)
+
+
+def found_slices(archive, folders):
+    """Return each slice of the archive with its path, or with None where no folder has it."""
+    pairs = []
+    for piece in archive["slices"]:
+        candidates = [os.path.join(folder, piece["name"]) for folder in folders]
+        pairs.append((piece, next((path for path in candidates if os.path.exists(path)), None)))
+    return pairs
+
+
+def missing_parts(pairs):
+    return [piece["part"] for piece, path in pairs if path is None]
+
+
+def check_slices(pairs):
+    for piece, path in pairs:
+        if path and (os.path.getsize(path) != piece["bytes"] or sha256(path) != piece["sha256"]):
+            part = piece["part"]
+            raise Problem(f"{path} is damaged: size and SHA-256 are not the manifest's; copy {part} again")
+
+
+def sha256(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_machine(manifest):
+    """Raise `Problem` where the machine is not the one that the bundle was made for."""
+    machine, python = manifest["machine"], manifest["python"]
+    if platform.system() != "Linux" or platform.machine() != machine:
+        raise Problem(f"the bundle is for Linux on {machine}; this is {platform.system()} on {platform.machine()}")
+    version = ".".join(map(str, sys.version_info[:2]))
+    if sys.implementation.name != "cpython" or version != python:
+        raise Problem(
+            f"the bundle is for CPython {python}; this is {sys.implementation.name} {version}: start offline.py "
+            f"with python{python}, or make a bundle with PYTHON={version}"
+        )
+    libc, libc_version = platform.libc_ver()
+    if libc != "glibc" or numbers(libc_version) < numbers(manifest["glibc"]):
+        name = libc or "another C library"
+        raise Problem(f"the wheels need glibc {manifest['glibc']} or newer; this machine has {name} {libc_version}")
+    command = [sys.executable, "-W", "ignore", "-c", "import torch; print(torch.__version__)"]
+    done = subprocess.run(command, capture_output=True)
+    if done.returncode:
+        reason = (done.stderr.decode(errors="replace").splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise Problem(f"{sys.executable} cannot import torch: {reason}; start offline.py with the Python that has it")
+    release = done.stdout.decode().split()[-1]
+    if numbers(release) < numbers(manifest["torch"]):
+        raise Problem(f"torch {release} is too old; {manifest['torch']} or newer is needed")
+    missing = ", ".join(name for name in manifest["expects"] if not on_machine(name))
+    if missing:
+        raise Problem(f"this Python lacks {missing}, which the bundle leaves out; make it again with other present=")
+
+
+def numbers(version):
+    """Return the leading numbers of a version, for comparison: (2, 11) of `2.11.0+cu130`."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def on_machine(distribution):
+    from importlib import metadata
+
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def check_space(target, bytes_needed):
+    folder = target
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    if not os.access(folder, os.W_OK):
+        raise Problem(f"{folder} is not writable; name another folder with target=")
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < bytes_needed + _SPARE_BYTES:
+        raise Problem(f"{folder} has {free_bytes >> 20} MiB free; {(bytes_needed + _SPARE_BYTES) >> 20} are needed")
+
+
+class Joined:
+    """The slices of an archive, read one after the other."""
+
+    def __init__(self, paths):
+        self._paths = list(paths)
+        self._file = None
+
+    def read(self, size):
+        while self._file or self._paths:
+            if self._file is None:
+                self._file = open(self._paths.pop(0), "rb")  # noqa: SIM115  (closed below, before the next one)
+            chunk = self._file.read(size)
+            if chunk:
+                return chunk
+            self._file.close()
+            self._file = None
+        return b""
+
+
+def unpack(paths, folder):
+    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    with tarfile.open(fileobj=Joined(paths), mode="r|xz") as archive:
+        archive.extractall(folder, **options)
+
+
+def hold(pairs, folder):
+    """Keep slices for a later install, when the other parts come."""
+    os.makedirs(folder, exist_ok=True)
+    for piece, path in pairs:
+        kept = os.path.join(folder, piece["name"])
+        if path and not os.path.exists(kept):
+            shutil.copyfile(path, kept + ".partial")
+            os.rename(kept + ".partial", kept)
+
+
+def start(target, step, values):
+    """Become the step: signals reach it, and its exit code is the command's."""
+    folders = [unpacked_at(target, name) for name in ("core", "numpy", "ray")]
+    paths = [folder for folder in folders if os.path.isdir(folder)] + [os.path.join(target, "source")]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths), PYTHONUNBUFFERED="1")
+    os.chdir(target)
+    arguments = ["{}={}".format(*item) for item in values.items()]
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "infra.offline.steps", step, *arguments], environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

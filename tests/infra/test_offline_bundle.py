@@ -1,0 +1,364 @@
+"""`make offline`: wheels for another Python, parts under a limit, and the script that installs them without a network.
+
+The wheels and torch are small stand-ins here, and so is the step; `tests/faults/test_offline_rehearsal.py` takes the
+real ones.
+"""
+
+import ast
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from conf.errors import EnvironmentProblem, UsageError
+from infra.offline import bundle as bundles
+from infra.offline import launch, plan
+from infra.offline import wheels as resolved
+from infra.offline.wheels import Target, needed_wheels
+
+PYTHON = "{}.{}".format(*sys.version_info)
+TAG = f"cp{PYTHON.replace('.', '')}"
+# Name, tag and requirements of the wheels on the stand-in for an index; releases are the pinned ones.
+COMPILED = "manylinux_2_28_x86_64"
+WHEELS = {
+    "pyarrow": (f"{TAG}-{TAG}-{COMPILED}", ()),
+    "duckdb": (f"{TAG}-abi3-{COMPILED}", ()),
+    "hydra_core": ("py3-none-any", ("omegaconf<2.4", "antlr4-python3-runtime==4.9.*", "packaging")),
+    "omegaconf": ("py3-none-any", ("antlr4-python3-runtime==4.9.*", "PyYAML>=5.1.0")),
+    "antlr4_python3_runtime": ("py3-none-any", ()),
+    "pyyaml": (f"{TAG}-{TAG}-manylinux2014_x86_64", ()),
+    "packaging": ("py3-none-any", ()),
+    "psutil": (f"cp36-abi3-{COMPILED}", ()),
+    "nvidia_ml_py": ("py3-none-any", ()),
+    "rich": ("py3-none-any", ('pygments; python_version >= "3.8"', 'colorama; sys_platform == "win32"')),
+    "pygments": ("py3-none-any", ()),
+    "prometheus_client": ("py3-none-any", ()),
+    "pytest": ("py3-none-any", ("packaging", 'attrs; extra == "dev"')),
+    "numpy": (f"{TAG}-{TAG}-{COMPILED}", ()),
+    "ray": (f"{TAG}-{TAG}-{COMPILED}", ("filelock", "msgpack")),
+    "msgpack": ("py3-none-any", ()),
+}
+UNPINNED = {"antlr4_python3_runtime": "4.9.3"}
+STEP = """
+import json, os, sys
+import duckdb
+print(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(), "duckdb": duckdb.__file__}), flush=True)
+sys.exit(7)
+"""
+
+
+def write_wheel(folder, name, tag, requires=(), files=(), version=None):
+    version = version or UNPINNED.get(name) or str(resolved._pins().get(name.replace("_", "-"), "30.0"))
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    metadata += "".join(f"Requires-Dist: {line}\n" for line in requires)
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
+        wheel.writestr(f"{name}/__init__.py", "")
+        for path, content in files:
+            entry = zipfile.ZipInfo(path)
+            entry.external_attr = 0o100755 << 16
+            wheel.writestr(entry, content)
+        wheel.writestr(f"{name}-{version}.dist-info/METADATA", metadata)
+        wheel.writestr(f"{name}-{version}.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+        wheel.writestr(f"{name}-{version}.dist-info/RECORD", "")
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """A folder of wheels that pip takes for all there is."""
+    folder = tmp_path_factory.mktemp("index")
+    content = random.Random(0).randbytes(3 << 20)
+    files = {
+        "ray": [("ray/raylet", content), ("ray-1.data/scripts/ray", b""), ("ray-1.data/purelib/ray/more.py", b"")],
+        "pyarrow": [
+            ("pyarrow/include/arrow.h", b""),
+            ("pyarrow/libarrow_flight.so.1", b""),
+            ("pyarrow/libarrow_substrait.so.1", b"\0libarrow_s3.so.1\0"),
+            ("pyarrow/libarrow_s3.so.1", b""),
+            ("pyarrow/lib.so", b"\0libarrow_substrait.so.1\0"),
+        ],
+    }
+    for name, (tag, requires) in WHEELS.items():
+        write_wheel(folder, name, tag, requires, files.get(name, ()))
+    write_wheel(folder, "duckdb", "cp39-cp39-win_amd64", version="99.0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIP_NO_INDEX", "1")
+        patch.setenv("PIP_FIND_LINKS", str(folder))
+        patch.delenv("PIP_INDEX_URL", raising=False)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def parts(index, tmp_path_factory):
+    """A bundle for this Python, with the smaller part of the source, compressed fast."""
+    folder = tmp_path_factory.mktemp("made") / "offline"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundles, "_XZ", {"preset": 0})
+        patch.setattr(bundles, "_SOURCE_LEFT_OUT", ("[!i]*", "infra/g*", "infra/k*"))
+        table = bundles.bundle(python=PYTHON, mib=1.5, out=str(folder))
+    return folder, table
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """The environment of a machine whose Python has torch; the release is the stand-in's."""
+
+    def with_torch(release="2.99.0+cu130"):
+        (tmp_path / "torch").mkdir(exist_ok=True)
+        (tmp_path / "torch" / "__init__.py").write_text(f"__version__ = {release!r}\n")
+        return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    return with_torch
+
+
+def offline(part, *arguments, env=None):
+    return subprocess.run(
+        [sys.executable, str(part / "offline.py"), *map(str, arguments)], capture_output=True, text=True, env=env
+    )
+
+
+def refusal(done):
+    assert (done.returncode, done.stdout) == (2, ""), done
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def manifest_of(part):
+    return json.loads((part / "manifest.json").read_text())
+
+
+def test_every_part_is_under_the_limit_and_the_first_holds_all_but_ray(parts):
+    folder, table = parts
+    names = sorted(part.name for part in folder.iterdir())
+    assert len(names) > 2 and names[0] == "part-1"
+    for part in folder.iterdir():
+        assert sum(file.stat().st_size for file in part.iterdir()) <= 3 << 19
+        assert manifest_of(part) == manifest_of(folder / "part-1")
+    archives = manifest_of(folder / "part-1")["archives"]
+    assert [piece["part"] for piece in archives["core"]["slices"]] == ["part-1"]
+    assert [piece["part"] for piece in archives["numpy"]["slices"]] == ["part-1"]
+    assert len(archives["ray"]["slices"]) > 1
+    assert archives["core"]["packages"].keys() == {
+        name.replace("_", "-") for name in WHEELS if name not in ("numpy", "ray", "msgpack")
+    }
+    assert archives["ray"]["packages"].keys() == {"ray", "msgpack"}
+    assert any("/part-2: 1.4 MiB: ray.tar.xz.1" in line for line in table)
+
+
+def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, machine, tmp_path):
+    folder, _ = parts
+    target = tmp_path / "a b" / "target"
+    target.parent.mkdir()
+    done = offline(folder / "part-1", "install", f"target={target}", f"parts={folder / 'part-1'}", env=machine())
+    assert done.returncode == 0, done.stderr
+    assert "installed core: antlr4-python3-runtime 4.9.3, duckdb " in done.stdout and "ray waits" in done.stdout
+    assert (target / "site" / "pyarrow" / "__init__.py").exists() and (target / "source" / "infra" / "cron").exists()
+    libraries = {path.name for path in (target / "site" / "pyarrow").iterdir()} - {"__init__.py"}
+    assert libraries == {"lib.so", "libarrow_substrait.so.1", "libarrow_s3.so.1"}, "what another one names, and no more"
+    assert not (target / "site-numpy").exists(), "this Python has NumPy"
+    (target / "source" / "infra" / "offline" / "steps.py").write_text(STEP)
+    done = subprocess.run(
+        [
+            sys.executable,
+            folder / "part-1" / "offline.py",
+            "test,collect",
+            "minutes=8",
+            "results=out",
+            f"target={target}",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**machine(), "PATH": ""},
+    )
+    assert done.returncode == 7
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["argv"] == ["test,collect", "minutes=8", f"results={tmp_path}/out"]
+    assert report["cwd"] == str(target) and report["duckdb"].startswith(f"{target}/site/")
+    # All parts lie beside the script that time, so Ray is added.
+    assert "installed ray: msgpack 30.0, ray " in done.stdout
+    assert os.access(target / "site-ray" / "ray" / "raylet", os.X_OK)
+    assert (target / "site-ray" / "ray" / "more.py").exists() and not (target / "held").exists()
+
+
+def test_a_part_that_comes_later_is_added_to_those_held(parts, machine, tmp_path):
+    folder, _ = parts
+    target = tmp_path / "target"
+    numbers = range(1, len(list(folder.iterdir())) + 1)
+    for number in numbers:
+        assert not (target / "site-ray").exists()
+        done = offline(
+            folder / "part-1", "install", f"target={target}", f"parts={folder / f'part-{number}'}", env=machine()
+        )
+        assert done.returncode == 0, done.stderr
+    assert (target / "site-ray" / "ray" / "raylet").stat().st_size == 3 << 20
+    assert not (target / "held").exists() and not (target / "partial").exists()
+
+
+def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or_not_there(parts, machine, tmp_path):
+    folder, _ = parts
+    target, partial = tmp_path / "target", tmp_path / "target.gpufarm-partial"
+    command = [sys.executable, folder / "part-1" / "offline.py", "install", f"target={target}"]
+    process = subprocess.Popen(command, env=machine(), stdout=subprocess.DEVNULL)
+    while process.poll() is None and not partial.exists():
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not target.exists() or (target / "bundle.json").exists()
+    assert offline(folder / "part-1", "install", f"target={target}", env=machine()).returncode == 0
+    assert not partial.exists() and (target / "source" / "infra" / "offline" / "launch.py").exists()
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({"machine": "riscv64"}, "the bundle is for Linux on riscv64; this is Linux on "),
+        ({"python": "3.99"}, "the bundle is for CPython 3.99; this is cpython "),
+        ({"glibc": "9.99"}, "the wheels need glibc 9.99 or newer; this machine has glibc "),
+        ({"torch": "3.0"}, "torch 2.99.0+cu130 is too old; 3.0 or newer is needed"),
+        ({"expects": ["jinja2", "no-such-thing"]}, "this Python lacks no-such-thing, which the bundle leaves out"),
+        ({"format": 99}, "is no part of an offline bundle: manifest.json: another format"),
+    ],
+)
+def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts, machine, tmp_path, change, expected):
+    folder, _ = parts
+    part = tmp_path / "part-1"
+    part.mkdir()
+    for file in (folder / "part-1").iterdir():
+        os.link(file, part / file.name)
+    (part / "manifest.json").unlink()
+    (part / "manifest.json").write_text(json.dumps({**manifest_of(folder / "part-1"), **change}))
+    done = offline(part, "install", f"target={tmp_path / 'target'}", f"parts={part}", env=machine())
+    assert expected in refusal(done)
+    assert not (tmp_path / "target").exists() and not (tmp_path / "target.gpufarm-partial").exists()
+
+
+def test_a_python_without_torch_is_refused(parts, machine, tmp_path):
+    folder, _ = parts
+    env = machine()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcuda is missing')")
+    line = refusal(offline(folder / "part-1", "install", f"target={tmp_path / 'target'}", env=env))
+    assert "cannot import torch: ImportError: libcuda is missing; start offline.py with the Python that has it" in line
+
+
+def test_a_missing_or_torn_slice_is_refused_and_nothing_copied(parts, machine, tmp_path):
+    folder, _ = parts
+    target = tmp_path / "target"
+    part = tmp_path / "part-1"
+    part.mkdir()
+    for name in ("manifest.json", "offline.py"):
+        os.link(folder / "part-1" / name, part / name)
+    command = ("install", f"target={target}", f"parts={part}")
+    line = refusal(offline(part, *command, env=machine()))
+    assert line == "error: part-1 is missing, with what every step needs; name its folder with parts="
+    content = (folder / "part-1" / "core.tar.xz.1").read_bytes()
+    (part / "core.tar.xz.1").write_bytes(content[:-1])
+    assert "is damaged" in refusal(offline(part, *command, env=machine()))
+    (part / "core.tar.xz.1").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "core.tar.xz.1 is damaged" in refusal(offline(part, *command, env=machine()))
+    assert not target.exists() and not (tmp_path / "target.gpufarm-partial").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["colect"], "unknown step 'colect'; known: install, test, calibrate,"),
+        (["test,install"], "unknown step 'install'"),
+        (["collect", "minutes"], "'minutes' is not KEY=VALUE"),
+        (["collect", "minutes=1", "minutes=2"], "minutes= is given twice"),
+        (["install", "minutes=1"], "unknown argument 'minutes'; valid are target=DIR, parts=DIR,DIR"),
+        (["install", "parts=/nowhere"], "/nowhere is no part of an offline bundle"),
+        (["install", f"target={Path(__file__).parent}"], "is not empty and holds no install"),
+        (["install", f"target={__file__}"], "cannot be used as target"),
+        (["install", "target=/proc/target"], "/proc has 0 MiB free"),
+    ],
+)
+def test_bad_input_of_the_script_is_one_line(parts, machine, arguments, expected):
+    assert expected in refusal(offline(parts[0] / "part-1", *arguments, env=machine()))
+
+
+def test_the_script_alone_says_how_it_is_used_and_an_old_python_can_read_it(parts):
+    script = parts[0] / "part-1" / "offline.py"
+    done = offline(script.parent)
+    assert done.returncode == 0 and "steps: test | calibrate | allocator | bench | collect" in done.stdout
+    ast.parse(script.read_text(), feature_version=(3, 6))
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["python=2.7"], "python= must be 3.11 or newer, got 2.7"),
+        (["python=3.10"], "python= must be 3.11 or newer, got 3.10"),
+        (["python=python3"], "python= must be the machine's release of Python, as 3.12, got 'python3'"),
+        (["mib=60"], "python= must be the machine's release of Python"),
+        (["python=3.12", "mib=0"], "mib"),
+        (["python=3.12", "size=60"], "valid are KEY=VALUE of python, mib, present, out, ray"),
+        (["python=3.12", "out=conf"], "out='conf' holds what is no bundle; name a new folder"),
+        (["python=3.12", "present=/no/list.txt"], "present='/no/list.txt' cannot be read"),
+        (["python=3.12", "present=[numpy<2]"], "present= has 'numpy<2'"),
+    ],
+)
+def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monkeypatch):
+    monkeypatch.chdir(bundles.ROOT)
+    assert bundles.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
+def test_the_script_knows_the_steps_of_the_plan():
+    assert tuple(plan.STEPS) == launch.STEPS
+
+
+def test_without_an_index_it_says_so_at_once(index, tmp_path, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(EnvironmentProblem, match="pip reaches no index"):
+        needed_wheels([Requirement("lightgbm")], Target(PYTHON), {}, {}, tmp_path)
+
+
+def test_parts_too_small_for_what_every_step_needs_are_refused(tmp_path):
+    archive = bundles.Archive(name="core", path=tmp_path, packages={}, bytes=5 << 20, unpacked_bytes=9 << 20)
+    with pytest.raises(UsageError, match="mib=5 is too small: a part with what every step needs takes 6;"):
+        bundles.cut([archive], 5 << 20)
+    assert len(bundles.cut([archive], 6 << 20)) == 1
+
+
+def test_a_wheel_that_is_missing_for_the_machine_is_named(index, tmp_path):
+    with pytest.raises(EnvironmentProblem, match=r"there is no wheel of duckdb>=1.1 for Python 3\.10 on x86_64"):
+        needed_wheels([Requirement("duckdb>=1.1")], Target("3.10"), {}, {}, tmp_path)
+
+
+def test_what_the_machine_has_is_left_out_where_its_release_fits(index, tmp_path):
+    listed = tmp_path / "list.txt"
+    listed.write_text("rich==1.0\npackaging==23.0\n# comment\npygments @ file:///a/b\n-e /some/where\n")
+    on_machine = bundles.packages_present(str(listed))
+    wheels = {}
+    expected = needed_wheels([Requirement("rich>=13.7")], Target(PYTHON), on_machine, wheels, tmp_path)
+    assert list(wheels) == ["rich"], "1.0 is too old"
+    assert expected == {"pygments"}
+
+
+def test_a_former_bundle_is_replaced_and_a_failed_one_leaves_nothing(parts, tmp_path, monkeypatch):
+    out = tmp_path / "offline"
+    (out / "part-1").mkdir(parents=True)
+    (out / "part-1" / "manifest.json").write_text("{}")
+    (tmp_path / "offline.gpufarm-partial" / "wheels").mkdir(parents=True)
+
+    def missing(*arguments):
+        raise EnvironmentProblem("no wheel")
+
+    monkeypatch.setattr(bundles, "needed_wheels", missing)
+    with contextlib.suppress(EnvironmentProblem):
+        bundles.bundle(python=PYTHON, out=str(out))
+    assert [path.name for path in tmp_path.iterdir()] == ["offline"], "also of one that was killed before"
+    assert (out / "part-1" / "manifest.json").read_text() == "{}"
