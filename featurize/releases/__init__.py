@@ -1,8 +1,31 @@
-"""What releases of torch lack that a traced step needs, added before it is traced. Start reading at `complete`."""
+"""What releases of torch lack that a traced step needs: added before a trace, or refused by name.
+
+Start reading at `complete`, which adds; `require_torch` refuses.
+"""
 
 from __future__ import annotations
 
 import functools
+
+from conf.errors import EnvironmentProblem
+
+
+def require_torch(oldest: str, feature: str) -> None:
+    """Refuse a feature that the installed torch is too old for.
+
+    Args:
+        oldest: The first release that has what the feature needs, as two numbers: "2.11".
+        feature: What needs it, as it begins the message: "context parallelism".
+
+    Raises:
+        EnvironmentProblem: "context parallelism needs torch 2.11 or newer; 2.8.0 is installed".
+    """
+    import torch
+
+    installed = torch.__version__.partition("+")[0]
+    # Of two numbers: a vendor's build of 2.11.0a0 has what 2.11 has, and would sort before it.
+    if [int(part) for part in installed.split(".")[:2]] < [int(part) for part in oldest.split(".")]:
+        raise EnvironmentProblem(f"{feature} needs torch {oldest} or newer; {installed} is installed")
 
 
 @functools.cache

@@ -4,6 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from conf.errors import EnvironmentProblem
+from featurize.releases import require_torch
 
 # An older release's torch has no meta kernel of `aten::_convolution`: its registration is skipped here.
 TRACE = """
@@ -50,3 +54,12 @@ def test_a_convolution_is_traced_alike_on_every_release():
 def test_an_older_release_as_it_is_has_no_convolution_for_meta_tensors():
     figures, said = traced("older", "as it is")
     assert not figures and "convolution_overrideable not implemented" in said
+
+
+def test_what_needs_a_newer_release_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
+    with pytest.raises(EnvironmentProblem, match="^context parallelism needs torch 2.11 or newer; 2.8.0 is installed$"):
+        require_torch("2.11", "context parallelism")
+    require_torch("2.8", "context parallelism")
+    monkeypatch.setattr(torch, "__version__", "2.11.0a0+1234.nv26.01")  # as NVIDIA's containers name theirs
+    require_torch("2.11", "context parallelism")
