@@ -58,7 +58,9 @@ def test_an_older_release_as_it_is_has_no_convolution_for_meta_tensors():
 
 def test_what_needs_a_newer_release_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
-    with pytest.raises(EnvironmentProblem, match="^context parallelism needs torch 2.11 or newer; 2.8.0 is installed$"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"^context parallelism needs torch 2\.11 or newer; 2\.8\.0 is installed$"
+    ):
         require_torch("2.11", "context parallelism")
     require_torch("2.8", "context parallelism")
     monkeypatch.setattr(torch, "__version__", "2.11.0a0+1234.nv26.01")  # as NVIDIA's containers name theirs
