@@ -143,9 +143,14 @@ def _refuse_other_shards() -> None:
 
 def _refuse_all_shards(reason: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    for owner, name in ((FullyShardedDataParallel, "__init__"), (DTensor, "__new__")):
+    for owner, name in {
+        FullyShardedDataParallel: "__init__",
+        DTensor: "__new__",
+        Shard: "_shard_tensor",
+        Replicate: "_replicate_tensor",
+    }.items():
         replace_attribute(owner, name, _refusing(reason))
     _refuse_fully_shard(reason)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from featurize.parallel.data_parallel import Replica
 from featurize.parallel.layout import Parallel
 from featurize.parallel.releases import refused_modes
+from featurize.releases import complete_collectives
 from featurize.step_trace import Collective
 from featurize.training_settings import Training
 from featurize.values import remember
@@ -56,6 +57,7 @@ class RankZero:
         from featurize.parallel.ranks import Ranks  # their imports are heavy
         from featurize.parallel.streams import Streams
 
+        complete_collectives()
         streams = self._streams = Streams()
         streams.recorder = self.recorder
         self.recorder.ranks = self._ranks = Ranks(streams, {})
