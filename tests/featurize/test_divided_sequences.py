@@ -11,6 +11,8 @@ from featurize.parallel.layout import Parallel
 from featurize.trace import trace_step
 from featurize.training import Training
 
+pytestmark = pytest.mark.needs_torch("2.11", "the trace of divided sequences and experts")
+
 
 class Masked(Attending):
     def forward(self, x):

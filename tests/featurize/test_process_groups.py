@@ -15,6 +15,8 @@ from torch.distributed.fsdp import _fully_shard, fully_shard
 from featurize.parallel.layout import Parallel
 from featurize.trace import TraceError, trace_step
 
+pytestmark = pytest.mark.needs_torch("2.11", "the trace of shards")
+
 SHARDS = Parallel(fsdp=2)
 
 
