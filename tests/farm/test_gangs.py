@@ -117,7 +117,7 @@ def test_some_modes_run_on_simulated_gpus_only(mode):
 def test_a_simulated_layout_that_torch_is_too_old_for_is_refused_before_it_is_queued(monkeypatch):
     monkeypatch.setattr(releases, "refused_modes", lambda: {"pp": "parallel: pp needs torch 2.13 or newer"})
     space = with_layouts(own_space("mlp"), [None, "ddp=2", "pp=2"])
-    with pytest.raises(EnvironmentProblem, match="pp needs torch 2.13 or newer"):
+    with pytest.raises(EnvironmentProblem, match=r"pp needs torch 2\.13 or newer"):
         require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())
 
 
