@@ -113,7 +113,6 @@ class _BlankStage:
     has_backward = True
     _nothing: Callable[..., None] = staticmethod(lambda *_args, **_kwargs: None)
     scale_grads = perform_reduce_grad = set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = _nothing
-    release_fwd_send_outputs = _nothing  # from 2.15 on
 
     def __init__(self, items: list[Item], ranks: int, stages: int, number: int) -> None:
         self._items, self.stage_index, self.num_stages = items, number, stages

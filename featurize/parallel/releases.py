@@ -6,6 +6,7 @@ releases do not have. DistributedDataParallel and ZeRO are traced under every re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 
@@ -15,6 +16,7 @@ from featurize.parallel.layout_modes import EXPERTS, OWN
 from featurize.releases import require_torch
 
 _SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package
+_OTHER_STAGES = "2.15"  # from which on stages make and drop their buffers as they go: traces fall short of real ranks
 _OLDEST = {"pp": "2.13", "fsdp": _SHARDS, "cp": _SHARDS, "tp": _SHARDS, EXPERTS: _SHARDS, OWN: _SHARDS}
 
 
@@ -27,6 +29,9 @@ def refused_modes() -> Mapping[str, str]:
             require_torch(oldest, f"parallel: {mode}")
         except EnvironmentProblem as error:
             refused[mode] = str(error)
+    with contextlib.suppress(EnvironmentProblem):
+        require_torch(_OTHER_STAGES, "")
+        refused["pp"] = f"parallel: pp is not traced under torch {_OTHER_STAGES} or newer yet; use 2.13"
     return refused
 
 

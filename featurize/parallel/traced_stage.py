@@ -111,17 +111,6 @@ class TracedStage(PipelineStage):
         self._micro_batch = micro_batch
         self._around.hear(phase, self.stage_index, micro_batch)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._named(super().get_fwd_recv_ops(fwd_chunk_id))
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._named(super().get_bwd_recv_ops(bwd_chunk_id))
-
-    def _named(self, messages: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Name buffers that are made when they are needed, as from 2.15 on."""
-        self._around.recorder.name([one.tensor for one in messages], COMMUNICATION)
-        return messages
-
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
         self._name_buffers(self.args_recv_info)
@@ -163,12 +152,9 @@ def schedules_on_meta(streams: Streams) -> Iterator[None]:
         return under_way
 
     logger = logging.getLogger("torch.distributed.pipelining")
-    greets = "_warmup_p2p"
-    if not hasattr(schedules._PipelineSchedule, greets):
-        greets = "_initialize_pipeline_distributed_state"  # its name from 2.15 on
     with (
         replaced(schedules, "_batch_p2p", batched),
-        replaced(schedules._PipelineSchedule, greets, lambda *_: None),
+        replaced(schedules._PipelineSchedule, "_warmup_p2p", lambda *_: None),
         replaced(logger, "disabled", True),  # the whole schedule where a stage fails
         replaced(schedules.logger, "disabled", True),
     ):

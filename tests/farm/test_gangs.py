@@ -102,7 +102,7 @@ def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monke
     assert gpu_problem(Parallel(ddp=2), 1) and gpu_problem(Parallel(ddp=2), 2) is None
 
 
-@pytest.mark.needs_torch("2.13", "the trace of a pipeline")
+@pytest.mark.needs_mode("pp")
 @pytest.mark.parametrize("mode", ["pp", "own", "cp"])
 def test_some_modes_run_on_simulated_gpus_only(mode):
     space = with_layouts(own_space("mlp"), f"{mode}=2")

@@ -11,7 +11,7 @@ from featurize.parallel.layout import Parallel
 from featurize.trace import trace_step
 from featurize.training import Training
 
-pytestmark = pytest.mark.needs_torch("2.11", "the trace of divided sequences and experts")
+pytestmark = pytest.mark.needs_mode("fsdp")
 
 
 class Masked(Attending):

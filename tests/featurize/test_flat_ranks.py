@@ -17,7 +17,7 @@ from featurize.replay import replay
 from featurize.trace import trace_step
 from featurize.training import Training, TrainingStep
 
-pytestmark = pytest.mark.needs_torch("2.11", "the trace of flat parameters")
+pytestmark = pytest.mark.needs_mode("fsdp")
 
 
 class Adapted(nn.Module):

@@ -36,6 +36,7 @@ def never_built():
         ("2.8.0", {"cp": 2}, "parallel: cp needs torch 2.11 or newer; 2.8.0 is installed"),
         ("2.8.0", {"own": 2}, "parallel: own needs torch 2.11 or newer; 2.8.0 is installed"),
         ("2.8.0", {"tp": 2}, "parallel: tp needs torch 2.11 or newer; 2.8.0 is installed"),
+        ("2.15.0", {"pp": 2}, "parallel: pp is not traced under torch 2.15 or newer yet; use 2.13"),
         ("2.11.0", {"pp": 2, "fsdp": 2}, "parallel: pp needs torch 2.13 or newer; 2.11.0 is installed"),
     ],
 )

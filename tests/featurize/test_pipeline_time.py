@@ -6,7 +6,7 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.pipeline_order import orders_of
 from featurize.parallel.pipeline_time import Compute, finished_ms
 
-pytestmark = pytest.mark.needs_torch("2.13", "the order of a pipeline")
+pytestmark = pytest.mark.needs_mode("pp")
 
 LAYOUTS = [
     {"pp": 4, "schedule": "gpipe", "micro_batches": 8},

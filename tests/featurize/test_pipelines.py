@@ -29,7 +29,7 @@ from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.trace import TraceError, trace_step
 from featurize.training import Training
 
-pytestmark = pytest.mark.needs_torch("2.13", "the trace of a pipeline")
+pytestmark = pytest.mark.needs_mode("pp")
 
 
 @pytest.fixture(scope="module")
