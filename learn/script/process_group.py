@@ -75,8 +75,10 @@ def _modules() -> list[Any]:
 
 
 def _replace(name: str, function: Any) -> None:
+    before = getattr(dist, name, None)
     for module in _modules():
-        replace_attribute(module, name, function)
+        if getattr(module, name, None) is before:  # `device_mesh.reduce` of older releases is functools' own
+            replace_attribute(module, name, function)
 
 
 def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:

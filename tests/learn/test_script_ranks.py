@@ -299,6 +299,13 @@ def test_processes_that_a_script_starts_itself_are_ranks(tmp_path):
     assert script.ranks[0].count == 4 and script.sent_mib["all_reduce"] > 0
 
 
+@pytest.mark.wide
+def test_replicas_may_talk_over_a_slice_of_a_mesh(tmp_path):
+    mesh = "torch.distributed.device_mesh.init_device_mesh('cuda', (4, 1), mesh_dim_names=('dp', 'tp'))"
+    over = run(tmp_path, f"(lambda net: DDP(net, device_mesh={mesh}['dp']))")
+    assert "gradient buckets" in over.breakdown and over.sent_mib["all_reduce"] > 0
+
+
 @pytest.mark.slow
 def test_replicas_of_some_ranks_talk_among_these(tmp_path):
     some, two = (
