@@ -30,6 +30,9 @@ COMMANDS = (
     " input=[4,3,32,32] precision=bf16 optimizer=sgd torch_version=2.8",
     "-m farm.submit +arch=vit n=2 cluster=inline device=simulated data=DATA",
     "-m farm.submit +arch=mlp n=1 cluster=inline device=cpu data=DATA",
+    "-m learn.estimate -- python tests/learn/training_scripts/nanogpt_like.py",
+    "-m farm.submit +arch=mlp n=1 cluster=inline device=cpu parallel=ddp=2 kernels.steps=1 data=DATA",
+    "-m farm.submit +arch=mlp n=2 cluster=inline device=simulated +collocate=pairs data=DATA",
     "-m farm.doctor data=DATA",
 )
 TESTS = (
@@ -38,6 +41,10 @@ TESTS = (
     "tests/featurize/test_meta_results.py",
     "tests/featurize/test_trace.py",
     "tests/learn/test_learn_estimate.py",
+    "tests/featurize/test_layout_releases.py",
+    "tests/featurize/test_compiled.py",
+    "tests/learn/test_several_gpus.py",
+    "tests/learn/test_script_ranks.py",
 )
 _VERSION = re.compile(r"\d+(\.\d+)*[\w.+-]*")
 _LINES_SHOWN = 5
@@ -63,7 +70,8 @@ def tested(python: str, data: Path) -> tuple[bool, str]:
 
     Returns whether all did as expected, and the lines of the first that did not.
     """
-    commands = ["-m tests.featurize.golden_traces", *COMMANDS, f"-m pytest -p no:cacheprovider {' '.join(TESTS)}"]
+    tests = f"-m pytest -p no:cacheprovider -m 'not slow and not wide' {' '.join(TESTS)}"
+    commands = ["-m tests.featurize.golden_traces", *COMMANDS, tests]
     said = []
     for text in commands:
         arguments = shlex.split(text.replace("DATA", shlex.quote(str(data))))

@@ -53,4 +53,24 @@ def complete() -> None:
     _kept.append(library)
 
 
+@functools.cache
+def complete_collectives() -> None:
+    """Give this process's torch meta kernels of collectives; harmless on a release that has them.
+
+    From 2.11 on they come with torch (`torch/distributed/_meta_registrations.py`). Before, those of the CPU stand in:
+    they ask the process group for the work, and the group of a trace does none.
+    """
+    import torch
+    import torch.distributed
+
+    if torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
+        return
+    library = torch.library.Library("c10d", "IMPL", "Meta")
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
+        if name.startswith("c10d::"):
+            operator = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+            library.impl(name, functools.partial(operator._op_dk, torch._C.DispatchKey.CPU))
+    _kept.append(library)
+
+
 _kept: list[object] = []  # a library that is collected takes its kernels along
