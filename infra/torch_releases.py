@@ -72,7 +72,7 @@ def tested(python: str, data: Path) -> tuple[bool, str]:
     """
     tests = f"-m pytest -p no:cacheprovider -m 'not slow and not wide' {' '.join(TESTS)}"
     commands = ["-m tests.featurize.golden_traces", *COMMANDS, tests]
-    said = []
+    last_lines = []
     for text in commands:
         arguments = shlex.split(text.replace("DATA", shlex.quote(str(data))))
         done = subprocess.run(
@@ -84,8 +84,8 @@ def tested(python: str, data: Path) -> tuple[bool, str]:
             failed = [line for line in lines if line.startswith("FAILED")] or lines
             more = f"; and {len(failed) - _LINES_SHOWN} more" if len(failed) > _LINES_SHOWN else ""
             return False, f"{arguments[1]}: " + "; ".join(failed[:_LINES_SHOWN]) + more
-        said.append(lines[-1])
-    return True, f"{said[0]}, {len(COMMANDS)} commands, {said[-1]}"
+        last_lines.append(lines[-1])
+    return True, f"{last_lines[0]}, {len(COMMANDS)} commands, {last_lines[-1]}"
 
 
 def main(versions: list[str]) -> int:
