@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Pinned and first: a looser range, also another package's, takes the newest build with its gigabytes of CUDA packages.
-# For another build: make venv TORCH=torch==2.12.1 TORCH_OPTIONS="--index-url URL_OF_THE_BUILDS_FOR_YOUR_CUDA"
+# For another build: make venv TORCH=torch==2.11.0 TORCH_OPTIONS="--index-url URL_OF_THE_BUILDS_FOR_YOUR_CUDA"
 TORCH  ?= torch==2.13.0
 TORCH_OPTIONS ?=
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -25,7 +25,7 @@ help:
 	@echo "make test-wide    run the cases that \`make test\` leaves out: more families, commands and damage of the same kinds"
 	@echo "make test-faults  kill trials, workers and dispatchers in the middle of jobs (slow)"
 	@echo "make test-gpu     the tests that need an NVIDIA GPU"
-	@echo "make test-torch   trace golden steps under other releases of torch; VERSIONS='2.12.1 2.15.0', some GB each"
+	@echo "make test-torch   trace golden steps and run commands under each tested release of torch, some GB each; or VERSIONS='2.8.0'"
 	@echo "make bench        print the project's figures as ratios; PUBLISHED=FOLDER adds the estimators' table,"
 	@echo "                  FULL=true takes compaction, soak and selection at full size (hours)"
 	@echo "make bench-serve  load on the service of this machine, then with a process killed; ARGS='rate=800 seconds=20'"

@@ -30,7 +30,7 @@ from workers.telemetry.sampler import SENSORS, DcgmAddress, TelemetrySettings, m
 
 FORMATS = ("table", "json")
 _BYTES_PER_MIB = 1024**2
-TESTED_TORCH = ("2.12.1", "2.15.0")  # the oldest and the newest release that the golden traces were made under
+TESTED_TORCH = ("2.6.0", "2.15.0")  # the oldest and the newest release that the golden traces were made under
 _LISTEN_S = 1.5  # how long a sensor is listened to, at most: an exporter that renews its values each second shows
 _SLOW_EXPORTER_S = 0.5  # a window of 1 s holds no reading of such a one, or hardly one
 _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file every 100 ms"

@@ -17,6 +17,7 @@ from farm.space import Space
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXPERTS, MODES, OWN, WRAPPED
 from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.releases import require_traceable
 from featurize.trial_config import OPTIMIZERS
 from workers.devices import DeviceChoice, make_device
 
@@ -44,15 +45,20 @@ def with_layouts(space: Space, given: Any) -> Space:
 
 
 def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -> None:
-    """Raise `UsageError` for a layout that the device cannot run: with a pipeline, on several nodes, or on more GPUs
-    than there are.
+    """Refuse a layout that the device cannot run.
 
     Args:
         choice: Where the trials run. Simulated GPUs are as many as a layout wants.
         cluster: Where they run: the GPUs of this machine can be counted, those of a joined cluster not yet.
+
+    Raises:
+        UsageError: A pipeline on real GPUs, several nodes, or more GPUs than there are.
+        EnvironmentProblem: It is simulated, and the installed torch is too old for its trace.
     """
     layouts = [layout for value in _values(space, DIMENSION) if (layout := parse_parallel(value)) is not None]
     if choice.backend == "simulated" or not layouts:
+        for layout in layouts:
+            require_traceable(layout)
         return
     for layout in layouts:
         if not_run := [mode for mode in (*MODES, EXPERTS, OWN) if mode not in WRAPPED and getattr(layout, mode) > 1]:

@@ -12,6 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -244,6 +245,8 @@ class _Capture:
         from torch._inductor.decomposition import select_decomp_table
         from torch._inductor.fx_passes.replace_random import replace_random_passes
 
+        # From 2.7 on; before, the partitioner asks nobody which inputs live on.
+        takes_alive = "static_lifetime_input_indices" in signature(min_cut_rematerialization_partition).parameters
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
 
@@ -262,8 +265,9 @@ class _Capture:
             if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes):
                 replace_random_passes(joint)  # as Inductor does: a seed is saved instead of random numbers
             mark_cheap(joint, DEQUANTIZATIONS)
+            known = {"static_lifetime_input_indices": alive} if takes_alive else {}
             return min_cut_rematerialization_partition(
-                joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=alive
+                joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, **known
             )
 
         def replay(gm: GraphModule, example_inputs: Any) -> GraphReplay:
@@ -352,6 +356,10 @@ def _capturable() -> Iterator[None]:
         stack.enter_context(replaced(functions, "nll_loss_nd", nll_loss))
         stack.enter_context(replaced(torch, "tensor", tensor))
         stack.enter_context(replaced(torch.compiler, "_is_compiling_flag", True))
+        if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
+            # Without a GPU, CUDA builds of 2.11 keep a guard of the thread that captures, and the next one's use of it
+            # crashes the process. Graphs of meta tensors need none.
+            stack.enter_context(replaced(torch._C, "_ensureCUDADeviceGuardSet", lambda: None))
         stack.enter_context(marked())
         stack.enter_context(_use_lazy_graph_module(True))  # no one runs the Python code of the graphs
         yield

@@ -67,6 +67,7 @@ def fused_kernels() -> Iterator[None]:
         implementations.impl("mish_backward", "Meta", lambda grad, x: torch.empty_like(x), False)
         implementations.impl("convolution", "Meta", _convolution, False)
         implementations.impl("convolution_backward", "Meta", _convolution_backward, False)
+        implementations.impl("embedding", "Meta", _embedding, False)
         implementations.impl("_grouped_mm", "Meta", _grouped_product, False)
         implementations.impl("_cudnn_rnn", "Meta", cudnn_rnn.forward, False)
         implementations.impl("_cudnn_rnn_backward", "Meta", cudnn_rnn.backward, False)
@@ -95,6 +96,13 @@ def _convolution_backward(
         for t, needed in zip((x, weight), wanted, strict=False)
     )
     return x_grad, weight_grad, grad.new_empty(bias_sizes) if wanted[2] else None
+
+
+def _embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    """As on CUDA, which takes indices of two types (cuda/Embedding.cu); Meta takes any in releases before 2.13."""
+    if indices.dtype not in (torch.long, torch.int):
+        raise RuntimeError(f"indices of an embedding are of type long or int, got {indices.dtype}")
+    return weight.new_empty((*indices.shape, *weight.shape[1:]))
 
 
 def _grouped_product(

@@ -20,6 +20,7 @@ from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.module_stack import origin
 from featurize.parallel.layout import Parallel
 from featurize.parallel.repeated_passes import DoesNotRepeat
+from featurize.releases import complete
 from featurize.step_trace import BATCH as BATCH
 from featurize.step_trace import BLOCK_KINDS as BLOCK_KINDS
 from featurize.step_trace import PHASES as PHASES
@@ -115,6 +116,7 @@ def trace_step(
     their many small kernels are one launch. Raises `TraceError`, for instance where a forward pass reads a value back
     (`.item()`), and `UsageError` for unknown names.
     """
+    complete()
     if settings is None:
         settings = Training(optimizer=optimizer or "adam", precision=precision or "fp32")
     elif optimizer is not None or precision is not None:

@@ -23,6 +23,7 @@ from featurize.float8 import PRICED, is_converted, multiplies_8_bits, refuse_odd
 from featurize.parallel.buckets import limits_of
 from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.layout import Parallel
+from featurize.parallel.releases import require_traceable
 from featurize.parallel.zero_settings import settings_of_ranks
 from featurize.parallel.zero_sharded_rank import zero_rank
 from featurize.quantized import elements, replace_bitsandbytes
@@ -155,6 +156,7 @@ class Tracing:
             return request.settings
         if not (parallel.shards or parallel.pp > 1):
             return settings_of_ranks(parallel, request.settings)
+        require_traceable(parallel)
         from featurize.parallel.sharded_rank import sharded_rank  # its imports take half a second
 
         if parallel.own > 1 and isinstance(model, nn.Module):

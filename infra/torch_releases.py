@@ -1,12 +1,14 @@
-"""Traces the golden steps under several releases of torch, each in a virtual environment of its own: `make test-torch`.
+"""Tests releases of torch, each in a virtual environment of its own: `make test-torch [VERSIONS=2.8.0]`.
 
-Start reading at `main`. Prints a line for each release, and exits with 1 if one gives other figures than
-`tests/featurize/golden_traces.json` states. An environment takes up to several GB while it is tested; TORCH_OPTIONS
-names another index, as of CPU builds. Standard library only: what is tested is installed in the environments.
+Start reading at `tested`. Prints a line for each release, and exits with 1 if one gives other figures than
+`tests/featurize/golden_traces.json` states, or if a command or a test fails. Without versions it tests those that this
+file names as tested. An environment takes several GB while it is tested; TORCH_OPTIONS names another index, as of CPU
+builds. Standard library only: what is tested is installed in the environments.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -16,42 +18,86 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_NEEDED = ("numpy", "pyyaml")  # beside torch, of what a trace imports
+# Beside torch: what the commands and tests import.
+NEEDED = (
+    "numpy", "pyyaml", "pyarrow", "jinja2", "hydra-core", "rich", "duckdb", "fsspec", "psutil", "nvidia-ml-py",
+    "pytest", "hypothesis",
+)  # fmt: skip
+# What a user does, in this order; `DATA` is an empty folder of the release.
+COMMANDS = (
+    "-m learn.estimate model=torch.nn:TransformerEncoderLayer 'arguments={d_model: 64, nhead: 4}' input=[8,32,64]",
+    "-m learn.estimate model=torch.nn:Conv2d 'arguments={in_channels: 3, out_channels: 8, kernel_size: 3}'"
+    " input=[4,3,32,32] precision=bf16 optimizer=sgd torch_version=2.8",
+    "-m farm.submit +arch=vit n=2 cluster=inline device=simulated data=DATA",
+    "-m farm.submit +arch=mlp n=1 cluster=inline device=cpu data=DATA",
+    "-m learn.estimate -- python tests/learn/training_scripts/nanogpt_like.py",
+    "-m farm.submit +arch=mlp n=1 cluster=inline device=cpu parallel=ddp=2 kernels.steps=1 data=DATA",
+    "-m farm.submit +arch=mlp n=2 cluster=inline device=simulated +collocate=pairs data=DATA",
+    "-m farm.doctor data=DATA",
+)
+TESTS = (
+    "tests/featurize/test_releases.py",
+    "tests/featurize/test_training.py",
+    "tests/featurize/test_meta_results.py",
+    "tests/featurize/test_trace.py",
+    "tests/learn/test_learn_estimate.py",
+    "tests/featurize/test_layout_releases.py",
+    "tests/featurize/test_compiled.py",
+    "tests/learn/test_several_gpus.py",
+    "tests/learn/test_script_ranks.py",
+)
 _VERSION = re.compile(r"\d+(\.\d+)*[\w.+-]*")
-_DIFFERENCES_SHOWN = 5
+_LINES_SHOWN = 5
 
 
 def outcome(version: str, folder: Path, options: list[str]) -> tuple[bool, str]:
-    """Return whether the release gives the golden figures, and what a person should read of it."""
-    python = folder / "bin" / "python"
+    """Return whether the release does as expected, and what a person should read of it."""
+    python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--no-compile"]
-    constraints = ["--constraint", ROOT / "constraints.txt"]
-    for command in ([sys.executable, "-m", "venv", folder], [*pip, *options, f"torch=={version}"],
-                    [*pip, *constraints, *_NEEDED]):  # fmt: skip
+    constraints = ["--constraint", str(ROOT / "constraints.txt")]
+    installing = ([sys.executable, "-m", "venv", str(folder)], [*pip, *options, f"torch=={version}"],
+                  [*pip, *constraints, *NEEDED])  # fmt: skip
+    for command in installing:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
             return False, f"cannot be installed: {errors[-1] if errors else f'exit code {done.returncode}'}"
-    done = subprocess.run(
-        [python, "-W", "ignore", "-m", "tests.featurize.golden_traces"],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    lines = done.stdout.splitlines() or done.stderr.splitlines()[-1:] or [f"exit code {done.returncode}"]
-    if done.returncode == 0:
-        return True, lines[-1]
-    more = f"; and {len(lines) - _DIFFERENCES_SHOWN} more" if len(lines) > _DIFFERENCES_SHOWN else ""
-    return False, "; ".join(lines[:_DIFFERENCES_SHOWN]) + more
+    return tested(python, folder / "data")
+
+
+def tested(python: str, data: Path) -> tuple[bool, str]:
+    """Trace the golden steps, run the commands and the tests with an environment's Python.
+
+    Returns whether all did as expected, and the lines of the first that did not.
+    """
+    tests = f"-m pytest -p no:cacheprovider -m 'not slow and not wide' {' '.join(TESTS)}"
+    commands = ["-m tests.featurize.golden_traces", *COMMANDS, tests]
+    last_lines = []
+    for text in commands:
+        arguments = shlex.split(text.replace("DATA", shlex.quote(str(data))))
+        done = subprocess.run(
+            [python, "-W", "ignore", *arguments],
+            capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        lines = (done.stdout + done.stderr).splitlines() or [f"exit code {done.returncode}"]
+        if done.returncode:
+            failed = [line for line in lines if line.startswith("FAILED")] or lines
+            more = f"; and {len(failed) - _LINES_SHOWN} more" if len(failed) > _LINES_SHOWN else ""
+            return False, f"{arguments[1]}: " + "; ".join(failed[:_LINES_SHOWN]) + more
+        last_lines.append(lines[-1])
+    return True, f"{last_lines[0]}, {len(COMMANDS)} commands, {last_lines[-1]}"
 
 
 def main(versions: list[str]) -> int:
     """Test each release and return 1 if one differs, 2 for what is no version."""
     wrong = [version for version in versions if not _VERSION.fullmatch(version)]
-    if wrong or not versions:
-        print('usage: make test-torch VERSIONS="2.12.1 2.15.0"' + (f"; {wrong[0]!r} is no version" if wrong else ""))
+    if wrong:
+        print(f'usage: make test-torch [VERSIONS="2.8.0 2.15.0"]; {wrong[0]!r} is no version')
         return 2
+    golden = json.loads((ROOT / "tests" / "featurize" / "golden_traces.json").read_text(encoding="utf-8"))
     options = shlex.split(os.environ.get("TORCH_OPTIONS", ""))
     failed = False
-    for version in versions:
+    for version in versions or golden["tested"]:
         with tempfile.TemporaryDirectory(prefix="gpufarm-torch-") as folder:
             as_expected, text = outcome(version, Path(folder), options)
         failed = failed or not as_expected

@@ -65,3 +65,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in of_test:
             if item.nodeid not in kept:
                 item.add_marker(pytest.mark.wide)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what a release of torch before the marked one lacks, `needs_torch("2.11", "RMS norm is one kernel")`, and
+    modes of several GPUs that are refused under the installed one, `needs_mode("pp")`."""
+    for mark in item.iter_markers("needs_torch"):
+        from conf.errors import EnvironmentProblem
+        from featurize.releases import require_torch
+
+        oldest, reason = mark.args
+        try:
+            require_torch(oldest, reason)
+        except EnvironmentProblem as error:
+            pytest.skip(str(error))
+    for mark in item.iter_markers("needs_mode"):
+        from featurize.parallel.releases import refused_modes
+
+        if (why := refused_modes().get(mark.args[0])) is not None:
+            pytest.skip(why)

@@ -204,7 +204,6 @@ def _import_the_trace() -> None:
     import featurize.own_code
     import featurize.parallel.simulated_rank
     import featurize.recorder
-    import featurize.releases
     import featurize.simulate
     import featurize.trace  # noqa: F401
     import workers.devices.simulated

@@ -29,12 +29,10 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     """
     from featurize.kernel_model.costs import operator_costs
     from featurize.opgraph import VOCABULARY, category
-    from featurize.releases import complete
     from featurize.replay import replay
     from featurize.trace import TraceError, trace_config
     from featurize.trial import config_from_mapping
 
-    complete()
     try:
         trial = config_from_mapping(config)
         trace = trace_config(trial, device=spec)

@@ -97,8 +97,9 @@ def shard_units(
             param_dtype=_dtype(parallel.param_dtype), reduce_dtype=_dtype(parallel.reduce_dtype)
         ),
         "offload_policy": CPUOffloadPolicy() if parallel.cpu_offload else OffloadPolicy(),
-        "reshard_after_forward": parallel.reshard_after_forward,
     }
+    if parallel.reshard_after_forward is not None:  # torch 2.6 does not take None for its own choice
+        options["reshard_after_forward"] = parallel.reshard_after_forward
     if experts is not None:
         _shard_experts(mixtures, parallel, experts, options)
     own = mesh["ddp", "fsdp"] if parallel.ddp > 1 else mesh["fsdp"]
@@ -110,7 +111,8 @@ def _shard_experts(
     mixtures: Sequence[list[nn.Module]], parallel: Parallel, mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
     """Spread each rank's experts over those that have the same ones, in units of their own."""
-    if isinstance(options["reshard_after_forward"], int) and not isinstance(options["reshard_after_forward"], bool):
+    kept = parallel.reshard_after_forward
+    if isinstance(kept, int) and not isinstance(kept, bool):
         options = {**options, "reshard_after_forward": True}
     own = mesh[EXPERT_REPLICAS, EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
     for modules in mixtures:

@@ -56,6 +56,8 @@ def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[N
         replace(param.FSDPParam, "init_all_gather_outputs", _naming_gathered(streams))
         replace(collectives.DefaultAllGather, "allocate", _naming_buffer(streams))
         replace(group, "foreach_reduce", _naming_gradients(streams))
+        if hasattr(collectives, "record_grad_output_stream"):  # from 2.15 on; it does nothing on CUDA
+            replace(collectives, "record_grad_output_stream", lambda *_: None)
         name = "_propagate_tensor_meta_non_cached"
         replace(ShardingPropagator, name, _unseen(getattr(ShardingPropagator, name)))
         replace(op_schema, "_rebuild_tensor_from_dtensor_meta", _of_shape)

@@ -14,7 +14,6 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
 from featurize.parallel.layout import Parallel
@@ -116,6 +115,8 @@ def _rank_again(default: Any) -> Iterator[None]:
 
 def _forget_plans() -> None:
     """DTensor keeps how it moves tensors by the mesh's shape, whatever the groups and the rank are."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # from 2.11 on; real ranks need none
+
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute._planner_cache.clear()

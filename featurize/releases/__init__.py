@@ -1,17 +1,40 @@
-"""What releases of torch lack that a traced step needs, added before it is traced. Start reading at `complete`."""
+"""What releases of torch lack that a traced step needs: added before a trace, or refused by name.
+
+Start reading at `complete`, which adds; `require_torch` refuses.
+"""
 
 from __future__ import annotations
 
 import functools
+
+from conf.errors import EnvironmentProblem
+
+
+def require_torch(oldest: str, feature: str) -> None:
+    """Refuse a feature that the installed torch is too old for.
+
+    Args:
+        oldest: The first release that has what the feature needs, as two numbers: "2.11".
+        feature: What needs it, as it begins the message: "context parallelism".
+
+    Raises:
+        EnvironmentProblem: "context parallelism needs torch 2.11 or newer; 2.8.0 is installed".
+    """
+    import torch
+
+    installed = torch.__version__.partition("+")[0]
+    # Of two numbers: a vendor's build of 2.11.0a0 has what 2.11 has, and would sort before it.
+    if [int(part) for part in installed.split(".")[:2]] < [int(part) for part in oldest.split(".")]:
+        raise EnvironmentProblem(f"{feature} needs torch {oldest} or newer; {installed} is installed")
 
 
 @functools.cache
 def complete() -> None:
     """Give this process's torch the meta kernels that later releases have; harmless on a release that has them.
 
-    Call it before a step is traced. The one that is missed: `aten::_convolution` has a meta kernel from 2.13 on
-    (`torch/_meta_registrations.py`). Before, it chooses a backend by the device and finds none for meta tensors:
-    "convolution_overrideable not implemented".
+    `featurize.trace` and scripts call it before a step is traced. The one that is missed: `aten::_convolution` has a
+    meta kernel from 2.13 on (`torch/_meta_registrations.py`). Before, it chooses a backend by the device
+    and finds none for meta tensors: "convolution_overrideable not implemented".
     """
     import torch
 
@@ -27,6 +50,26 @@ def complete() -> None:
     implementations = library.m
     assert implementations is not None, "a new library has them"
     implementations.impl("_convolution", "Meta", convolution, False)
+    _kept.append(library)
+
+
+@functools.cache
+def complete_collectives() -> None:
+    """Give this process's torch meta kernels of collectives; harmless on a release that has them.
+
+    From 2.11 on they come with torch (`torch/distributed/_meta_registrations.py`). Before, those of the CPU stand in:
+    they ask the process group for the work, and the group of a trace does none.
+    """
+    import torch
+    import torch.distributed
+
+    if torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
+        return
+    library = torch.library.Library("c10d", "IMPL", "Meta")
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
+        if name.startswith("c10d::"):
+            operator = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+            library.impl(name, functools.partial(operator._op_dk, torch._C.DispatchKey.CPU))
     _kept.append(library)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.errors import UsageError, shown, unknown_name
+from conf.errors import EnvironmentProblem, UsageError, shown, unknown_name
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXPERTS, HYBRID, MODES, OWN, apt_settings
 from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_parallel
+from featurize.parallel.releases import refused_modes
 
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
@@ -55,15 +56,21 @@ def modes_of(given: object, length: int = 0, experts: Iterable[int] = ()) -> Mod
 
     Raises:
         UsageError: As `checked_modes`; `ep` is named, and the model has no experts.
+        EnvironmentProblem: A mode is named that the installed torch is too old for; unnamed ones are left out.
     """
     counts = tuple(sorted(experts))
     if given is not None:
         names = checked_modes(given)
+        for name in names:
+            if name in refused_modes():
+                raise EnvironmentProblem(refused_modes()[name])
         if EXPERTS in names and not counts:
             raise UsageError("modes: ep: the model has no experts of a known kind, which docs/parallel.md lists")
         return Modes(names, (), counts)
-    unasked = tuple(name for name, is_apt in (("cp", length >= LONG), (EXPERTS, bool(counts))) if is_apt)
-    return Modes(checked_modes((*DEFAULT_MODES, *unasked)), unasked, counts)
+    apt = (("cp", length >= LONG), (EXPERTS, bool(counts)))
+    unasked = tuple(name for name, is_apt in apt if is_apt and name not in refused_modes())
+    modes = (name for name in (*DEFAULT_MODES, *unasked) if name not in refused_modes())
+    return Modes(checked_modes(tuple(modes)), unasked, counts)
 
 
 def checked_modes(given: object) -> tuple[str, ...]:
@@ -164,7 +171,8 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
 
 
 def _notes_on(modes: Modes) -> Iterator[str]:
-    known = _ALL if modes.experts else MODES
+    known = [mode for mode in (_ALL if modes.experts else MODES) if mode not in refused_modes()]
+    yield from refused_modes().values()
     if others := [mode for mode in known if mode not in modes.names]:
         yield _LEFT_OUT.format(names=",".join(others), all=",".join((*modes.names, *others)))
     if modes.unasked:

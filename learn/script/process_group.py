@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
+from featurize.parallel.releases import refused_modes
 from featurize.replacing import replace_attribute
 from learn.script.rank_zero import RankZero
 from learn.script.replicas import install_replicas
@@ -22,6 +23,7 @@ from learn.script.replicas import install_replicas
 ALONE = "torch.distributed runs with one process: buffers of NCCL are not counted"
 _BETWEEN_TWO = "messages between two ranks, as pipelines send them, are not followed in scripts"
 _SHARDED_ALONE = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
+_SHARDED = "models of FSDP and DTensor are not followed"
 _OFFLOADED = (
     "CPU offload of shards is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
 )
@@ -73,8 +75,10 @@ def _modules() -> list[Any]:
 
 
 def _replace(name: str, function: Any) -> None:
+    before = getattr(dist, name, None)
     for module in _modules():
-        replace_attribute(module, name, function)
+        if getattr(module, name, None) is before:  # `device_mesh.reduce` of older releases is functools' own
+            replace_attribute(module, name, function)
 
 
 def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
@@ -106,6 +110,8 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
         else:
             rank.begin()
             _refuse_other_shards()
+            if (too_old := refused_modes().get("fsdp")) is not None:
+                _refuse_all_shards(f"{_SHARDED}: {too_old}")
 
     @functools.wraps(group_of)
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
@@ -117,12 +123,12 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
     _replace("is_nccl_available", lambda: True)
 
 
-def _refuse_fully_shard() -> None:
+def _refuse_fully_shard(reason: str = _SHARDED_ALONE) -> None:
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     except ImportError:  # a release without it
         return
-    replace_attribute(FSDPState, "init", _refusing(_SHARDED_ALONE))
+    replace_attribute(FSDPState, "init", _refusing(reason))
 
 
 def _refuse_other_shards() -> None:
@@ -135,6 +141,20 @@ def _refuse_other_shards() -> None:
 
     replace_attribute(CPUOffload, "__init__", offload)
     replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
+
+
+def _refuse_all_shards(reason: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    for owner, name in {
+        FullyShardedDataParallel: "__init__",
+        DTensor: "__new__",
+        Shard: "_shard_tensor",
+        Replicate: "_replicate_tensor",
+    }.items():
+        replace_attribute(owner, name, _refusing(reason))
+    _refuse_fully_shard(reason)
 
 
 def _refusing(reason: str) -> Callable[..., None]:

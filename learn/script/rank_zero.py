@@ -14,6 +14,8 @@ from torch import Tensor
 
 from featurize.parallel.data_parallel import Replica
 from featurize.parallel.layout import Parallel
+from featurize.parallel.releases import refused_modes
+from featurize.releases import complete_collectives
 from featurize.step_trace import Collective
 from featurize.training_settings import Training
 from featurize.values import remember
@@ -48,18 +50,21 @@ class RankZero:
         self._entered = contextlib.ExitStack()  # until the process ends
 
     def begin(self) -> None:
-        """The script's process group is there, with several ranks: from now on PyTorch's own wrappers run on meta
-        tensors, and what they send is heard."""
+        """The script's process group is there, with several ranks: from now on what they send is heard, and PyTorch's
+        own wrappers run on meta tensors where the release allows that."""
         if self._streams is not None:
             return
         from featurize.parallel.ranks import Ranks  # their imports are heavy
-        from featurize.parallel.shards_on_meta import shards_on_meta
         from featurize.parallel.streams import Streams
 
+        complete_collectives()
         streams = self._streams = Streams()
         streams.recorder = self.recorder
         self.recorder.ranks = self._ranks = Ranks(streams, {})
-        self._entered.enter_context(shards_on_meta(streams, CUDA))
+        if "fsdp" not in refused_modes():
+            from featurize.parallel.shards_on_meta import shards_on_meta
+
+            self._entered.enter_context(shards_on_meta(streams, CUDA))
 
     def settings(self, **given: Any) -> Parallel:
         """Return the layout of a replica with these settings of DistributedDataParallel, or of ZeRO."""

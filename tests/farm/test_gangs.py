@@ -3,13 +3,14 @@
 import pytest
 
 import farm.ray_executor
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from farm.cluster_settings import ClusterSettings
 from farm.dispatch import make_executor
 from farm.gangs import Gangs
 from farm.layouts import gpu_problem, require_gpus, with_layouts
 from farm.space import own_space
 from featurize.families import get_family
+from featurize.parallel import releases
 from featurize.parallel.layout import Parallel
 from workers.devices import DeviceChoice, Slot
 from workers.settings import TrialSettings, WindowSettings
@@ -101,6 +102,7 @@ def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monke
     assert gpu_problem(Parallel(ddp=2), 1) and gpu_problem(Parallel(ddp=2), 2) is None
 
 
+@pytest.mark.needs_mode("pp")
 @pytest.mark.parametrize("mode", ["pp", "own", "cp"])
 def test_some_modes_run_on_simulated_gpus_only(mode):
     space = with_layouts(own_space("mlp"), f"{mode}=2")
@@ -110,6 +112,13 @@ def test_some_modes_run_on_simulated_gpus_only(mode):
         ):
             require_gpus(space, choice, ClusterSettings())
     require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())
+
+
+def test_a_simulated_layout_that_torch_is_too_old_for_is_refused_before_it_is_queued(monkeypatch):
+    monkeypatch.setattr(releases, "refused_modes", lambda: {"pp": "parallel: pp needs torch 2.13 or newer"})
+    space = with_layouts(own_space("mlp"), [None, "ddp=2", "pp=2"])
+    with pytest.raises(EnvironmentProblem, match=r"pp needs torch 2\.13 or newer"):
+        require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())
 
 
 class FakeGpus:

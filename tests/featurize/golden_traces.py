@@ -37,11 +37,9 @@ def figures_of(config: Mapping[str, Any]) -> dict[str, float]:
     """What the step runs, and what it takes on one GPU model."""
     from featurize.device_spec import load_device
     from featurize.own_code import config_of_user
-    from featurize.releases import complete
     from featurize.replay import outside_mib, replay
     from featurize.trace import trace_config
 
-    complete()
     trial, spec = config_of_user(config), load_device(DEVICE)
     trace = trace_config(trial, device=spec)
     memory = replay(trace, spec, cudnn_benchmark=trial.cudnn_benchmark)

@@ -7,7 +7,6 @@ import contextlib
 import weakref
 
 import torch
-from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from featurize.replacing import replaced
@@ -152,4 +151,6 @@ def sent_as_copies(func, sides, rest):
     for side, copy in zip(sides, copies, strict=True):
         for one, done in zip(as_list(side), as_list(copy), strict=True):
             one.copy_(done)
+    from torch._C._distributed_c10d import FakeWork  # which releases before 2.8 do not have
+
     return sides[0], FakeWork().boxed()

@@ -11,6 +11,8 @@ from featurize.parallel.layout import Parallel
 from featurize.trace import trace_step
 from featurize.training import Training
 
+pytestmark = pytest.mark.needs_mode("fsdp")
+
 
 class Masked(Attending):
     def forward(self, x):

@@ -17,6 +17,8 @@ from featurize.replay import replay
 from featurize.trace import trace_step
 from featurize.training import Training, TrainingStep
 
+pytestmark = pytest.mark.needs_mode("fsdp")
+
 
 class Adapted(nn.Module):
     """A frozen net whose blocks have a small part that trains beside, as with LoRA."""

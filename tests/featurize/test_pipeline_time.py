@@ -6,6 +6,8 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.pipeline_order import orders_of
 from featurize.parallel.pipeline_time import Compute, finished_ms
 
+pytestmark = pytest.mark.needs_mode("pp")
+
 LAYOUTS = [
     {"pp": 4, "schedule": "gpipe", "micro_batches": 8},
     {"pp": 4, "schedule": "gpipe", "micro_batches": 1},

@@ -29,6 +29,8 @@ from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.trace import TraceError, trace_step
 from featurize.training import Training
 
+pytestmark = pytest.mark.needs_mode("pp")
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):

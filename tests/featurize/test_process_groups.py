@@ -15,6 +15,8 @@ from torch.distributed.fsdp import _fully_shard, fully_shard
 from featurize.parallel.layout import Parallel
 from featurize.trace import TraceError, trace_step
 
+pytestmark = pytest.mark.needs_mode("fsdp")
+
 SHARDS = Parallel(fsdp=2)
 
 

@@ -23,6 +23,8 @@ from featurize.parallel.sharding import shard
 from featurize.trace import TraceError, trace_step
 from featurize.training import Training, TrainingStep
 
+pytestmark = pytest.mark.needs_mode("fsdp")
+
 PLAN = {"first": "colwise_gather_output", "blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
 # Of `Parallel`, and whether blocks are computed again.
 CASES = {

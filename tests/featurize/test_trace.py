@@ -513,6 +513,7 @@ def test_what_a_model_says_of_autocast_itself_holds(precision):
     assert (torch.autocast, torch.cuda.amp.autocast) == before
 
 
+@pytest.mark.needs_torch("2.11", "RMS norm as one kernel")
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
 def test_rms_norm_is_one_kernel_that_keeps_a_float_a_row_unless_its_weight_is_of_another_type(weight):
     def model():

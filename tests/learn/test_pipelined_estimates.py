@@ -10,6 +10,8 @@ from featurize.device_spec import load_device
 from learn import estimate, largest_batch
 from learn.estimation.estimate_view import print_table
 
+pytestmark = pytest.mark.needs_mode("pp")
+
 WIDTH, SAMPLES = 1024, 4096
 
 

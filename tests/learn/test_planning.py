@@ -26,6 +26,8 @@ from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
 from tests.featurize.rank_nets import Chosen
 from tests.parsed_page import ParsedPage
 
+pytestmark = pytest.mark.needs_mode("pp")
+
 WIDTH = 1024
 CARD = replace(describe_device("A100-SXM4-40GB"), memory_mib=3000.0)
 BUILT = []

@@ -124,15 +124,18 @@ def of_fsdp1(parallel, **settings):
         ("--replicas 2", "ddp=2,fsdp=2", {}),
     ],
 )
+@pytest.mark.needs_mode("fsdp")
 def test_flat_parameters_of_a_script_are_those_of_the_layout_that_it_chooses(options, parallel, settings):
     held_mib = 0.003 if settings else 0.0
     check_same(launched("torchrun_fsdp1", options, ranks=4), of_fsdp1(parallel, **settings), held_mib=held_mib)
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_a_script_with_flat_parameters_takes_what_fsdp1_takes():
     check_same(launched("torchrun_fsdp1", ranks=4), of_fsdp1("fsdp=4"))
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_a_script_that_shards_its_model_takes_what_fsdp_takes():
     check_same(launched("torchrun_fsdp2", ranks=4), of_fsdp2("fsdp=4"))
 
@@ -146,6 +149,7 @@ def test_a_script_that_shards_its_model_takes_what_fsdp_takes():
         ("--from-meta", "fsdp=4"),
     ],
 )
+@pytest.mark.needs_mode("fsdp")
 def test_shards_of_a_script_are_those_of_the_layout_that_it_chooses(options, parallel):
     script = launched("torchrun_fsdp2", options, ranks=4)
     check_same(script, of_fsdp2(parallel))
@@ -154,6 +158,7 @@ def test_shards_of_a_script_are_those_of_the_layout_that_it_chooses(options, par
 
 
 @pytest.mark.slow
+@pytest.mark.needs_mode("fsdp")
 def test_clipped_shards_send_their_norm():
     script, module = launched("torchrun_fsdp2", "--clip 1.0", ranks=4), of_fsdp2("fsdp=4", clip_norm=1.0)
     check_same(script, module, held_mib=0.003)
@@ -162,6 +167,7 @@ def test_clipped_shards_send_their_norm():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "parallel"), [("", {"tp": 4}), ("--shards 2", {"fsdp": 2, "tp": 2})])
+@pytest.mark.needs_mode("fsdp")
 def test_a_script_that_splits_its_modules_takes_what_a_plan_takes(options, parallel):
     names = names_of("torchrun_tensor_parallel")
     script = launched("torchrun_tensor_parallel", options, ranks=4)
@@ -199,6 +205,7 @@ def test_accelerate_ends_in_ddp_with_its_own_accumulation(precision):
 
 
 @pytest.mark.slow
+@pytest.mark.needs_mode("fsdp")
 def test_accelerate_ends_in_shards_where_its_options_say_so():
     script = launched("accelerate_launched", "--accumulate 1", ranks=4, launcher=ACCELERATE, before=SHARDS)
     module = of_accelerate("fsdp=4,wrap=[Block]")
@@ -207,6 +214,7 @@ def test_accelerate_ends_in_shards_where_its_options_say_so():
 
 
 @pytest.mark.slow
+@pytest.mark.needs_mode("fsdp")
 def test_accelerate_ends_in_flat_parameters_where_its_options_say_so():
     options = SHARDS.replace("--fsdp_version 2", "--fsdp_version 1")
     script = launched("accelerate_launched", ranks=4, launcher=ACCELERATE, before=options)
@@ -221,6 +229,7 @@ def test_accelerate_ends_in_flat_parameters_where_its_options_say_so():
 
 
 @pytest.mark.slow
+@pytest.mark.needs_mode("fsdp")
 def test_hf_trainer_shards_flat_parameters_where_its_options_say_so():
     pytest.importorskip("transformers")
     script = launched("hf_trainer", "--fsdp", ranks=4)
@@ -234,6 +243,7 @@ def test_hf_trainer_shards_flat_parameters_where_its_options_say_so():
 
 
 @pytest.mark.slow
+@pytest.mark.needs_mode("fsdp")
 def test_micro_steps_of_shards_keep_whole_gradients_under_accelerate():
     one, two = (
         launched("accelerate_launched", f"--accumulate {micro}", ranks=4, launcher=ACCELERATE, before=SHARDS)
@@ -289,6 +299,13 @@ def test_processes_that_a_script_starts_itself_are_ranks(tmp_path):
     assert script.ranks[0].count == 4 and script.sent_mib["all_reduce"] > 0
 
 
+@pytest.mark.wide
+def test_replicas_may_talk_over_a_slice_of_a_mesh(tmp_path):
+    mesh = "torch.distributed.device_mesh.init_device_mesh('cuda', (4, 1), mesh_dim_names=('dp', 'tp'))"
+    over = run(tmp_path, f"(lambda net: DDP(net, device_mesh={mesh}['dp']))")
+    assert "gradient buckets" in over.breakdown and over.sent_mib["all_reduce"] > 0
+
+
 @pytest.mark.slow
 def test_replicas_of_some_ranks_talk_among_these(tmp_path):
     some, two = (
@@ -322,6 +339,7 @@ def test_the_graph_of_a_compiled_replica_is_cut_where_its_buckets_end(tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.needs_mode("fsdp")
 def test_shards_inside_a_compiled_model_are_compiled_one_by_one(tmp_path):
     whole, units = (
         run(tmp_path, f"(lambda net: {text})", SHARD + BY_ENVIRONMENT)

@@ -117,7 +117,15 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
     assert "gradient buckets" in page and f"For other GPUs it waits {eight.exposed_ms:,.1f} ms more" in page
 
 
-@pytest.mark.parametrize("layout", ["fsdp=8", "ddp=8,zero=2", "ddp=8,zero=3", "pp=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("fsdp=8", marks=pytest.mark.needs_mode("fsdp")),
+        "ddp=8,zero=2",
+        "ddp=8,zero=3",
+        pytest.param("pp=2", marks=pytest.mark.needs_mode("pp")),
+    ],
+)
 def test_the_report_draws_what_ranks_gather_and_send(layout, tmp_path):
     done = of_net(layout, report=tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
@@ -157,6 +165,7 @@ def test_the_report_draws_what_ranks_gather_and_send(layout, tmp_path):
         ({"parallel": "pp=8"}, r"8 stages need as many blocks at least, and the model has 4 \(0, 1, 2, 3\)"),
     ],
 )
+@pytest.mark.needs_mode("pp")
 def test_what_several_gpus_do_not_go_with_is_refused(options, problem):
     with pytest.raises(ValueError, match=problem):
         of_net(**{"parallel": "ddp=8", **options})
@@ -164,6 +173,7 @@ def test_what_several_gpus_do_not_go_with_is_refused(options, problem):
 
 @pytest.mark.parametrize("parallel", [None, "own=4"])
 @pytest.mark.parametrize("spread", [lambda net, mesh: fully_shard(net, mesh=mesh), distribute_module])
+@pytest.mark.needs_mode("fsdp")
 def test_a_module_that_is_spread_already_is_wanted_as_its_factory(parallel, spread):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with pretended_mesh(Parallel(own=4)) as mesh:
@@ -181,6 +191,7 @@ def test_only_traced_estimates_know_several_gpus():
         estimate(net, batches=[INPUTS, [8, 3, 32, 32]], parallel="ddp=8")
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_shards_take_less_of_each_gpu_and_the_parts_are_named():
     whole, shards = of_net("ddp=4"), of_net("fsdp=4")
     assert {"gathered parameters", "unreduced gradients", "communication buffers"} <= shards.breakdown.keys()
@@ -191,6 +202,7 @@ def test_shards_take_less_of_each_gpu_and_the_parts_are_named():
     assert shards.samples_per_s == pytest.approx(4 * 32 / (shards.step_time_ms / 1e3))
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_replicas_of_shards_talk_over_the_network_only_about_their_gradients():
     hybrid, alone = of_net("hsdp=16"), of_net("fsdp=16")
     assert hybrid.sent_mib["all_reduce"] > 0 and "all_reduce" not in alone.sent_mib
@@ -199,6 +211,7 @@ def test_replicas_of_shards_talk_over_the_network_only_about_their_gradients():
         of_net("hsdp=12")
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_ranks_that_split_modules_share_a_batch():
     model = {"model": lambda: nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))}
     plan = {"tp": 4, "tp_plan": {"0": "colwise", "2": "rowwise"}}
@@ -209,6 +222,7 @@ def test_ranks_that_split_modules_share_a_batch():
     assert four.sent_mib["all_reduce"] > 0 and any("a batch for 4 ranks each" in note for note in four.warnings)
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_ranks_that_share_a_sequence_hold_a_part_of_its_activations():
     config = gpt.Config(
         batch_size=2, vocabulary_size=1000, sequence_length=512, embedding_size=128, heads=2, depth=2, feed_forward=512,
@@ -225,6 +239,7 @@ def test_ranks_that_share_a_sequence_hold_a_part_of_its_activations():
     assert both.breakdown["communication"] == 2 * parts.breakdown["communication"]
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_replicas_of_experts_talk_in_a_group_of_their_own():
     taken = [
         estimate(MIXTURES, parallel=layout, estimator="trace").breakdown["communication"]
@@ -233,6 +248,7 @@ def test_replicas_of_experts_talk_in_a_group_of_their_own():
     assert taken == [3 * 576, 5 * 576]  # fsdp, ep and efsdp; besides replicas of experts, and of all else
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_divided_experts_are_gathered_by_fewer_ranks_and_exchange_tokens():
     shards, divided = (estimate(MIXTURES, parallel=one, estimator="trace") for one in ("fsdp=8", "fsdp=8,ep=4"))
     assert divided.breakdown["parameters"] == pytest.approx(shards.breakdown["parameters"], rel=0.01)
@@ -244,6 +260,7 @@ def test_divided_experts_are_gathered_by_fewer_ranks_and_exchange_tokens():
     assert any("routers use all experts alike" in note for note in divided.warnings)
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_blocks_of_shards_are_compiled_one_by_one():
     eager, compiled = (of_net("fsdp=4", compile=on) for on in (False, True))
     assert compiled.step_time_ms < eager.step_time_ms

@@ -260,6 +260,7 @@ def test_a_page_of_a_librarys_model_names_the_model():
     assert name_of(CONFIG) == "mlp"
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_a_page_of_mixed_precision_under_fsdp_says_what_the_products_are_in(tmp_path):
     path = tmp_path / "page.html"
     layers = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])  # noqa: E731

@@ -62,12 +62,10 @@ class SimulatedDevice:
         import torch
 
         from featurize.parallel.simulated_rank import RankStep, ranks_of_stages, simulate_rank
-        from featurize.releases import complete
         from featurize.simulate import simulate
         from featurize.trace import trace_config
 
         torch.set_num_threads(1)
-        complete()
         torch.manual_seed(seed)
         trace = trace_config(config, device=self.spec)
         memory = _limited(trace, self.spec, config, slot.memory_fraction)

@@ -1,0 +1,42 @@
+"""Which modes of a job on several GPUs the installed torch is too old for.
+
+Start reading at `refused_modes`. Traces of these modes replace private parts of PyTorch's wrappers, which older
+releases do not have. DistributedDataParallel and ZeRO are traced under every release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+
+from conf.errors import EnvironmentProblem
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_modes import EXPERTS, OWN
+from featurize.releases import require_torch
+
+_SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package
+_OTHER_STAGES = "2.15"  # from which on stages make and drop their buffers as they go: traces fall short of real ranks
+_OLDEST = {"pp": "2.13", "fsdp": _SHARDS, "cp": _SHARDS, "tp": _SHARDS, EXPERTS: _SHARDS, OWN: _SHARDS}
+
+
+@functools.cache
+def refused_modes() -> Mapping[str, str]:
+    """Return each mode that is not traced under the installed release, and why, in words."""
+    refused = {}
+    for mode, oldest in _OLDEST.items():
+        try:
+            require_torch(oldest, f"parallel: {mode}")
+        except EnvironmentProblem as error:
+            refused[mode] = str(error)
+    with contextlib.suppress(EnvironmentProblem):
+        require_torch(_OTHER_STAGES, "")
+        refused["pp"] = f"parallel: pp is not traced under torch {_OTHER_STAGES} or newer yet; use 2.13"
+    return refused
+
+
+def require_traceable(layout: Parallel) -> None:
+    """Raise `EnvironmentProblem` for a layout with a mode that is not traced under the installed release."""
+    for mode, why in refused_modes().items():
+        if getattr(layout, mode) > 1:
+            raise EnvironmentProblem(why)

@@ -1,0 +1,64 @@
+"""Layouts that the installed torch is too old for are refused by name, before anything is built or queued."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from conf.errors import EnvironmentProblem
+from featurize.parallel import releases
+from featurize.parallel.layout import Parallel
+from featurize.trace import trace_step
+from learn.planning.meshes import meshes_of, modes_of
+
+
+@pytest.fixture
+def release(monkeypatch):
+    def install(version):
+        monkeypatch.setattr(torch, "__version__", version)
+        releases.refused_modes.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    releases.refused_modes.cache_clear()
+
+
+def never_built():
+    raise AssertionError("the model is built")
+
+
+@pytest.mark.parametrize(
+    ("version", "layout", "refusal"),
+    [
+        ("2.6.0+cu124", {"fsdp": 2}, "parallel: fsdp needs torch 2.11 or newer; 2.6.0 is installed"),
+        ("2.8.0", {"fsdp": 2, "fsdp_version": 1}, "parallel: fsdp needs torch 2.11 or newer; 2.8.0 is installed"),
+        ("2.8.0", {"cp": 2}, "parallel: cp needs torch 2.11 or newer; 2.8.0 is installed"),
+        ("2.8.0", {"own": 2}, "parallel: own needs torch 2.11 or newer; 2.8.0 is installed"),
+        ("2.8.0", {"tp": 2}, "parallel: tp needs torch 2.11 or newer; 2.8.0 is installed"),
+        ("2.15.0", {"pp": 2}, "parallel: pp is not traced under torch 2.15 or newer yet; use 2.13"),
+        ("2.11.0", {"pp": 2, "fsdp": 2}, "parallel: pp needs torch 2.13 or newer; 2.11.0 is installed"),
+    ],
+)
+def test_a_layout_that_an_older_release_does_not_trace_is_refused_before_the_model_is_built(
+    release, version, layout, refusal
+):
+    release(version)
+    with pytest.raises(EnvironmentProblem, match=f"^{re.escape(refusal)}$"):
+        trace_step(never_built, torch.zeros(2, 4), parallel=Parallel(**layout))
+
+
+@pytest.mark.parametrize("layout", [{}, {"zero": 1}, {"zero": 3}])
+def test_replicas_are_traced_under_every_release(release, layout):
+    release("2.6.0")
+    trace = trace_step(lambda: nn.Linear(4, 4), torch.zeros(2, 4), parallel=Parallel(ddp=2, **layout))
+    assert trace.collectives
+
+
+def test_a_plan_leaves_out_the_modes_that_it_cannot_trace_and_says_so(release):
+    release("2.8.0")
+    layouts, notes = meshes_of(8, {}, modes_of(None))
+    assert [layout.text() for layout in layouts] == ["ddp=8"]
+    assert "parallel: pp needs torch 2.13 or newer; 2.8.0 is installed" in notes
+    with pytest.raises(EnvironmentProblem, match=r"fsdp needs torch 2\.11"):
+        modes_of(["ddp", "fsdp"])
