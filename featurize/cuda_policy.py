@@ -99,7 +99,7 @@ def _convolution_backward(
 
 
 def _embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
-    """As on CUDA, which takes whole numbers alone (cuda/Embedding.cu). Meta tensors of releases before 2.13 take any."""
+    """As on CUDA, which takes indices of two types (cuda/Embedding.cu); Meta takes any in releases before 2.13."""
     if indices.dtype not in (torch.long, torch.int):
         raise RuntimeError(f"indices of an embedding are of type long or int, got {indices.dtype}")
     return weight.new_empty((*indices.shape, *weight.shape[1:]))
