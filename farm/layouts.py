@@ -18,6 +18,7 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXPERTS, MODES, OWN, WRAPPED
 from featurize.parallel.layout_text import parse_parallel
 from featurize.parallel.releases import require_traceable
+from featurize.releases import require_torch
 from featurize.trial_config import OPTIMIZERS
 from workers.devices import DeviceChoice, make_device
 
@@ -53,7 +54,7 @@ def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -
 
     Raises:
         UsageError: A pipeline on real GPUs, several nodes, or more GPUs than there are.
-        EnvironmentProblem: It is simulated, and the installed torch is too old for its trace.
+        EnvironmentProblem: The installed torch is too old for its trace, or for FSDP2 on the CPU.
     """
     layouts = [layout for value in _values(space, DIMENSION) if (layout := parse_parallel(value)) is not None]
     if choice.backend == "simulated" or not layouts:
@@ -66,6 +67,8 @@ def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -
                 f"parallel={layout.text()}: {', '.join(not_run)} does not run on real devices yet; modes that do: "
                 f"{', '.join(WRAPPED)}; simulate it with device=A100-SXM4-40GB"
             )
+        if layout.fsdp > 1 and choice.backend == "cpu":
+            require_torch("2.8", "parallel: fsdp with device=cpu")
         if layout.zero:
             raise UsageError(
                 f"parallel={layout.text()}: real ranks do not run DeepSpeed; simulate it with device=A100-SXM4-40GB"
