@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import math
 import sys
@@ -27,6 +28,7 @@ from farm.submit import submit
 from farm.work import work
 from featurize.families import family_names
 from featurize.trial import OPTIMIZERS, PRECISIONS
+from featurize.trial_config import Optimizer
 from warehouse.export import ExportSettings, export
 from warehouse.folder import DataFolder
 from workers.devices import DeviceUnavailable, choose_device
@@ -131,7 +133,7 @@ def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, Submit
     each = {}
     for family in families:
         if settings.measure == "kernels":
-            own = [*_sampled(family), f"kernels.steps={_KERNEL_STEPS}"]
+            own = [*_sampled(family, settings.device), f"kernels.steps={_KERNEL_STEPS}"]
         elif settings.measure == "ranks":
             own = [_LAYOUTS]
         else:
@@ -142,7 +144,7 @@ def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, Submit
 
 def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitSettings]:
     """The family's submissions, by what they are a share of: the whole space, with every training setting sampled."""
-    common = [f"+arch={family}", *_common(settings), *_sampled(family), *settings.overrides]
+    common = [f"+arch={family}", *_common(settings), *_sampled(family, settings.device), *settings.overrides]
     jobs: dict[float | str, SubmitSettings] = {}
     for offset, share in enumerate(SHARES):
         own = [f"seed={settings.seed * len(SHARES) + offset}"]
@@ -181,11 +183,23 @@ def _submission(*overrides: str) -> SubmitSettings:
     return dataclasses.replace(submission, device=choice)
 
 
-def _sampled(family: str) -> list[str]:
-    """Return the overrides by which a family's space varies every training setting."""
+def optimizers_here(device: str) -> tuple[str, ...]:
+    """Return the optimizers that run on this device with what is installed; trials of others would be invalid."""
+
+    def runs(known: Optimizer) -> bool:
+        if device == "simulated" and known.cuda_only:
+            return True
+        on_device = device == "cuda" or not known.cuda_only
+        return on_device and (known.package is None or importlib.util.find_spec(known.package) is not None)
+
+    return tuple(name for name, known in OPTIMIZERS.items() if runs(known))
+
+
+def _sampled(family: str, device: str) -> list[str]:
+    """Return the overrides by which a family's space varies every training setting that `device` can run."""
     space = load_config("submit", [f"+arch={family}", "n=1"]).arch.space
     sampled = []
-    for name, choices in TRAINING.items():
+    for name, choices in {**TRAINING, "optimizer": optimizers_here(device)}.items():
         if name not in space or not hasattr(space[name], "__iter__") or isinstance(space[name], str):
             choices_text = ",".join(str(choice).lower() for choice in choices)
             sampled.append(f"{'' if name in space else '+'}arch.space.{name}=[{choices_text}]")

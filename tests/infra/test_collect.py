@@ -108,3 +108,12 @@ def test_kernels_pairs_ranks_and_power_have_submissions_of_their_own(collect, tm
     assert list(submitted("pairs", device="cpu")) == ["time_slicing"]
     with pytest.raises(UsageError, match="unknown measure 'runz'; known: kernels, pairs"):
         settings(collect, tmp_path, measure="runz")
+
+
+def test_an_optimizer_that_cannot_run_here_is_not_sampled(collect, monkeypatch):
+    monkeypatch.setattr(collect.importlib.util, "find_spec", lambda package: None)
+    assert not {"adamw_8bit", "transformers_adafactor"} & set(collect.optimizers_here("cuda"))
+    monkeypatch.undo()
+    on_cpu = collect.optimizers_here("cpu")
+    assert {"adam", "lion"} <= set(on_cpu) and "paged_adamw" not in on_cpu
+    assert "paged_adamw" in collect.optimizers_here("simulated")
