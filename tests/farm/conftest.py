@@ -3,7 +3,7 @@
 import os
 import select
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -28,7 +28,7 @@ def queue(folder):
 class LastingServer(TrialServer):
     """A trial server that a closed worker leaves to the next one of the same environment: it starts for seconds."""
 
-    idle: dict[Any, "LastingServer"] = {}
+    idle: ClassVar[dict[Any, "LastingServer"]] = {}
 
     @classmethod
     def take(cls, environment: dict[str, str]) -> "LastingServer":
