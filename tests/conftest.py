@@ -13,6 +13,8 @@ import pytest
 
 # Several test processes share the cores: with a pool of threads each, a fifth of the time goes to threads that spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Trials choose their threads themselves: where others have the cores, these would spin until all of them had a turn.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Hundreds of processes are started: without compiled files each would compile the project anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

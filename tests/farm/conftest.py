@@ -1,9 +1,17 @@
-"""What most tests of the farm begin with: a new data folder on a hostile path, and its queue."""
+"""What most tests of the farm begin with: a new data folder on a hostile path, its queue, and running trial servers."""
 
+import os
+import select
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import psutil
 import pytest
 
 from farm.jobs import Queue
 from warehouse.folder import DataFolder
+from workers import worker
+from workers.server_client import TrialServer
 
 
 @pytest.fixture
@@ -15,3 +23,43 @@ def folder(tmp_path):
 def queue(folder):
     with Queue.open(folder.queue, backoff_s=5.0) as queue:
         yield queue
+
+
+class LastingServer(TrialServer):
+    """A trial server that a closed worker leaves to the next one of the same environment: it starts for seconds."""
+
+    idle: ClassVar[dict[Any, "LastingServer"]] = {}
+
+    @classmethod
+    def take(cls, environment: dict[str, str]) -> "LastingServer":
+        variables = {**os.environ, **environment, "PYTEST_CURRENT_TEST": ""}
+        surroundings = (os.getcwd(), *sorted(variables.items()))
+        server = cls.idle.pop(surroundings, None)
+        if server is None or not server.is_idle():
+            server = cls(environment)
+            server.surroundings = surroundings
+        return server
+
+    def is_idle(self) -> bool:
+        """Whether it lives, and neither a trial nor word of one is left."""
+        if self._hello is None or self._process.poll() is not None or not psutil.pid_exists(self._pid):
+            return False
+        return not psutil.Process(self._pid).children() and not select.select([self._control], [], [], 0)[0]
+
+    def close(self) -> None:
+        if self.surroundings in self.idle or not self.is_idle():
+            super().close()
+        else:
+            self.idle[self.surroundings] = self
+
+
+@pytest.fixture(autouse=True)
+def lasting_servers(monkeypatch):
+    monkeypatch.setattr(worker, "TrialServer", LastingServer.take)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def end_of_servers() -> Iterator[None]:
+    yield
+    for server in LastingServer.idle.values():
+        TrialServer.close(server)

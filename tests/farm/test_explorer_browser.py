@@ -34,13 +34,28 @@ BROKEN_WORDS = """() => [...document.querySelectorAll('th, summary, .facets b')]
 })"""
 CUT_TABLES = """() => [...document.querySelectorAll('.wide')].filter(one => one.scrollWidth > one.clientWidth + 1)
   .map(one => one.getAttribute('aria-label'))"""
-PATHS = ("/", "/runs", "/kernels", "/collocations", "/datasets", "/devices", "/nights", "/sql", "/runs/", "/devices/")
+PATHS = (
+    "/",
+    "/runs",
+    "/kernels",
+    "/collocations",
+    "/datasets",
+    "/devices",
+    "/nights",
+    "/sql",
+    "/runs/",
+    "/devices/",
+    "/runs?family=odd",
+)
+HOSTILE = "<script>alert('x')</script>"
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     data = DataFolder(tmp_path_factory.mktemp("browsed") / "data").create()
     write_batch(data, make_configs(120, seed=4), source="measured", job="measured")
+    odd = {"family": "odd", "error": HOSTILE, "status": "crashed", "device_name": HOSTILE}
+    RunWriter(data).write(Run(**run_row(1, **odd)), samples(5))
     with served(data.root, "processes=1") as service:
         yield service.url
 
@@ -84,7 +99,7 @@ def test_facets_order_and_pages_are_clicked_and_stand_in_the_address(tab):
 
 
 def test_a_run_is_reached_by_the_keyboard_alone(tab):
-    tab.goto("/runs")
+    tab.goto("/runs?status=ok")
     tab.keyboard.press("Tab")
     assert tab.locator(":focus").inner_text() == "Skip to the content"
     tab.keyboard.press("Enter")

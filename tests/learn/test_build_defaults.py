@@ -21,6 +21,7 @@ from conf import cli
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.families import mlp
 from learn import build_defaults
+from learn.artifacts import DEFAULT_MODELS
 from learn.build_defaults import (
     TARGETS,
     WHERE,
@@ -342,15 +343,15 @@ def test_models_that_a_killed_build_had_put_aside_come_back(tmp_path, monkeypatc
     assert contents(tmp_path / "models") == before and list(tmp_path.iterdir()) == [tmp_path / "models"]
 
 
-def test_a_copy_of_gpumemnet_s_files_alone_is_enough_and_the_card_names_no_timm(tmp_path, built):
+def test_a_copy_of_gpumemnet_s_files_alone_is_enough_and_the_card_names_no_timm(tmp_path):
     files = tmp_path / "GPUMemNet" / "a'; echo Datasets" / "MLP"
     published(files, timm=False)
     assert published_sources(str(tmp_path)) == {"gpumemnet"}
     ingest_published(str(tmp_path / "GPUMemNet"), tmp_path / "data")
     with connect(tmp_path / "data") as connection:
         assert connection.sql("SELECT family, count(*) FROM runs GROUP BY ALL").fetchall() == [("mlp", ROWS)]
-    meta = json.loads((built[0] / "memory" / "meta.json").read_text())
-    fast = FastPath.load(built[0] / "fast")
+    meta = json.loads((DEFAULT_MODELS / "memory" / "meta.json").read_text())
+    fast = FastPath.load(DEFAULT_MODELS / "fast")
     write_card(tmp_path / "with.md", {"memory": meta}, fast)
     meta["rows"]["family"] = {"mlp": ROWS}
     write_card(tmp_path / "without.md", {"memory": meta}, fast)

@@ -189,13 +189,16 @@ def test_a_trial_of_one_process_reports_no_rank():
     assert isinstance(ReportReader().feed(RANKS)[-1], BrokenReport)
 
 
-def test_ranks_of_a_simulated_gpu_are_traced_and_say_so():
-    simulated = Worker(DeviceChoice(backend="simulated"), "0", "simulated")
-    try:
-        alone = simulated.run(task(mlp(input_size=4096, batch_size=512))).run
-        result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=8")))
-    finally:
-        simulated.close()
+@pytest.fixture(scope="module")
+def simulated():
+    worker = Worker(DeviceChoice(backend="simulated"), "0", "simulated")
+    yield worker
+    worker.close()
+
+
+def test_ranks_of_a_simulated_gpu_are_traced_and_say_so(simulated):
+    alone = simulated.run(task(mlp(input_size=4096, batch_size=512))).run
+    result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=8")))
     run, ranks = result.run, result.ranks.to_pylist()
     assert (run.status, run.source, run.ranks, run.worst_rank) == ("ok", "simulated", 8, 0)
     assert run.peak_memory_mib > alone.peak_memory_mib + 500, "buckets, and NCCL's buffers"
@@ -209,12 +212,8 @@ def test_ranks_of_a_simulated_gpu_are_traced_and_say_so():
     assert set(result.telemetry["rank"].to_pylist()) == {0}
 
 
-def test_ranks_of_a_simulated_pipeline_have_the_memory_of_their_own_stages():
-    simulated = Worker(DeviceChoice(backend="simulated"), "0", "simulated")
-    try:
-        result = simulated.run(task(mlp(input_size=4096, batch_size=512, depth=4, parallel="pp=2,ddp=2")))
-    finally:
-        simulated.close()
+def test_ranks_of_a_simulated_pipeline_have_the_memory_of_their_own_stages(simulated):
+    result = simulated.run(task(mlp(input_size=4096, batch_size=512, depth=4, parallel="pp=2,ddp=2")))
     run, rows = result.run, result.ranks.to_pylist()
     memory_mib = [row["peak_memory_mib"] for row in rows]
     assert memory_mib[0] == memory_mib[1] != memory_mib[2] == memory_mib[3]
