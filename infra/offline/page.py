@@ -83,6 +83,8 @@ def work_folder(results: Path, out: Path) -> Path:
     if any((results / name).exists() for name in _WORK_MARKS):
         return results
     archive, work = newest(results), out / "work"
+    if archive.note:
+        print(f"{results}: {archive.note}", file=sys.stderr)
     there = Series.of_work(work)
     if there is None:
         unpack(archive, work)
