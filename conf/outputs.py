@@ -239,6 +239,13 @@ def _statuses(root: Path) -> Iterator[os.stat_result]:
                 yield os.lstat(os.path.join(folder, name))
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Write one of the program's own files, whole and durable or not at all; its folder is made if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _replaced(path) as file:
+        file.write(content)
+
+
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")

@@ -41,6 +41,11 @@ def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
     ]
 
 
+def counted(count: int, one: str, many: str) -> str:
+    """Return `1 run`, `1,200 runs`."""
+    return f"{count:,} {one if count == 1 else many}"
+
+
 def left_out(count: int, unit: str) -> str:
     """Return the line that stands for what was cut."""
     return f"\n[... {count:,} {unit} left out ...]\n"

@@ -9,6 +9,7 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from conf.plain_text import counted
 from conf.reports.page_text import MISSING, Markup, clean_text
 from warehouse.explorer.plot import SOURCE_COLOURS
 
@@ -39,11 +40,6 @@ def rendered(template: str, link: Link = served_link, **values: Any) -> str:
         .get_template(f"{template}.html.j2")
         .render(style=_style(), link=link, is_served=link is served_link, colours=SOURCE_COLOURS, **values)
     )
-
-
-def counted(count: int, one: str, many: str) -> str:
-    """Return `1 run`, `1,200 runs`."""
-    return f"{count:,} {one if count == 1 else many}"
 
 
 def shown(value: object) -> str:
