@@ -12,10 +12,11 @@ from pathlib import Path
 
 from conf.arguments import exit_code, keyed_values
 from conf.errors import UsageError, unknown_name
+from conf.plain_text import counted
 
 PROBES = ("contexts", "workspaces", "questions", "histories")
 KINDS = {"probes": "text | list of text", "out": "new path", "device": "text", "seconds": "number > 0"}
-EXIT_LEFT = 3  # no time was left for all of it
+EXIT_LEFT = 3  # some of it is not measured: no time was left, or it failed
 EXIT_NOT_HERE = 4  # nothing can be measured on this machine
 
 
@@ -23,6 +24,9 @@ def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int
     """Run the probes, within so many seconds together, and print what each did; return the exit code.
 
     The last line says how many measurements failed, and the first reason.
+
+    Returns:
+        0, `EXIT_LEFT`, `EXIT_NOT_HERE`, or 1 where some failed and none was ever measured.
 
     Raises:
         UsageError: An unknown probe or device.
@@ -34,12 +38,13 @@ def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int
 
     probes = dict(zip(PROBES, (contexts, workspaces, questions, histories), strict=True))
     until_s = time.monotonic() + seconds
-    given, left = 0, 0
+    given, left, is_here = 0, 0, True
     failures: dict[str, str] = {}
     for name in names:
         result = probes[name].measure(out, device, lambda: until_s - time.monotonic())
         given += len(result.measured) + len(result.kept)
         left += len(result.left)
+        is_here &= result.no_device is None
         failures |= result.failed
         print(
             f"{name}: {len(result.measured)} measured, {len(result.kept)} before, {len(result.left)} left", flush=True
@@ -48,14 +53,16 @@ def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int
             print(f"{name}: {failed}: {reason}", flush=True)
     if failures:
         failed, reason = next(iter(failures.items()))
-        print(f"failed: {len(failures)}, as {failed}: {reason}", flush=True)
-        if not given and not left:
-            return EXIT_NOT_HERE
-    return EXIT_LEFT if left else 0
+        print(f"failed: {counted(len(failures), 'measurement', 'measurements')}, first {failed}: {reason}", flush=True)
+    if not is_here:
+        return EXIT_NOT_HERE
+    if failures and not given:
+        return 1
+    return EXIT_LEFT if left or failures else 0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what the arguments say; 3 where no time was left for all, 4 where nothing can be measured here."""
+    """Measure what the arguments say; return `measure`'s exit code, 2 for bad arguments."""
     code = 0
 
     def measured() -> None:

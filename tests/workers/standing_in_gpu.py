@@ -88,10 +88,14 @@ def standing_in(conf=""):
     """Let the probes' functions run on the CPU; gives the history of its requests."""
     history = StorageHistory(AllocatorSettings.parse(conf))
     allocator = history.allocator
+
+    def label(text):  # autograd runs the backward pass on a thread of its own, which the caller's label does not reach
+        history.label = "" if text == "backward" else text
+
     memory = {
         "_record_memory_history": lambda **options: history.__enter__(),
         "_snapshot": history.snapshot,
-        "_set_memory_metadata": lambda text: setattr(history, "label", text),
+        "_set_memory_metadata": label,
     }
     functions = {
         "init": lambda: None,

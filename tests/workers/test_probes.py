@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import probed
+import psutil
 import pytest
 import torch
 from recorded_nvml import A100_UUID, FakeGpmNvml, RecordedNvml
@@ -22,6 +24,8 @@ from learn.calibration import calibrate, measured_in_csv
 from workers.devices import Slot
 from workers.probes import children, contexts, histories, questions, workspaces
 from workers.probes.children import Measurement, keep_rows, measure_all
+from workers.probes.gpu import memory_reading, trial_step
+from workers.telemetry import gpu_processes
 
 PROBES = (contexts, workspaces, histories, questions)
 HERE = str(Path(__file__).parent)
@@ -83,7 +87,7 @@ def test_what_is_there_is_not_measured_again(on_a_gpu, tmp_path):
 def test_a_failed_measurement_is_a_row_with_its_reason_and_the_next_one_runs(on_a_gpu, tmp_path):
     path = tmp_path / "context.json"
     result = measured(path, child("broken", "raises"), child("whole", "two_rows"))
-    assert result.measured == ("broken", "whole")
+    assert result.measured == ("whole",)
     assert "no kernel image is available" in result.failed["broken"]
     assert len(json.loads(path.read_text())) == 3
     assert measured(path, child("broken", "two_rows")).measured == ("broken",)  # it is tried again
@@ -203,6 +207,16 @@ def test_a_stage_reads_what_nvml_charges_its_own_process(monkeypatch):
     assert idle["card_mib"] == idle["card_before_mib"] > 0
 
 
+def test_a_client_of_mps_is_read_from_the_list_in_which_it_alone_stands(monkeypatch):
+    monkeypatch.setattr(gpu_processes, "_name", lambda pid: "nvidia-cuda-mps-server")
+    recorded = RecordedNvml(pids={"client": os.getpid()})
+    recorded.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": 999_999_999, "usedGpuMemory": 30 * 2**20}]
+    recorded.answers[0]["nvmlDeviceGetMPSComputeRunningProcesses"] = [{"pid": "client", "usedGpuMemory": 500 * 2**20}]
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda: recorded)
+    reading = memory_reading(A100_UUID)
+    assert reading["process_mib"] == 500 and reading["reason"] is None
+
+
 def test_a_process_that_nvml_does_not_list_says_why(monkeypatch):
     monkeypatch.setattr("workers.telemetry.nvml.open_nvml", RecordedNvml)
     with standing_in():
@@ -264,16 +278,25 @@ def test_a_recorded_job_is_compared_with_its_trace():
         two, three = histories.record("GPU-1", SMALL, "")
     assert len(two["marks"]) == 3 and len(three["marks"]) == 4
     assert two["trace"] == three["trace"][: len(two["trace"])]
-    assert {entry["where"].split()[0] for entry in three["trace"] if "where" in entry} >= {
-        "setup",
-        "forward",
-        "backward",
-    }
+    in_steps = [entry for entry in three["trace"][three["marks"][0] :] if entry["action"] == "alloc"]
+    assert {entry["where"].split()[0] for entry in in_steps} == {"forward", "backward", "optimizer"}
     compared = compare_blocks({"name": "cnn", **json.loads(json.dumps(three))})
     assert compared.allocator_difference is None and compared.first_reordered is None
     unlike = {one.where.split()[0] for one in compared.in_step.only_traced if one.nbytes > 4096}
     assert unlike <= {"workspace", "batch"}
     assert {one.where for one in compared.in_step.only_measured} <= {"optimizer"}
+
+
+def test_a_steps_batch_is_not_taken_for_the_end_of_the_step_before(monkeypatch):
+    def with_a_copy(*arguments):  # the CPU's batch is where it is used already
+        model, step = trial_step(*arguments)
+        return model, lambda: (torch.ones(77), step())
+
+    monkeypatch.setattr(histories, "trial_step", with_a_copy)
+    with standing_in():
+        *_, history = histories.record("GPU-1", SMALL, "")
+    copies = [entry["where"] for entry in history["trace"] if entry["action"] == "alloc" and entry["size"] == 4 * 77]
+    assert copies == ["batch"] * 3
 
 
 def test_a_history_is_kept_and_its_job_is_not_recorded_again(on_a_gpu, tmp_path, monkeypatch):
@@ -283,9 +306,11 @@ def test_a_history_is_kept_and_its_job_is_not_recorded_again(on_a_gpu, tmp_path,
     monkeypatch.setattr(children, "run_child", lambda *arguments: next(answers))
     assert histories.measure(tmp_path, "cuda", forever).failed == {"other": "out of memory"}
     kept = tmp_path / "histories" / "small.json.xz"
-    assert json.loads(lzma.decompress(kept.read_bytes())) == {"name": "small", "marks": [0, 1, 2]}
+    assert json.loads(lzma.decompress(kept.read_bytes())) == {"name": "small", "marks": [0, 1, 2], "reason": None}
     again = histories.measure(tmp_path, "cuda", forever)
     assert again.kept == ("small",) and again.measured == ("other",) and not again.failed
+    shorter = json.loads(lzma.decompress(kept.with_name("other.json.xz").read_bytes()))
+    assert shorter["reason"] == "it took more than 60 s"
 
 
 def test_there_are_twelve_jobs_of_which_each_is_a_valid_trial():
@@ -314,6 +339,39 @@ def test_processes_hold_their_memory_together_and_have_ended_afterwards(monkeypa
         assert [answer["held_mib"] for answer in answers] == [1, 2]
         assert all(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
     assert not any(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
+
+
+class CardOfAProcess(RecordedNvml):
+    """An NVML whose card holds memory as long as a process runs; each reading says whether somebody awaits its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.process, self.unreaped = None, []
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        if self.process is None:
+            return types.SimpleNamespace(used=300 * 2**20)
+        self.unreaped.append(psutil.pid_exists(self.process))
+        runs = self.unreaped[-1] and psutil.Process(self.process).status() != psutil.STATUS_ZOMBIE
+        return types.SimpleNamespace(used=(3000 if runs else 300) * 2**20)
+
+
+def test_how_long_memory_stays_is_counted_from_the_kill_on(monkeypatch):
+    card = CardOfAProcess()
+    answer_of = questions._answer
+
+    def answer(pipe):
+        row = answer_of(pipe)
+        card.process = row.get("pid")
+        return row
+
+    monkeypatch.setattr(questions, "hold", probed.holds)
+    monkeypatch.setattr(questions, "_answer", answer)
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda: card.nvmlInit() or card)
+    (row,) = questions.nvml_process_and_card(A100_UUID)
+    assert row["card_before_mib"] == row["card_after_mib"] == 300 and row["freed_after_ms"] is not None
+    assert card.initialised == 0
+    assert card.unreaped and all(card.unreaped)  # its end was not awaited before the first reading
 
 
 def timed(inside, operator, allowed_ms, refused_ms):
@@ -367,6 +425,7 @@ def test_each_operator_is_timed_with_and_without_tf32(monkeypatch):
         ([0.98, 0.97, 0.98, 0.98], "is usable: it gives 0.980"),
         ([None, 0.97, 0.98, 0.98], "not usable: it gives nothing"),
         ([0.0, 0.0], "no SM activity above 0 in 2 readings"),
+        ([None], "no SM activity above 0 in 1 reading."),
     ],
 )
 def test_gpms_first_reading_is_judged_by_the_later_ones(smacts, expected):
@@ -377,23 +436,28 @@ def test_gpms_first_reading_is_judged_by_the_later_ones(smacts, expected):
 def test_the_cards_growth_stands_beside_nvmls_charge():
     row = {"card_before_mib": 300.0, "card_mib": 2860.0, "process_mib": 2550.0, "reason": None, "freed_after_ms": 12.0}
     assert questions.answer_nvml([row]) == (
-        "The card grows by 2,560.0 MiB, NVML charges the process 2,550.0 MiB; freed 12 ms after its end."
+        "The card's memory grows by 2,560.0 MiB; NVML charges the process 2,550.0 MiB. "
+        "The memory is free 12 ms after the process ends."
     )
     unlisted = {**row, "process_mib": None, "reason": "other pids", "freed_after_ms": None}
-    assert "charges the process nothing (other pids); freed more than 10 s" in questions.answer_nvml([unlisted])
+    assert questions.answer_nvml([unlisted]).endswith(
+        "NVML charges the process nothing (other pids). The memory is not free 10 s after the process ends."
+    )
 
 
 @pytest.mark.parametrize(
     ("process_mib", "listed", "expected"),
     [
         ((1500.0, 2500.0), {"1 python": 1500.0, "2 python": 2500.0}, "each client its own memory"),
+        ((None, None), {"1 python": 1500.0, "2 python": 3500.0}, "each client its own memory"),
         ((None, None), {"9 nvidia-cuda-mps-server": 4000.0}, "all clients' memory to one process"),
         ((None, None), {"9 nvidia-cuda-mps-server": 30.0}, "lists no process with the clients' memory"),
+        ((None, None), {"71 unknown": 1500.0, "72 unknown": 3500.0}, "pids of another pid namespace"),
     ],
 )
 def test_mps_charges_are_told_apart(process_mib, listed, expected):
     rows = [
-        {"held_mib": held, "process_mib": mib, "listed_mib": listed}
-        for held, mib in zip((1024.0, 2048.0), process_mib, strict=True)
+        {"pid": pid, "held_mib": held, "process_mib": mib, "listed_mib": listed}
+        for pid, held, mib in zip((1, 2), (1024.0, 2048.0), process_mib, strict=True)
     ]
     assert expected in questions.answer_mps(rows)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
+from conf.outputs import write_file
 from conf.plain_text import exception_line, one_line
 from workers.devices.base import DeviceChoice, DeviceUnavailable, Slot
 
@@ -52,16 +51,18 @@ class ProbeResult:
     """What one call of a probe did.
 
     Args:
-        measured: Names that were measured in this call.
+        measured: Names that were measured in this call; what failed is not among them.
         kept: Names that an earlier call had measured.
         failed: Name -> why it gives no figures.
         left: Names for which no time was left.
+        no_device: Why what is missing cannot be measured on this machine; None where it can.
     """
 
     measured: tuple[str, ...]
     kept: tuple[str, ...]
     failed: Mapping[str, str]
     left: tuple[str, ...]
+    no_device: str | None = None
 
 
 def gpu_of(device: str) -> tuple[Slot | None, dict[str, str], str | None]:
@@ -102,27 +103,25 @@ def measure_all(
     """
     slot, variables, problem = gpu_of(device)
     before = {name for name, reason in kept().items() if reason is None}
-    measured, left = [], []
-    longest_s = _LEAST_S
-    for measurement in measurements:
-        if measurement.name in before:
-            continue
+    missing = [one for one in measurements if one.name not in before]
+    begun, left = [], []
+    for measurement in missing:
         if problem is not None:
             keep(measurement, [], problem)
             continue
-        if seconds_left() < longest_s:
+        if seconds_left() < _LEAST_S:
             left.append(measurement.name)
             continue
-        begin = time.monotonic()
         rows, reason = run_child(measurement, slot, variables, min(_MOST_S, seconds_left()))
-        longest_s = max(longest_s, time.monotonic() - begin)
         keep(measurement, rows, reason)
-        measured.append(measurement.name)
+        begun.append(measurement.name)
+    failed = {name: reason for name, reason in kept().items() if reason is not None}
     return ProbeResult(
-        measured=tuple(measured),
+        measured=tuple(name for name in begun if name not in failed),
         kept=tuple(one.name for one in measurements if one.name in before),
-        failed={name: reason for name, reason in kept().items() if reason is not None},
+        failed=failed,
         left=tuple(left),
+        no_device=problem if missing else None,
     )
 
 
@@ -171,18 +170,6 @@ def read_json(path: Path, empty: Any) -> Any:
         raise UsageError(f"{path} cannot be read: {exception_line(error)}; delete it to measure again") from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def keep_rows(path: Path, columns: Sequence[str]) -> tuple[Callable[[], dict[str, str | None]], Callable[..., None]]:
     """Return `kept` and `keep` of `measure_all` for a JSON file with a list of rows.
 
@@ -205,6 +192,6 @@ def keep_rows(path: Path, columns: Sequence[str]) -> tuple[Callable[[], dict[str
         if reason is not None:
             rows.append({**measurement.arguments, "reason": reason, "is_cut": True})
         empty = {"name": measurement.name, **dict.fromkeys(columns), "reason": None}
-        write_whole(path, json.dumps([*others, *({**empty, **row} for row in rows)], indent=1).encode())
+        write_file(path, json.dumps([*others, *({**empty, **row} for row in rows)], indent=1).encode())
 
     return kept, keep

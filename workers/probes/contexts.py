@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all, read_json, write_whole
+from conf.outputs import write_file
+from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all, read_json
 from workers.probes.gpu import MIB, first_gpu, memory_reading, trial_step
 
 LOADINGS = ("lazy", "eager")
@@ -57,7 +58,7 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
     rows = read_json(path, [])
     for loading, name in zip(LOADINGS, ("numbers.csv", "numbers_eager.csv"), strict=True):
         if numbers := _numbers(rows, loading):
-            write_whole(folder / name, _csv_text(numbers).encode())
+            write_file(folder / name, _csv_text(numbers).encode())
     return result
 
 

@@ -29,6 +29,7 @@ def memory_reading(device_uuid: str) -> dict[str, Any]:
     sensor = NvmlSensor()
     try:
         sensor.watch(WatchTarget(device_uuid=device_uuid, pid=os.getpid()))
+        sensor.sample()  # the first one shows whether MPS runs; from the next on, its clients' list is read
         values = sensor.sample()[0].values
         process_mib = values.get("process_memory_mib")
         reason = None

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from conf.outputs import write_file
 from workers.probes import recording
-from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json, write_whole
+from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json
 from workers.probes.gpu import first_gpu, trial_step
 
 STEPS = 3
@@ -118,11 +119,11 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
         reasons = read_json(failures, {})
         reasons.pop(measurement.name, None)
         if rows:
-            packed = lzma.compress(json.dumps({"name": measurement.name, **rows[-1]}).encode())
-            write_whole(path_of(measurement.name), packed)
+            history = {"name": measurement.name, **rows[-1], "reason": reason}  # why it may have too few steps
+            write_file(path_of(measurement.name), lzma.compress(json.dumps(history).encode()))
         else:
             reasons[measurement.name] = reason or "its process gave no history"
-        write_whole(failures, json.dumps(reasons, indent=1).encode())
+        write_file(failures, json.dumps(reasons, indent=1).encode())
 
     measurements = [
         Measurement(
@@ -140,6 +141,10 @@ def record(device_uuid: str, config: Mapping[str, Any], conf: str) -> Iterator[R
     """Yield the history of a job's steps: two, then three, unless those are too large to be sent.
 
     A killed process leaves the shorter one. This process was started with the allocator settings `conf`.
+
+    Known limitations:
+        A label belongs to a thread, and autograd has its own for a GPU: requests of a step without a label are the
+        backward pass's. Only recomputation labels that thread, so a module's name after `backward` is approximate.
     """
     recording.start()
     import torch
@@ -162,10 +167,15 @@ def record(device_uuid: str, config: Mapping[str, Any], conf: str) -> Iterator[R
     marks = []
     for number in range(STEPS):
         marks.append(len(recording.entries()))
+        recording.label("batch")
         step()
         if number + 1 < _LEAST_STEPS:
             continue
         history = recording.recorded()
+        if any("where" in entry for entry in history["trace"]):  # the release can label
+            for entry in history["trace"][marks[0] :]:
+                if entry["action"] == "alloc":
+                    entry.setdefault("where", "backward")
         row = {
             "config": dict(config),
             "conf": conf,

@@ -9,6 +9,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import threading
 import time
@@ -16,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.plain_text import first_line
-from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json, write_whole
+from conf.outputs import write_file
+from conf.plain_text import counted, first_line
+from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json
 from workers.probes.gpu import MIB, first_gpu, memory_reading
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ _CLIENTS_MIB = (1024, 2048)
 _CLIENT_S = 40.0
 _EQUAL_SHARE = 0.05  # of a time; below, two are the same
 _TIMED = 20  # repetitions
+_UNKNOWN = "unknown"  # name of a program whose pid is not here
 _KERNELS = 4  # names of an operator's
 _BUSY_S, _GPM_S = 1.0, 3.0  # before GPM's sensor is made, longer than GPM averages; and that it is read
 
@@ -51,7 +54,7 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
             question["answer"] = _ANSWERS[measurement.name](rows)
         else:
             question["reason"] = reason or "its process gave no figures"
-        write_whole(path, json.dumps({**read_json(path, {}), measurement.name: question}, indent=1).encode())
+        write_file(path, json.dumps({**read_json(path, {}), measurement.name: question}, indent=1).encode())
 
     measurements = [Measurement(name=name, function=f"workers.probes.questions:{name}") for name in _ANSWERS]
     return measure_all(measurements, device, seconds_left, kept, keep)
@@ -185,7 +188,7 @@ def answer_gpm(rows: Sequence[Row]) -> str:
     known = [row for row in rows if row["smact"] is not None]
     above = next((row for row in known if row["smact"] > 0), None)
     if above is None:
-        return f"GPM gave no SM activity above 0 in {len(rows)} readings."
+        return f"GPM gave no SM activity above 0 in {counted(len(rows), 'reading', 'readings')}."
     steady = statistics.median(row["smact"] for row in known[len(known) // 2 :])
     first = rows[0]["smact"]
     usable = first is not None and abs(first - steady) <= max(_EQUAL_SHARE * steady, 0.02)
@@ -200,17 +203,22 @@ def answer_gpm(rows: Sequence[Row]) -> str:
 
 
 def nvml_process_and_card(device_uuid: str) -> Iterator[Row]:
-    """Yield what NVML says while a process holds memory, and how long after its end the card holds it still."""
+    """Yield what NVML says while a process holds memory, and how long after it is killed the card holds it still."""
+    from workers.telemetry.nvml import find_gpu, open_nvml
+
     before_mib = memory_reading(device_uuid)["card_mib"]
+    nvml = open_nvml()
+    handle = find_gpu(nvml, device_uuid).device
     with _holding(device_uuid, [_HELD_MIB]) as (held,):
-        pass
-    ended = time.monotonic()
-    while True:
-        after_mib, waited_s = memory_reading(device_uuid)["card_mib"], time.monotonic() - ended
-        is_freed = after_mib - before_mib < _FREED_WITHIN_MIB
-        if is_freed or waited_s > _PATIENCE_S:
-            break
-        time.sleep(0.002)
+        begin_s = time.monotonic()
+        os.kill(held["pid"], signal.SIGKILL)
+        while True:
+            after_mib, waited_s = nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB, time.monotonic() - begin_s
+            is_freed = after_mib - before_mib < _FREED_WITHIN_MIB
+            if is_freed or waited_s > _PATIENCE_S:
+                break
+            time.sleep(0.001)
+    nvml.nvmlShutdown()
     yield {
         **held, "card_before_mib": before_mib, "card_after_mib": after_mib,
         "freed_after_ms": round(waited_s * 1000, 1) if is_freed else None,
@@ -224,8 +232,11 @@ def answer_nvml(rows: Sequence[Row]) -> str:
     process_mib = row["process_mib"]
     charged = f"{process_mib:,.1f} MiB" if process_mib is not None else f"nothing ({row['reason']})"
     after_ms = row["freed_after_ms"]
-    freed = f"{after_ms:,.0f} ms" if after_ms is not None else f"more than {_PATIENCE_S:.0f} s"
-    return f"The card grows by {growth_mib:,.1f} MiB, NVML charges the process {charged}; freed {freed} after its end."
+    freed = f"free {after_ms:,.0f} ms" if after_ms is not None else f"not free {_PATIENCE_S:.0f} s"
+    return (
+        f"The card's memory grows by {growth_mib:,.1f} MiB; NVML charges the process {charged}. "
+        f"The memory is {freed} after the process ends."
+    )
 
 
 # ---- whom NVML charges under MPS
@@ -246,13 +257,22 @@ def peak_memory_under_mps(device_uuid: str) -> Iterator[Row]:
 
 def answer_mps(rows: Sequence[Row]) -> str:
     """Say whether a client's memory is charged to it or to the server."""
-    if all((row["process_mib"] or 0) >= row["held_mib"] for row in rows):
+    if all(_charged_mib(row) >= row["held_mib"] for row in rows):
         return "Under MPS NVML charges each client its own memory, so peak_memory_mib is the trial's own."
     total_mib = sum(row["held_mib"] for row in rows)
-    server_mib = max((mib or 0 for row in rows for mib in row["listed_mib"].values()), default=0)
-    if server_mib >= total_mib:
+    listed = {name: mib or 0 for row in rows for name, mib in row["listed_mib"].items()}
+    clients = {str(row["pid"]) for row in rows}
+    others = {name: mib for name, mib in listed.items() if name.split()[0] not in clients}
+    if any(mib >= total_mib and not name.endswith(_UNKNOWN) for name, mib in others.items()):
         return "Under MPS NVML charges all clients' memory to one process, so peak_memory_mib is not the trial's own."
+    if any(name.endswith(_UNKNOWN) for name in others):
+        return "Under MPS NVML lists pids of another pid namespace, so these figures do not say whom it charges."
     return "Under MPS NVML lists no process with the clients' memory, so peak_memory_mib comes from the allocator."
+
+
+def _charged_mib(client: Row) -> float:
+    listed = (mib for name, mib in client["listed_mib"].items() if name.split()[0] == str(client["pid"]))
+    return client["process_mib"] or next(listed, None) or 0.0
 
 
 # ---- processes that hold memory
@@ -311,6 +331,7 @@ def hold(pipe: Connection, device_uuid: str, size_mib: int) -> None:
         pipe.recv()
         pipe.send(
             {
+                "pid": os.getpid(),
                 "held_mib": held.numel() * 4 / MIB,
                 "reserved_mib": torch.cuda.memory_reserved() / MIB,
                 "listed_mib": _listed_mib(device_uuid),
@@ -343,7 +364,7 @@ def _program(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
-        return "unknown"
+        return _UNKNOWN
 
 
 _ANSWERS: Mapping[str, Callable[[Sequence[Row]], str]] = {

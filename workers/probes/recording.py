@@ -19,7 +19,7 @@ def start() -> None:
 
 
 def label(where: str) -> None:
-    """Mark the requests from now on with a text, where the release can (2.11 can, 2.8 cannot)."""
+    """Mark this thread's requests from now on with a text, where the release can (2.11 can, 2.8 cannot)."""
     import torch
 
     if hasattr(torch.cuda.memory, "_set_memory_metadata"):
