@@ -109,6 +109,7 @@ def standing_in(conf=""):
             "reserved_bytes.all.peak": allocator.peak_reserved_bytes,
             "allocated_bytes.all.peak": allocator.peak_allocated_bytes,
             "num_ooms": 0,
+            "allocation.all.allocated": sum(entry["action"] == "alloc" for entry in history.entries),
         },
         "Event": Event,
     }

@@ -253,6 +253,22 @@ def test_each_case_of_a_layer_is_measured_in_both_phases(monkeypatch):
         (precision, phase) for precision in workspaces.PRECISIONS for phase in ("forward", "backward")
     ]
     assert all(row["measured_bytes"] == 0 < row["assumed_bytes"] for row in rows)  # the CPU takes none
+    results = {phase: [row["requests"] for row in rows if row["phase"] == phase] for phase in ("forward", "backward")}
+    assert results["forward"][0] == [[2 * 8 * 16 * 16 * 4, True]]  # and not the one of the gradient that is given
+    assert all(len(requests) == 3 for requests in results["backward"])  # for the input, the weight and the bias
+
+
+def test_a_layer_whose_every_case_fails_is_not_measured(monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("CUDA error: no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(workspaces, "_measured", fails)
+    with standing_in():
+        rows = workspaces.layers("GPU-1", "linear", False)
+        cases = [next(rows) for _ in range(len(workspaces.PRECISIONS) * len(workspaces.CASES["linear"]))]
+        assert {case["reason"] for case in cases} == {"CUDA error: no kernel image is available"}
+        with pytest.raises(RuntimeError, match="no case can be measured: CUDA error: no kernel image"):
+            next(rows)
 
 
 @pytest.mark.parametrize("layer", workspaces.CASES)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.plain_text import first_line
 from workers.probes import recording
 from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all
 from workers.probes.gpu import first_gpu
@@ -79,6 +80,7 @@ def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
     name = known_device(torch.cuda.get_device_name(0))
     spec = None if name is None else load_device(name)
     torch.backends.cudnn.benchmark = benchmark
+    is_measured, reason = False, ""
     for precision, dtype in PRECISIONS.items():
         allow_tf32(matmul=precision == "tf32", cudnn=True)
         for arguments, shape in CASES[layer]:
@@ -92,10 +94,14 @@ def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
                 measured = _measured(layer, arguments, shape, getattr(torch, dtype))
                 assumed = {} if spec is None else assumed_bytes(layer, arguments, shape, precision, spec)
             except RuntimeError as error:  # the device's own, out of memory included: the other cases go on
-                yield {**case, "reason": str(error).splitlines()[0]}
+                reason = first_line(error)
+                yield {**case, "reason": reason}
                 continue
+            is_measured = True
             for phase, taken in measured.items():
                 yield {**case, "phase": phase, **taken, **assumed.get(phase, {})}
+    if not is_measured:
+        raise RuntimeError(f"no case can be measured: {reason}")
 
 
 def make_layer(layer: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -137,19 +143,27 @@ def _measured(
     module = make_layer(layer, arguments).to(device, dtype)
     inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(_inputs(layer))]
     wanted = [*inputs, *module.parameters()]
-    begin = len(recording.entries())
+    before = _requests()
     out = module(*inputs)
     torch.cuda.synchronize()
-    between = len(recording.entries())
+    between = _requests()
     gradient = torch.ones_like(out)
-    before_backward = len(recording.entries())
     gradients = torch.autograd.grad(out, wanted, gradient)
     torch.cuda.synchronize()
     entries = recording.entries()  # while the gradients are alive
+    requested = [index for index, entry in enumerate(entries) if entry["action"] == "alloc"]
+    begin, given = requested[before], requested[between]  # the first one of the forward pass, and `gradient`
     return {
-        "forward": requests_beside(entries[begin:between], [_nbytes(out)]),
-        "backward": requests_beside(entries[before_backward:], [_nbytes(one) for one in gradients]),
+        "forward": requests_beside(entries[begin:given], [_nbytes(out)]),
+        "backward": requests_beside(entries[given + 1 :], [_nbytes(one) for one in gradients]),
     }
+
+
+def _requests() -> int:
+    """Return how many requests the allocator has met in this process, each an `alloc` of the history."""
+    import torch
+
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
 def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]) -> dict[str, Any]:
