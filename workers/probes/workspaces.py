@@ -160,7 +160,7 @@ def _measured(
 
 
 def _requests() -> int:
-    """Return how many requests the allocator has met in this process, each an `alloc` of the history."""
+    """Return how many requests the allocator has served in this process; each is an `alloc` of the history."""
     import torch
 
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
