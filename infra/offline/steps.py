@@ -360,7 +360,13 @@ def _versions() -> dict[str, str | None]:
         torch_version: str | None = version("torch")
     except PackageNotFoundError:
         torch_version = None
-    return {"torch": torch_version, "python": platform.python_version(), "driver": discover_gpus().driver_version}
+    found = discover_gpus()
+    return {
+        "torch": torch_version,
+        "python": platform.python_version(),
+        "driver": found.driver_version,
+        "gpu": next((gpu.name for gpu in found.usable), None),
+    }
 
 
 def run_counts(work: Path) -> list[tuple]:
