@@ -98,7 +98,7 @@ offline: venv
 	@$(BIN)/python -m infra.offline.bundle python=$(MACHINE_PYTHON) mib=$(MIB) $(ARGS)
 
 offline-page: venv
-	$(BIN)/python -m infra.offline.page results=$(RESULTS) $(ARGS)
+	$(BIN)/python -m infra.offline.page $(if $(RESULTS),"results=$(RESULTS)") $(ARGS)
 
 docs: venv
 	$(BIN)/python infra/generate_docs.py

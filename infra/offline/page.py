@@ -83,6 +83,8 @@ def work_folder(results: Path, out: Path) -> Path:
     if any((results / name).exists() for name in _WORK_MARKS):
         return results
     archive, work = newest(results), out / "work"
+    if archive.note:
+        print(f"{results}: {archive.note}", file=sys.stderr)
     there = Series.of_work(work)
     if there is None:
         unpack(archive, work)
@@ -249,7 +251,7 @@ def run(argv: Sequence[str]) -> None:
     """Make the page that the arguments ask for, and print the summary. Raises `UsageError`."""
     asked = keyed_values(argv, KINDS)
     if "results" not in asked:
-        raise UsageError("results=DIR is missing: the folder that came back from the machine")
+        raise UsageError("results=DIR is missing (for make: RESULTS=DIR), the folder that came back from the machine")
     results, out = Path(asked["results"]), Path(asked.get("out") or _DEFAULT_OUT).absolute()
     if not results.is_dir():
         raise UsageError(f"results={results} is no folder")

@@ -52,7 +52,7 @@ def refits(
     findings: dict[str, list[str]] = defaultdict(list)
     data = f"data={shlex.quote(str(work / 'data'))}"
     _add_context(findings, work, device, runs, data)
-    kernels = f"python -m learn.fit_kernels {data}"
+    kernels = f"python -m learn.fit_kernels {data} out=parameters.json"  # by default it replaces the packaged ones
     for figure in _OFF:
         if families := _families_off(runs, figure):
             named = f"{FIGURES[figure].title}: {', '.join(families)}"

@@ -15,7 +15,7 @@ import sqlite3
 import tarfile
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -77,10 +77,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Archive:
-    """A whole archive in a results folder."""
+    """A whole archive in a results folder. `note` says why a newer one that is not whole was passed over."""
 
     series: Series
     slices: tuple[Path, ...]
+    note: str = ""
 
     @property
     def bytes(self) -> int:
@@ -98,6 +99,8 @@ def pack(work: Path, results: Path) -> Archive:
     series = current.next(work)
     content = _archive(work)
     pieces = [content[start : start + SLICE_BYTES] for start in range(0, len(content), SLICE_BYTES)]
+    # Slices of this generation can only be of a call that was killed before they were whole.
+    _delete([path for path, parts in _slices_in(results).items() if parts[1] >= series.generation])
     older = _slices_in(results)
     if len(pieces) > MOST_SLICES:
         raise EnvironmentProblem(
@@ -120,7 +123,7 @@ def pack(work: Path, results: Path) -> Archive:
     return Archive(series, tuple(slices))
 
 
-def _delete(slices: list[Path]) -> None:
+def _delete(slices: Iterable[Path]) -> None:
     for path in slices:
         path.unlink(missing_ok=True)
 
@@ -129,7 +132,7 @@ def newest(results: Path) -> Archive:
     """Return the newest whole archive of a results folder. Raises `UsageError` that names what is missing or torn."""
     if not results.is_dir():
         raise UsageError(f"{results} is no folder")
-    names = {path: _parts_of(path) for path in _slices_in(results)}
+    names = _slices_in(results)
     if not names:
         raise UsageError(f"{results} holds no results: there is no file named gpufarm-*.slice")
     if len(series_names := {series for series, *_ in names.values()}) > 1:
@@ -142,9 +145,11 @@ def newest(results: Path) -> Archive:
         missing = sorted(set(range(1, count + 1)) - set(found_slices))
         torn = [path.name for path in found_slices.values() if _digest(path) != names[path][4]]
         if not missing and not torn:
-            return Archive(Series(name, generation), tuple(found_slices[number] for number in sorted(found_slices)))
-        wrong = f"{torn[0]} is torn" if torn else f"slice {missing[0]} of {count} of generation {generation} is missing"
-        problem = problem or wrong
+            slices = tuple(found_slices[number] for number in sorted(found_slices))
+            note = f"{problem}; generation {generation} is taken" if problem else ""
+            return Archive(Series(name, generation), slices, note)
+        wrong = f"{torn[0]} is torn" if torn else f"slice {missing[0]} of {count} is missing"
+        problem = problem or f"generation {generation} is not whole ({wrong})"
     raise UsageError(f"{results} cannot be read: {problem}")
 
 
@@ -163,7 +168,7 @@ def unpack(archive: Archive, work: Path) -> None:
 
 
 def check_results(results: Path, series: Series | None) -> None:
-    """Make the results folder. Raises `UsageError` where it holds another series, or files of others."""
+    """Make the results folder. Raises `UsageError` where it holds another or a newer series, or files of others."""
     if results.exists() and not results.is_dir():
         raise UsageError(f"results={results} is a file, not a folder")
     results.mkdir(parents=True, exist_ok=True)
@@ -178,10 +183,22 @@ def check_results(results: Path, series: Series | None) -> None:
                 f"results={results} holds results of another series ({parts[0]}); name an empty folder, or pass that "
                 "one as previous="
             )
+    if series is None or not _slices_in(results):
+        return
+    try:
+        newest_there = newest(results).series.generation
+    except UsageError:  # nothing there is whole, so nothing is lost
+        return
+    if newest_there > series.generation:
+        raise UsageError(
+            f"results={results} holds newer results (generation {newest_there}) than those that this call continues "
+            f"(generation {series.generation}); name an empty folder, or pass that one as previous="
+        )
 
 
-def _slices_in(results: Path) -> list[Path]:
-    return sorted(path for path in results.iterdir() if _parts_of(path) is not None)
+def _slices_in(results: Path) -> dict[Path, tuple[str, int, int, int, str]]:
+    """Return series, generation, number, count and checksum of the slices in a folder, by path."""
+    return {path: parts for path in sorted(results.iterdir()) if (parts := _parts_of(path)) is not None}
 
 
 def _parts_of(path: Path) -> tuple[str, int, int, int, str] | None:

@@ -111,6 +111,7 @@ class Call:
     packed_at_s: float = 0.0
     step_began_s: float = 0.0
     problem: str | None = None  # of the last packing
+    note: str = ""  # of the results that it continues
     signalled: bool = False
     counts: list[tuple] = field(default_factory=list)  # family, status, quality, runs, longest run in s
 
@@ -147,6 +148,7 @@ class Call:
             "slices": [] if self.archive is None else [path.name for path in self.archive.slices],
             "bytes": 0 if self.archive is None else self.archive.bytes,
             "problem": self.problem,
+            "note": self.note,
         }
 
     def left(self) -> list[str]:
@@ -164,7 +166,8 @@ def run(settings: StepsSettings) -> int:
     """
     began_s = time.monotonic()
     place = _place(settings)
-    call = Call(place=place, results=Path(settings.results).resolve(), rows=_prepared(settings, place.work))
+    rows, note = _prepared(settings, place.work)
+    call = Call(place=place, results=Path(settings.results).resolve(), rows=rows, note=note)
     before = len(call.rows)
     planned = {name: STEPS[name].minutes for name in settings.steps}
     minutes = sum(planned.values()) if settings.minutes is None else settings.minutes
@@ -193,8 +196,8 @@ def _place(settings: StepsSettings) -> Place:
     )
 
 
-def _prepared(settings: StepsSettings, work: Path) -> list[dict[str, Any]]:
-    """Make the work folder, from `previous` or as it is; return the rows of earlier calls."""
+def _prepared(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]], str]:
+    """Make the work folder, from `previous` or as it is; return the rows of earlier calls, and what to say of it."""
     if Path(settings.results).resolve().is_relative_to(work):
         raise UsageError(
             f"results={settings.results} lies in work={work}, which is packed into it; name another folder"
@@ -219,7 +222,12 @@ def _prepared(settings: StepsSettings, work: Path) -> list[dict[str, Any]]:
     for row in rows:
         if row["outcome"] == "running":
             row["outcome"], row["reason"] = "killed", "the call ended without a word"
-    return rows
+    note = previous.note if series is None and previous is not None else ""
+    if note:
+        print(f"{settings.previous}: {note}", file=sys.stderr)
+        with open(work / "log.txt", "a") as log:
+            log.write(f"== {note}\n")
+    return rows, note
 
 
 def _run_step(call: Call, name: str, seconds: float) -> None:
@@ -385,6 +393,8 @@ def run_counts(work: Path) -> list[tuple]:
 def summary_lines(call: Call, before: int, wall_s: float) -> list[str]:
     """Return the last lines of a call: its steps, runs, files, and what is left."""
     lines = [f"call of {wall_s:.0f} s on device={call.place.device}, {call.place.gpus} of it"]
+    if call.note:
+        lines.append(f"continued: {call.note}")
     for row in call.rows[before:]:
         counted = ", ".join(f"{count} {name}" for name, count in row["counts"].items() if count)
         why = f": {row['reason']}" if row["reason"] else ""

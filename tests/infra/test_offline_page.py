@@ -100,7 +100,7 @@ def test_what_is_off_is_listed_with_its_command(shown, planted):
     text = "\n".join(lines)
     assert f"python -m learn.calibrate measured={planted}/probes/numbers.csv device=H100-SXM5-80GB" in text
     assert "step time, ms: mlp -33.3% (7 runs)" in text
-    assert f"python -m learn.fit_kernels data={planted}/data" in text
+    assert f"python -m learn.fit_kernels data={planted}/data out=parameters.json" in text
     assert "power" not in text.partition("to refit")[2].partition("data set")[0], "it is off by 5 %"
     assert "cnn" not in text.partition("to refit")[2].partition("data set")[0], "one run says nothing"
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,32 @@ def test_a_torn_or_missing_slice_is_one_line_and_nothing_is_done(work, tmp_path,
     new = tmp_path / "new"
     error = refused(capsys, "collect", f"previous={folder}", f"results={new}", f"work={new}-work", "device=simulated")
     assert line in error and not list(tmp_path.glob("new*"))
+
+
+def test_an_older_whole_archive_that_is_taken_for_a_torn_one_is_said(work, packed, tmp_path, capsys):
+    (first,) = results.newest(packed).slices
+    kept = first.read_bytes()
+    second = results.pack(work, packed).slices[0]
+    second.write_bytes(second.read_bytes()[:-1])  # killed in the middle of writing it
+    first.write_bytes(kept)
+    said = f"generation 2 is not whole ({second.name} is torn); generation 1 is taken"
+    call = ("bench", "device=simulated", f"previous={packed}", f"results={packed}", f"work={tmp_path / 'w'}")
+    assert steps.main(call) == 0
+    printed = capsys.readouterr()
+    assert printed.err == f"{packed}: {said}\n" and said in printed.out
+    assert json.loads((packed / "summary.json").read_text())["note"] == said
+    assert said in (packed / "log.txt").read_text()
+    assert not second.exists() and Series.of_work(tmp_path / "w") == results.newest(packed).series
+
+
+def test_results_newer_than_what_continues_are_not_replaced(work, packed, tmp_path, capsys):
+    old = tmp_path / "old"
+    shutil.copytree(packed, old)
+    results.pack(work, packed)
+    before = sorted(packed.iterdir())
+    call = ("bench", "device=simulated", f"previous={old}", f"results={packed}", f"work={tmp_path / 'w'}")
+    assert "holds newer results (generation 2" in refused(capsys, *call)
+    assert sorted(packed.iterdir()) == before and not (tmp_path / "w").exists()
 
 
 def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_path, capsys):
