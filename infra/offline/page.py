@@ -227,12 +227,15 @@ def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
             absent[name] = f"cannot be shown: {exception_line(error)}"
             blocks = (Callout(f"This section {absent[name]}", "bad"),)
         sections[name] = Section(name.lower(), title, blocks)
-    is_judged = results.kind == "measured"
-    to_refit, unjudged = refits(results.work, results.device, results.runs, compared) if is_judged else ({}, [])
+    to_refit: dict[str, list[str]] = {}
+    unjudged: list[str] = []
+    if results.kind == "measured":
+        to_refit, unjudged = refits(results.work, results.device, results.runs, compared)
     sections["Refit"] = Section("refit", "What to refit", _refit_blocks(results, to_refit, unjudged))
     exported = export_rows(results, datasets)
     sections["Data set"] = Section("datasets", "Rows for the data set", (Bullets(tuple(exported)),))
-    page = Page(title=f"Measured on {_shown_device(results)}", head=_head(results, to_refit), sections=linked(sections))
+    head = _head(results, to_refit, is_judged=not (unjudged or results.problem or results.device is None))
+    page = Page(title=f"Measured on {_shown_device(results)}", head=head, sections=linked(sections))
     lines = [*_summary(results, to_refit, absent), *unjudged, *(f"data set: {line}" for line in exported)]
     return page, lines
 
@@ -249,7 +252,7 @@ def _shown_device(results: Results) -> str:
     return results.device_name or "an unknown device"
 
 
-def _head(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tuple[Block, ...]:
+def _head(results: Results, to_refit: Mapping[str, Sequence[str]], *, is_judged: bool) -> tuple[Block, ...]:
     runs = results.runs
     warning = _OF_KIND[results.kind]
     torch = sorted({str(one.run["torch_version"]) for one in runs.runs})
@@ -268,7 +271,7 @@ def _head(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tuple[Bloc
     finding_count = sum(map(len, to_refit.values()))
     tiles.append(Tile("to refit", f"{finding_count}", "findings"))
     tests, has_failed_tests = _tests(results)
-    level: Level = "look" if to_refit or warning or has_failed_tests else "good"
+    level: Level = "look" if to_refit or warning or has_failed_tests or not is_judged else "good"
     sentence = f"{results.device_text}; tests: {tests}" if has_failed_tests else results.device_text
     left_out = tuple(f"{count_of(count, 'run')} left out: {reason}" for reason, count in runs.left_out.items())
     return (

@@ -14,15 +14,17 @@ from farm.submit import submit
 from farm.work import work as run_tasks
 from featurize.families import cnn, mlp
 from infra.offline import page
+from infra.offline.experiment_sections import pair_blocks, protocol_blocks
 from infra.offline.page import make_page, read_results
 from infra.offline.refits import refits
 from infra.offline.results import Series, pack
-from infra.offline.run_sections import is_corrected
+from infra.offline.run_sections import is_corrected, memory_blocks
 from learn.estimation.loops import PIPELINE
 from learn.evaluation.estimated_runs import SHIPPED, EstimatedRuns, estimated_runs, spread_of
-from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work
+from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
 from tests.parsed_page import ParsedPage
 from warehouse.folder import DataFolder
+from warehouse.published_groups import NOT_TOGETHER
 from warehouse.writer import RunWriter
 
 CONFIGS = [
@@ -185,6 +187,31 @@ def test_tests_that_failed_or_did_not_end_are_in_the_summary(planted, tmp_path):
     made_page, lines = make_page(read_results(work), None)
     assert "tests: 0 passed, 0 failed, 0 skipped; time is up" in lines
     assert "The tests did not end: time is up" in ParsedPage(page.render_page(made_page)).text
+
+
+def test_pairs_show_errors_of_memory_and_count_those_that_ran_apart(planted, tmp_path):
+    data = DataFolder.resolve(shutil.copytree(planted / "data", tmp_path / "data"))
+    run = {"family": "mlp", "status": "ok", "source": "measured", "task_index": 0, "attempt": 1}
+    write_pair(RunWriter(data), run, "pairs-1", doubt=NOT_TOGETHER)
+    write_pair(RunWriter(data), run, "pairs-2", solo_memory_mib=1000.0, joint_memory_mib=1600.0)
+    shown_blocks = str(pair_blocks(data.root))
+    assert "1 group left out: its members did not train at the same time" in shown_blocks
+    assert "25.0% / 25.0%" in shown_blocks and "('mps', 4, '3.00'" in shown_blocks
+
+
+def test_a_benchmark_with_published_trials_only_is_shown(tmp_path):
+    data = DataFolder.resolve(tmp_path / "data").create()
+    trial = {"key": "ab", "family": "mlp", "k": 0, "status": "oom", "wall_s": 9.0, "window_s": None, "labels": {}}
+    (data.root / "bench-published.jsonl").write_text(json.dumps(trial) + "\n")
+    shown_blocks = str(protocol_blocks(data.root))
+    assert "('published', '1', 'oom 1', '400'" in shown_blocks and "nan" not in shown_blocks
+
+
+def test_an_out_of_memory_run_that_does_not_know_its_card_is_judged_by_the_described_one(of_planted):
+    (first, *_) = of_planted.runs.solo
+    full = replace(first, run={**first.run, "status": "oom", "device_memory_mib": None})
+    blocks = memory_blocks(EstimatedRuns(runs=(*of_planted.runs.solo, full), left_out={}))
+    assert "'0 of 1'" in str(blocks)
 
 
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):
