@@ -368,12 +368,12 @@ def _versions() -> dict[str, str | None]:
         torch_version: str | None = version("torch")
     except PackageNotFoundError:
         torch_version = None
-    found = discover_gpus()
+    discovered = discover_gpus()
     return {
         "torch": torch_version,
         "python": platform.python_version(),
-        "driver": found.driver_version,
-        "gpu": next((gpu.name for gpu in found.usable), None),
+        "driver": discovered.driver_version,
+        "gpu": next((gpu.name for gpu in discovered.usable), None),
     }
 
 
