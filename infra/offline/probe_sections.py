@@ -213,14 +213,12 @@ def history_blocks(compared: Sequence[BlockComparison], failed: Mapping[str, str
     for name, reason in failed.items():
         reasons.setdefault(reason, []).append(name)
     counted = ", ".join(f"{verdict} {count}" for verdict, count in verdicts.most_common())
-    blocks: list[Block] = [
-        Callout(f"No comparison of {', '.join(names)}: {reason}") for reason, names in reasons.items()
-    ]
+    blocks: list[Block] = [Callout(f"Not compared: {', '.join(names)}: {reason}") for reason, names in reasons.items()]
     if compared:
         blocks += [
             Lead(
                 f"{count_of(len(compared), 'job')} recorded; verdicts: {counted}. Each picture shows the last step, "
-                "its requests and releases in order; the two sides have different numbers of them."
+                "request by request; the two sides have different numbers of requests."
             ),
             Legend({"measured": _MEASURED_CSS, "traced": _TRACED_CSS}),
             SideBySide(tuple(map(_group, compared))),
