@@ -6,14 +6,11 @@ Start reading at `protocol_blocks`. Each function makes a section's blocks, and 
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +20,7 @@ from conf.reports.blocks import Block, Bullets, Cell, Code, Drawn, Group, Headin
 from conf.reports.page_text import MISSING, count_of, figure
 from infra.offline.probe_sections import Absent, records
 from infra.offline.run_sections import spread_text
+from learn.collocation.command import memory_errors
 from learn.collocation.learned import packaged_slowdowns
 from learn.collocation.rows import measured_groups
 from learn.collocation.slowdown import NoUtilization
@@ -37,49 +35,23 @@ from learn.evaluation.estimated_runs import (
 from warehouse.explorer.plot import against
 
 _MOST_OPERATORS = 24  # in the table
-_BENCH_JOB = re.compile(r"bench-(\w+)-(\w+)-(\d+)-(\d+)")
 
 
 def protocol_blocks(data: Path) -> tuple[Block, ...]:
     """Return runs per GPU-hour by protocol and how labels repeat, of each benchmark in the folder."""
     from tests.bench import gpu_figures
+    from tests.bench.gpu_protocols import published_trials
 
-    columns = (
-        "run_id",
-        "job_id",
-        "family",
-        "status",
-        "started_at",
-        "finished_at",
-        "startup_s",
-        "warmup_s",
-        "window_s",
-        "prepared",
-        gpu_figures.MEMORY,
-        *gpu_figures.RATIOS,
-        *gpu_figures.OTHERS,
-    )
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        stored = connection.execute(f"SELECT {', '.join(columns)} FROM runs ORDER BY run_id").fetchall()
-    plans: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for values in stored:
-        row = dict(zip(columns, values, strict=True))
-        if (named := _BENCH_JOB.fullmatch(row["job_id"])) is not None:
-            plans[named[1]].append({**row, "protocol": named[2], "repeat": int(named[3]), "k": int(named[4])})
-    path = data / "bench-published.jsonl"
-    published = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    if not plans:
+    measured, published = gpu_figures.measured(data), published_trials(data)
+    keys = dict.fromkeys(one["key"] for one in (*measured, *published))
+    if not keys:
         raise Absent("The results have no runs of the benchmark (step bench).")
     blocks: list[Block] = []
-    for key, rows in plans.items():
-        own = [trial for trial in published if trial["key"] == key]
-        windows = [trial["window_s"] for trial in own if trial["window_s"]]
-        windows += [row["window_s"] for row in rows if row["protocol"] == "fixed" and row["window_s"]]
+    for key in keys:
+        rows, trials = ([one for one in of_all if one["key"] == key] for of_all in (measured, published))
+        windows = [one["window_s"] for one in (*trials, *rows) if one["window_s"] and one.get("protocol") != "adaptive"]
         seconds = statistics.median(windows) if windows else float("nan")
-        lines = gpu_figures.lines(gpu_figures.figures(rows, own, round(seconds, 1)))
-        if not windows:  # no trial of the published length has ended
-            lines = [line for line in lines if not line.startswith("(windows of")]
-        blocks += markdown_blocks(lines)
+        blocks += markdown_blocks(gpu_figures.lines(gpu_figures.figures(rows, trials, round(seconds, 1))))
     return tuple(blocks)
 
 
@@ -106,7 +78,7 @@ def kernel_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
         raise Absent("The results have no kernels of runs (step kernels).")
     words = {
         "cupti": "by CUPTI: kernels alone",
-        "cpu": "on a CPU: operators, which say nothing of a GPU",
+        "cpu": "on a CPU: whole operators; not comparable with a GPU",
         "model": "of the kernel model itself: the device was simulated",
     }
     blocks: list[Block] = []
@@ -142,31 +114,49 @@ def operator_ratio(one: OperatorTimes) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PairErrors:
-    """Way of sharing -> (measured, expected slowdown, job) of each member, and reason -> groups without."""
+    """Way of sharing -> figures of its groups, and reason -> groups without.
+
+    Args:
+        members: (measured, expected slowdown, job) of each member.
+        memory: `learn.collocation.command.memory_errors` of the groups.
+        left_out: Reason -> number of groups.
+    """
 
     members: Mapping[str, Sequence[tuple[float, float, str]]]
+    memory: Mapping[str, Mapping[str, float]]
     left_out: Mapping[str, int]
+
+    def of_speed(self, sharing: str) -> np.ndarray:
+        """Return the error of each member's speed, 1 / slowdown."""
+        slowdowns = np.array([member[:2] for member in self.members[sharing]])
+        speeds = 1 / np.maximum(slowdowns, 1.0)
+        errors: np.ndarray = np.abs(speeds[:, 1] - speeds[:, 0])
+        return errors
 
 
 def pair_errors(data: Path) -> PairErrors:
     """Return slowdowns beside those that the packaged model expects of the measured jobs alone. Raises `Absent`."""
     try:
         groups, reasons = measured_groups(data)
-    except UsageError:
-        raise Absent("The results have no groups of jobs on one GPU (step pairs).") from None
+    except UsageError as error:
+        raise Absent(f"The results have no pairs to judge: {error}.") from None
     with contextlib.closing(warehouse.connect(data)) as connection:
         sharing = dict(connection.execute("SELECT DISTINCT group_id, sharing FROM collocations").fetchall())
     members: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     left_out = Counter(reasons)
     for group in groups:
+        if group.is_apart:
+            left_out["its members did not train at the same time"] += 1
+            continue
         try:
             expected = packaged_slowdowns().slowdowns(group.jobs)
         except NoUtilization:
-            left_out["a member's utilization alone is not known"] += 1
+            left_out["a member's solo utilization is unknown"] += 1
             continue
         for job, slowdown, one in zip(group.jobs, group.slowdowns, expected, strict=True):
             members[sharing[group.group_id]].append((slowdown, one.median, job.name))
-    return PairErrors(members=dict(sorted(members.items())), left_out=left_out)
+    memory = memory_errors(groups, lambda group: sharing[group.group_id])
+    return PairErrors(members=dict(sorted(members.items())), memory=memory, left_out=left_out)
 
 
 def pair_blocks(data: Path) -> tuple[Block, ...]:
@@ -175,10 +165,8 @@ def pair_blocks(data: Path) -> tuple[Block, ...]:
     rows: list[dict[str, Cell]] = []
     pictures = []
     for sharing, members in errors.members.items():
-        slowdowns = np.array([member[:2] for member in members])
-        speeds = 1 / np.maximum(slowdowns, 1.0)
-        error = np.abs(speeds[:, 1] - speeds[:, 0])
-        measured, expected = np.median(slowdowns, axis=0)
+        error, memory = errors.of_speed(sharing), errors.memory.get(sharing)
+        measured, expected = (statistics.median(member[side] for member in members) for side in (0, 1))
         rows.append(
             {
                 "sharing": sharing,
@@ -186,12 +174,18 @@ def pair_blocks(data: Path) -> tuple[Block, ...]:
                 "measured slowdown, median": f"{measured:.2f}",
                 "expected, median": f"{expected:.2f}",
                 "error of the speed, median / p90": f"{np.median(error):.3f} / {np.quantile(error, 0.9):.3f}",
+                "error of the memory, median / p90": f"{memory['median']:.1%} / {memory['p90']:.1%}"
+                if memory
+                else MISSING,
             }
         )
         picture = against(f"slowdown, {sharing}", members, is_log=True, axes=("measured", "expected"))
         if picture is not None:
             pictures.append(Group(sharing.replace("_", " "), (Drawn(picture),)))
-    lead = "Expected from the measured figures of each job alone, by the packaged model. Speed: 1 / slowdown."
+    lead = (
+        "Slowdowns are expected by the packaged model from the measured figures of each job alone. Speed is 1 / "
+        "slowdown. Memory is expected as the sum of the members' peaks alone."
+    )
     left_out = tuple(f"{count_of(count, 'group')} left out: {reason}" for reason, count in errors.left_out.items())
     drawn = (SideBySide(tuple(pictures)), records(rows)) if rows else ()
     return (Lead(lead), *((Bullets(left_out),) if left_out else ()), *drawn)

@@ -5,19 +5,34 @@ Start reading at `make_page`; `run_sections`, `experiment_sections` and `probe_s
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
+import warehouse
 from conf.arguments import exit_code, keyed_values
 from conf.bars import terminal_bar
 from conf.errors import CommandError, UsageError
 from conf.outputs import write_output
 from conf.plain_text import exception_line
-from conf.reports.blocks import Block, Bullets, Callout, Lead, Outcome, Page, Preformatted, Section, Tile, Tiles, linked
+from conf.reports.blocks import (
+    Block,
+    Bullets,
+    Callout,
+    Lead,
+    Level,
+    Outcome,
+    Page,
+    Preformatted,
+    Section,
+    Tile,
+    Tiles,
+    linked,
+)
 from conf.reports.page_text import count_of
 from conf.reports.render import render_page
 from featurize.block_comparison import BlockComparison
@@ -27,14 +42,9 @@ from infra.offline.probe_sections import Absent
 from infra.offline.refits import RULES, refits
 from infra.offline.results import Series, newest, unpack
 from infra.offline.run_sections import spread_text
-from learn.evaluation.estimated_runs import (
-    FIGURES,
-    EstimatedRun,
-    EstimatedRuns,
-    estimated_runs,
-    spread_of,
-)
-from warehouse.export import ExportSettings, export
+from learn.evaluation.estimated_runs import FIGURES, EstimatedRuns, by_family, estimated_runs, spread_of
+from warehouse.export import SOURCES, ExportSettings, export
+from warehouse.folder import DataFolder
 
 KINDS = {"results": "path", "out": "new path", "datasets": "new path | null"}
 PAGE = "page.html"
@@ -44,8 +54,9 @@ _OF_KIND = {
     "measured": "",
     "cpu": "Measured on a CPU, as a rehearsal: no figure here is of a GPU, and estimates are for another device.",
     "simulated": "Simulated: runs and estimates come from the same model, so their agreement shows nothing.",
-    "none": "The results hold no runs.",
+    "none": "The results hold no runs, and nothing in them names a device.",
 }
+_REHEARSALS = ("cpu", "simulated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +65,35 @@ class Results:
 
     Args:
         work: The unpacked work folder.
-        kind: `measured` (on a GPU), `cpu`, `simulated`, or `none` without runs.
+        kind: `measured` (on a GPU), `cpu`, `simulated`, or `none` where neither runs nor probes say it.
+        has_runs: Whether there are rows of that kind, with estimates or not.
         device_name: As the driver names it; empty where nothing names a device.
-        device: Its description; the default GPU's where there is none.
+        device: Its description; None of a GPU without one. Of other devices the default GPU's.
+        runs: Of that kind.
+        problem: Why the runs cannot be read; empty if they can.
     """
 
     work: Path
     kind: str
+    has_runs: bool
     device_name: str
-    device: DeviceSpec
+    device: DeviceSpec | None
     runs: EstimatedRuns
+    problem: str = ""
 
     @property
     def data(self) -> Path:
+        """The data folder. Raises `Absent`."""
+        if not DataFolder.resolve(self.work / "data").format_marker.is_file():
+            raise Absent("The results have no data folder.")
         return self.work / "data"
 
     @property
-    def has_data(self) -> bool:
-        return (self.data / "format.json").is_file()
+    def device_text(self) -> str:
+        """What estimates are made for."""
+        if self.device is not None:
+            return f"estimates for {self.device.name}"
+        return f"no device description matches {self.device_name}" if self.device_name else "no GPU is named"
 
 
 def work_folder(results: Path, out: Path) -> Path:
@@ -82,9 +104,10 @@ def work_folder(results: Path, out: Path) -> Path:
     """
     if any((results / name).exists() for name in _WORK_MARKS):
         return results
-    archive, work = newest(results), out / "work"
+    archive = newest(results)
     if archive.note:
         print(f"{results}: {archive.note}", file=sys.stderr)
+    work = out / f"work-{archive.series.generation}"
     there = Series.of_work(work)
     if there is None:
         unpack(archive, work)
@@ -95,48 +118,74 @@ def work_folder(results: Path, out: Path) -> Path:
 
 def read_results(work: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> Results:
     """Return the work folder's runs with their estimates. Runs of the best kind count: measured before simulated."""
-    has_data = (work / "data" / "format.json").is_file()
-    runs = estimated_runs(work / "data", progress) if has_data else EstimatedRuns(runs=(), left_out={})
-    kinds = {_kind(one) for one in runs.runs}
-    kind = next((kind for kind in _OF_KIND if kind in kinds), "none")
-    kept = tuple(one for one in runs.runs if _kind(one) == kind)
-    if len(kept) < len(runs.runs):
-        others = {f"not {kind}": len(runs.runs) - len(kept)}
-        runs = replace(runs, runs=kept, left_out={**runs.left_out, **others})
-    names = Counter(str(one.run["device_name"]) for one in kept)
-    names.update(str(call.get("device")) for call in probe_sections.calls_of(work) if not names)
-    device_name = names.most_common(1)[0][0] if names else ""
-    device = load_device(known_device(device_name) or DEFAULT_DEVICE)
-    return Results(work=work, kind=kind, device_name=device_name, device=device, runs=runs)
+    calls, runs, source, problem = probe_sections.calls_of(work), EstimatedRuns(runs=(), left_out={}), None, ""
+    names: list[str] = []
+    if DataFolder.resolve(work / "data").format_marker.is_file():
+        try:
+            source, names = _source_and_devices(work / "data")
+            if source is not None:
+                runs = estimated_runs(work / "data", source, progress)
+        except Exception as error:  # the probes are shown all the same
+            problem = exception_line(error)
+    kind = source
+    if kind is None:
+        names = [str(call["gpu"]) for call in calls if call.get("device") == "cuda" and call.get("gpu")]
+        names = names or probe_sections.recorded_devices(work)
+        rehearsed = [str(call.get("device")) for call in calls if call.get("device") in _REHEARSALS]
+        kind = "measured" if names else next(iter(rehearsed), "none")
+    device_name = Counter(names).most_common(1)[0][0] if names else ""
+    known = known_device(device_name) or (DEFAULT_DEVICE if kind in _REHEARSALS else None)
+    return Results(
+        work=work,
+        kind=kind,
+        has_runs=source is not None,
+        device_name=device_name,
+        device=None if known is None else load_device(known),
+        runs=runs,
+        problem=problem,
+    )
 
 
-def _kind(one: EstimatedRun) -> str:
-    if one.run["source"] != "measured":
-        return "simulated"
-    return "measured" if one.run["device_uuid"] else "cpu"
+def _source_and_devices(data: Path) -> tuple[str | None, list[str]]:
+    """Return the best source that a data folder has runs of, None without any, and the device of each of them."""
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        for source, which in SOURCES.items():
+            if rows := connection.execute(f"SELECT device_name FROM runs WHERE {which}").fetchall():
+                return source, [name for (name,) in rows]
+    return None, []
 
 
 def sections_of(results: Results, compared: Callable[[], tuple[Block, ...]]) -> dict[str, tuple[str, Callable]]:
     """Return name of the link -> (title, what makes the blocks), in the page's order."""
-    of_probes = partial(partial, work=results.work, device=results.device)
-    of_data = partial(partial, data=results.data)
-    runs = results.runs
+    work, runs = results.work, results.runs
     return {
-        "Labels": ("Labels: whether they can be relied on", of_data(run_sections.label_blocks)),
-        "Memory": ("Memory", partial(run_sections.memory_blocks, runs)),
-        "Activity": ("Step time and GPU activity", partial(run_sections.activity_blocks, runs)),
-        "Energy": ("Power and energy", of_data(run_sections.energy_blocks, runs)),
-        "Corrected": ("Corrected models beside the trace", of_data(run_sections.shipped_blocks, runs)),
+        "Labels": ("Labels: whether they can be relied on", lambda: run_sections.label_blocks(results.data)),
+        "Memory": ("Memory", lambda: run_sections.memory_blocks(runs)),
+        "Activity": ("Step time and GPU activity", lambda: run_sections.activity_blocks(runs)),
+        "Energy": ("Power and energy", lambda: run_sections.energy_blocks(runs, results.data)),
+        "Corrected": (
+            "Packaged corrected models beside the trace",
+            lambda: run_sections.shipped_blocks(runs, results.data),
+        ),
         "Blocks": ("Allocator, block by block", compared),
-        "Contexts": ("Memory outside the allocator", of_probes(probe_sections.contexts_blocks)),
-        "Workspaces": ("Workspaces of single operators", of_probes(probe_sections.workspaces_blocks)),
-        "Protocols": ("Runs per GPU-hour, and how labels repeat", of_data(experiment_sections.protocol_blocks)),
-        "Kernels": ("Kernels beside the kernel model", of_data(experiment_sections.kernel_blocks, runs)),
-        "Pairs": ("Jobs that share the GPU", of_data(experiment_sections.pair_blocks)),
-        "Ranks": ("Jobs on several GPUs", partial(experiment_sections.rank_blocks, runs)),
-        "Questions": ("Open questions", of_probes(probe_sections.questions_blocks)),
-        "Tests": ("Tests on the machine", of_probes(probe_sections.tests_blocks)),
-        "Calls": ("Calls", of_probes(probe_sections.calls_blocks)),
+        "Contexts": (
+            "Memory outside the allocator",
+            lambda: probe_sections.contexts_blocks(work, results.device),
+        ),
+        "Workspaces": ("Workspaces of single operators", lambda: probe_sections.workspaces_blocks(work)),
+        "Protocols": (
+            "Runs per GPU-hour, and how labels repeat",
+            lambda: experiment_sections.protocol_blocks(results.data),
+        ),
+        "Kernels": (
+            "Kernels beside the kernel model",
+            lambda: experiment_sections.kernel_blocks(runs, results.data),
+        ),
+        "Pairs": ("Jobs that share the GPU", lambda: experiment_sections.pair_blocks(results.data)),
+        "Ranks": ("Jobs on several GPUs", lambda: experiment_sections.rank_blocks(runs)),
+        "Questions": ("Open questions", lambda: probe_sections.questions_blocks(work)),
+        "Tests": ("Tests on the machine", lambda: probe_sections.tests_blocks(work)),
+        "Calls": ("Calls", lambda: probe_sections.calls_blocks(work)),
     }
 
 
@@ -145,19 +194,21 @@ def export_rows(results: Results, datasets: str | None) -> list[str]:
 
     Only what a GPU measured goes to the checkout's `datasets/`; other rows go where `datasets` says.
     """
-    if results.kind == "none":
+    if not results.has_runs:
         return ["no runs, so nothing is exported"]
     if datasets is None and results.kind != "measured":
-        return [f"nothing is exported: the runs are of a kind ({results.kind}) that goes only where datasets= says"]
+        return [f"nothing is exported: {results.kind} runs are exported only with datasets=DIR"]
     try:
         return export(ExportSettings(out=datasets, data=str(results.data), source=results.kind)).lines()
-    except CommandError as error:
-        return [f"nothing is exported: {error}"]
+    except Exception as error:  # the page is worth having without
+        wanted = {"data": str(results.data), "source": results.kind, "out": datasets}
+        keys = " ".join(f"{name}={shlex.quote(value)}" for name, value in wanted.items() if value is not None)
+        text = str(error) if isinstance(error, CommandError) else exception_line(error)
+        return [f"nothing is exported: {text}", f"python -m warehouse.export {keys}"]
 
 
 def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
-    """Return the page, and the summary for the terminal as lines. Exports the rows first."""
-    exported = export_rows(results, datasets)
+    """Return the page, and the summary for the terminal as lines. Exports the rows last."""
     compared: list[BlockComparison] = []
     absent: dict[str, str] = {}
 
@@ -168,10 +219,7 @@ def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
 
     sections: dict[str, Section | None] = {"Refit": None}
     for name, (title, blocks_of) in sections_of(results, comparisons).items():
-        needs_data = name in ("Labels", "Energy", "Corrected", "Protocols", "Kernels", "Pairs")
         try:
-            if needs_data and not results.has_data:
-                raise Absent("The results have no data folder.")
             blocks = blocks_of()
         except Absent as reason:
             absent[name], blocks = str(reason), (Lead(str(reason)),)
@@ -179,24 +227,38 @@ def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
             absent[name] = f"cannot be shown: {exception_line(error)}"
             blocks = (Callout(f"This section {absent[name]}", "bad"),)
         sections[name] = Section(name.lower(), title, blocks)
-    to_refit = refits(results.work, results.device, results.runs, compared) if results.kind == "measured" else {}
-    sections["Refit"] = Section("refit", "What to refit", _refit_blocks(results, to_refit))
+    to_refit: dict[str, list[str]] = {}
+    unjudged: list[str] = []
+    if results.kind == "measured":
+        to_refit, unjudged = refits(results.work, results.device, results.runs, compared)
+    sections["Refit"] = Section("refit", "What to refit", _refit_blocks(results, to_refit, unjudged))
+    exported = export_rows(results, datasets)
     sections["Data set"] = Section("datasets", "Rows for the data set", (Bullets(tuple(exported)),))
-    page = Page(title=f"Measured on {_shown_device(results)}", head=_head(results, to_refit), sections=linked(sections))
-    return page, [*_summary(results, to_refit, absent), *(f"data set: {line}" for line in exported)]
+    head = _head(results, to_refit, is_judged=not (unjudged or results.problem or results.device is None))
+    page = Page(title=f"Measured on {_shown_device(results)}", head=head, sections=linked(sections))
+    lines = [*_summary(results, to_refit, absent), *unjudged, *(f"data set: {line}" for line in exported)]
+    return page, lines
+
+
+def _tests(results: Results) -> tuple[str, bool]:
+    """Return how the tests on the machine ended, empty if none is known, and whether somebody has to look at it."""
+    try:
+        return probe_sections.tests_line(results.work)
+    except (Absent, AttributeError, TypeError, ValueError):  # the section on tests says why
+        return "", False
 
 
 def _shown_device(results: Results) -> str:
     return results.device_name or "an unknown device"
 
 
-def _head(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tuple[Block, ...]:
+def _head(results: Results, to_refit: Mapping[str, Sequence[str]], *, is_judged: bool) -> tuple[Block, ...]:
     runs = results.runs
     warning = _OF_KIND[results.kind]
     torch = sorted({str(one.run["torch_version"]) for one in runs.runs})
     drivers = sorted({str(one.run["driver_version"]) for one in runs.runs if one.run["driver_version"]})
     versions = ", ".join([*(f"torch {version}" for version in torch), *(f"driver {version}" for version in drivers)])
-    family_count = len({one.run["family"] for one in runs.runs})
+    family_count = len(by_family(runs.runs))
     families = "1 family" if family_count == 1 else f"{family_count} families"
     tiles = [
         Tile("runs", f"{len(runs.runs):,}", families),
@@ -208,25 +270,31 @@ def _head(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tuple[Bloc
             tiles.append(Tile(f"{FIGURES[name].title.partition(',')[0]}, median error", form, f"{spread.count} runs"))
     finding_count = sum(map(len, to_refit.values()))
     tiles.append(Tile("to refit", f"{finding_count}", "findings"))
-    estimates_for = f"estimates for {results.device.name}"
+    tests, has_failed_tests = _tests(results)
+    level: Level = "look" if to_refit or warning or has_failed_tests or not is_judged else "good"
+    sentence = f"{results.device_text}; tests: {tests}" if has_failed_tests else results.device_text
     left_out = tuple(f"{count_of(count, 'run')} left out: {reason}" for reason, count in runs.left_out.items())
     return (
         *((Callout(warning, "bad"),) if warning else ()),
-        Outcome("look" if to_refit or warning else "good", f"{finding_count} to refit", estimates_for),
+        *((Callout(f"Runs cannot be read: {results.problem}", "bad"),) if results.problem else ()),
+        Outcome(level, f"{finding_count} to refit", sentence),
         *((Lead(versions),) if versions else ()),
         Tiles(tuple(tiles)),
         *((Bullets(left_out),) if left_out else ()),
     )
 
 
-def _refit_blocks(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tuple[Block, ...]:
+def _refit_blocks(
+    results: Results, to_refit: Mapping[str, Sequence[str]], unjudged: Sequence[str]
+) -> tuple[Block, ...]:
     if results.kind != "measured":
-        return (Lead("Nothing is listed, since no GPU measured these figures."),)
-    blocks: list[Block] = [Lead(RULES)]
+        return (Lead("Refit rules apply to runs measured on a GPU only."),)
+    blocks: list[Block] = [Lead(RULES), *map(Callout, unjudged)]
     if not to_refit:
-        blocks.append(Lead("Nothing is off by so much."))
+        blocks.append(Lead("No figure exceeds these limits."))
     for command, findings in to_refit.items():
-        blocks += [Bullets(tuple(findings)), Preformatted(command) if command else Lead("No command changes this.")]
+        no_command = Lead("No command refits this; it needs a change in code or in a device description.")
+        blocks += [Bullets(tuple(findings)), Preformatted(command) if command else no_command]
     return tuple(blocks)
 
 
@@ -234,16 +302,20 @@ def _summary(results: Results, to_refit: Mapping[str, Sequence[str]], absent: Ma
     runs = results.runs
     statuses = Counter(one.run["status"] for one in runs.runs)
     counted = ", ".join(f"{status} {count}" for status, count in statuses.most_common()) or "none"
-    lines = [f"runs on {_shown_device(results)}: {counted}; estimates for {results.device.name}"]
+    lines = [f"runs on {_shown_device(results)}: {counted}; {results.device_text}"]
     if warning := _OF_KIND[results.kind]:
         lines.append(f"note: {warning}")
+    if results.problem:
+        lines.append(f"runs cannot be read: {results.problem}")
+    if tests := _tests(results)[0]:
+        lines.append(f"tests: {tests}")
     lines += [f"left out: {count_of(count, 'run')}: {reason}" for reason, count in runs.left_out.items()]
     for name, figure in FIGURES.items():
         if spread := spread_of(runs.solo, name):
             lines.append(f"{figure.title}: {spread_text(name, spread)} ({count_of(spread.count, 'run')})")
     for command, findings in to_refit.items():
         lines += [f"to refit: {finding}" for finding in findings]
-        lines += [f"    {command}"] if command else []
+        lines += [f"    {line}" for line in command.splitlines()]
     return [*lines, *(f"{name}: {reason}" for name, reason in absent.items())]
 
 
@@ -254,7 +326,7 @@ def run(argv: Sequence[str]) -> None:
         raise UsageError("results=DIR is missing (for make: RESULTS=DIR), the folder that came back from the machine")
     results, out = Path(asked["results"]), Path(asked.get("out") or _DEFAULT_OUT).absolute()
     if not results.is_dir():
-        raise UsageError(f"results={results} is no folder")
+        raise UsageError(f"results={results} is not a folder")
     if out.exists() and not out.is_dir():
         raise UsageError(f"out={out} is a file, not a folder")
     work = work_folder(results.absolute(), out)

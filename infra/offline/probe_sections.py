@@ -5,13 +5,14 @@ Start reading at `history_blocks`. Each function makes a section's blocks, and r
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import CommandError
+from conf.errors import CommandError, UsageError
 from conf.json_file import read_json
 from conf.plain_text import first_line
 from conf.reports.blocks import (
@@ -39,8 +40,9 @@ from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
 from conf.units import MIB
 from featurize.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
 from featurize.device_spec import DeviceSpec
-from featurize.machine import CURRENT, EAGER, PARTS, MachineProfile, machine
+from featurize.machine import CURRENT, EAGER, PARTS, MachineProfile
 from learn.calibration import Calibration, calibrate, measured_in_csv
+from learn.estimation.on_machine import machine_for
 from warehouse.explorer.plot import against
 
 _AREA = PlotArea(width=400, height=210, left=52, right=10, top=12, bottom=28)
@@ -75,7 +77,7 @@ def contents(path: Path) -> Any:
 
 
 def records(rows: Sequence[Mapping[str, Cell]], words: int = 1) -> Table:
-    """Return a table of rows that have the same keys, its column names; `words` as in `table`. There is a row."""
+    """Return a table of rows that have the same keys, its column names; `words` as in `table`. `rows` is not empty."""
     return table(tuple(rows[0]), [tuple(row.values()) for row in rows], words=words)
 
 
@@ -85,7 +87,7 @@ def mib(value: float | None) -> str:
 
 
 def fitted_machine(work: Path, device: DeviceSpec, numbers_file: str = NUMBERS) -> Calibration | None:
-    """Return the machine's profile by the measured contexts; None without numbers."""
+    """Return the machine's profile, fitted to the measured contexts; None without numbers."""
     path = work / "probes" / numbers_file
     if not path.is_file():
         return None
@@ -93,8 +95,8 @@ def fitted_machine(work: Path, device: DeviceSpec, numbers_file: str = NUMBERS) 
     return calibrate(numbers, device) if numbers else None
 
 
-def contexts_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
-    """Return the blocks on memory outside the allocator."""
+def contexts_blocks(work: Path, device: DeviceSpec | None) -> tuple[Block, ...]:
+    """Return the blocks on memory outside the allocator; profiles are fitted where the GPU has a description."""
     rows: list[dict[str, Cell]] = []
     reasons: Counter[str] = Counter()
     for one in contents(work / "probes" / "context.json"):
@@ -118,10 +120,13 @@ def contexts_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
     blocks: list[Block] = [Callout(f"Not measured ({count}): {reason}") for reason, count in reasons.items()]
     if rows:
         blocks += [Lead("In MiB, each in a fresh process."), records(rows, words=2)]
+    if device is None:
+        return (*blocks, Lead("No machine profile is fitted: no device description matches the GPU."))
     columns: dict[str, MachineProfile] = {}
     for name, numbers_file in _NUMBERS_OF.items():
         if (made := fitted_machine(work, device, numbers_file)) is not None:
-            columns |= {f"{name}, fitted": made.profile, f"{name}, assumed": machine(name, device)}
+            assumed = machine_for(None if name == CURRENT else name, device, work / "data")
+            columns |= {f"{name}, fitted": made.profile, f"{name}, assumed": assumed}
     if columns:
         parts = [(part.removesuffix("_mib"), *(mib(getattr(one, part)) for one in columns.values())) for part in PARTS]
         blocks += [Heading(f"Machine profiles with {device.name}, MiB"), table(("part", *columns), parts)]
@@ -130,14 +135,23 @@ def contexts_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def workspaces_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
-    """Return the blocks on workspaces of single operators."""
+def measured_workspaces(work: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return rows with measured and assumed bytes, the largest difference first, and how many lack either.
+
+    Raises `Absent`.
+    """
     all_rows = contents(work / "probes" / "workspaces.json")
     rows = [one for one in all_rows if one.get("measured_bytes") is not None and one.get("assumed_bytes") is not None]
     if not rows:
         reason = next((one["reason"] for one in all_rows if one.get("reason")), "no row has both figures")
         raise Absent(f"No workspace was measured: {reason}.")
     rows.sort(key=lambda one: -abs(one["measured_bytes"] - one["assumed_bytes"]))
+    return rows, len(all_rows) - len(rows)
+
+
+def workspaces_blocks(work: Path) -> tuple[Block, ...]:
+    """Return the blocks on workspaces of single operators."""
+    rows, missing = measured_workspaces(work)
     cells: list[dict[str, Cell]] = [
         {
             "operator": f"{one['operator']} {one.get('phase') or ''}",
@@ -150,7 +164,6 @@ def workspaces_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
         for one in rows[:_SHOWN]
     ]
     equal = sum(one["measured_bytes"] == one["assumed_bytes"] for one in rows)
-    missing = len(all_rows) - len(rows)
     lead = f"{count_of(len(rows), 'call')} measured, {equal} with exactly the assumed bytes, {missing} not measured."
     blocks: list[Block] = [Lead(f"{lead} The table has the largest differences, in MiB.")]
     points = [(one["measured_bytes"] / MIB, one["assumed_bytes"] / MIB, str(one["operator"])) for one in rows]
@@ -184,6 +197,15 @@ def comparisons_of(work: Path, device: DeviceSpec) -> tuple[list[BlockComparison
     return compared, failed
 
 
+def recorded_devices(work: Path) -> list[str]:
+    """Return the GPU of each recorded history that can be read."""
+    names = []
+    for path in (work / "probes" / "histories").glob("*.json.xz"):
+        with contextlib.suppress(UsageError):
+            names.append(str(read_history(path)["device_name"]))
+    return names
+
+
 def history_blocks(compared: Sequence[BlockComparison], failed: Mapping[str, str]) -> tuple[Block, ...]:
     """Return the blocks on the recorded jobs beside their traces, block by block."""
     verdicts = Counter(one.verdict for one in compared)
@@ -191,14 +213,12 @@ def history_blocks(compared: Sequence[BlockComparison], failed: Mapping[str, str
     for name, reason in failed.items():
         reasons.setdefault(reason, []).append(name)
     counted = ", ".join(f"{verdict} {count}" for verdict, count in verdicts.most_common())
-    blocks: list[Block] = [
-        Callout(f"No comparison of {', '.join(names)}: {reason}") for reason, names in reasons.items()
-    ]
+    blocks: list[Block] = [Callout(f"Not compared: {', '.join(names)}: {reason}") for reason, names in reasons.items()]
     if compared:
         blocks += [
             Lead(
                 f"{count_of(len(compared), 'job')} recorded; verdicts: {counted}. Each picture shows the last step, "
-                "its requests and releases in order; the two sides have different numbers of them."
+                "request by request; the two sides have different numbers of requests."
             ),
             Legend({"measured": _MEASURED_CSS, "traced": _TRACED_CSS}),
             SideBySide(tuple(map(_group, compared))),
@@ -268,7 +288,7 @@ def _thinned(values: Sequence[int]) -> list[float]:
     return [max(values[start : start + size]) / MIB for start in range(0, len(values), size)]
 
 
-def questions_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
+def questions_blocks(work: Path) -> tuple[Block, ...]:
     """Return the blocks on the questions that only hardware answers."""
     asked = contents(work / "probes" / "questions.json")
     blocks: list[Block] = []
@@ -282,7 +302,7 @@ def questions_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def tests_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
+def tests_blocks(work: Path) -> tuple[Block, ...]:
     """Return the blocks on the tests that ran there, and what the doctor said."""
     blocks: list[Block] = []
     doctor = work / "probes" / "doctor.txt"
@@ -293,9 +313,9 @@ def tests_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
             raise
         blocks.append(Lead(str(absent)))
     else:
-        names = ("passed", "failed", "skipped")
-        counts = {name: _count(outcomes.get(name)) for name in names}
-        blocks.append(Tiles(tuple(Tile(name, f"{count:,}", "tests") for name, count in counts.items())))
+        if outcomes.get("reason"):
+            blocks.append(Callout(f"The tests did not end: {outcomes['reason']}"))
+        blocks.append(Tiles(tuple(Tile(name, f"{n:,}", "tests") for name, n in _test_counts(outcomes).items())))
         for name in ("failed", "skipped"):
             if isinstance(outcomes.get(name), list) and outcomes[name]:
                 texts = tuple(_outcome_text(one) for one in outcomes[name])
@@ -305,8 +325,17 @@ def tests_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _count(value: Any) -> int:
-    return len(value) if isinstance(value, list) else int(value or 0)
+def tests_line(work: Path) -> tuple[str, bool]:
+    """Return how the tests ended, and whether one failed or they did not end. Raises `Absent`."""
+    outcomes = contents(work / "tests.json")
+    counts, reason = _test_counts(outcomes), outcomes.get("reason")
+    line = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"{line}; {reason}" if reason else line, bool(reason or counts["failed"])
+
+
+def _test_counts(outcomes: Mapping[str, Any]) -> dict[str, int]:
+    values = {name: outcomes.get(name) or 0 for name in ("passed", "failed", "skipped")}
+    return {name: len(value) if isinstance(value, list) else int(value) for name, value in values.items()}
 
 
 def _outcome_text(one: Any) -> str:
@@ -327,7 +356,7 @@ def calls_of(work: Path) -> list[dict[str, Any]]:
     return calls
 
 
-def calls_blocks(work: Path, device: DeviceSpec) -> tuple[Block, ...]:
+def calls_blocks(work: Path) -> tuple[Block, ...]:
     """Return the blocks on what was run when, under which versions."""
     calls = calls_of(work)
     if not calls:

@@ -33,6 +33,7 @@ from conf.reports.blocks import (
 )
 from conf.reports.page_text import MISSING
 from infra.offline.probe_sections import Absent, mib, records
+from learn.estimation.loops import RESIDENT
 from learn.evaluation.estimated_runs import (
     FIGURES,
     SHIPPED,
@@ -40,6 +41,7 @@ from learn.evaluation.estimated_runs import (
     EstimatedRun,
     EstimatedRuns,
     Spread,
+    by_family,
     spread_of,
 )
 from warehouse.explorer.plot import against
@@ -123,9 +125,12 @@ def spread_text(name: str, spread: Spread | None) -> str:
     """Return `bias / 90th percentile` of a figure's errors."""
     if spread is None:
         return MISSING
-    if FIGURES[name].is_ratio:
-        return f"{round(spread.bias, 3) + 0.0:+.3f} / {spread.p90:.3f}"  # no -0.000
-    return f"{round(spread.bias, 3) + 0.0:+.1%} / {spread.p90:.1%}"
+    return f"{bias_text(name, spread)} / {spread.p90:{'.3f' if FIGURES[name].is_ratio else '.1%'}}"
+
+
+def bias_text(name: str, spread: Spread) -> str:
+    """Return the median error of a figure with its sign."""
+    return f"{round(spread.bias, 3) + 0.0:{'+.3f' if FIGURES[name].is_ratio else '+.1%'}}"  # no -0.000
 
 
 def family_table(runs: Sequence[EstimatedRun], names: Sequence[str]) -> Block:
@@ -133,26 +138,20 @@ def family_table(runs: Sequence[EstimatedRun], names: Sequence[str]) -> Block:
     measured = [name for name in names if spread_of(runs, name)]
     if not measured:
         return Lead(f"Not measured: {'; '.join(FIGURES[name].title for name in names)}.")
-    families: dict[str, list[EstimatedRun]] = defaultdict(list)
-    for one in runs:
-        families[one.run["family"]].append(one)
     rows: list[tuple[Cell, ...]] = [
         (family, len(own), *(spread_text(name, spread_of(own, name)) for name in measured))
-        for family, own in [*sorted(families.items()), ("all", list(runs))]
+        for family, own in [*by_family(runs).items(), ("all", runs)]
     ]
     return table(("family", "runs", *(FIGURES[name].title for name in measured)), rows)
 
 
 def _cause_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
-    families: dict[str, list[dict[str, float]]] = defaultdict(list)
-    for one in runs:
-        if (causes := one.causes_mib) is not None:
-            families[one.run["family"]].append(causes)
-    if not families:
+    known = [one for one in runs if one.causes_mib is not None]
+    if not known:
         return [Lead("No run has allocated, reserved and process memory, so errors have no causes here.")]
     rows: list[tuple[Cell, ...]] = []
-    everything = [causes for own in families.values() for causes in own]
-    for family, own in [*sorted(families.items()), ("all", everything)]:
+    for family, of_family in [*by_family(known).items(), ("all", known)]:
+        own = [causes for one in of_family if (causes := one.causes_mib) is not None]
         sums = {cause: sum(abs(causes[cause]) for causes in own) for cause in CAUSES}
         total = sum(sums.values()) or 1.0
         parts = tuple(
@@ -179,13 +178,16 @@ def _bound_blocks(runs: EstimatedRuns, kept: Sequence[EstimatedRun]) -> list[Blo
         held = sum(measured <= upper for upper, measured in known)
         excess = statistics.median(upper / measured - 1 for upper, measured in known) if known else None
         ooms = [one for one in runs.runs if one.run["status"] == "oom"]
-        foreseen = sum(not one.estimates[by].fits(one.run["device_memory_mib"]) for one in ooms)
+        predicted = sum(
+            not one.estimates[by].fits(one.run["device_memory_mib"] or one.estimates[by].device_memory_mib or 0.0)
+            for one in ooms
+        )
         rows.append(
             {
                 "estimate": by,
                 "runs below the 99 % bound": f"{held} of {len(known)}",
                 "bound over need, median": MISSING if excess is None else f"{excess:+.1%}",
-                "out-of-memory runs foreseen": f"{foreseen} of {len(ooms)}",
+                "out-of-memory runs predicted": f"{predicted} of {len(ooms)}",
             }
         )
     return [Heading("Bounds"), records(rows)]
@@ -204,7 +206,7 @@ def _furthest_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
 
 
 def shipped_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
-    """Return the corrected models that come along beside the plain trace, on runs that both answer."""
+    """Return the packaged corrected models beside the plain trace, on runs that both answer."""
     rows: list[dict[str, Cell]] = []
     for target, name in OF_TARGET.items():
         own = [one for one in _solo(runs) if is_corrected(one, target)]
@@ -224,9 +226,8 @@ def shipped_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
                 }
             )
     if not rows:
-        raise Absent("No corrected model that comes along knows a family of these runs.")
+        raise Absent("No packaged corrected model covers these families.")
     return (
-        Lead("The models of activity were fitted on plain training loops, and these runs keep their batch on the GPU."),
         records(rows, words=3),
         Lead(
             "A correction fitted on these runs, judged on runs held out: ",
@@ -236,8 +237,10 @@ def shipped_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
 
 
 def is_corrected(one: EstimatedRun, target: str) -> bool:
-    """Whether a model that was fitted on measured rows gives the run's figure."""
-    return one.estimates[SHIPPED].answered_by.get(target, TRACE) != TRACE
+    """Whether a model that was fitted on measured rows gives the run's figure, for the loop that the run had."""
+    shipped = one.estimates[SHIPPED]
+    is_of_loop = target == "memory" or shipped.loops.get(target) == RESIDENT  # memory hardly depends on the loop
+    return is_of_loop and shipped.answered_by.get(target, TRACE) != TRACE
 
 
 def _sensor_blocks(data: Path) -> list[Block]:

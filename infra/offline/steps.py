@@ -368,7 +368,13 @@ def _versions() -> dict[str, str | None]:
         torch_version: str | None = version("torch")
     except PackageNotFoundError:
         torch_version = None
-    return {"torch": torch_version, "python": platform.python_version(), "driver": discover_gpus().driver_version}
+    discovered = discover_gpus()
+    return {
+        "torch": torch_version,
+        "python": platform.python_version(),
+        "driver": discovered.driver_version,
+        "gpu": next((gpu.name for gpu in discovered.usable), None),
+    }
 
 
 def run_counts(work: Path) -> list[tuple]:

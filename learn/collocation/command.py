@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,23 +110,26 @@ def benchmark_slowdowns(
     """Judge every estimator on groups with a model, or a GPU model, that it was not fitted on."""
     groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
     split = settings.by or "model"
-    return SlowdownBenchmark(split, tuple(judged(groups, split, progress)), _memory_errors(groups), left_out)
+    return SlowdownBenchmark(split, tuple(judged(groups, split, progress)), memory_errors(groups), left_out)
 
 
-def _memory_errors(groups: Sequence[MeasuredGroup]) -> dict[str, dict[str, float]]:
+def memory_errors(
+    groups: Iterable[MeasuredGroup], title: Callable[[MeasuredGroup], str] = lambda group: group.title
+) -> dict[str, dict[str, float]]:
+    """Return title -> errors of the sum of the members' memory alone, relative to what the group took together."""
     errors: dict[str, list[float]] = {}
     for group in groups:
         if group.joint_memory_mib and not group.is_apart and all(job.memory_mib is not None for job in group.jobs):
             off = abs(group_memory(group.jobs).expected_mib / group.joint_memory_mib - 1.0)
-            errors.setdefault(group.title, []).append(off)
+            errors.setdefault(title(group), []).append(off)
     return {
-        title: {
+        name: {
             "groups": len(values),
             "median": float(np.median(values)),
             "mean": float(np.mean(values)),
             "p90": float(np.quantile(values, 0.9)),
         }
-        for title, values in errors.items()
+        for name, values in errors.items()
     }
 
 

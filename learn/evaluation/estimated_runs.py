@@ -25,10 +25,11 @@ from learn.estimation.loops import RESIDENT
 if TYPE_CHECKING:
     from warehouse.reader import WarehouseConnection
 
-TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the models that come along
+TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the packaged models
 _COLUMNS = (
     "run_id",
     "job_id",
+    "group_id",
     "family",
     "config",
     "status",
@@ -65,7 +66,7 @@ class Figure:
         title: Its name with its unit.
         measured: Of a row of `runs`; None where it was not measured.
         estimated: Of an estimate.
-        is_ratio: Whether it lies in [0, 1], and its errors are differences; those of other figures are relative.
+        is_ratio: Whether it lies in [0, 1]. Errors of ratios are differences; others are relative.
     """
 
     title: str
@@ -164,12 +165,13 @@ class EstimatedRuns:
         """Runs on one device that ended well."""
         return tuple(one for one in self.runs if one.run["status"] == "ok" and one.run["parallel"] is None)
 
-    def by_family(self) -> dict[str, list[EstimatedRun]]:
-        """Return family -> its runs of `solo`, sorted by name."""
-        families: dict[str, list[EstimatedRun]] = defaultdict(list)
-        for one in self.solo:
-            families[one.run["family"]].append(one)
-        return dict(sorted(families.items()))
+
+def by_family(runs: Iterable[EstimatedRun]) -> dict[str, list[EstimatedRun]]:
+    """Return family -> its runs, sorted by name."""
+    families: dict[str, list[EstimatedRun]] = defaultdict(list)
+    for one in runs:
+        families[one.run["family"]].append(one)
+    return dict(sorted(families.items()))
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,9 @@ def device_of(run: Mapping[str, Any]) -> DeviceSpec | None:
 
 
 def estimated_runs(
-    data: str | os.PathLike[str], progress: Callable[[int, int], None] = lambda done, of: None
+    data: str | os.PathLike[str],
+    source: str = "measured",
+    progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> EstimatedRuns:
     """Return the folder's runs that had their device to themselves, each with its estimates.
 
@@ -212,18 +216,19 @@ def estimated_runs(
 
     Args:
         data: The data folder.
+        source: Of the runs, one of `warehouse.export.SOURCES`.
         progress: Called before each run with the number of runs done and their total.
     """
     import warehouse
 
     with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = _rows(connection)
+        rows = _rows(connection, source)
     profiled = {_key(run) for run in rows if run["kernel_rows"]}
     known: dict[tuple, tuple[dict[str, Estimate], dict[str, float]]] = {}
     runs, left_out = [], Counter[str]()
     for done, run in enumerate(rows):
         progress(done, len(rows))
-        reason, device, key = _unusable(run), device_of(run), _key(run)
+        reason, device, key = _unusable(run, source), device_of(run), _key(run)
         if reason is None and device is None:
             reason = f"conf/device has no description of {run['device_name']}"
         if reason is not None or device is None:
@@ -240,16 +245,22 @@ def estimated_runs(
     return EstimatedRuns(runs=tuple(runs), left_out=dict(left_out))
 
 
-def _rows(connection: WarehouseConnection) -> list[dict[str, Any]]:
-    quality = "coalesce(quality, 'trusted') AS quality"
-    query = f"SELECT {', '.join(_COLUMNS)}, {quality} FROM runs WHERE group_id IS NULL AND source <> 'imported'"
+def _rows(connection: WarehouseConnection, source: str) -> list[dict[str, Any]]:
+    from warehouse.export import SOURCES
+
+    columns = f"{', '.join(_COLUMNS)}, coalesce(quality, 'trusted') AS quality, {SOURCES[source]} AS is_of_source"
+    query = f"SELECT {columns} FROM runs WHERE source <> 'imported'"
     rows: list[dict[str, Any]] = connection.sql(f"{query} ORDER BY run_id").to_arrow_table().to_pylist()
     return rows
 
 
-def _unusable(run: Mapping[str, Any]) -> str | None:
+def _unusable(run: Mapping[str, Any], source: str) -> str | None:
+    if not run["is_of_source"]:
+        return f"not {source}"
+    if run["group_id"] is not None:
+        return "beside other jobs: see Pairs"
     if run["quality"] == "untrusted":
-        return "the farm's own checks found its labels untrusted"
+        return "labels untrusted by the farm's checks"
     if run["status"] == "ok" or (run["status"] == "oom" and run["oom_kind"] == "device"):
         return None
     return f"status {run['status']}"

@@ -6,10 +6,8 @@ same command goes on where it was, in the same data folder, so that it may be do
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,12 +38,6 @@ from gpu_protocols import (
     run_published,
     usable_device,
 )
-
-_COLUMNS = (
-    "run_id", "job_id", "family", "status", "started_at", "finished_at", "startup_s", "warmup_s", "window_s",
-    "prepared",
-    gpu_figures.MEMORY, *gpu_figures.RATIOS, *gpu_figures.OTHERS,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +99,8 @@ def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:
     folder = DataFolder.resolve(settings.data).create()
     with Queue.open(folder.queue) as queue:
         done = all(_round(plan, folder, queue, k, seconds_left) for k in range(plan.n))
-    rows, published = measured(plan, folder), published_trials(plan, folder.root)
+    rows = [row for row in gpu_figures.measured(folder.root) if row["key"] == plan.key]
+    published = [trial for trial in published_trials(folder.root) if trial["key"] == plan.key]
     if not rows:
         say("nothing has been measured yet; the same command goes on")
         return {}
@@ -158,21 +151,6 @@ def _round(plan: Plan, folder: DataFolder, queue: Queue, k: int, seconds_left: C
                 if not worked_off():
                     return False
     return True
-
-
-def measured(plan: Plan, folder: DataFolder) -> list[dict]:
-    """The farm's runs of this plan, each with its protocol, repeat and round."""
-    from warehouse import connect
-
-    named = re.compile(rf"bench-{plan.key}-(\w+)-(\d+)-(\d+)")
-    with contextlib.closing(connect(folder)) as connection:
-        stored_rows = connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY run_id").fetchall()
-    rows = []
-    for values in stored_rows:
-        row = dict(zip(_COLUMNS, values, strict=True))
-        if (name := named.fullmatch(row["job_id"])) is not None:
-            rows.append({**row, "protocol": name[1], "repeat": int(name[2]), "k": int(name[3])})
-    return rows
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,9 +5,13 @@ Start reading at `figures`; everything is computed from rows, so that it can be 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 MEMORY = "peak_memory_mib"
 RATIOS = ("smact", "smocc", "drama", "gpu_util")
@@ -15,6 +19,25 @@ OTHERS = ("step_time_ms", "power_w")
 WANTED_RATIO = 10.0
 WANTED = {MEMORY: "median 0, 95 %", "smact": "90 %", "smocc": "90 %", "drama": "90 %"}
 _SESSION_GAP_S = 30.0  # between two runs: more than this, and the farm was not at work in between
+_COLUMNS = (
+    "run_id", "job_id", "family", "status", "started_at", "finished_at", "startup_s", "warmup_s", "window_s",
+    "prepared", MEMORY, *RATIOS, *OTHERS,
+)  # fmt: skip
+_JOB = re.compile(r"bench-(\w+)-(\w+)-(\d+)-(\d+)")
+
+
+def measured(data: Path) -> list[dict]:
+    """The farm's runs of every plan in a data folder, each with the plan's key, its protocol, repeat and round."""
+    from warehouse import connect
+
+    with contextlib.closing(connect(data)) as connection:
+        stored_rows = connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY run_id").fetchall()
+    rows = []
+    for values in stored_rows:
+        row = dict(zip(_COLUMNS, values, strict=True))
+        if (name := _JOB.fullmatch(row["job_id"])) is not None:
+            rows.append({**row, "key": name[1], "protocol": name[2], "repeat": int(name[3]), "k": int(name[4])})
+    return rows
 
 
 def costs_s(rows: Sequence[Mapping]) -> dict[str, float]:
@@ -200,7 +223,9 @@ def lines(figures: Mapping) -> list[str]:
         faster = f"{ratio['ratio']:.1f} x on {ratio['pairs']} trials" if ratio else ""
         per_hour = "" if of["runs_per_gpu_hour"] is None else f"{of['runs_per_gpu_hour']:.0f}"
         text_lines.append(f"| {name} | {of['runs']} | {statuses} | {per_hour} | {faster} |")
-    text_lines.append(f"(windows of {figures['seconds']:g} s; wanted: {WANTED_RATIO:g} x; crashed runs are in no rate)")
+    if not math.isnan(figures["seconds"]):  # a trial of that length has ended
+        windows = f"windows of {figures['seconds']:g} s; wanted: {WANTED_RATIO:g} x"
+        text_lines.append(f"({windows}; crashed runs are in no rate)")
     if errors := figures["published_errors"]:
         text_lines.append(f"published trials that crashed: {len(errors)}, the first said: {errors[0]}")
     text_lines.append("")

@@ -80,7 +80,7 @@ def planted_work(
         own_kernels = kernels(operator=["aten::mm", "aten::addmm"], phase=["forward"] * 2, steps=[1, 1])
         is_profiled = run["job_id"] == "job"
         writer.write(run, _telemetry(run["power_w"]), kernels=own_kernels if is_profiled else None)
-    _write_pair(writer, runs[0])
+    write_pair(writer, runs[0])
     _plant_probes(work / "probes", histories or {})
     (work / "tests.json").write_text(
         json.dumps({"passed": 40, "failed": [], "skipped": [{"test": "test_ranks", "reason": "one GPU"}]})
@@ -134,12 +134,12 @@ def _benchmark_runs(run: Mapping, data: Path) -> list[dict]:
     return runs
 
 
-def _write_pair(writer: RunWriter, run: Mapping) -> None:
+def write_pair(writer: RunWriter, run: Mapping, group: str = "pairs-000000", **changes: object) -> None:
     """Write two jobs that run three times as long beside each other under MPS, busy half of the time alone."""
     for member in range(2):
-        row = {**run, "job_id": "pairs", "run_id": f"pairs-000000-with-{member}", "group_id": "pairs-000000"}
+        row = {**run, "job_id": "pairs", "run_id": f"{group}-with-{member}", "group_id": group}
         own = collocations(
-            group_id=["pairs-000000"],
+            group_id=[group],
             member=[member],
             sharing=["mps"],
             name=[f"job {member}"],
@@ -147,6 +147,7 @@ def _write_pair(writer: RunWriter, run: Mapping) -> None:
             solo_step_ms=[10.0],
             shared_step_ms=[30.0],
             slowdown=[3.0],
+            **{column: [value] for column, value in changes.items()},
         )
         writer.write(row, pa.table({"t_ms": pa.array([], pa.float64())}), collocations=own)
 

@@ -1,6 +1,8 @@
 """The page of a lent GPU's results: every kind of result, what is missing, what to refit, and rows for the data set."""
 
+import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -12,12 +14,17 @@ from farm.submit import submit
 from farm.work import work as run_tasks
 from featurize.families import cnn, mlp
 from infra.offline import page
+from infra.offline.experiment_sections import pair_blocks, protocol_blocks
 from infra.offline.page import make_page, read_results
+from infra.offline.refits import refits
 from infra.offline.results import Series, pack
-from learn.evaluation.estimated_runs import estimated_runs, spread_of
-from tests.infra.lent_results import CONTEXT_MIB, SHIFTS, planted_work
+from infra.offline.run_sections import is_corrected, memory_blocks
+from learn.estimation.loops import PIPELINE
+from learn.evaluation.estimated_runs import SHIPPED, EstimatedRuns, estimated_runs, spread_of
+from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
 from tests.parsed_page import ParsedPage
 from warehouse.folder import DataFolder
+from warehouse.published_groups import NOT_TOGETHER
 from warehouse.writer import RunWriter
 
 CONFIGS = [
@@ -46,17 +53,17 @@ def of_planted(planted):
     return read_results(planted)
 
 
-@pytest.fixture
-def shown(of_planted, tmp_path):
+@pytest.fixture(scope="module")
+def shown(of_planted, tmp_path_factory):
     """The page as HTML, and the summary."""
-    made_page, lines = make_page(of_planted, str(tmp_path / "sets"))
+    made_page, lines = make_page(of_planted, str(tmp_path_factory.mktemp("shown") / "sets"))
     return page.render_page(made_page), lines
 
 
 def test_every_kind_of_result_is_on_the_page(shown):
     html, lines = shown
     text = ParsedPage(html).text
-    assert "cannot be shown" not in text and "not measured these figures" not in text
+    assert "cannot be shown" not in text
     for words in (
         "Measured on NVIDIA H100 80GB HBM3",
         "estimates for H100-SXM5-80GB",
@@ -100,6 +107,113 @@ def test_what_is_off_is_listed_with_its_command(shown, planted):
     assert "cnn" not in text.partition("to refit")[2].partition("data set")[0], "one run says nothing"
 
 
+def test_what_no_command_changes_is_listed_without_one(shown):
+    _, lines = shown
+    unfitted = [line for line, after in zip(lines, [*lines[1:], ""], strict=True) if "    python" not in after]
+    for words in (
+        "to refit: recorded workspaces differ from the trace's: larger",
+        "to refit: workspaces: conv2d, 1 of 2 calls, by at most 16.0 MiB",
+    ):
+        assert words in unfitted
+    assert any(line.startswith("to refit: kernels, modelled over measured") for line in unfitted)
+
+
+def test_reserved_memory_that_is_off_is_listed(of_planted, tmp_path):
+    runs = [
+        replace(one, run={**one.run, "peak_reserved_mib": 1.5 * one.run["peak_reserved_mib"]})
+        for one in of_planted.runs.solo
+    ]
+    findings, _ = refits(tmp_path, of_planted.device, EstimatedRuns(runs=tuple(runs), left_out={}), [])
+    assert any(text.startswith("reserved memory, MiB: mlp -33") for text in findings[""])
+
+
+def test_a_corrected_model_of_another_training_loop_is_not_judged_on_these_runs(of_planted):
+    corrected = next(one for one in of_planted.runs.solo if is_corrected(one, "memory"))
+    shipped = replace(corrected.estimates[SHIPPED], answered_by={"drama": "hybrid"}, loops={"drama": PIPELINE})
+    assert not is_corrected(replace(corrected, estimates={**corrected.estimates, SHIPPED: shipped}), "drama")
+
+
+@pytest.mark.parametrize("is_named_by", ["calls", "histories"])
+def test_probes_without_runs_are_judged_for_the_gpu_that_made_them(planted, tmp_path, is_named_by):
+    work = tmp_path / "work"
+    shutil.copytree(planted / "probes", work / "probes")
+    if is_named_by == "calls":
+        shutil.rmtree(work / "probes" / "histories")
+        (work / "calls.jsonl").write_text(json.dumps({"step": "calibrate", "device": "cuda", "gpu": DRIVER_NAME}))
+    _, lines = make_page(read_results(work), None)
+    text = "\n".join(lines)
+    assert f"runs on {DRIVER_NAME}: none; estimates for {DEVICE}" in text
+    assert f"device={DEVICE}" in text and "no runs, so nothing is exported" in text
+
+
+def test_probes_of_an_undescribed_gpu_are_shown_and_not_judged_for_another(planted, tmp_path):
+    work = tmp_path / "work"
+    shutil.copytree(planted / "probes", work / "probes", ignore=shutil.ignore_patterns("histories"))
+    (work / "calls.jsonl").write_text(json.dumps({"step": "calibrate", "device": "cuda", "gpu": "Voodoo 2"}))
+    made_page, lines = make_page(read_results(work), None)
+    assert "no device description matches Voodoo 2" in "\n".join(lines) and "A100" not in "\n".join(lines)
+    html = page.render_page(made_page)
+    assert "context lazy" in html and "cannot be shown" not in html and "A100" not in ParsedPage(html).text
+
+
+def test_rules_that_cannot_be_judged_cost_neither_the_others_nor_the_page(of_planted, planted, tmp_path):
+    work = tmp_path / "work"
+    shutil.copytree(planted / "probes", work / "probes")
+    (work / "probes" / "numbers.csv").write_text("kind,mib\ncontext,many\n")
+    shutil.copytree(planted / "data", work / "data")
+    _, lines = make_page(replace(of_planted, work=work), str(tmp_path / "sets"))
+    text = "\n".join(lines)
+    assert "context: cannot be judged: " in text and "step time, ms: mlp -33.3%" in text and "11 runs added" in text
+
+
+def test_rows_that_cannot_be_read_cost_only_the_sections_on_runs(planted, tmp_path, capsys):
+    work = tmp_path / "work"
+    shutil.copytree(planted, work)
+    (work / "data" / "format.json").write_text('{"format": "gpuf')
+    code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
+    assert code == 0 and "runs cannot be read: " in summary and "nothing is exported" in summary
+    assert "conv2d forward" in ParsedPage((tmp_path / "out" / "page.html").read_text()).text
+
+
+def test_tests_that_failed_or_did_not_end_are_in_the_summary(planted, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    failed = {"passed": 40, "failed": [{"test": "test_gpm", "reason": "no samples"}], "skipped": []}
+    (work / "tests.json").write_text(json.dumps(failed))
+    made_page, lines = make_page(read_results(work), None)
+    assert "tests: 40 passed, 1 failed, 0 skipped" in lines
+    assert any(getattr(block, "level", "") == "look" for block in made_page.head)
+    (work / "tests.json").write_text(json.dumps({"passed": 0, "failed": [], "skipped": [], "reason": "time is up"}))
+    made_page, lines = make_page(read_results(work), None)
+    assert "tests: 0 passed, 0 failed, 0 skipped; time is up" in lines
+    assert "The tests did not end: time is up" in ParsedPage(page.render_page(made_page)).text
+
+
+def test_pairs_show_errors_of_memory_and_count_those_that_ran_apart(planted, tmp_path):
+    data = DataFolder.resolve(shutil.copytree(planted / "data", tmp_path / "data"))
+    run = {"family": "mlp", "status": "ok", "source": "measured", "task_index": 0, "attempt": 1}
+    write_pair(RunWriter(data), run, "pairs-1", doubt=NOT_TOGETHER)
+    write_pair(RunWriter(data), run, "pairs-2", solo_memory_mib=1000.0, joint_memory_mib=1600.0)
+    shown_blocks = str(pair_blocks(data.root))
+    assert "1 group left out: its members did not train at the same time" in shown_blocks
+    assert "25.0% / 25.0%" in shown_blocks and "('mps', 4, '3.00'" in shown_blocks
+
+
+def test_a_benchmark_with_published_trials_only_is_shown(tmp_path):
+    data = DataFolder.resolve(tmp_path / "data").create()
+    trial = {"key": "ab", "family": "mlp", "k": 0, "status": "oom", "wall_s": 9.0, "window_s": None, "labels": {}}
+    (data.root / "bench-published.jsonl").write_text(json.dumps(trial) + "\n")
+    shown_blocks = str(protocol_blocks(data.root))
+    assert "('published', '1', 'oom 1', '400'" in shown_blocks and "nan" not in shown_blocks
+
+
+def test_an_out_of_memory_run_that_does_not_know_its_card_is_judged_by_the_described_one(of_planted):
+    (first, *_) = of_planted.runs.solo
+    full = replace(first, run={**first.run, "status": "oom", "device_memory_mib": None})
+    blocks = memory_blocks(EstimatedRuns(runs=(*of_planted.runs.solo, full), left_out={}))
+    assert "'0 of 1'" in str(blocks)
+
+
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):
     sets = tmp_path / "sets"
     _, lines = make_page(of_planted, str(sets))
@@ -139,7 +253,7 @@ def test_simulated_results_are_named_so_and_are_exported_only_where_datasets_say
     assert code == 0 and "note: Simulated" in summary and "nothing is exported" in summary
     assert "allocated memory, MiB: +0.0% / 0.0% (2 runs)" in summary and "to refit" not in summary
     text = ParsedPage((tmp_path / "out" / "page.html").read_text()).text
-    assert "the device was simulated" in text and "no GPU measured these figures" in text
+    assert "the device was simulated" in text and "measured on a GPU only" in text
     code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
     assert "2 runs added" in summary and "simulated" in (tmp_path / "sets" / "README.md").read_text()
 
@@ -152,14 +266,18 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
         {**known, "status": "ok", "quality": "untrusted"},
         {**known, "status": "ok", "config": '{"family": "mlp", "depth": 0}'},
         {**known, "status": "ok", "device_name": "Voodoo 2"},
+        {**known, "status": "ok", "group_id": "pairs-0"},
+        {**known, "status": "ok", "source": "simulated", "device_uuid": None},
     ]
     numbered = [{**row, "run_id": f"r{k}", "job_id": "j", "task_index": k, "attempt": 1} for k, row in enumerate(rows)]
     RunWriter(data).write_batch(numbered)
     without = estimated_runs(data.root)
-    assert not without.runs and sum(without.left_out.values()) == 4
+    assert not without.runs and sum(without.left_out.values()) == 6
     reasons = " | ".join(without.left_out)
-    for words in ("status crashed", "untrusted", "mlp: ", "no description of Voodoo 2"):
+    for words in ("status crashed", "untrusted", "mlp: ", "no description of Voodoo 2", "beside other jobs", "not mea"):
         assert words in reasons
+    _, lines = make_page(read_results(tmp_path), str(tmp_path / "sets"))
+    assert any("5 runs added" in line for line in lines), "what has no estimate is measured all the same"
 
 
 def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, capsys):
@@ -170,9 +288,16 @@ def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixe
     pack(work, results)
     for _ in range(2):
         code, summary, _ = made(capsys, f"results={results}", f"out={out}")
-        assert code == 0 and "Tests:" not in summary and (out / "work" / "tests.json").is_file()
+        assert code == 0 and "Tests:" not in summary and (out / "work-1" / "tests.json").is_file()
     pack(work, results)
-    code, _, error = made(capsys, f"results={results}", f"out={out}")
+    code, _, _ = made(capsys, f"results={results}", f"out={out}")
+    assert code == 0 and (out / "work-2" / "tests.json").is_file(), "the next call of the same series"
+    shutil.rmtree(work)
+    Series.begun(work)
+    others = tmp_path / "others"
+    others.mkdir()
+    pack(work, others)
+    code, _, error = made(capsys, f"results={others}", f"out={out}")
     assert code == 2 and "name another out=" in error
 
 
@@ -180,7 +305,7 @@ def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixe
     ("arguments", "words"),
     [
         ([], "results=DIR is missing"),
-        (["results={empty}/none"], "is no folder"),
+        (["results={empty}/none"], "is not a folder"),
         (["results={empty}"], "holds no results"),
         (["results={empty}", "out={empty}/file"], "is a file, not a folder"),
         (["folder=x"], "valid are KEY=VALUE of results, out, datasets"),
