@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from conf.units import MIB
 from featurize.allocator import CachingAllocator, OutOfMemory
 from featurize.allocator_blocks import AddressSpace, PoolBlock, Segment, SegmentEvent
 from featurize.allocator_settings import AllocatorSettings
@@ -17,6 +18,13 @@ from featurize.allocator_settings import AllocatorSettings
 TAKEN = ("segment_alloc", "segment_map")
 BEYOND = 1 << 50  # past all addresses that a driver gives: where segments go once the two have parted
 GIVEN_BACK = ("segment_free", "segment_unmap")
+_IN_WORDS = {
+    "segment_alloc": "takes a segment of",
+    "segment_map": "maps",
+    "segment_free": "gives back a segment of",
+    "segment_unmap": "unmaps",
+    "oom": "runs out of memory for",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +44,9 @@ class HistoryReplay:
         pairs = itertools.zip_longest(self.simulated, self.recorded)
         for i, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
-                return f"segment event {i}: simulated {ours}, recorded {theirs}"
+                return (
+                    f"at segment event {i} the simulator {_in_words(ours)}, the recorded allocator {_in_words(theirs)}"
+                )
         return None
 
 
@@ -105,6 +115,13 @@ def replay_history(
         allocator=allocator,
         unmatched_frees=unmatched,
     )
+
+
+def _in_words(event: SegmentEvent | None) -> str:
+    if event is None:
+        return "does nothing more"
+    stream = f" on stream {event.stream}" if event.stream else ""
+    return f"{_IN_WORDS[event.action]} {event.size / MIB:,.10g} MiB{stream}"
 
 
 def _explains(allocator: CachingAllocator, nbytes: int, stream: int, given_back: list[int]) -> bool:

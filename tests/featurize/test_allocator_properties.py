@@ -189,7 +189,9 @@ def test_a_history_that_the_rules_do_not_explain_shows_the_first_difference():
     ]
     replay = replay_history(history)
     assert [event.size for event in replay.simulated] == [20 * MIB]
-    assert "segment event 1: simulated None, recorded" in replay.first_difference()
+    assert replay.first_difference() == (
+        "at segment event 1 the simulator does nothing more, the recorded allocator takes a segment of 20 MiB"
+    )
     assert replay.unmatched_frees == 1
     assert replay.allocator.snapshot()[0].address == 0x7F0000000000
     with pytest.raises(ValueError, match="unknown action 'teleport'"):
