@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from conf.errors import CommandError
 from conf.json_file import read_json
 from conf.plain_text import exception_line, first_line
 from conf.reports.blocks import (
@@ -180,7 +181,7 @@ def comparisons_of(work: Path, device: DeviceSpec) -> tuple[list[BlockComparison
         try:
             compared.append(compare_blocks(read_history(path)))
         except Exception as error:  # one damaged or untraceable job must not cost the others
-            failed[path.name] = exception_line(error)
+            failed[path.name] = (first_line if isinstance(error, CommandError) else exception_line)(error)
     return compared, failed
 
 

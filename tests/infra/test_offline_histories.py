@@ -42,10 +42,11 @@ def test_a_history_that_cannot_be_compared_costs_itself_alone(folder, tmp_path, 
     history = planted_history()
     keep(folder, "untraceable", {**history, "config": {**history["config"], "batch_size": 17}})
     keep(folder, "odd", {**history, "config": [1]})
+    keep(folder, "cut", {**history, "trace": history["trace"][-1:]})
     compared, failed = comparisons_of(tmp_path, GPU)
     assert [one.name for one in compared] == ["good"]
-    assert failed.keys() == {"untraceable.json.xz", "odd.json.xz"}
-    assert "cannot be traced" in failed["untraceable.json.xz"]
+    assert failed.keys() == {"untraceable.json.xz", "odd.json.xz", "cut.json.xz"}
+    assert "cannot be traced" in failed["untraceable.json.xz"] and failed["cut.json.xz"].startswith("history 'cut'")
 
 
 @pytest.mark.parametrize("content", ["[1]", '{"cnn": ', "3"])
