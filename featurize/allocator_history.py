@@ -18,10 +18,10 @@ from featurize.allocator_settings import AllocatorSettings
 TAKEN = ("segment_alloc", "segment_map")
 BEYOND = 1 << 50  # past all addresses that a driver gives: where segments go once the two have parted
 GIVEN_BACK = ("segment_free", "segment_unmap")
-_VERBS = {
-    "segment_alloc": "takes",
+_IN_WORDS = {
+    "segment_alloc": "takes a segment of",
     "segment_map": "maps",
-    "segment_free": "gives back",
+    "segment_free": "gives back a segment of",
     "segment_unmap": "unmaps",
     "oom": "runs out of memory for",
 }
@@ -44,7 +44,9 @@ class HistoryReplay:
         pairs = itertools.zip_longest(self.simulated, self.recorded)
         for i, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
-                return f"at segment event {i} the simulator {_words(ours)}, the GPU's allocator {_words(theirs)}"
+                return (
+                    f"at segment event {i} the simulator {_in_words(ours)}, the recorded allocator {_in_words(theirs)}"
+                )
         return None
 
 
@@ -115,10 +117,11 @@ def replay_history(
     )
 
 
-def _words(event: SegmentEvent | None) -> str:
+def _in_words(event: SegmentEvent | None) -> str:
     if event is None:
         return "does nothing more"
-    return f"{_VERBS[event.action]} {event.size / MIB:g} MiB on stream {event.stream}"
+    stream = f" on stream {event.stream}" if event.stream else ""
+    return f"{_IN_WORDS[event.action]} {event.size / MIB:,.10g} MiB{stream}"
 
 
 def _explains(allocator: CachingAllocator, nbytes: int, stream: int, given_back: list[int]) -> bool:

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from conf.errors import UsageError, shown
 from conf.units import MIB
 from featurize.allocator_history import replay_history
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec, known_device, load_device
-from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
+from featurize.library_calls import CUBLAS, workspace_bytes
 from featurize.replay import replay
 from featurize.step_trace import StepTrace
 from featurize.trial import config_from_mapping
-
-if TYPE_CHECKING:
-    from featurize.cudnn.workspaces import ConvolutionWorkspace
 
 HISTORY_KEYS = (
     "name", "config", "conf", "torch_version", "device_name", "total_bytes", "trace", "marks", "segments",
@@ -44,13 +41,11 @@ class BlocksApart:
         nbytes: Of each block, rounded as the allocator rounds.
         count: How many more this side has than the other.
         where: Traced: kind, operator and module; recorded: phase and module, empty where the release cannot say.
-        is_brief: Each is given back before the next request, as a kernel's workspace is.
     """
 
     nbytes: int
     count: int
     where: str
-    is_brief: bool
 
     @property
     def total_bytes(self) -> int:
@@ -90,14 +85,14 @@ class BlockComparison:
             requests, in words; None where there is none.
         at_peak: Blocks alive at the moments of the most allocated bytes.
         in_step: Blocks requested in the last step.
-        first_reordered: Number of the last step's request, among those of sizes of which both sides request equally
-            many, that comes in another order; None where the order is the same.
+        first_reordered: Number, from 1, of the last recorded step's first request that comes in another order, of
+            sizes that both sides request equally often; None where the order is the same.
         measured_curve: Of the last recorded step; reserved as recorded.
         traced_curve: Of the last traced step.
-        gap_bytes: Cause, one of `CAUSES`, -> bytes by which the measured reserved peak exceeds ours through it;
-            below 0, ours is larger. They sum to the difference of the two peaks; `order` is what remains, which
-            segments' sizes are a part of.
-        verdict: The cause that decides, or `none`: the two peaks are equal but for 2 MiB or 1 %.
+        gap_bytes: Cause, one of `CAUSES`, -> bytes by which this cause makes the measured reserved peak exceed the
+            traced one; negative where the traced one is larger. `order` is the remainder, including differences in
+            segment sizes.
+        verdict: The cause that decides, or `none`: the two peaks are equal within 2 MiB or 1 %.
         sentence: The verdict in words.
     """
 
@@ -119,13 +114,15 @@ class BlockComparison:
 
 
 class _Held(NamedTuple):
-    """A block: its rounded size, and the numbers of the events that took it and gave it back (None: nothing did)."""
+    """A block: its rounded size, and the numbers of the events that took it and gave it back (None: nothing did).
+
+    A recorded block counts as a workspace where it is given back before the next request: the recording cannot say.
+    """
 
     nbytes: int
     begin: int
     end: int | None
     where: str
-    is_brief: bool
     is_workspace: bool
 
 
@@ -151,37 +148,31 @@ def read_history(path: Path) -> dict[str, Any]:
     return dict(history)
 
 
-def compare_blocks(
-    history: Mapping[str, Any],
-    device: DeviceSpec | None = None,
-    *,
-    workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None = None,
-) -> BlockComparison:
-    """Compare a recorded history with our trace of the same config.
+def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
+    """Compare a recorded history with our trace of the same config for the same GPU.
 
     Args:
         history: With `HISTORY_KEYS`. `marks` are indices into `trace`: where each step begins, and the end of the last.
-        device: Description of the GPU; None: the one that has the history's `device_name`.
-        workspaces: What convolutions take (`featurize.cudnn.workspaces`); None: the guesses that estimates use.
 
     Raises:
-        UsageError: No description has the GPU's name, or the history is inconsistent.
+        UsageError: No device description matches the GPU, or the history is incomplete or inconsistent.
         TraceError: The config cannot be traced.
     """
     from featurize.trace import trace_config
 
-    spec = device or _described(str(history["device_name"]))
+    spec = _described(str(history["device_name"]))
     config = config_from_mapping(history["config"])
     settings = AllocatorSettings.parse(history["conf"])
     round_up = settings.size_rounding()
     recorded = replay_history(history["trace"], settings, total_bytes=history["total_bytes"])
+    if count := recorded.unmatched_frees:
+        freed = "1 freed block has" if count == 1 else f"{count} freed blocks have"
+        raise UsageError(f"history {shown(history['name'])} is incomplete: {freed} no recorded request")
     measured = _measured_side(history["trace"], _last_step(history), round_up)
     trace = trace_config(config, device=spec)
-    profile = replay(
-        trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings, timeline=True, workspaces=workspaces
-    )
+    profile = replay(trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings, timeline=True)
     reserved = [moment.reserved for moment in profile.timeline]
-    traced = _traced_side(trace, reserved, lambda call: _taken(call, spec, workspaces), round_up)
+    traced = _traced_side(trace, reserved, spec, round_up)
 
     measured_peak, traced_peak = _peak(measured), _peak(traced)
     alive = _alive(measured, measured_peak[0]), _alive(traced, traced_peak[0])
@@ -194,9 +185,7 @@ def compare_blocks(
         REQUESTS: measured_peak[1] - traced_peak[1] - of_workspaces,
         ORDER: (replayed - profile.peak_reserved) - (measured_peak[1] - traced_peak[1]),
     }
-    difference = recorded.first_difference()
-    if recorded.unmatched_frees:
-        difference = f"{recorded.unmatched_frees} blocks were freed whose request was not recorded"
+    difference, first_reordered = recorded.first_difference(), _first_reordered(*requested)
     verdict, apart_bytes = _verdict(gap, difference, int(history["peak_reserved"]), (alive, requested))
     return BlockComparison(
         name=str(history["name"]),
@@ -208,19 +197,19 @@ def compare_blocks(
         allocator_difference=difference,
         at_peak=_match(*alive),
         in_step=_match(*requested),
-        first_reordered=_first_reordered(*requested),
+        first_reordered=first_reordered,
         measured_curve=_curve(measured),
         traced_curve=_curve(traced),
         gap_bytes={cause: gap[cause] for cause in CAUSES},
         verdict=verdict,
-        sentence=_sentence(verdict, apart_bytes, gap, difference),
+        sentence=_sentence(verdict, apart_bytes, gap, difference, first_reordered),
     )
 
 
 def _described(name: str) -> DeviceSpec:
     known = known_device(name)
     if known is None:
-        raise UsageError(f"no description has the GPU {shown(name)}; pass the device")
+        raise UsageError(f"no device description matches the GPU {shown(name)}")
     return load_device(known)
 
 
@@ -240,13 +229,12 @@ def _measured_side(entries: Sequence[Mapping[str, Any]], step: range, round_up: 
         action, size, address = entry["action"], int(entry.get("size", 0)), int(entry.get("addr", 0))
         if action == "alloc":
             live[address] = len(blocks)
-            blocks.append(_Held(round_up(size), index, None, str(entry.get("where", "")), False, False))
+            blocks.append(_Held(round_up(size), index, None, str(entry.get("where", "")), False))
             allocated += blocks[-1].nbytes
         elif action == "free_completed" and address in live:
             number = live.pop(address)
             held = blocks[number]
-            is_brief = number == len(blocks) - 1  # nothing was requested since
-            blocks[number] = held._replace(end=index, is_brief=is_brief, is_workspace=is_brief)
+            blocks[number] = held._replace(end=index, is_workspace=number == len(blocks) - 1)
             allocated -= held.nbytes
         elif action in ("segment_alloc", "segment_map"):
             reserved += size
@@ -258,12 +246,7 @@ def _measured_side(entries: Sequence[Mapping[str, Any]], step: range, round_up: 
     return _Side(blocks, moments, step)
 
 
-def _traced_side(
-    trace: StepTrace,
-    reserved: Sequence[int],
-    taken: Callable[[LibraryCall], int],
-    round_up: Callable[[int], int],
-) -> _Side:
+def _traced_side(trace: StepTrace, reserved: Sequence[int], spec: DeviceSpec, round_up: Callable[[int], int]) -> _Side:
     """Return the trace's blocks. A convolution's workspace lives for its own event, cuBLAS's to the end."""
     blocks: list[_Held] = []
     live: dict[int, int] = {}
@@ -276,18 +259,17 @@ def _traced_side(
         brief = 0
         if event.nbytes > 0:
             live[event.block] = len(blocks)
-            blocks.append(_Held(round_up(event.nbytes), index, None, where, False, False))
+            blocks.append(_Held(round_up(event.nbytes), index, None, where, False))
             allocated += blocks[-1].nbytes
         elif event.nbytes < 0:
             number = live.pop(event.block)
-            held = blocks[number]
-            blocks[number] = held._replace(end=index, is_brief=number == len(blocks) - 1)
-            allocated -= held.nbytes
-        elif made.call is not None and (nbytes := taken(made.call)):
+            blocks[number] = blocks[number]._replace(end=index)
+            allocated -= blocks[number].nbytes
+        elif made.call is not None and (nbytes := workspace_bytes(made.call, spec)):
             is_kept = made.call.kind == CUBLAS
             end = None if is_kept else index + 1
             where = f"workspace {made.call.kind} {made.module}".rstrip()
-            blocks.append(_Held(round_up(nbytes), index, end, where, not is_kept, True))
+            blocks.append(_Held(round_up(nbytes), index, end, where, True))
             if is_kept:
                 allocated += blocks[-1].nbytes
             else:
@@ -295,11 +277,6 @@ def _traced_side(
         moments.append((index, allocated + brief, reserved[index]))
     first = next((i for i, event in enumerate(trace.events) if event.step == last), 0)
     return _Side(blocks, moments, range(first, len(trace.events)))
-
-
-def _taken(call: LibraryCall, spec: DeviceSpec, workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None) -> int:
-    answer = (workspaces or {}).get(call)
-    return workspace_bytes(call, spec) if answer is None else answer.sizes[0]
 
 
 def _peak(side: _Side) -> tuple[int, int]:
@@ -350,13 +327,8 @@ def _match(measured: Sequence[_Held], traced: Sequence[_Held]) -> BlockMatch:
 
 
 def _by_size(apart: Iterable[_Held]) -> tuple[BlocksApart, ...]:
-    groups: dict[tuple[int, str, bool], int] = defaultdict(int)
-    for held in apart:
-        groups[held.nbytes, held.where, held.is_brief] += 1
-    blocks = [
-        BlocksApart(nbytes=nbytes, count=count, where=where, is_brief=is_brief)
-        for (nbytes, where, is_brief), count in groups.items()
-    ]
+    groups = Counter((held.nbytes, held.where) for held in apart)
+    blocks = [BlocksApart(nbytes=nbytes, count=count, where=where) for (nbytes, where), count in groups.items()]
     return tuple(sorted(blocks, key=lambda block: -block.total_bytes))
 
 
@@ -364,8 +336,8 @@ def _first_reordered(measured: Sequence[_Held], traced: Sequence[_Held]) -> int 
     counts = Counter(h.nbytes for h in measured), Counter(h.nbytes for h in traced)
     equal = {size for size, count in counts[0].items() if counts[1][size] == count}
     ours = [h.nbytes for h in sorted(traced, key=lambda h: h.begin) if h.nbytes in equal]
-    theirs = [h.nbytes for h in measured if h.nbytes in equal]
-    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+    theirs = [(number, h.nbytes) for number, h in enumerate(measured, 1) if h.nbytes in equal]
+    return next((number for a, (number, b) in zip(ours, theirs, strict=True) if a != b), None)
 
 
 def _curve(side: _Side) -> StepCurve:
@@ -402,17 +374,22 @@ def _verdict(
     return ORDER, 0
 
 
-def _sentence(verdict: str, apart_bytes: int, gap: Mapping[str, int], difference: str | None) -> str:
+def _sentence(
+    verdict: str, apart_bytes: int, gap: Mapping[str, int], difference: str | None, first_reordered: int | None
+) -> str:
     if verdict == ALLOCATOR:
-        return f"Our allocator places the recorded requests otherwise: {difference or 'its peak differs'}."
+        return f"Our allocator places the recorded requests differently: {difference or 'its peak differs'}."
     total = sum(gap.values())
     if verdict == NONE:
-        return f"Trace and recording reserve the same, but for {abs(total) / MIB:,.1f} MiB."
+        return f"Trace and recording reserve the same within {abs(total) / MIB:,.1f} MiB."
     apart = f"that only one side has take {apart_bytes / MIB:,.1f} MiB"
+    order = " in the same order, so their release or placement differs"
+    if first_reordered is not None:
+        order = f"; request {first_reordered} of the recorded step is the first in another order"
     explained = {
-        WORKSPACES: f"workspaces {apart}",
+        WORKSPACES: f"workspaces or other short-lived blocks {apart}",
         REQUESTS: f"blocks {apart}",
-        ORDER: "both request the same blocks, in another order",
+        ORDER: f"both sides request the same blocks{order}",
     }[verdict]
     less = "less" if total > 0 else "more"
     return f"The trace reserves {abs(total) / MIB:,.1f} MiB {less} than was recorded; {explained}."

@@ -43,6 +43,7 @@ TESTS = (
     "tests/learn/test_learn_estimate.py",
     "tests/featurize/test_layout_releases.py",
     "tests/featurize/test_compiled.py",
+    "tests/learn/test_planning.py",
     "tests/learn/test_several_gpus.py",
     "tests/learn/test_script_ranks.py",
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from conf.errors import EnvironmentProblem
 from featurize.parallel.layout import Parallel
@@ -33,6 +33,20 @@ def refused_modes() -> Mapping[str, str]:
         require_torch(_OTHER_STAGES, "")
         refused["pp"] = f"parallel: pp is not traced under torch {_OTHER_STAGES} or newer yet; use 2.13"
     return refused
+
+
+def refused_note(modes: Iterable[str]) -> str | None:
+    """Return one line on those of the modes that the installed release does not trace; None where it traces all."""
+    of_release: dict[str, list[str]] = {}
+    for mode in modes:
+        if mode in refused_modes():
+            of_release.setdefault(_OLDEST["pp"] if mode == "pp" else f"{_SHARDS} or newer", []).append(mode)
+    if not of_release:
+        return None
+    import torch
+
+    texts = [f"{', '.join(names)} ({release})" for release, names in of_release.items()]
+    return f"torch {torch.__version__.partition('+')[0]} does not trace {' and '.join(texts)}"
 
 
 def require_traceable(layout: Parallel) -> None:

@@ -213,7 +213,7 @@ def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
     absent: dict[str, str] = {}
 
     def comparisons() -> tuple[Block, ...]:
-        of_work, failed = probe_sections.comparisons_of(results.work, results.device)
+        of_work, failed = probe_sections.comparisons_of(results.work)
         compared.extend(of_work)
         return probe_sections.history_blocks(of_work, failed)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from conf.errors import CommandError, UsageError
 from conf.json_file import read_json
-from conf.plain_text import first_line
+from conf.plain_text import exception_line, first_line
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -178,22 +178,23 @@ def _arguments(config: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name} {value}" for name, value in (config or {}).items() if value not in (None, False))
 
 
-def comparisons_of(work: Path, device: DeviceSpec) -> tuple[list[BlockComparison], dict[str, str]]:
+def comparisons_of(work: Path) -> tuple[list[BlockComparison], dict[str, str]]:
     """Return the comparison of each recorded history, and name -> reason of those without. Raises `Absent`."""
     folder = work / "probes" / "histories"
     paths = sorted(folder.glob("*.json.xz"))
+    failures = folder / "failures.json"
     try:
-        failed = {name: str(reason) for name, reason in contents(folder / "failures.json").items()}
-    except Absent:
-        failed = {}
+        failed = {name: str(reason) for name, reason in read_json(failures).items()} if failures.exists() else {}
+    except (OSError, ValueError, AttributeError) as error:
+        failed = {failures.name: exception_line(error)}
     if not paths and not failed:
         raise Absent("The results have no allocator histories.")
     compared = []
     for path in paths:
         try:
-            compared.append(compare_blocks(read_history(path), device))
-        except (CommandError, RuntimeError, LookupError, TypeError, ValueError) as error:
-            failed[path.name] = first_line(error)
+            compared.append(compare_blocks(read_history(path)))
+        except Exception as error:  # one damaged or untraceable job must not cost the others
+            failed[path.name] = (first_line if isinstance(error, CommandError) else exception_line)(error)
     return compared, failed
 
 

@@ -15,7 +15,7 @@ from conf.errors import EnvironmentProblem, UsageError, shown, unknown_name
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXPERTS, HYBRID, MODES, OWN, apt_settings
 from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_parallel
-from featurize.parallel.releases import refused_modes
+from featurize.parallel.releases import refused_modes, refused_note
 
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
@@ -171,8 +171,10 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
 
 
 def _notes_on(modes: Modes) -> Iterator[str]:
-    known = [mode for mode in (_ALL if modes.experts else MODES) if mode not in refused_modes()]
-    yield from refused_modes().values()
+    apt = _ALL if modes.experts else MODES
+    known = [mode for mode in apt if mode not in refused_modes()]
+    if refused := refused_note(apt):
+        yield refused
     if others := [mode for mode in known if mode not in modes.names]:
         yield _LEFT_OUT.format(names=",".join(others), all=",".join((*modes.names, *others)))
     if modes.unasked:

@@ -92,7 +92,8 @@ class ScriptCompiler:
             for part in parts:
                 self._module(part, given)
             return module
-        # It brings the compiler, which torch 2.6 cannot import below `DisableTorchFunction`, as in `compiled_as_it_is`.
+        # The first capture imports it anyway, but torch 2.6 cannot do so below `DisableTorchFunction`, as in
+        # `compiled_as_it_is`.
         import torch._functorch.aot_autograd
 
         self._compiled.add(id(module))

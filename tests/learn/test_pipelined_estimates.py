@@ -10,8 +10,6 @@ from featurize.device_spec import load_device
 from learn import estimate, largest_batch
 from learn.estimation.estimate_view import print_table
 
-pytestmark = pytest.mark.needs_mode("pp")
-
 WIDTH, SAMPLES = 1024, 4096
 
 
@@ -51,6 +49,7 @@ def four():
     return of_net("pp=4")
 
 
+@pytest.mark.needs_mode("pp")
 def test_all_ranks_are_told_and_the_figures_are_of_the_one_that_needs_the_most(alone, four):
     assert sum(group.count for group in four.ranks) == 4 and four.ranks[0].first == 0
     assert four.peak_memory_mib == max(group.peak_memory_mib for group in four.ranks)
@@ -65,6 +64,7 @@ def test_all_ranks_are_told_and_the_figures_are_of_the_one_that_needs_the_most(a
     assert json.loads(json.dumps(four.to_mapping()))["bubble_ms"] == four.bubble_ms
 
 
+@pytest.mark.needs_mode("pp")
 def test_the_batch_is_that_of_the_whole_pipeline(alone, four):
     assert four.samples_per_s == pytest.approx(SAMPLES / (four.step_time_ms / 1e3))
     assert alone.step_time_ms / 4 < four.step_time_ms < alone.step_time_ms
@@ -72,18 +72,21 @@ def test_the_batch_is_that_of_the_whole_pipeline(alone, four):
     assert four.sent_mib["send"] > 0 and four.mfu < alone.mfu
 
 
+@pytest.mark.needs_mode("pp")
 def test_other_schedules_trade_memory_for_the_bubble(four):
     assert of_net("pp=4,schedule=gpipe").allocated_mib > four.allocated_mib
     once, twice = of_net("pp=2,micro_batches=4"), of_net("pp=2,micro_batches=4,schedule=interleaved")
     assert twice.bubble_share < once.bubble_share and twice.sent_mib["send"] > once.sent_mib["send"]
 
 
+@pytest.mark.needs_mode("pp")
 def test_a_slower_network_is_waited_for():
     near, far = (of_net({"pp": 4, "gpus_per_node": node, "network_gb_s": 1.0}) for node in (4, 2))
     assert far.exposed_ms > near.exposed_ms and far.bubble_ms == pytest.approx(near.bubble_ms)
     assert far.peak_memory_mib == near.peak_memory_mib
 
 
+@pytest.mark.needs_mode("pp")
 def test_replicas_and_shards_of_stages_bring_batches_of_their_own(four):
     replicas, shards = of_net("pp=2,ddp=4"), of_net("pp=2,fsdp=4")
     for one in (replicas, shards):
@@ -95,6 +98,7 @@ def test_replicas_and_shards_of_stages_bring_batches_of_their_own(four):
     assert set(shards.sent_mib) == {"send", "all_gather", "reduce_scatter"}
 
 
+@pytest.mark.needs_mode("pp")
 def test_replicas_reduce_the_gradients_of_their_own_stage_only():
     """Two of the four ranks hold a stage: each sends half of its gradients twice, whatever the other stage does."""
     done = of_net("pp=2,ddp=2")
@@ -102,6 +106,7 @@ def test_replicas_reduce_the_gradients_of_their_own_stage_only():
     assert done.sent_mib["all_reduce"] == pytest.approx(gradients_mib)
 
 
+@pytest.mark.needs_mode("pp")
 def test_accumulated_steps_run_the_schedule_again(alone):
     once, twice = of_net("pp=2"), of_net("pp=2", accumulation=2)
     assert twice.sent_mib["send"] == 2 * once.sent_mib["send"]
@@ -109,18 +114,21 @@ def test_accumulated_steps_run_the_schedule_again(alone):
     assert twice.samples_per_s > once.samples_per_s
 
 
+@pytest.mark.needs_mode("pp")
 def test_checkpointed_stages_keep_less(four):
     assert of_net("pp=4", checkpointing="full").breakdown["activations"] < max(
         group.breakdown["activations"] for group in four.ranks
     )
 
 
+@pytest.mark.needs_mode("pp")
 def test_the_table_shows_the_bubble_and_where_stages_begin(four, capsys):
     print_table("net", four, None, all_notes=True)
     out = capsys.readouterr().out
     assert "bubble of the pipeline" in out and "schedule 1f1b over 8 micro-batches" in out and "blocks.1" in out
 
 
+@pytest.mark.needs_mode("pp")
 def test_the_largest_batch_divides_into_micro_batches():
     layout = "pp=2,micro_batches=6"
     device = dataclasses.replace(load_device("H100-SXM5-80GB"), memory_mib=2_000)

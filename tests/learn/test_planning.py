@@ -26,8 +26,6 @@ from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
 from tests.featurize.rank_nets import Chosen
 from tests.parsed_page import ParsedPage
 
-pytestmark = pytest.mark.needs_mode("pp")
-
 WIDTH = 1024
 CARD = replace(describe_device("A100-SXM4-40GB"), memory_mib=3000.0)
 BUILT = []
@@ -186,6 +184,7 @@ def deep():
     return nn.Sequential(*(Block() for _ in range(9)), nn.Linear(WIDTH, 10))
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole(monkeypatch):
     monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
     done = planned(gpus=2, model=deep, checkpointing="none", batch=2048)
@@ -214,7 +213,11 @@ def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole(monkeypatch)
         ({"parallel": "hsdp=16"}, "plan chooses the degrees: leave hsdp out"),
         ({"parallel": "schedule=gpipe,cp_rotate=x"}, "cp_rotate: of no layout that plan tries, which have"),
         ({"parallel": "reduce_bucket_size=1000"}, "reduce_bucket_size: of no layout that plan tries"),
-        ({"parallel": "param_dtype=f8"}, "param_dtype must be one of fp32, bf16, fp16"),
+        pytest.param(
+            {"parallel": "param_dtype=f8"},
+            "param_dtype must be one of fp32, bf16, fp16",
+            marks=pytest.mark.needs_mode("fsdp"),
+        ),
         ({"parallel": {"tp": 4}}, "plan chooses the degrees: leave tp out"),
         ({"parallel": "color=red"}, "unknown 'color'"),
         ({"parallel": 8}, "parallel is text or a mapping"),
@@ -286,6 +289,7 @@ class Mesh:
         return self.ddp * self.fsdp * self.tp
 
 
+@pytest.mark.needs_mode("pp")
 def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(monkeypatch):
     monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
     done = planned(gpus=2, modes=["pp"], batch=512, checkpointing="none")
@@ -300,6 +304,7 @@ def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(monkeypatc
     assert all(row.micro_batch * row.accumulation == 4096 for row in whole.fitting)
 
 
+@pytest.mark.needs_mode("pp")
 def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(monkeypatch):
     monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
     done = planned(gpus=4, modes=["ddp", "pp"], batch=4096, checkpointing="none")
@@ -326,6 +331,7 @@ def three_modes(monkeypatch):
     monkeypatch.setattr(meshes, "MODES", ("ddp", "fsdp", "tp"))
 
 
+@pytest.mark.needs_mode("pp")
 def test_all_degrees_that_multiply_to_the_gpus_are_tried():
     layouts, notes = meshes.meshes_of(64, {})
     assert len({(one.pp, one.ddp, one.fsdp, one.tp) for one in layouts}) == len(layouts)
@@ -342,6 +348,7 @@ def test_all_degrees_that_multiply_to_the_gpus_are_tried():
     assert layouts[-1] == Parallel(ddp=4, fsdp=2, tp=8)
 
 
+@pytest.mark.needs_mode("pp")
 def test_modes_that_nobody_names_are_tried_beside_shards_alone():
     modes = meshes.modes_of(None, length=32_768, experts={8})
     layouts, notes = meshes.meshes_of(64, {}, modes)
@@ -351,6 +358,7 @@ def test_modes_that_nobody_names_are_tried_beside_shards_alone():
     assert meshes.modes_of(None, length=32_767) == meshes.Modes(("pp", "ddp", "fsdp", "tp"))
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_named_experts_are_divided_over_ranks_that_divide_them():
     layouts, notes = meshes.meshes_of(12, {"gpus_per_node": 12}, meshes.modes_of(["fsdp", "tp", "ep"], 0, {6}))
     assert {(one.fsdp, one.tp, one.ep) for one in layouts if one.tp < 3} == {
@@ -371,6 +379,7 @@ class Mixing(nn.Module):
         return x + self.experts(x, index, weights)
 
 
+@pytest.mark.needs_mode("fsdp")
 def test_a_model_with_experts_is_planned_with_ep(monkeypatch):
     monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
     done = planned(
