@@ -13,7 +13,7 @@ import io
 import math
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -258,11 +258,11 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
             if queue.pending() or (code == EXIT_INTERRUPTED and total < settings.n):
                 done = False
                 break
-    lines = run_lines(run_counts(folder))
-    if not lines:
+    counts = run_counts(folder)
+    if not counts:
         say("nothing has been measured yet; the same command goes on")
         return False
-    say("\n".join(lines))
+    say("\n".join(count_lines(counts)))
     if settings.export:
         out = ExportSettings(
             out=settings.out, data=settings.data, source=_EXPORTED[settings.device], max_mb=settings.max_mb
@@ -297,32 +297,31 @@ def run_counts(folder: DataFolder) -> list[dict[str, Any]]:
     return [dict(zip(("family", "status", "quality", "runs", "longest_s"), row, strict=True)) for row in rows]
 
 
-def run_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each family: `mlp: 3 runs (ok 2, oom 1)`."""
-    families: dict[str, Counter[str]] = {}
+def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each family of `run_counts`, with its runs by status, and last one with the verdicts on all."""
+    groups: dict[str, Counter[str]] = defaultdict(Counter)
     for counted in counts:
-        families.setdefault(counted["family"], Counter())[counted["status"]] += counted["runs"]
+        groups[counted["family"]][counted["status"]] += counted["runs"]
+    for counted in counts:
+        groups["verdicts"][counted["quality"] or "none"] += counted["runs"]
     return [
-        f"{family}: {statuses.total()} runs ({', '.join(f'{status} {runs}' for status, runs in statuses.items())})"
-        for family, statuses in families.items()
+        f"{name}: {own.total()} runs ({', '.join(f'{value} {count}' for value, count in own.items())})"
+        for name, own in groups.items()
     ]
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure; 130 where it was told to stop before all was done, but for the end of its minutes."""
-    stopped = False
 
-    def collected() -> None:
-        nonlocal stopped
+    def collected() -> int:
         settings = settings_of(argv)
-        stopped = not collect(settings) and settings.minutes is None
+        return 0 if collect(settings) or settings.minutes is not None else EXIT_INTERRUPTED
 
     try:
-        code = exit_code(collected)
+        return exit_code(collected)
     except DeviceUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return EXIT_INTERRUPTED if stopped and not code else code
 
 
 if __name__ == "__main__":

@@ -17,24 +17,23 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
-from conf.arguments import keyed_values
+from conf.arguments import exit_code, keyed_values
 from conf.children.containment import die_with_parent
-from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE, print_error
+from conf.cli import EXIT_INTERRUPTED
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import bounded, exception_line, one_line
 from farm.jobs import Queue
 from featurize.families import family_names
-from infra.collect import run_counts, run_lines
+from infra.collect import count_lines, run_counts
 from infra.offline import results
 from infra.offline.plan import DEVICES, SOURCE, STEPS, Place, Step
 from infra.offline.results import FULL_BYTES, Archive, Series
@@ -124,10 +123,6 @@ class Call:
     counts: list[dict[str, Any]] = field(default_factory=list)  # as `run_counts` has them
 
     @property
-    def work(self) -> Path:
-        return self.place.work
-
-    @property
     def runs(self) -> int:
         return sum(counted["runs"] for counted in self.counts)
 
@@ -139,7 +134,7 @@ class Call:
     def count(self) -> None:
         """Count the runs; where they cannot be read the former counts stay."""
         try:
-            self.counts = run_counts(DataFolder.resolve(self.work / results.DATA))
+            self.counts = run_counts(DataFolder.resolve(self.place.work / results.DATA))
         except _ERRORS as error:
             self.problem = f"runs cannot be counted: {exception_line(error)}"
 
@@ -150,9 +145,9 @@ class Call:
         self.count()
         try:
             lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-            write_bytes(self.work / "calls.jsonl", lines.encode())
-            self.archive = results.pack(self.work, self.results)
-            results.write_beside(self.results, self.summary(), self.work / "log.txt", _LOG_BYTES)
+            write_bytes(self.place.work / "calls.jsonl", lines.encode())
+            self.archive = results.pack(self.place.work, self.results)
+            results.write_beside(self.results, self.summary(), self.place.work / "log.txt", _LOG_BYTES)
             self.failed_packs = 0
         except _ERRORS as error:  # the older results are still there
             self.problem = f"not packed: {exception_line(error)}"
@@ -186,22 +181,17 @@ class Call:
                 f"{row['step']}: {row['outcome']} after {row['wall_s']:.0f} s{why}{f' ({counted})' if counted else ''}"
             )
         last = []
-        verdicts: Counter[str] = Counter()
-        for counted in summary["runs"]:
-            verdicts[str(counted["quality"])] += counted["runs"]
-        if verdicts:
-            last.append(f"verdicts: {', '.join(f'{name} {count}' for name, count in verdicts.items())}")
         if summary["slices"]:
             files = f"{len(summary['slices'])} file{'' if len(summary['slices']) == 1 else 's'}"
             last.append(f"{summary['bytes'] / 2**20:.2f} MiB in {files}; packing took at most {self.pack_s:.1f} s")
         if summary["problem"]:
             last.append(summary["problem"])
         last.append(f"still to do: {', '.join(summary['left']) or 'nothing'}")
-        families = [f"runs: {line}" for line in run_lines(summary["runs"])]
-        room = max(1, _SUMMARY_LINES - len(lines) - len(last))
-        if len(families) > room:
-            families[room - 1 :] = [f"runs: {len(families) - room + 1} more families"]
-        return [*lines, *families, *last]
+        runs = count_lines(summary["runs"])
+        room = max(2, _SUMMARY_LINES - len(lines) - len(last))
+        if len(runs) > room:
+            runs[room - 2 : -1] = [f"{len(runs) - room + 1} more families"]
+        return [*lines, *runs, *last]
 
     def left(self) -> list[str]:
         """Return the steps of the plan that are not done, in order."""
@@ -287,17 +277,18 @@ def _run_step(call: Call, name: str, seconds: float) -> None:
     runs_before = call.runs
     row = {
         "step": name, "device": call.place.device, "started_at": datetime.datetime.now(datetime.UTC).isoformat(),
-        "wall_s": 0.0, "outcome": "running", "reason": None, "counts": {}, **_versions(),
+        "wall_s": 0.0, "outcome": "running", "reason": None, "counts": {},
+        "torch": version("torch"), "python": platform.python_version(), "driver": discover_gpus().driver_version,
     }  # fmt: skip
     call.rows.append(row)
     call.pack()
     try:
-        with open(call.work / "log.txt", "ab") as log:
+        with open(call.place.work / "log.txt", "ab") as log:
             log.write(f"== {name}, {seconds:.0f} s\n".encode())
-        (call.work / _REPORT).unlink(missing_ok=True)  # of a killed call
+        (call.place.work / _REPORT).unlink(missing_ok=True)  # of a killed call
         row["outcome"], row["reason"] = _outcome(call, step, seconds)
         if name == "test":
-            _keep_tests(call.work, row)
+            _keep_tests(call.place.work, row)
     except _ERRORS as error:
         row["outcome"], row["reason"] = "failed", exception_line(error)
     row["wall_s"] = round(time.monotonic() - call.step_began_s, 1)
@@ -315,7 +306,7 @@ def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
     if step.uses_queue:
         if call.is_full:
             return "full", call.problem or "the results have no room for more"
-        _set_aside(call.work)
+        _set_aside(call.place.work)
     until_s = time.monotonic() + seconds
     reason = None
     for command in step.commands(call.place, max(1.0, seconds - _START_S - _LEAST_FINISH_S)):
@@ -350,20 +341,15 @@ def _run_program(call: Call, step: Step, command: list[str], until_s: float, sec
 
     It is interrupted `_finish_s` before that, and killed with all that it started if it has not ended then.
     """
-    log = call.work / "log.txt"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH")))),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # the machine's may not go with the pytest that is brought
-    }
-    stop_sent = False
-    why = "time is up"
+    log = call.place.work / "log.txt"
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the machine's may not fit the bundle's pytest
+    why_stopped = None
     with open(log, "ab") as output:
         output.write(f"-- {' '.join(command)}\n".encode())
         output.flush()
         child = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
-            start_new_session=True, preexec_fn=partial(_begin_child, os.getpid()),
+            [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=SOURCE,
+            env=environment, start_new_session=True, preexec_fn=partial(_begin_child, os.getpid()),
         )  # fmt: skip
         try:
             while child.poll() is None:
@@ -373,11 +359,10 @@ def _run_program(call: Call, step: Step, command: list[str], until_s: float, sec
                 longest_s = max((counted["longest_s"] or 0.0 for counted in call.counts), default=0.0)
                 is_late = now_s >= until_s - _finish_s(step, seconds, longest_s)
                 is_full = step.uses_queue and call.is_full
-                if not stop_sent and (call.signalled or is_full or is_late):
-                    why = "stopped" if call.signalled else "full" if is_full else why
+                if why_stopped is None and (call.signalled or is_full or is_late):
+                    why_stopped = "stopped" if call.signalled else "full" if is_full else "time is up"
                     child.send_signal(signal.SIGINT)
                     until_s = min(until_s, now_s + _STOP_S)
-                    stop_sent = True
                     call.packed_at_s = 0.0  # pack at once: nobody knows how long a machine waits that sends a signal
                 if now_s >= call.packed_at_s + _PACK_EVERY_S:
                     call.rows[-1]["wall_s"] = round(now_s - call.step_began_s, 1)
@@ -391,7 +376,7 @@ def _run_program(call: Call, step: Step, command: list[str], until_s: float, sec
     last_line = _last_line(log)
     if child.returncode == 0 or child.returncode in step.ended:
         return step.ended.get(child.returncode, "done"), last_line if last_line.startswith("failed: ") else None
-    return (why, None) if stop_sent else ("failed", f"exit code {child.returncode}: {last_line}")
+    return (why_stopped, None) if why_stopped else ("failed", f"exit code {child.returncode}: {last_line}")
 
 
 def _begin_child(parent: int) -> None:
@@ -440,14 +425,6 @@ def _keep_tests(work: Path, row: dict[str, Any]) -> None:
     write_bytes(work / "tests.json", (json.dumps(outcomes, indent=1) + "\n").encode())
 
 
-def _versions() -> dict[str, str | None]:
-    try:
-        torch_version: str | None = version("torch")
-    except PackageNotFoundError:
-        torch_version = None
-    return {"torch": torch_version, "python": platform.python_version(), "driver": discover_gpus().driver_version}
-
-
 @contextlib.contextmanager
 def _signals(call: Call) -> Iterator[None]:
     """Note SIGTERM and SIGINT: what runs is stopped, and the results are packed."""
@@ -468,11 +445,7 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
-    try:
-        return run(settings_of(argv))
-    except CommandError as error:
-        print_error(error)
-        return EXIT_USAGE
+    return exit_code(lambda: run(settings_of(argv)))
 
 
 if __name__ == "__main__":
