@@ -17,7 +17,7 @@ import pytest
 import warehouse
 from conf.errors import EnvironmentProblem, UsageError
 from farm.jobs import Job, Queue
-from infra.offline import plan, results, steps
+from infra.offline import call, plan, results, steps
 from infra.offline.plan import STEPS
 from infra.offline.results import Series
 from warehouse.folder import DataFolder
@@ -253,7 +253,7 @@ def test_a_call_without_its_gpu_is_one_line(tmp_path, capsys):
 
 
 def test_no_trial_begins_where_the_results_have_no_room_for_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(steps, "FULL_BYTES", 0)
+    monkeypatch.setattr(call, "FULL_BYTES", 0)
     work = tmp_path / "work"
     assert steps.main(["collect", f"results={tmp_path / 'results'}", f"work={work}", "device=simulated"]) == 0
     assert "collect: full after 0 s: the results have no room for more" in capsys.readouterr().out
@@ -266,7 +266,7 @@ def program(monkeypatch, step, *lines, **fields):
     monkeypatch.setitem(steps.STEPS, step, dataclasses.replace(STEPS[step], **(values | fields)))
 
 
-def call(tmp_path, step, code=0):
+def run_step(tmp_path, step, code=0):
     """Run a step in the work folder of `tmp_path`; return its row."""
     work = tmp_path / "work"
     argv = [step, f"results={tmp_path / 'results'}", f"work={work}", "device=simulated", "minutes=1"]
@@ -277,20 +277,20 @@ def call(tmp_path, step, code=0):
 @pytest.mark.parametrize(("step", "outcome"), [("test", "failed"), ("calibrate", "time is up")])
 def test_only_a_probe_s_exit_code_says_that_time_is_up(tmp_path, monkeypatch, step, outcome):
     program(monkeypatch, step, "print('an internal error'); raise SystemExit(3)")
-    row = call(tmp_path, step, code=int(outcome == "failed"))
+    row = run_step(tmp_path, step, code=int(outcome == "failed"))
     assert row["outcome"] == outcome
     assert row["reason"] == ("exit code 3: an internal error" if outcome == "failed" else None)
 
 
 def test_what_is_full_ends_runs_and_no_probe(tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "FULL_BYTES", 0)
+    monkeypatch.setattr(call, "FULL_BYTES", 0)
     program(monkeypatch, "calibrate", "import json, decimal, fractions")
-    assert call(tmp_path, "calibrate")["outcome"] == "done"
+    assert run_step(tmp_path, "calibrate")["outcome"] == "done"
 
 
 def test_a_failed_packing_ends_nothing_and_a_second_one_does(work, packed, monkeypatch):
     place = plan.Place(work=work, device="simulated", gpus=1)
-    at_work = steps.Call(place=place, results=packed, rows=[])
+    at_work = call.Call(place=place, results=packed, rows=[])
     (work / "noise").write_bytes(os.urandom(100_000))
     monkeypatch.setattr(results, "SLICE_BYTES", 2**10)
     at_work.pack()
@@ -316,10 +316,10 @@ def test_runs_that_cannot_be_counted_are_packed(work, packed, monkeypatch):
     def damaged(folder):
         raise duckdb.IOException("No magic bytes found")
 
-    at_work = steps.Call(place=plan.Place(work=work, device="simulated", gpus=1), results=packed, rows=[])
+    at_work = call.Call(place=plan.Place(work=work, device="simulated", gpus=1), results=packed, rows=[])
     at_work.pack()
     counted = at_work.counts
-    monkeypatch.setattr(steps, "run_counts", damaged)
+    monkeypatch.setattr(call, "run_counts", damaged)
     at_work.pack()
     assert at_work.counts == counted and "No magic bytes" in at_work.problem
     assert results.newest(packed).series.generation == 3
@@ -330,7 +330,7 @@ def test_a_step_s_own_error_is_a_failed_row(tmp_path, monkeypatch):
         raise PermissionError("bench.json")
 
     program(monkeypatch, "kernels", "pass", is_left=unreadable)
-    row = call(tmp_path, "kernels", code=1)
+    row = run_step(tmp_path, "kernels", code=1)
     assert row["outcome"] == "failed" and "bench.json" in row["reason"]
 
 
@@ -383,7 +383,7 @@ def test_the_report_of_a_killed_call_is_not_taken_for_this_one_s_and_pytest_has_
     (tmp_path / "work" / "tests.xml").write_text("<testsuites/>")
     code = "import os; print(os.path.exists('{}'), os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD']); raise SystemExit(1)"
     program(monkeypatch, "test", code.format(tmp_path / "work" / "tests.xml"))
-    assert call(tmp_path, "test", code=1)["reason"] == "exit code 1: False 1"
+    assert run_step(tmp_path, "test", code=1)["reason"] == "exit code 1: False 1"
 
 
 def test_a_torn_file_of_the_benchmark_means_that_some_is_left(tmp_path):
@@ -399,7 +399,7 @@ def test_a_program_that_keeps_its_own_time_is_interrupted_only_at_the_end(step, 
 
 
 def test_a_long_summary_keeps_its_last_lines(work, packed):
-    at_work = steps.Call(
+    at_work = call.Call(
         place=plan.Place(work=work, device="cuda", gpus=1), results=packed, rows=[], problem="not packed: disk"
     )
     at_work.counts = [
