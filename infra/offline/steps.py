@@ -285,7 +285,7 @@ def _begin_child(parent: int) -> None:
 
 def _last_line(log: Path) -> str:
     lines = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-    return bounded(one_line(lines[-1] if lines else "no output"))
+    return "no output" if lines[-1].startswith("-- ") else bounded(one_line(lines[-1]))  # the program's own heading
 
 
 def _keep_tests(work: Path, row: dict[str, Any]) -> None:

@@ -274,6 +274,11 @@ def run_step(tmp_path, step, code=0):
     return json.loads((work / "calls.jsonl").read_text().splitlines()[-1])
 
 
+def test_a_program_that_fails_without_output_says_so(tmp_path, monkeypatch):
+    program(monkeypatch, "kernels", "raise SystemExit(7)")
+    assert run_step(tmp_path, "kernels", code=1)["reason"] == "exit code 7: no output"
+
+
 @pytest.mark.parametrize(("step", "outcome"), [("test", "failed"), ("calibrate", "time is up")])
 def test_only_a_probe_s_exit_code_says_that_time_is_up(tmp_path, monkeypatch, step, outcome):
     program(monkeypatch, step, "print('an internal error'); raise SystemExit(3)")
