@@ -173,11 +173,12 @@ def _prepared(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]]
 
 def _run_step(call: Call, name: str, seconds: float) -> None:
     step, call.step_began_s = STEPS[name], time.monotonic()
-    runs_before = call.runs
+    runs_before, discovered = call.runs, discover_gpus()
     row = {
         "step": name, "device": call.place.device, "started_at": datetime.datetime.now(datetime.UTC).isoformat(),
         "wall_s": 0.0, "outcome": "running", "reason": None, "counts": {},
-        "torch": version("torch"), "python": platform.python_version(), "driver": discover_gpus().driver_version,
+        "torch": version("torch"), "python": platform.python_version(), "driver": discovered.driver_version,
+        "gpu": next((gpu.name for gpu in discovered.usable), None),
     }  # fmt: skip
     call.rows.append(row)
     call.pack()
