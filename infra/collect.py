@@ -13,17 +13,19 @@ import io
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from conf.arguments import exit_code, keyed_values
-from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE, load_config
+from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.overrides import load_settings
 from farm.jobs import Queue
 from farm.layouts import require_gpus
 from farm.settings import SubmitSettings
-from farm.space import Choice, Range, Space, space_of_mapping
+from farm.space import Choice, Range, Space, default_space, own_space
 from farm.submit import submit
 from farm.work import work
 from featurize.families import family_names
@@ -46,7 +48,8 @@ PAIRS = "pairs"
 # each trial at several batch sizes on the whole card.
 SHARES: dict[float | str, float] = {1.0: 0.7, 0.5: 0.1, 0.25: 0.1, PAIRS: 0.1}
 _PAIR_SIZES = 4
-_FIRST_ROUND, _ROUND = 2, 10  # trials of each family: within a round, families come one after another
+# Trials of each family: within a round, families come one after another. The first has whole cards only.
+_FIRST_ROUNDS, _ROUND = (1, 2), 10
 _LEAVE_S = 75.0  # before the end: what runs is finished, and the data set written
 # Runs for the data set, kernels of some, pairs on one GPU, trials of two GPUs, power at several loads.
 MEASURED = ("runs", "kernels", "pairs", "ranks", "power")
@@ -137,24 +140,26 @@ def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, Submit
         elif settings.measure == "ranks":
             own = [_LAYOUTS]
         else:
-            own = [_batch_sizes(family)]
+            smallest, *_, largest = pair_sizes(own_space(family))
+            own = [f"batch_sizes=[{smallest},{largest}]"]
         each[family] = [(1.0, _submission(f"+arch={family}", *common, *own, *settings.overrides))]
     return each
 
 
 def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitSettings]:
     """The family's submissions, by what they are a share of: the whole space, with every training setting sampled."""
-    common = [f"+arch={family}", *_common(settings), *_sampled(family, settings.device), *settings.overrides]
+    sampled = _sampled(family, settings.device)
+    composed = _submission(f"+arch={family}", *_common(settings), *sampled, *settings.overrides)
     jobs: dict[float | str, SubmitSettings] = {}
     for offset, share in enumerate(SHARES):
-        own = [f"seed={settings.seed * len(SHARES) + offset}"]
+        job = dataclasses.replace(composed, seed=settings.seed * len(SHARES) + offset)
         if share == PAIRS:
-            own.append(_batch_sizes(family))
+            job = dataclasses.replace(job, batch_sizes=pair_sizes(own_space(family)))
         elif share != 1.0:
             if settings.device == "cpu":
                 continue
-            own.append(f"device.memory_fraction={share}")
-        jobs[share] = _submission(*common, *own)
+            job = dataclasses.replace(job, device=dataclasses.replace(job.device, memory_fraction=share))
+        jobs[share] = job
     return jobs
 
 
@@ -197,24 +202,14 @@ def optimizers_here(device: str) -> tuple[str, ...]:
 
 def _sampled(family: str, device: str) -> list[str]:
     """Return the overrides by which a family's space varies every training setting that `device` can run."""
-    space = load_config("submit", [f"+arch={family}", "n=1"]).arch.space
+    space = default_space(family)
+    assert space is not None, "every family has its file in conf/arch"
     sampled = []
     for name, choices in {**TRAINING, "optimizer": optimizers_here(device)}.items():
-        if name not in space or not hasattr(space[name], "__iter__") or isinstance(space[name], str):
+        if name not in space or not isinstance(space[name], list | dict):
             choices_text = ",".join(str(choice).lower() for choice in choices)
             sampled.append(f"{'' if name in space else '+'}arch.space.{name}=[{choices_text}]")
     return sampled
-
-
-def _batch_sizes(family: str) -> str:
-    arch = load_config("submit", [f"+arch={family}", "n=1"]).arch
-    return f"batch_sizes=[{','.join(map(str, pair_sizes(space_of_mapping(_plain(arch)))))}]"
-
-
-def _plain(node):
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(node, resolve=True)
 
 
 def pair_sizes(space: Space) -> tuple[int, ...]:
@@ -232,7 +227,7 @@ def pair_sizes(space: Space) -> tuple[int, ...]:
 
 def rounds(n: int) -> Iterator[int]:
     """How many trials of a family there are by the end of each round."""
-    yield from (total for total in (_FIRST_ROUND, *range(_ROUND, n, _ROUND)) if total < n)
+    yield from (total for total in (*_FIRST_ROUNDS, *range(_ROUND, n, _ROUND)) if total < n)
     yield n
 
 
@@ -252,7 +247,8 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
                 done = False
                 break
             for name in list(jobs):
-                if not _queue(folder, queue, name, jobs[name], total, say):
+                due = jobs[name][:1] if total == _FIRST_ROUNDS[0] else jobs[name]
+                if not _queue(folder, queue, name, due, total, say):
                     del jobs[name]
             if not jobs:
                 raise UsageError("no family is left to measure")
@@ -262,11 +258,11 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
             if queue.pending() or (code == EXIT_INTERRUPTED and total < settings.n):
                 done = False
                 break
-    counts = _counts(folder)
+    counts = run_counts(folder)
     if not counts:
         say("nothing has been measured yet; the same command goes on")
         return False
-    say("\n".join(counts))
+    say("\n".join(count_lines(counts)))
     if settings.export:
         out = ExportSettings(
             out=settings.out, data=settings.data, source=_EXPORTED[settings.device], max_mb=settings.max_mb
@@ -288,35 +284,44 @@ def _queue(folder, queue, name: str, jobs: list[tuple[float, SubmitSettings]], t
     return True
 
 
-def _counts(folder: DataFolder) -> list[str]:
+def run_counts(folder: DataFolder) -> list[dict[str, Any]]:
+    """Count a data folder's runs by `family`, `status` and `quality`; `longest_s` is the longest one's time."""
+    if not folder.format_marker.is_file():
+        return []
     from warehouse import connect
 
     with contextlib.closing(connect(folder)) as connection:
         rows = connection.execute(
-            "SELECT family, count(*), list(status ORDER BY status) FROM runs GROUP BY ALL ORDER BY ALL"
+            "SELECT family, status, quality, count(*), max(wall_s) FROM runs GROUP BY ALL ORDER BY ALL"
         ).fetchall()
-    lines = []
-    for family, count, statuses in rows:
-        status_counts = ", ".join(f"{status} {statuses.count(status)}" for status in dict.fromkeys(statuses))
-        lines.append(f"{family}: {count} runs ({status_counts})")
-    return lines
+    return [dict(zip(("family", "status", "quality", "runs", "longest_s"), row, strict=True)) for row in rows]
+
+
+def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each family of `run_counts`, with its runs by status, and last one with the verdicts on all."""
+    groups: dict[str, Counter[str]] = defaultdict(Counter)
+    for counted in counts:
+        groups[counted["family"]][counted["status"]] += counted["runs"]
+    for counted in counts:
+        groups["verdicts"][counted["quality"] or "none"] += counted["runs"]
+    return [
+        f"{name}: {own.total()} runs ({', '.join(f'{value} {count}' for value, count in own.items())})"
+        for name, own in groups.items()
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure; 130 where it was told to stop before all was done, but for the end of its minutes."""
-    stopped = False
 
-    def collected() -> None:
-        nonlocal stopped
+    def collected() -> int:
         settings = settings_of(argv)
-        stopped = not collect(settings) and settings.minutes is None
+        return 0 if collect(settings) or settings.minutes is not None else EXIT_INTERRUPTED
 
     try:
-        code = exit_code(collected)
+        return exit_code(collected)
     except DeviceUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return EXIT_INTERRUPTED if stopped and not code else code
 
 
 if __name__ == "__main__":

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from infra.offline.probes import EXIT_LEFT, EXIT_NOT_HERE
 
 SOURCE = Path(__file__).resolve().parents[2]
 DEVICES = ("cuda", "cpu", "simulated")
-# Of the benchmark: a minute of each of a few families, since the published way takes more than a minute a trial.
+# Of the benchmark: a minute of each of two families, since the published way takes more than a minute a trial, and
+# all adaptive runs come before the first of them.
 _BENCH = {
-    "cuda": ("families=[cnn,transformer,gpt]", "seconds=60", "repeats=3"),
+    "cuda": ("families=[cnn,gpt]", "seconds=60", "repeats=2"),
     "cpu": ("families=[mlp]", "seconds=1", "repeats=2", "n=1"),
 }
 _TIMEOUT_S = 60  # of a trial, so that none outlasts a call
@@ -42,7 +46,7 @@ class Place:
 
     @property
     def cluster(self) -> str:
-        """Ray's, where several GPUs are to be filled and it is installed; one GPU needs no more than this process."""
+        """Ray's, where several GPUs are to be filled and it is installed; one GPU is driven by this process."""
         return "local" if self.device == "cuda" and self.gpus > 1 and importlib.util.find_spec("ray") else "inline"
 
 
@@ -56,6 +60,8 @@ class Step:
         not_here: Returns why it cannot run in this place, None if it can.
         is_left: Returns whether a program that ended by itself has left some of it.
         uses_queue: Whether it runs trials of the farm, in the one data folder.
+        keeps_time: Whether its programs end by themselves within the seconds that they are given.
+        ended: Outcome by exit code, beside 0.
     """
 
     minutes: float
@@ -63,14 +69,17 @@ class Step:
     not_here: Callable[[Place], str | None] = lambda place: None
     is_left: Callable[[Place], bool] = lambda place: False
     uses_queue: bool = False
+    keeps_time: bool = False
+    ended: Mapping[int, str] = field(default_factory=dict)
 
 
 def _test(place: Place, seconds: float) -> list[list[str]]:
     report = f"--junitxml={place.work / 'tests.xml'}"
-    tests = str(SOURCE / "tests" / "gpu")
+    # The step allocator has the other tests' cases, and runs of every family come with the step collect.
+    tests = [str(SOURCE / "tests" / "gpu" / "test_cuda.py"), "-k", "not every_family"]
     return [
         ["-m", "farm.doctor", f"device={place.device}"],
-        ["-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider", report, tests],
+        ["-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider", report, *tests],
     ]
 
 
@@ -85,7 +94,8 @@ def _probes(*names: str) -> Callable[[Place, float], list[list[str]]]:
 def _bench(place: Place, seconds: float) -> list[list[str]]:
     return [
         [
-            str(SOURCE / "tests" / "bench" / "bench_gpu.py"),
+            "-m",
+            "tests.bench.bench_gpu",
             "protocols=[adaptive,published]",
             *_BENCH[place.device],
             *([f"families=[{','.join(place.families)}]"] if place.families else []),
@@ -100,7 +110,7 @@ def _bench(place: Place, seconds: float) -> list[list[str]]:
 def _bench_left(place: Place) -> bool:
     try:
         return not json.loads((place.work / "bench.json").read_text())["plan"]["complete"]
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # a killed call's file may be torn
         return True
 
 
@@ -127,7 +137,7 @@ def _farm(measured: str, n: int) -> Callable[[Place, float], list[list[str]]]:
 
 
 def _needs_hardware(place: Place) -> str | None:
-    return "nothing of it can be simulated" if place.device == "simulated" else None
+    return "device=simulated cannot run this step" if place.device == "simulated" else None
 
 
 def _needs_gpus(place: Place) -> str | None:
@@ -138,11 +148,12 @@ def _needs_gpus(place: Place) -> str | None:
     return None if place.cluster == "local" else "several GPUs need Ray, which is not installed"
 
 
+_PROBES: dict[str, Any] = {"keeps_time": True, "ended": {EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}}
 STEPS = {
     "test": Step(2, _test, _needs_hardware),
-    "calibrate": Step(3, _probes("contexts", "workspaces", "questions"), _needs_hardware),
-    "allocator": Step(3, _probes("histories"), _needs_hardware),
-    "bench": Step(6, _bench, _needs_hardware, _bench_left, uses_queue=True),
+    "calibrate": Step(3, _probes("contexts", "questions", "workspaces"), _needs_hardware, **_PROBES),
+    "allocator": Step(3, _probes("histories"), _needs_hardware, **_PROBES),
+    "bench": Step(6, _bench, _needs_hardware, _bench_left, uses_queue=True, keeps_time=True),
     "collect": Step(8, _farm("runs", 420), uses_queue=True),
     "kernels": Step(3, _farm("kernels", 20), uses_queue=True),
     "pairs": Step(3, _farm("pairs", 40), uses_queue=True),

@@ -10,29 +10,30 @@ import datetime
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from conf.arguments import keyed_values
+from conf.arguments import exit_code, keyed_values
 from conf.children.containment import die_with_parent
-from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE, print_error
-from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
-from conf.plain_text import bounded, one_line
+from conf.cli import EXIT_INTERRUPTED
+from conf.errors import UsageError, unknown_name
+from conf.plain_text import bounded, exception_line, one_line
 from farm.jobs import Queue
 from featurize.families import family_names
 from infra.offline import results
+from infra.offline.call import ERRORS, Call
 from infra.offline.plan import DEVICES, SOURCE, STEPS, Place, Step
-from infra.offline.probes import EXIT_LEFT, EXIT_NOT_HERE
-from infra.offline.results import FULL_BYTES, Archive, Series
+from infra.offline.results import Series
 from warehouse.folder import DataFolder
 from warehouse.layout import write_bytes
 from workers.devices import DeviceChoice, choose_device, make_device
@@ -45,23 +46,21 @@ KINDS = {
 USAGE = f"""usage: python -m infra.offline.steps STEP[,STEP...] results=DIR [KEY=VALUE ...]
 
 STEP: {", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items())}
-  minutes=8       the call's; by default the steps' own together; they share them in proportion
+  minutes=8       for the whole call, shared in proportion to the planned minutes; default: their sum
   results=DIR     gets at most 8 files of at most 16 MiB, renewed every 30 s
   previous=DIR    results of an earlier call, which this one continues
   device=cuda     or cpu, simulated: rehearsals without a GPU
-  work=work       the folder that is worked in
+  work=work       the work folder
   families=[cnn,gpt] n=10     fewer trials, of these families
 
 All of the plan in three calls of ten minutes, each with minutes=9 and the results of the one before as previous=:
   test,calibrate,allocator      bench,kernels      collect,pairs,power"""
-_ENDED = {0: "done", EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}  # exit code -> outcome
 _PACK_EVERY_S = 30.0
 _TICK_S = 0.25
+_START_S = 5.0  # for a program to start in, before it counts its own seconds
 _LEAST_FINISH_S = 5.0  # for a program to finish what runs; one that runs trials also gets the longest one's time
 _STOP_S = 60.0  # to finish in, at most
-_LEAST_PACK_S = 2.0
-_LOG_BYTES = 2**18  # of the log that comes back beside the slices; all of it is in them
-_SUMMARY_LINES = 40
+_REPORT = "tests.xml"  # of pytest, in the work folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,73 +91,15 @@ class StepsSettings:
 def settings_of(argv: Sequence[str]) -> StepsSettings:
     """Return `STEP,STEP KEY=VALUE...` as settings. Raises `UsageError`."""
     if not argv or "=" in argv[0]:
-        raise UsageError(f"which step? give one or several of {','.join(STEPS)} first")
+        raise UsageError(f"name the steps first, e.g. test,calibrate; known: {', '.join(STEPS)}")
     values = keyed_values(argv[1:], KINDS)
     if "results" not in values:
         raise UsageError("results=DIR is missing: the folder that comes back from this machine")
     return StepsSettings(steps=tuple(argv[0].split(",")), **values)
 
 
-@dataclass(kw_only=True)
-class Call:
-    """A call at work: its folders, what it packed, and a row for each step of this call and those before it."""
-
-    place: Place
-    results: Path
-    rows: list[dict[str, Any]]
-    archive: Archive | None = None
-    pack_s: float = _LEAST_PACK_S  # that packing took, at most
-    packed_at_s: float = 0.0
-    step_began_s: float = 0.0
-    problem: str | None = None  # of the last packing
-    note: str = ""  # of the results that it continues
-    signalled: bool = False
-    counts: list[tuple] = field(default_factory=list)  # family, status, quality, runs, longest run in s
-
-    @property
-    def work(self) -> Path:
-        return self.place.work
-
-    @property
-    def is_full(self) -> bool:
-        return self.problem is not None or (self.archive is not None and self.archive.bytes > FULL_BYTES)
-
-    def pack(self) -> None:
-        """Write rows, work folder and summary into the results, and time it."""
-        began_s = time.monotonic()
-        lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-        write_bytes(self.work / "calls.jsonl", lines.encode())
-        self.counts = run_counts(self.work)
-        try:
-            self.archive, self.problem = results.pack(self.work, self.results), None
-            results.write_beside(self.results, self.summary(), self.work / "log.txt", _LOG_BYTES)
-        except (EnvironmentProblem, OSError) as error:  # the older results are still there
-            self.problem = str(error)
-        self.packed_at_s = time.monotonic()
-        self.pack_s = max(self.pack_s, self.packed_at_s - began_s)
-
-    def summary(self) -> dict[str, Any]:
-        """Return what summary.json says."""
-        return {
-            "calls": self.rows,
-            "runs": [
-                dict(zip(("family", "status", "quality", "runs"), counted, strict=False)) for counted in self.counts
-            ],
-            "left": self.left(),
-            "slices": [] if self.archive is None else [path.name for path in self.archive.slices],
-            "bytes": 0 if self.archive is None else self.archive.bytes,
-            "problem": self.problem,
-            "note": self.note,
-        }
-
-    def left(self) -> list[str]:
-        """Return the steps of the plan that are not done, in order."""
-        done = {row["step"] for row in self.rows if row["outcome"] in ("done", "not here")}
-        return [name for name in STEPS if name not in done]
-
-
 def run(settings: StepsSettings) -> int:
-    """Run the steps of one call and print its summary; return 0, 1 where a step failed, 130 where it was told to stop.
+    """Run the steps of one call, print its summary; return 0, 1 where a step or packing failed, 130 after a signal.
 
     Raises:
         UsageError: Results that cannot be continued or mixed, before anything is done.
@@ -179,10 +120,10 @@ def run(settings: StepsSettings) -> int:
             share = planned[name] / sum(planned[later] for later in settings.steps[settings.steps.index(name) :])
             _run_step(call, name, left_s * share)
         call.pack()
-    print("\n".join(summary_lines(call, before, time.monotonic() - began_s)))
+    print("\n".join(call.lines(before, time.monotonic() - began_s)))
     if call.signalled:
         return EXIT_INTERRUPTED
-    return int(any(row["outcome"] == "failed" for row in call.rows[before:]))
+    return int(call.problem is not None or any(row["outcome"] == "failed" for row in call.rows[before:]))
 
 
 def _place(settings: StepsSettings) -> Place:
@@ -221,7 +162,7 @@ def _prepared(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]]
     rows = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
     for row in rows:
         if row["outcome"] == "running":
-            row["outcome"], row["reason"] = "killed", "the call ended without a word"
+            row["outcome"], row["reason"] = "killed", "the call was killed before this step ended"
     note = previous.note if series is None and previous is not None else ""
     if note:
         print(f"{settings.previous}: {note}", file=sys.stderr)
@@ -232,26 +173,32 @@ def _prepared(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]]
 
 def _run_step(call: Call, name: str, seconds: float) -> None:
     step, call.step_began_s = STEPS[name], time.monotonic()
-    runs_before = sum(counted[3] for counted in call.counts)
+    runs_before, discovered = call.runs, discover_gpus()
     row = {
         "step": name, "device": call.place.device, "started_at": datetime.datetime.now(datetime.UTC).isoformat(),
-        "wall_s": 0.0, "outcome": "running", "reason": None, "counts": {}, **_versions(),
+        "wall_s": 0.0, "outcome": "running", "reason": None, "counts": {},
+        "torch": version("torch"), "python": platform.python_version(), "driver": discovered.driver_version,
+        "gpu": next((gpu.name for gpu in discovered.usable), None),
     }  # fmt: skip
     call.rows.append(row)
     call.pack()
-    with open(call.work / "log.txt", "ab") as log:
-        log.write(f"== {name}, {seconds:.0f} s\n".encode())
-    row["outcome"], row["reason"] = _outcome(call, step, seconds)
-    if name == "test":
-        _keep_tests(call.work, row)
+    try:
+        with open(call.place.work / "log.txt", "ab") as log:
+            log.write(f"== {name}, {seconds:.0f} s\n".encode())
+        (call.place.work / _REPORT).unlink(missing_ok=True)  # of a killed call
+        row["outcome"], row["reason"] = _outcome(call, step, seconds)
+        if name == "test":
+            _keep_tests(call.place.work, row)
+    except ERRORS as error:
+        row["outcome"], row["reason"] = "failed", exception_line(error)
     row["wall_s"] = round(time.monotonic() - call.step_began_s, 1)
-    call.counts = run_counts(call.work)
-    row["counts"]["runs"] = sum(counted[3] for counted in call.counts) - runs_before
+    call.count()
+    row["counts"]["runs"] = call.runs - runs_before
 
 
 def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
     if call.signalled:
-        return "stopped", "it was told to stop"
+        return "stopped", "stopped by a signal"
     if (reason := step.not_here(call.place)) is not None:
         return "not here", reason
     if seconds < _LEAST_FINISH_S:
@@ -259,12 +206,11 @@ def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
     if step.uses_queue:
         if call.is_full:
             return "full", call.problem or "the results have no room for more"
-        _set_aside(call.work)
+        _set_aside(call.place.work)
     until_s = time.monotonic() + seconds
-    commands = step.commands(call.place, max(1.0, seconds - _LEAST_FINISH_S))
     reason = None
-    for command in commands:
-        outcome, reason = _run_program(call, command, until_s, seconds / 3 if step.uses_queue else _LEAST_FINISH_S)
+    for command in step.commands(call.place, max(1.0, seconds - _START_S - _LEAST_FINISH_S)):
+        outcome, reason = _run_program(call, step, command, until_s, seconds)
         if outcome != "done":
             return outcome, reason
     return ("time is up" if step.is_left(call.place) else "done"), reason
@@ -280,38 +226,43 @@ def _set_aside(work: Path) -> None:
                     queue.cancel(job.job_id, time.time())
 
 
-def _run_program(call: Call, command: list[str], until_s: float, most_finish_s: float) -> tuple[str, str | None]:
+def _finish_s(step: Step, seconds: float, longest_s: float) -> float:
+    """Return how many seconds before its end a program of a step is interrupted, to finish what runs.
+
+    One that runs trials gets the time of the longest one so far, but no more than a third of the step's `seconds`.
+    """
+    if step.keeps_time or not step.uses_queue:
+        return _LEAST_FINISH_S
+    return min(seconds / 3, _LEAST_FINISH_S + longest_s)
+
+
+def _run_program(call: Call, step: Step, command: list[str], until_s: float, seconds: float) -> tuple[str, str | None]:
     """Run one program of a step until it ends or its time is up, and pack every half minute beside it.
 
-    It is told before that to finish what runs, at most `most_finish_s`, and killed with all that it started if it has
-    not then.
+    It is interrupted `_finish_s` before that, and killed with all that it started if it has not ended then.
     """
-    log = call.work / "log.txt"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH")))),
-    }
-    stop_sent = False
-    why = "time is up"
+    log = call.place.work / "log.txt"
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the machine's may not fit the bundle's pytest
+    why_stopped = None
     with open(log, "ab") as output:
         output.write(f"-- {' '.join(command)}\n".encode())
         output.flush()
         child = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
-            start_new_session=True, preexec_fn=partial(_begin_child, os.getpid()),
+            [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=SOURCE,
+            env=environment, start_new_session=True, preexec_fn=partial(_begin_child, os.getpid()),
         )  # fmt: skip
         try:
             while child.poll() is None:
                 now_s = time.monotonic()
                 if now_s >= until_s:
                     os.killpg(child.pid, signal.SIGKILL)
-                longest_s = max((counted[4] or 0.0 for counted in call.counts), default=0.0)
-                is_late = now_s >= until_s - min(most_finish_s, _LEAST_FINISH_S + longest_s)
-                if not stop_sent and (call.signalled or call.is_full or is_late):
-                    why = "stopped" if call.signalled else "full" if call.is_full else why
+                longest_s = max((counted["longest_s"] or 0.0 for counted in call.counts), default=0.0)
+                is_late = now_s >= until_s - _finish_s(step, seconds, longest_s)
+                is_full = step.uses_queue and call.is_full
+                if why_stopped is None and (call.signalled or is_full or is_late):
+                    why_stopped = "stopped" if call.signalled else "full" if is_full else "time is up"
                     child.send_signal(signal.SIGINT)
                     until_s = min(until_s, now_s + _STOP_S)
-                    stop_sent = True
                     call.packed_at_s = 0.0  # pack at once: nobody knows how long a machine waits that sends a signal
                 if now_s >= call.packed_at_s + _PACK_EVERY_S:
                     call.rows[-1]["wall_s"] = round(now_s - call.step_began_s, 1)
@@ -323,9 +274,9 @@ def _run_program(call: Call, command: list[str], until_s: float, most_finish_s: 
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
     last_line = _last_line(log)
-    if child.returncode in _ENDED:
-        return _ENDED[child.returncode], last_line if last_line.startswith("failed: ") else None
-    return (why, None) if stop_sent else ("failed", f"exit code {child.returncode}: {last_line}")
+    if child.returncode == 0 or child.returncode in step.ended:
+        return step.ended.get(child.returncode, "done"), last_line if last_line.startswith("failed: ") else None
+    return (why_stopped, None) if why_stopped else ("failed", f"exit code {child.returncode}: {last_line}")
 
 
 def _begin_child(parent: int) -> None:
@@ -335,89 +286,43 @@ def _begin_child(parent: int) -> None:
 
 def _last_line(log: Path) -> str:
     lines = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-    return bounded(one_line(lines[-1] if lines else "it printed nothing"))
+    return "no output" if lines[-1].startswith("-- ") else bounded(one_line(lines[-1]))  # the program's own heading
 
 
 def _keep_tests(work: Path, row: dict[str, Any]) -> None:
-    """Write what doctor said and how the tests ended; a failed test is a failed step."""
+    """Write what doctor said and how the tests ended. What an earlier call wrote stays where this one has no report."""
     log = (work / "log.txt").read_text(errors="replace").rpartition("== test, ")[2]
-    doctor = log.partition("\n-- -m farm.doctor")[2].partition("\n-- ")[0]
-    write_bytes(work / "probes" / "doctor.txt", doctor.partition("\n")[2].encode())
-    report = work / "tests.xml"
-    outcomes: dict[str, Any] = {"passed": 0, "failed": [], "skipped": [], "reason": None}
-    if not report.exists():
-        outcomes["reason"] = row["reason"] or "pytest was ended before its report"
-    else:
-        for case in ElementTree.parse(report).iter("testcase"):
-            name = f"{case.get('classname')}::{case.get('name')}"
-            ended = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-            if ended is None:
-                outcomes["passed"] += 1
-            else:
-                kind = "skipped" if ended.tag == "skipped" else "failed"
-                outcomes[kind].append({"test": name, "reason": ended.get("message", "")})
-        report.unlink()
+    doctor, pytest_ran, printed = log.partition("\n-- -m farm.doctor")[2].partition("\n-- -m pytest")
+    if doctor:
+        write_bytes(work / "probes" / "doctor.txt", doctor.partition("\n")[2].encode())
+    if not pytest_ran:
+        return
+    collected = re.search(r"collected (\d+) items?(?:.* / (\d+) selected)?", printed)
+    selected = int(collected[2] or collected[1]) if collected else 0
+    outcomes: dict[str, Any] = {"passed": 0, "failed": [], "skipped": [], "not_run": selected, "reason": None}
+    try:
+        cases = list(ElementTree.parse(work / _REPORT).iter("testcase"))
+    except (FileNotFoundError, ElementTree.ParseError) as error:
+        is_cut = isinstance(error, ElementTree.ParseError)
+        outcomes["reason"] = f"{_REPORT} is cut: {error}" if is_cut else "pytest was ended before its report"
+        row["reason"] = row["reason"] or outcomes["reason"]
+        if (work / "tests.json").exists():
+            return
+        cases = []
+    for case in cases:
+        name = f"{case.get('classname')}::{case.get('name')}"
+        ended = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        if ended is None:
+            outcomes["passed"] += 1
+        else:
+            kind = "skipped" if ended.tag == "skipped" else "failed"
+            outcomes[kind].append({"test": name, "reason": ended.get("message", "")})
+    outcomes["not_run"] = max(0, selected - len(cases))
+    (work / _REPORT).unlink(missing_ok=True)
     row["counts"] = {
-        kind: outcomes[kind] if kind == "passed" else len(outcomes[kind]) for kind in ("passed", "failed", "skipped")
+        kind: len(ended) if isinstance(ended, list) else ended for kind, ended in outcomes.items() if kind != "reason"
     }
     write_bytes(work / "tests.json", (json.dumps(outcomes, indent=1) + "\n").encode())
-
-
-def _versions() -> dict[str, str | None]:
-    try:
-        torch_version: str | None = version("torch")
-    except PackageNotFoundError:
-        torch_version = None
-    discovered = discover_gpus()
-    return {
-        "torch": torch_version,
-        "python": platform.python_version(),
-        "driver": discovered.driver_version,
-        "gpu": next((gpu.name for gpu in discovered.usable), None),
-    }
-
-
-def run_counts(work: Path) -> list[tuple]:
-    """Return (family, status, quality, runs, longest run in s) of the data folder; none where there is none."""
-    folder = DataFolder.resolve(work / results.DATA)
-    if not folder.format_marker.is_file():
-        return []
-    from warehouse import connect
-
-    with contextlib.closing(connect(folder)) as connection:
-        return connection.execute(
-            "SELECT family, status, quality, count(*), max(wall_s) FROM runs GROUP BY ALL ORDER BY ALL"
-        ).fetchall()
-
-
-def summary_lines(call: Call, before: int, wall_s: float) -> list[str]:
-    """Return the last lines of a call: its steps, runs, files, and what is left."""
-    lines = [f"call of {wall_s:.0f} s on device={call.place.device}, {call.place.gpus} of it"]
-    if call.note:
-        lines.append(f"continued: {call.note}")
-    for row in call.rows[before:]:
-        counted = ", ".join(f"{count} {name}" for name, count in row["counts"].items() if count)
-        why = f": {row['reason']}" if row["reason"] else ""
-        lines.append(
-            f"{row['step']}: {row['outcome']} after {row['wall_s']:.0f} s{why}{f' ({counted})' if counted else ''}"
-        )
-    families: dict[str, dict[str, int]] = {}
-    verdicts: dict[str, int] = {}
-    for family, status, quality, count, _ in call.counts:
-        families.setdefault(family, {})[status] = families.get(family, {}).get(status, 0) + count
-        verdicts[str(quality)] = verdicts.get(str(quality), 0) + count
-    for family, statuses in families.items():
-        lines.append(f"runs of {family}: {', '.join(f'{status} {count}' for status, count in statuses.items())}")
-    if verdicts:
-        lines.append(f"verdicts: {', '.join(f'{name} {count}' for name, count in verdicts.items())}")
-    if call.archive is not None:
-        for path in call.archive.slices:
-            lines.append(f"{path.name}: {path.stat().st_size / 2**20:.2f} MiB")
-        lines.append(f"{call.archive.bytes / 2**20:.2f} MiB of results; packing took {call.pack_s:.1f} s at most")
-    if call.problem:
-        lines.append(f"not packed: {call.problem}")
-    lines.append(f"still to do: {', '.join(call.left()) or 'nothing'}")
-    return lines[:_SUMMARY_LINES]
 
 
 @contextlib.contextmanager
@@ -440,11 +345,7 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
-    try:
-        return run(settings_of(argv))
-    except CommandError as error:
-        print_error(error)
-        return EXIT_USAGE
+    return exit_code(lambda: run(settings_of(argv)))
 
 
 if __name__ == "__main__":

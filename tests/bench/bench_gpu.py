@@ -154,8 +154,11 @@ def _round(plan: Plan, folder: DataFolder, queue: Queue, k: int, seconds_left: C
 
 
 def main(argv: Sequence[str]) -> int:
+    def benchmarked() -> None:
+        run(settings_of(argv))
+
     try:
-        return exit_code(lambda: run(settings_of(argv)))
+        return exit_code(benchmarked)
     except DeviceUnavailable as reason:
         print(f"bench-gpu needs an NVIDIA GPU: {reason}")
         return EXIT_USAGE

@@ -9,9 +9,11 @@ import pytest
 
 import warehouse
 from conf.errors import UsageError
+from farm.jobs import Queue
 from farm.space import space_of_mapping
 from featurize.families import family_names
 from warehouse.dataset import find_parts
+from warehouse.folder import DataFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,8 +85,28 @@ def test_pairs_span_the_batch_sizes_of_a_space(collect):
 
 
 def test_rounds_begin_small_and_end_with_all(collect):
-    assert list(collect.rounds(25)) == [2, 10, 20, 25]
-    assert list(collect.rounds(2)) == [2]
+    assert list(collect.rounds(25)) == [1, 2, 10, 20, 25]
+    assert list(collect.rounds(2)) == [1, 2]
+
+
+def test_the_first_round_is_one_run_of_each_family(collect, tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "work", lambda *arguments, **keys: 0)
+    made = settings(collect, tmp_path, families=["mlp", "cnn"], n=10)
+    assert not collect.collect(made, lambda line: None)
+    with Queue.open(DataFolder.resolve(made.data).queue) as queue:
+        assert sorted(job.family for job in queue.jobs()) == ["cnn", "mlp"] and queue.pending() == 2
+
+
+def test_a_family_is_composed_once_for_all_its_jobs(collect, tmp_path, monkeypatch):
+    composed = []
+    load = collect.load_settings
+    monkeypatch.setattr(collect, "load_settings", lambda *arguments: composed.append(0) or load(*arguments))
+    of_whole_card, of_half, _, of_pairs = collect.jobs_of("mlp", settings(collect, tmp_path, seed=3)).values()
+    assert len(composed) == 1
+    again = ["device=simulated", "cluster=inline", "trial.timeout_s=120", *collect._sampled("mlp", "simulated")]
+    assert of_whole_card == collect._submission("+arch=mlp", "n=1", "seed=12", *again)
+    assert of_half == collect._submission("+arch=mlp", "n=1", "seed=13", *again, "device.memory_fraction=0.5")
+    assert of_pairs == collect._submission("+arch=mlp", "n=1", "seed=15", *again, "batch_sizes=[4,25,161,1024]")
 
 
 def test_what_no_gpu_measured_does_not_go_into_the_project_s_data_set(collect, tmp_path):
@@ -104,7 +126,7 @@ def test_kernels_pairs_ranks_and_power_have_submissions_of_their_own(collect, tm
     (layouts,) = [dimension for dimension in submitted("ranks")["mlp"].space.varied if dimension.name == "parallel"]
     assert [text.split(",")[0] for text in layouts.choices] == ["ddp=2", "fsdp=2", "fsdp=2"]
     power = submitted("power")["mlp"]
-    assert power.window.kind == "fixed" and len(power.batch_sizes) == 4
+    assert power.window.kind == "fixed" and power.batch_sizes == (4, 1024)
     assert list(submitted("pairs", device="cpu")) == ["time_slicing"]
     with pytest.raises(UsageError, match="unknown measure 'runz'; known: kernels, pairs"):
         settings(collect, tmp_path, measure="runz")

@@ -1,6 +1,7 @@
 """Steps on a lent machine: what comes back survives a kill at any moment, continues, and refuses to be mixed."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -9,13 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pytest
 
 import warehouse
 from conf.errors import EnvironmentProblem, UsageError
 from farm.jobs import Job, Queue
-from infra.offline import results, steps
+from infra.offline import call, plan, results, steps
 from infra.offline.plan import STEPS
 from infra.offline.results import Series
 from warehouse.folder import DataFolder
@@ -160,13 +162,13 @@ def test_an_older_whole_archive_that_is_taken_for_a_torn_one_is_said(work, packe
     second = results.pack(work, packed).slices[0]
     second.write_bytes(second.read_bytes()[:-1])  # killed in the middle of writing it
     first.write_bytes(kept)
-    said = f"generation 2 is not whole ({second.name} is torn); generation 1 is taken"
+    note = f"generation 2 is not whole ({second.name} is torn); generation 1 is taken"
     call = ("bench", "device=simulated", f"previous={packed}", f"results={packed}", f"work={tmp_path / 'w'}")
     assert steps.main(call) == 0
     printed = capsys.readouterr()
-    assert printed.err == f"{packed}: {said}\n" and said in printed.out
-    assert json.loads((packed / "summary.json").read_text())["note"] == said
-    assert said in (packed / "log.txt").read_text()
+    assert printed.err == f"{packed}: {note}\n" and note in printed.out
+    assert json.loads((packed / "summary.json").read_text())["note"] == note
+    assert note in (packed / "log.txt").read_text()
     assert not second.exists() and Series.of_work(tmp_path / "w") == results.newest(packed).series
 
 
@@ -201,8 +203,8 @@ def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_pa
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "which step? give one or several of test,calibrate,"),
-        (["results=r"], "which step?"),
+        ([], "name the steps first, e.g. test,calibrate; known: test, calibrate,"),
+        (["results=r"], "name the steps first"),
         (["colect", "results=r"], "unknown step 'colect'; known: allocator, bench"),
         (["test,colect", "results=r"], "unknown step 'colect'"),
         (["collect"], "results=DIR is missing"),
@@ -225,7 +227,7 @@ def test_a_step_that_cannot_run_here_is_data_and_later_calls_know_of_it(tmp_path
     call = ("calibrate,ranks", "minutes=1", f"results={folder}", "device=simulated", "families=[mlp]")
     assert steps.main([call[0].replace(",ranks", ",allocator"), *call[1:], f"work={tmp_path / 'work'}"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("call of ") and len(lines) <= 40
+    assert lines[0].endswith(" s on device=simulated (4 GPUs)") and len(lines) <= 40
     assert lines[-1] == f"still to do: {', '.join(name for name in STEPS if name not in ('calibrate', 'allocator'))}"
     summary = json.loads((folder / "summary.json").read_text())
     assert [(row["step"], row["outcome"]) for row in summary["calls"]] == [
@@ -251,11 +253,168 @@ def test_a_call_without_its_gpu_is_one_line(tmp_path, capsys):
 
 
 def test_no_trial_begins_where_the_results_have_no_room_for_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(steps, "FULL_BYTES", 0)
+    monkeypatch.setattr(call, "FULL_BYTES", 0)
     work = tmp_path / "work"
     assert steps.main(["collect", f"results={tmp_path / 'results'}", f"work={work}", "device=simulated"]) == 0
     assert "collect: full after 0 s: the results have no room for more" in capsys.readouterr().out
     assert not (work / "data").exists()
+
+
+def program(monkeypatch, step, *lines, **fields):
+    """Let a step run these lines of Python, each in a process, in place of its own programs."""
+    values = {"commands": lambda place, seconds: [["-c", line] for line in lines], "not_here": lambda place: None}
+    monkeypatch.setitem(steps.STEPS, step, dataclasses.replace(STEPS[step], **(values | fields)))
+
+
+def run_step(tmp_path, step, code=0):
+    """Run a step in the work folder of `tmp_path`; return its row."""
+    work = tmp_path / "work"
+    argv = [step, f"results={tmp_path / 'results'}", f"work={work}", "device=simulated", "minutes=1"]
+    assert steps.main(argv) == code
+    return json.loads((work / "calls.jsonl").read_text().splitlines()[-1])
+
+
+def test_a_program_that_fails_without_output_says_so(tmp_path, monkeypatch):
+    program(monkeypatch, "kernels", "raise SystemExit(7)")
+    assert run_step(tmp_path, "kernels", code=1)["reason"] == "exit code 7: no output"
+
+
+@pytest.mark.parametrize(("step", "outcome"), [("test", "failed"), ("calibrate", "time is up")])
+def test_only_a_probe_s_exit_code_says_that_time_is_up(tmp_path, monkeypatch, step, outcome):
+    program(monkeypatch, step, "print('an internal error'); raise SystemExit(3)")
+    row = run_step(tmp_path, step, code=int(outcome == "failed"))
+    assert row["outcome"] == outcome
+    assert row["reason"] == ("exit code 3: an internal error" if outcome == "failed" else None)
+
+
+def test_what_is_full_ends_runs_and_no_probe(tmp_path, monkeypatch):
+    monkeypatch.setattr(call, "FULL_BYTES", 0)
+    program(monkeypatch, "calibrate", "import json, decimal, fractions")
+    assert run_step(tmp_path, "calibrate")["outcome"] == "done"
+
+
+def test_a_failed_packing_ends_nothing_and_a_second_one_does(work, packed, monkeypatch):
+    place = plan.Place(work=work, device="simulated", gpus=1)
+    at_work = call.Call(place=place, results=packed, rows=[])
+    (work / "noise").write_bytes(os.urandom(100_000))
+    monkeypatch.setattr(results, "SLICE_BYTES", 2**10)
+    at_work.pack()
+    assert "more than 6 files" in at_work.problem and not at_work.is_full
+    at_work.pack()
+    assert at_work.is_full
+    monkeypatch.undo()
+    at_work.pack()
+    assert at_work.problem is None and not at_work.is_full
+
+
+def test_a_damaged_queue_is_the_row_s_reason_and_not_the_end_of_the_call(work, tmp_path, capsys):
+    (work / "data" / "queue.sqlite").write_bytes(b"not a database, but long enough to be read as one" * 100)
+    argv = ["calibrate,collect", f"results={tmp_path / 'results'}", f"work={work}", "device=simulated"]
+    assert steps.main(argv) == 1
+    assert "file is not a database" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (work / "calls.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == ["calibrate", "collect"]
+    assert "file is not a database" in rows[1]["reason"]
+
+
+def test_runs_that_cannot_be_counted_are_packed(work, packed, monkeypatch):
+    def damaged(folder):
+        raise duckdb.IOException("No magic bytes found")
+
+    at_work = call.Call(place=plan.Place(work=work, device="simulated", gpus=1), results=packed, rows=[])
+    at_work.pack()
+    counted = at_work.counts
+    monkeypatch.setattr(call, "run_counts", damaged)
+    at_work.pack()
+    assert at_work.counts == counted and "No magic bytes" in at_work.problem
+    assert results.newest(packed).series.generation == 3
+
+
+def test_a_step_s_own_error_is_a_failed_row(tmp_path, monkeypatch):
+    def unreadable(place):
+        raise PermissionError("bench.json")
+
+    program(monkeypatch, "kernels", "pass", is_left=unreadable)
+    row = run_step(tmp_path, "kernels", code=1)
+    assert row["outcome"] == "failed" and "bench.json" in row["reason"]
+
+
+DOCTOR, PYTEST = "-- -m farm.doctor device=cuda", "-- -m pytest -m gpu"
+
+
+def kept_tests(work, *, printed="collected 18 items / 14 deselected / 4 selected", report=None):
+    """Keep the tests of a call whose log and report are these; return the row."""
+    with open(work / "log.txt", "a") as log:
+        log.write(f"== test, 120 s\n{DOCTOR}\nall well\n{PYTEST}\n{printed}\n")
+    if report is not None:
+        (work / "tests.xml").write_text(report)
+    row = {"step": "test", "outcome": "time is up", "reason": None, "counts": {}}
+    (work / "probes").mkdir(exist_ok=True)
+    steps._keep_tests(work, row)
+    return row
+
+
+def test_tests_that_no_time_was_left_for_are_counted(work):
+    report = '<testsuites><testsuite><testcase classname="c" name="n"/></testsuite></testsuites>'
+    row = kept_tests(work, printed="collecting ... collected 18 items / 14 deselected / 4 selected", report=report)
+    outcomes = json.loads((work / "tests.json").read_text())
+    assert (outcomes["passed"], outcomes["not_run"], row["counts"]["not_run"]) == (1, 3, 3)
+    assert (work / "probes" / "doctor.txt").read_text() == "all well"
+
+
+def test_a_cut_report_of_tests_is_a_reason_and_an_earlier_whole_one_stays(work):
+    row = kept_tests(work, report="<testsuites><testsuite")
+    outcomes = json.loads((work / "tests.json").read_text())
+    assert "tests.xml is cut" in outcomes["reason"] and outcomes["not_run"] == 4 and row["reason"] == outcomes["reason"]
+    (work / "tests.json").write_text("whole")
+    kept_tests(work)
+    assert (work / "tests.json").read_text() == "whole"
+
+
+def test_where_no_test_ran_the_earlier_report_stays(work, tmp_path):
+    (work / "probes").mkdir()
+    kept = {work / "tests.json": "{}", work / "probes" / "doctor.txt": "a GPU"}
+    for path, text in kept.items():
+        path.write_text(text)
+    argv = ["test", f"results={tmp_path / 'results'}", f"work={work}", "device=simulated"]
+    assert steps.main(argv) == 0
+    assert {path: path.read_text() for path in kept} == kept
+
+
+def test_the_report_of_a_killed_call_is_not_taken_for_this_one_s_and_pytest_has_its_own_plugins_only(
+    tmp_path, monkeypatch
+):
+    Series.begun(tmp_path / "work")
+    (tmp_path / "work" / "tests.xml").write_text("<testsuites/>")
+    code = "import os; print(os.path.exists('{}'), os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD']); raise SystemExit(1)"
+    program(monkeypatch, "test", code.format(tmp_path / "work" / "tests.xml"))
+    assert run_step(tmp_path, "test", code=1)["reason"] == "exit code 1: False 1"
+
+
+def test_a_torn_file_of_the_benchmark_means_that_some_is_left(tmp_path):
+    (tmp_path / "bench.json").write_text('{"plan": {"comp')
+    assert STEPS["bench"].is_left(plan.Place(work=tmp_path, device="cuda", gpus=1))
+
+
+@pytest.mark.parametrize(
+    ("step", "before_end_s"), [("collect", 45.0), ("bench", 5.0), ("calibrate", 5.0), ("test", 5.0)]
+)
+def test_a_program_that_keeps_its_own_time_is_interrupted_only_at_the_end(step, before_end_s):
+    assert steps._finish_s(STEPS[step], seconds=300.0, longest_s=40.0) == before_end_s
+
+
+def test_a_long_summary_keeps_its_last_lines(work, packed):
+    at_work = call.Call(
+        place=plan.Place(work=work, device="cuda", gpus=1), results=packed, rows=[], problem="not packed: disk"
+    )
+    at_work.counts = [
+        {"family": f"f{number}", "status": "ok", "quality": "trusted", "runs": 2, "longest_s": 1.0}
+        for number in range(60)
+    ]
+    lines = at_work.lines(0, 540.0)
+    assert len(lines) == 40 and lines[0] == "540 s on device=cuda (1 GPU)"
+    assert lines[-2:] == ["not packed: disk", f"still to do: {', '.join(STEPS)}"]
+    assert lines[-4].endswith(" more families") and lines[-3] == "verdicts: 120 runs (trusted 120)"
 
 
 @pytest.mark.wide
@@ -266,6 +425,7 @@ def test_without_a_gpu_its_tests_are_skipped_with_their_reasons_as_data(tmp_path
     if outcomes["passed"]:
         pytest.skip("there is a GPU")
     assert outcomes["skipped"] and not outcomes["failed"] and outcomes["reason"] is None
+    assert outcomes["not_run"] == 0 and not any("every_family" in test["test"] for test in outcomes["skipped"])
     assert all(test["reason"].startswith("no usable GPU") for test in outcomes["skipped"])
     report = (work / "probes" / "doctor.txt").read_text()
     assert "telemetry" in report and "test_cuda" not in report
@@ -286,6 +446,8 @@ def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice
     def await_runs(process, name, count):
         data = tmp_path / name / "data"
         while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)  # the machine is the call's, not this loop's
             with contextlib.suppress(EnvironmentProblem, UsageError):
                 if query(DataFolder.resolve(data).open(), "SELECT count(*) FROM runs") >= [(count,)]:
                     return

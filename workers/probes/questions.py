@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from conf.outputs import write_file
 from conf.plain_text import counted, first_line
+from conf.units import MIB
 from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json
-from workers.probes.gpu import MIB, first_gpu, memory_reading
+from workers.probes.gpu import first_gpu, memory_reading
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
