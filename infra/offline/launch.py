@@ -5,6 +5,7 @@ Start reading at `main`; standard library only. `infra.offline.bundle` writes th
 
 # No newer syntax than Python 3.6's: an unsuitable Python reads the file and gets one line instead of a traceback.
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -120,6 +121,7 @@ def install(target, folders):
     installed = installed_bundle(target)
     if installed not in (None, manifest["bundle"]):
         raise Problem(f"{target} holds another bundle; name another folder with target=")
+    check_machine(manifest)
     archives = {
         name: archive for name, archive in manifest["archives"].items() if not os.path.isdir(unpacked_at(target, name))
     }
@@ -128,8 +130,8 @@ def install(target, folders):
     held = os.path.join(target, "held")
     slices = {name: found_slices(archive, [*folders, held]) for name, archive in archives.items()}
     if installed is None:
-        check_machine(manifest)
-    if "numpy" in slices and (installed is not None or on_machine("numpy")):
+        check_torch(manifest)
+    if "numpy" in slices and on_machine("numpy"):
         del slices["numpy"]
     complete, incomplete = [], []
     for name, pairs in slices.items():
@@ -137,7 +139,7 @@ def install(target, folders):
             complete.append(name)
         elif name in NEEDED:
             parts = ", ".join(missing_parts(pairs))
-            raise Problem(f"{parts} is missing, with {NEEDED[name]}; name its folder with parts=")
+            raise Problem(f"{parts} is missing; it holds {NEEDED[name]}; name its folder with parts=")
         elif any(path and os.path.dirname(path) != held for _, path in pairs):
             incomplete.append(name)
     for name in complete + incomplete:
@@ -218,7 +220,7 @@ def sha256(path):
 
 
 def check_machine(manifest):
-    """Raise `Problem` where the machine is not the one that the bundle was made for."""
+    """Raise `Problem` where the machine or this Python is not the one that the bundle was made for; in every call."""
     machine, python = manifest["machine"], manifest["python"]
     if platform.system() != "Linux" or platform.machine() != machine:
         raise Problem(f"the bundle is for Linux on {machine}; this is {platform.system()} on {platform.machine()}")
@@ -232,6 +234,22 @@ def check_machine(manifest):
     if libc != "glibc" or numbers(libc_version) < numbers(manifest["glibc"]):
         name = libc or "another C library"
         raise Problem(f"the wheels need glibc {manifest['glibc']} or newer; this machine has {name} {libc_version}")
+    try:
+        import lzma  # noqa: F401  (a Python that was built without it has no such module)
+    except ImportError as error:
+        raise Problem(f"{sys.executable} has no module lzma; start offline.py with a Python that has it") from error
+    if importlib.util.find_spec("torch") is None:
+        raise Problem(f"{sys.executable} has no torch; start offline.py with the Python that has it")
+    missing = ", ".join(name for name in manifest["expects"] if not on_machine(name))
+    if missing:
+        raise Problem(
+            f"this Python lacks {missing}, which the bundle expects here; install it, or make the bundle again "
+            f"with {missing} left out of present="
+        )
+
+
+def check_torch(manifest):
+    """Raise `Problem` where torch is too old or cannot be imported, which takes seconds."""
     command = [sys.executable, "-W", "ignore", "-c", "import torch; print(torch.__version__)"]
     done = subprocess.run(command, capture_output=True)
     if done.returncode:
@@ -240,9 +258,6 @@ def check_machine(manifest):
     release = done.stdout.decode().split()[-1]
     if numbers(release) < numbers(manifest["torch"]):
         raise Problem(f"torch {release} is too old; {manifest['torch']} or newer is needed")
-    missing = ", ".join(name for name in manifest["expects"] if not on_machine(name))
-    if missing:
-        raise Problem(f"this Python lacks {missing}, which the bundle leaves out; make it again with other present=")
 
 
 def numbers(version):
