@@ -52,14 +52,13 @@ def _read(item: str) -> Any:
     return value
 
 
-def exit_code(work: Callable[[], object]) -> int:
-    """Run work that the same command can continue, and return its exit code: 0, 2 or 130, as users' commands do."""
+def exit_code(work: Callable[[], int | None]) -> int:
+    """Run work that the same command can continue, and return its exit code, or 2 or 130 as users' commands do."""
     try:
-        work()
+        return work() or 0
     except CommandError as error:
         print_error(error)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("stopped; run the same command again to continue", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return 0

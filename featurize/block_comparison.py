@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from conf.errors import UsageError, shown
 from conf.units import MIB
 from featurize.allocator_history import replay_history
 from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec, known_device, load_device
+from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.replay import replay
 from featurize.step_trace import StepTrace
 from featurize.trial import config_from_mapping
-
-if TYPE_CHECKING:
-    from featurize.cudnn.workspaces import ConvolutionWorkspace
 
 HISTORY_KEYS = (
     "name", "config", "conf", "torch_version", "device_name", "total_bytes", "trace", "marks", "segments",
@@ -153,35 +150,29 @@ def read_history(path: Path) -> dict[str, Any]:
 
 def compare_blocks(
     history: Mapping[str, Any],
-    device: DeviceSpec | None = None,
-    *,
-    workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None = None,
+    device: DeviceSpec,
 ) -> BlockComparison:
     """Compare a recorded history with our trace of the same config.
 
     Args:
         history: With `HISTORY_KEYS`. `marks` are indices into `trace`: where each step begins, and the end of the last.
-        device: Description of the GPU; None: the one that has the history's `device_name`.
-        workspaces: What convolutions take (`featurize.cudnn.workspaces`); None: the guesses that estimates use.
+        device: Description of the GPU.
 
     Raises:
-        UsageError: No description has the GPU's name, or the history is inconsistent.
+        UsageError: The history is inconsistent.
         TraceError: The config cannot be traced.
     """
     from featurize.trace import trace_config
 
-    spec = device or _described(str(history["device_name"]))
     config = config_from_mapping(history["config"])
     settings = AllocatorSettings.parse(history["conf"])
     round_up = settings.size_rounding()
     recorded = replay_history(history["trace"], settings, total_bytes=history["total_bytes"])
     measured = _measured_side(history["trace"], _last_step(history), round_up)
-    trace = trace_config(config, device=spec)
-    profile = replay(
-        trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings, timeline=True, workspaces=workspaces
-    )
+    trace = trace_config(config, device=device)
+    profile = replay(trace, device, cudnn_benchmark=config.cudnn_benchmark, allocator=settings, timeline=True)
     reserved = [moment.reserved for moment in profile.timeline]
-    traced = _traced_side(trace, reserved, lambda call: _taken(call, spec, workspaces), round_up)
+    traced = _traced_side(trace, reserved, lambda call: workspace_bytes(call, device), round_up)
 
     measured_peak, traced_peak = _peak(measured), _peak(traced)
     alive = _alive(measured, measured_peak[0]), _alive(traced, traced_peak[0])
@@ -215,13 +206,6 @@ def compare_blocks(
         verdict=verdict,
         sentence=_sentence(verdict, apart_bytes, gap, difference),
     )
-
-
-def _described(name: str) -> DeviceSpec:
-    known = known_device(name)
-    if known is None:
-        raise UsageError(f"no description has the GPU {shown(name)}; pass the device")
-    return load_device(known)
 
 
 def _last_step(history: Mapping[str, Any]) -> range:
@@ -297,11 +281,6 @@ def _traced_side(
     return _Side(blocks, moments, range(first, len(trace.events)))
 
 
-def _taken(call: LibraryCall, spec: DeviceSpec, workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None) -> int:
-    answer = (workspaces or {}).get(call)
-    return workspace_bytes(call, spec) if answer is None else answer.sizes[0]
-
-
 def _peak(side: _Side) -> tuple[int, int]:
     """Return the event after which the most bytes are allocated, the first of several, and these bytes."""
     index, allocated, _ = max(side.moments, key=lambda moment: moment[1], default=(0, 0, 0))
@@ -350,9 +329,7 @@ def _match(measured: Sequence[_Held], traced: Sequence[_Held]) -> BlockMatch:
 
 
 def _by_size(apart: Iterable[_Held]) -> tuple[BlocksApart, ...]:
-    groups: dict[tuple[int, str, bool], int] = defaultdict(int)
-    for held in apart:
-        groups[held.nbytes, held.where, held.is_brief] += 1
+    groups = Counter((held.nbytes, held.where, held.is_brief) for held in apart)
     blocks = [
         BlocksApart(nbytes=nbytes, count=count, where=where, is_brief=is_brief)
         for (nbytes, where, is_brief), count in groups.items()

@@ -13,6 +13,7 @@ import io
 import math
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -262,11 +263,11 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
             if queue.pending() or (code == EXIT_INTERRUPTED and total < settings.n):
                 done = False
                 break
-    counts = _counts(folder)
+    counts = run_counts(folder)
     if not counts:
         say("nothing has been measured yet; the same command goes on")
         return False
-    say("\n".join(counts))
+    say("\n".join(count_lines(counts)))
     if settings.export:
         out = ExportSettings(
             out=settings.out, data=settings.data, source=_EXPORTED[settings.device], max_mb=settings.max_mb
@@ -288,35 +289,43 @@ def _queue(folder, queue, name: str, jobs: list[tuple[float, SubmitSettings]], t
     return True
 
 
-def _counts(folder: DataFolder) -> list[str]:
+def run_counts(folder: DataFolder) -> list[tuple]:
+    """Return (family, status, quality, runs, longest run in s) of a data folder; none where there is none."""
     from warehouse import connect
 
+    if not folder.format_marker.is_file():
+        return []
     with contextlib.closing(connect(folder)) as connection:
-        rows = connection.execute(
-            "SELECT family, count(*), list(status ORDER BY status) FROM runs GROUP BY ALL ORDER BY ALL"
+        return connection.execute(
+            "SELECT family, status, quality, count(*), max(wall_s) FROM runs GROUP BY ALL ORDER BY ALL"
         ).fetchall()
-    lines = []
-    for family, count, statuses in rows:
-        status_counts = ", ".join(f"{status} {statuses.count(status)}" for status in dict.fromkeys(statuses))
-        lines.append(f"{family}: {count} runs ({status_counts})")
-    return lines
+
+
+def count_lines(counts: Sequence[tuple]) -> list[str]:
+    """Return a line for each family of `run_counts`, with its runs by status, and one with the verdicts on them."""
+    groups: dict[str, Counter[str]] = defaultdict(Counter)
+    for family, status, _, count, _ in counts:
+        groups[family][status] += count
+    for _, _, quality, count, _ in counts:
+        groups["verdicts"][quality or "none"] += count
+    return [
+        f"{name}: {own.total()} runs ({', '.join(f'{value} {count}' for value, count in own.items())})"
+        for name, own in groups.items()
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure; 130 where it was told to stop before all was done, but for the end of its minutes."""
-    stopped = False
 
-    def collected() -> None:
-        nonlocal stopped
+    def collected() -> int:
         settings = settings_of(argv)
-        stopped = not collect(settings) and settings.minutes is None
+        return 0 if collect(settings) or settings.minutes is not None else EXIT_INTERRUPTED
 
     try:
-        code = exit_code(collected)
+        return exit_code(collected)
     except DeviceUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return EXIT_INTERRUPTED if stopped and not code else code
 
 
 if __name__ == "__main__":

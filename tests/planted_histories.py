@@ -16,6 +16,7 @@ from featurize.trace import trace_config
 from featurize.trial import config_from_mapping
 
 DEVICE = "NVIDIA H100 80GB HBM3"
+SPEC = load_device("H100-SXM5-80GB")
 CNN = {
     "family": "cnn", "image_size": 32, "channels": 3, "classes": 10, "base_filters": 32, "depth": 3,
     "topology": "uniform", "kernel_size": 3, "activation": "relu", "batch_size": 16, "batch_norm": True,
@@ -39,7 +40,7 @@ def planted_history(
         scale_workspace: Factor on what convolutions take.
         change: Changes the list of requests (`alloc` or `free`, number of the block, bytes) before they are placed.
     """
-    spec = load_device("H100-SXM5-80GB")
+    spec = SPEC
     trace = trace_config(config_from_mapping(mapping), device=spec)
     settings = AllocatorSettings.parse(conf)
     requests: list[tuple[str, int, int]] = []

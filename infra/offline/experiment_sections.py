@@ -6,14 +6,11 @@ Start reading at `protocol_blocks`. Each function makes a section's blocks, and 
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -37,42 +34,18 @@ from learn.evaluation.estimated_runs import (
 from warehouse.explorer.plot import against
 
 _MOST_OPERATORS = 24  # in the table
-_BENCH_JOB = re.compile(r"bench-(\w+)-(\w+)-(\d+)-(\d+)")
 
 
 def protocol_blocks(data: Path) -> tuple[Block, ...]:
     """Return runs per GPU-hour by protocol and how labels repeat, of each benchmark in the folder."""
-    from tests.bench import gpu_figures
+    from tests.bench.bench_gpu import gpu_figures, measured, published_trials
 
-    columns = (
-        "run_id",
-        "job_id",
-        "family",
-        "status",
-        "started_at",
-        "finished_at",
-        "startup_s",
-        "warmup_s",
-        "window_s",
-        "prepared",
-        gpu_figures.MEMORY,
-        *gpu_figures.RATIOS,
-        *gpu_figures.OTHERS,
-    )
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        stored = connection.execute(f"SELECT {', '.join(columns)} FROM runs ORDER BY run_id").fetchall()
-    plans: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for values in stored:
-        row = dict(zip(columns, values, strict=True))
-        if (named := _BENCH_JOB.fullmatch(row["job_id"])) is not None:
-            plans[named[1]].append({**row, "protocol": named[2], "repeat": int(named[3]), "k": int(named[4])})
-    path = data / "bench-published.jsonl"
-    published = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    plans = measured(data)
     if not plans:
         raise Absent("The results have no runs of the benchmark (step bench).")
     blocks: list[Block] = []
     for key, rows in plans.items():
-        own = [trial for trial in published if trial["key"] == key]
+        own = published_trials(key, data)
         windows = [trial["window_s"] for trial in own if trial["window_s"]]
         windows += [row["window_s"] for row in rows if row["protocol"] == "fixed" and row["window_s"]]
         seconds = statistics.median(windows) if windows else float("nan")

@@ -85,7 +85,8 @@ def _probes(*names: str) -> Callable[[Place, float], list[list[str]]]:
 def _bench(place: Place, seconds: float) -> list[list[str]]:
     return [
         [
-            str(SOURCE / "tests" / "bench" / "bench_gpu.py"),
+            "-m",
+            "tests.bench.bench_gpu",
             "protocols=[adaptive,published]",
             *_BENCH[place.device],
             *([f"families=[{','.join(place.families)}]"] if place.families else []),

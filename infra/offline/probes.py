@@ -56,17 +56,15 @@ def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int
 
 def main(argv: Sequence[str]) -> int:
     """Measure what the arguments say; 3 where no time was left for all, 4 where nothing can be measured here."""
-    code = 0
 
-    def measured() -> None:
-        nonlocal code
+    def measured() -> int:
         values = keyed_values(argv, KINDS)
         if missing := [name for name in KINDS if name not in values]:
             raise UsageError(f"{missing[0]}= is missing")
         names = [values["probes"]] if isinstance(values["probes"], str) else values["probes"]
-        code = measure(names, Path(values["out"]), values["device"], values["seconds"])
+        return measure(names, Path(values["out"]), values["device"], values["seconds"])
 
-    return exit_code(measured) or code
+    return exit_code(measured)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,18 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from conf.arguments import keyed_values
+from conf.arguments import exit_code, keyed_values
 from conf.children.containment import die_with_parent
-from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE, print_error
-from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
+from conf.cli import EXIT_INTERRUPTED
+from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from conf.plain_text import bounded, one_line
 from farm.jobs import Queue
 from featurize.families import family_names
+from infra.collect import count_lines, run_counts
 from infra.offline import results
 from infra.offline.plan import DEVICES, SOURCE, STEPS, Place, Step
 from infra.offline.probes import EXIT_LEFT, EXIT_NOT_HERE
@@ -116,10 +117,6 @@ class Call:
     counts: list[tuple] = field(default_factory=list)  # family, status, quality, runs, longest run in s
 
     @property
-    def work(self) -> Path:
-        return self.place.work
-
-    @property
     def is_full(self) -> bool:
         return self.problem is not None or (self.archive is not None and self.archive.bytes > FULL_BYTES)
 
@@ -127,11 +124,11 @@ class Call:
         """Write rows, work folder and summary into the results, and time it."""
         began_s = time.monotonic()
         lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-        write_bytes(self.work / "calls.jsonl", lines.encode())
-        self.counts = run_counts(self.work)
+        write_bytes(self.place.work / "calls.jsonl", lines.encode())
+        self.counts = run_counts(DataFolder.resolve(self.place.work / results.DATA))
         try:
-            self.archive, self.problem = results.pack(self.work, self.results), None
-            results.write_beside(self.results, self.summary(), self.work / "log.txt", _LOG_BYTES)
+            self.archive, self.problem = results.pack(self.place.work, self.results), None
+            results.write_beside(self.results, self.summary(), self.place.work / "log.txt", _LOG_BYTES)
         except (EnvironmentProblem, OSError) as error:  # the older results are still there
             self.problem = str(error)
         self.packed_at_s = time.monotonic()
@@ -141,9 +138,7 @@ class Call:
         """Return what summary.json says."""
         return {
             "calls": self.rows,
-            "runs": [
-                dict(zip(("family", "status", "quality", "runs"), counted, strict=False)) for counted in self.counts
-            ],
+            "runs": [dict(zip(("family", "status", "quality", "runs"), own[:4], strict=True)) for own in self.counts],
             "left": self.left(),
             "slices": [] if self.archive is None else [path.name for path in self.archive.slices],
             "bytes": 0 if self.archive is None else self.archive.bytes,
@@ -235,17 +230,18 @@ def _run_step(call: Call, name: str, seconds: float) -> None:
     runs_before = sum(counted[3] for counted in call.counts)
     row = {
         "step": name, "device": call.place.device, "started_at": datetime.datetime.now(datetime.UTC).isoformat(),
-        "wall_s": 0.0, "outcome": "running", "reason": None, "counts": {}, **_versions(),
+        "wall_s": 0.0, "outcome": "running", "reason": None, "counts": {},
+        "torch": version("torch"), "python": platform.python_version(), "driver": discover_gpus().driver_version,
     }  # fmt: skip
     call.rows.append(row)
     call.pack()
-    with open(call.work / "log.txt", "ab") as log:
+    with open(call.place.work / "log.txt", "ab") as log:
         log.write(f"== {name}, {seconds:.0f} s\n".encode())
     row["outcome"], row["reason"] = _outcome(call, step, seconds)
     if name == "test":
-        _keep_tests(call.work, row)
+        _keep_tests(call.place.work, row)
     row["wall_s"] = round(time.monotonic() - call.step_began_s, 1)
-    call.counts = run_counts(call.work)
+    call.counts = run_counts(DataFolder.resolve(call.place.work / results.DATA))
     row["counts"]["runs"] = sum(counted[3] for counted in call.counts) - runs_before
 
 
@@ -259,7 +255,7 @@ def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
     if step.uses_queue:
         if call.is_full:
             return "full", call.problem or "the results have no room for more"
-        _set_aside(call.work)
+        _set_aside(call.place.work)
     until_s = time.monotonic() + seconds
     commands = step.commands(call.place, max(1.0, seconds - _LEAST_FINISH_S))
     reason = None
@@ -286,18 +282,13 @@ def _run_program(call: Call, command: list[str], until_s: float, most_finish_s: 
     It is told before that to finish what runs, at most `most_finish_s`, and killed with all that it started if it has
     not then.
     """
-    log = call.work / "log.txt"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH")))),
-    }
-    stop_sent = False
-    why = "time is up"
+    log = call.place.work / "log.txt"
+    why_stopped = None
     with open(log, "ab") as output:
         output.write(f"-- {' '.join(command)}\n".encode())
         output.flush()
         child = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+            [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=SOURCE,
             start_new_session=True, preexec_fn=partial(_begin_child, os.getpid()),
         )  # fmt: skip
         try:
@@ -307,11 +298,10 @@ def _run_program(call: Call, command: list[str], until_s: float, most_finish_s: 
                     os.killpg(child.pid, signal.SIGKILL)
                 longest_s = max((counted[4] or 0.0 for counted in call.counts), default=0.0)
                 is_late = now_s >= until_s - min(most_finish_s, _LEAST_FINISH_S + longest_s)
-                if not stop_sent and (call.signalled or call.is_full or is_late):
-                    why = "stopped" if call.signalled else "full" if call.is_full else why
+                if why_stopped is None and (call.signalled or call.is_full or is_late):
+                    why_stopped = "stopped" if call.signalled else "full" if call.is_full else "time is up"
                     child.send_signal(signal.SIGINT)
                     until_s = min(until_s, now_s + _STOP_S)
-                    stop_sent = True
                     call.packed_at_s = 0.0  # pack at once: nobody knows how long a machine waits that sends a signal
                 if now_s >= call.packed_at_s + _PACK_EVERY_S:
                     call.rows[-1]["wall_s"] = round(now_s - call.step_began_s, 1)
@@ -325,7 +315,7 @@ def _run_program(call: Call, command: list[str], until_s: float, most_finish_s: 
     last_line = _last_line(log)
     if child.returncode in _ENDED:
         return _ENDED[child.returncode], last_line if last_line.startswith("failed: ") else None
-    return (why, None) if stop_sent else ("failed", f"exit code {child.returncode}: {last_line}")
+    return (why_stopped, None) if why_stopped else ("failed", f"exit code {child.returncode}: {last_line}")
 
 
 def _begin_child(parent: int) -> None:
@@ -357,31 +347,8 @@ def _keep_tests(work: Path, row: dict[str, Any]) -> None:
                 kind = "skipped" if ended.tag == "skipped" else "failed"
                 outcomes[kind].append({"test": name, "reason": ended.get("message", "")})
         report.unlink()
-    row["counts"] = {
-        kind: outcomes[kind] if kind == "passed" else len(outcomes[kind]) for kind in ("passed", "failed", "skipped")
-    }
+    row["counts"] = {"passed": outcomes["passed"], **{kind: len(outcomes[kind]) for kind in ("failed", "skipped")}}
     write_bytes(work / "tests.json", (json.dumps(outcomes, indent=1) + "\n").encode())
-
-
-def _versions() -> dict[str, str | None]:
-    try:
-        torch_version: str | None = version("torch")
-    except PackageNotFoundError:
-        torch_version = None
-    return {"torch": torch_version, "python": platform.python_version(), "driver": discover_gpus().driver_version}
-
-
-def run_counts(work: Path) -> list[tuple]:
-    """Return (family, status, quality, runs, longest run in s) of the data folder; none where there is none."""
-    folder = DataFolder.resolve(work / results.DATA)
-    if not folder.format_marker.is_file():
-        return []
-    from warehouse import connect
-
-    with contextlib.closing(connect(folder)) as connection:
-        return connection.execute(
-            "SELECT family, status, quality, count(*), max(wall_s) FROM runs GROUP BY ALL ORDER BY ALL"
-        ).fetchall()
 
 
 def summary_lines(call: Call, before: int, wall_s: float) -> list[str]:
@@ -395,15 +362,7 @@ def summary_lines(call: Call, before: int, wall_s: float) -> list[str]:
         lines.append(
             f"{row['step']}: {row['outcome']} after {row['wall_s']:.0f} s{why}{f' ({counted})' if counted else ''}"
         )
-    families: dict[str, dict[str, int]] = {}
-    verdicts: dict[str, int] = {}
-    for family, status, quality, count, _ in call.counts:
-        families.setdefault(family, {})[status] = families.get(family, {}).get(status, 0) + count
-        verdicts[str(quality)] = verdicts.get(str(quality), 0) + count
-    for family, statuses in families.items():
-        lines.append(f"runs of {family}: {', '.join(f'{status} {count}' for status, count in statuses.items())}")
-    if verdicts:
-        lines.append(f"verdicts: {', '.join(f'{name} {count}' for name, count in verdicts.items())}")
+    lines += count_lines(call.counts)
     if call.archive is not None:
         for path in call.archive.slices:
             lines.append(f"{path.name}: {path.stat().st_size / 2**20:.2f} MiB")
@@ -434,11 +393,7 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
-    try:
-        return run(settings_of(argv))
-    except CommandError as error:
-        print_error(error)
-        return EXIT_USAGE
+    return exit_code(lambda: run(settings_of(argv)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ _COLUMNS = (
     "prepared",
     gpu_figures.MEMORY, *gpu_figures.RATIOS, *gpu_figures.OTHERS,
 )  # fmt: skip
+_JOB = re.compile(r"bench-(\w+)-(\w+)-(\d+)-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:
     folder = DataFolder.resolve(settings.data).create()
     with Queue.open(folder.queue) as queue:
         done = all(_round(plan, folder, queue, k, seconds_left) for k in range(plan.n))
-    rows, published = measured(plan, folder), published_trials(plan, folder.root)
+    rows, published = measured(folder.root).get(plan.key, []), published_trials(plan.key, folder.root)
     if not rows:
         say("nothing has been measured yet; the same command goes on")
         return {}
@@ -160,24 +162,26 @@ def _round(plan: Plan, folder: DataFolder, queue: Queue, k: int, seconds_left: C
     return True
 
 
-def measured(plan: Plan, folder: DataFolder) -> list[dict]:
-    """The farm's runs of this plan, each with its protocol, repeat and round."""
+def measured(data: Path) -> dict[str, list[dict]]:
+    """The farm's runs by the key of their plan, each with its protocol, repeat and round."""
     from warehouse import connect
 
-    named = re.compile(rf"bench-{plan.key}-(\w+)-(\d+)-(\d+)")
-    with contextlib.closing(connect(folder)) as connection:
+    with contextlib.closing(connect(data)) as connection:
         stored_rows = connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY run_id").fetchall()
-    rows = []
+    plans: dict[str, list[dict]] = defaultdict(list)
     for values in stored_rows:
         row = dict(zip(_COLUMNS, values, strict=True))
-        if (name := named.fullmatch(row["job_id"])) is not None:
-            rows.append({**row, "protocol": name[1], "repeat": int(name[2]), "k": int(name[3])})
-    return rows
+        if (name := _JOB.fullmatch(row["job_id"])) is not None:
+            plans[name[1]].append({**row, "protocol": name[2], "repeat": int(name[3]), "k": int(name[4])})
+    return dict(plans)
 
 
 def main(argv: Sequence[str]) -> int:
+    def benchmarked() -> None:
+        run(settings_of(argv))
+
     try:
-        return exit_code(lambda: run(settings_of(argv)))
+        return exit_code(benchmarked)
     except DeviceUnavailable as reason:
         print(f"bench-gpu needs an NVIDIA GPU: {reason}")
         return EXIT_USAGE

@@ -100,16 +100,16 @@ def queue_trials(plan: Plan, queue: Queue, k: int, protocol: str, families: Sequ
         queue.submit(job, configs, time.time())
 
 
-def published_trials(plan: Plan, folder: Path) -> list[dict]:
-    """What has been measured the published way, of this plan."""
+def published_trials(key: str, folder: Path) -> list[dict]:
+    """What has been measured the published way, of the plan with this key."""
     path = folder / PUBLISHED_FILE
     lines = path.read_text().splitlines() if path.exists() else []
-    return [trial for line in lines if (trial := json.loads(line))["key"] == plan.key]
+    return [trial for line in lines if (trial := json.loads(line))["key"] == key]
 
 
 def run_published(plan: Plan, folder: Path, k: int, family: str) -> None:
     """Round k of one family in a fresh process, unless that is done."""
-    if any((trial["family"], trial["k"]) == (family, k) for trial in published_trials(plan, folder)):
+    if any((trial["family"], trial["k"]) == (family, k) for trial in published_trials(plan.key, folder)):
         return
     trial = {"key": plan.key, "family": family, "k": k, **_published_trial(plan, plan.config(family, k))}
     with open(folder / PUBLISHED_FILE, "a") as file:
