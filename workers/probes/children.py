@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
+from conf.outputs import write_output
 from conf.plain_text import exception_line, one_line
 from workers.devices.base import DeviceChoice, DeviceUnavailable, Slot
 
@@ -174,13 +174,7 @@ def read_json(path: Path, empty: Any) -> Any:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that a kill leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_output(path, content)
 
 
 def keep_rows(path: Path, columns: Sequence[str]) -> tuple[Callable[[], dict[str, str | None]], Callable[..., None]]:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from conf.units import MIB
 from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all, read_json, write_whole
-from workers.probes.gpu import MIB, first_gpu, memory_reading, trial_step
+from workers.probes.gpu import first_gpu, memory_reading, trial_step
 
 LOADINGS = ("lazy", "eager")
 COLUMNS = (

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from featurize.trial_config import TrialConfig
 
-MIB = 2**20
-
 
 def memory_reading(device_uuid: str) -> dict[str, Any]:
     """Return NVML's `card_mib` and this process's `process_mib` in MiB, with the `reason` where the latter is missing.

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.plain_text import first_line
+from conf.units import MIB
 from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json, write_whole
-from workers.probes.gpu import MIB, first_gpu, memory_reading
+from workers.probes.gpu import first_gpu, memory_reading
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
