@@ -288,10 +288,7 @@ def _room_bytes(part_bytes: int) -> int:
 
 
 def cut(archives: Sequence[Archive], part_bytes: int) -> list[Slice]:
-    """Lay the archives into parts: `core` whole into the first, another whole where there is room, else in its own.
-
-    An archive that is cut shares no part with another: an install keeps slices that wait for others.
-    """
+    """Lay the archives into parts: `core` whole into the first, the others where there is room, cut where they must."""
     room_bytes = _room_bytes(part_bytes)
     core = archives[0]
     if core.bytes > room_bytes:
@@ -303,13 +300,16 @@ def cut(archives: Sequence[Archive], part_bytes: int) -> list[Slice]:
     left_bytes: list[int] = []
     slices = []
     for archive in archives:
-        part = next((i for i, left in enumerate(left_bytes) if left >= archive.bytes), len(left_bytes))
-        for number, start in enumerate(range(0, archive.bytes, room_bytes)):
-            if part + number == len(left_bytes):
-                left_bytes.append(room_bytes)
+        start = 0
+        while start < archive.bytes:
             size = min(archive.bytes - start, room_bytes)
-            left_bytes[part + number] -= size
-            slices.append(Slice(archive=archive, number=number + 1, start=start, bytes=size, part=part + number + 1))
+            part = next((i for i, left in enumerate(left_bytes) if left >= size), len(left_bytes))
+            if part == len(left_bytes):
+                left_bytes.append(room_bytes)
+            left_bytes[part] -= size
+            number = 1 + sum(piece.archive is archive for piece in slices)
+            slices.append(Slice(archive=archive, number=number, start=start, bytes=size, part=part + 1))
+            start += size
     return slices
 
 

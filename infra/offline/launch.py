@@ -57,9 +57,10 @@ def main(argv):
         for key in PATH_KEYS:
             if key in values:
                 values[key] = os.path.abspath(values[key])
-        for line in install(target, part_folders(given)):
+        is_step = names != ["install"]
+        for line in install(target, part_folders(given), holds=not is_step):
             print(line, flush=True)
-        if names != ["install"]:
+        if is_step:
             start(target, argv[0], values)
     except Problem as problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -112,10 +113,10 @@ def read_manifest(folders):
     return manifest
 
 
-def install(target, folders):
+def install(target, folders, holds):
     """Check everything, then unpack into the target what is complete and missing there; return lines to print.
 
-    The target appears whole or not at all. An archive whose slices are not all here yet is held until they come.
+    The target appears whole or not at all. `holds`: whether slices are kept until the other parts come.
     """
     manifest = read_manifest(folders)
     installed = installed_bundle(target)
@@ -140,7 +141,7 @@ def install(target, folders):
         elif name in NEEDED:
             parts = ", ".join(missing_parts(pairs))
             raise Problem(f"{parts} is missing; it holds {NEEDED[name]}; name its folder with parts=")
-        elif any(path and os.path.dirname(path) != held for _, path in pairs):
+        elif holds and any(path and os.path.dirname(path) != held for _, path in pairs):
             incomplete.append(name)
     for name in complete + incomplete:
         check_slices(slices[name])
@@ -167,7 +168,7 @@ def install(target, folders):
     for name in incomplete:
         hold(slices[name], held)
         lines.append(f"{name} waits for " + ", ".join(missing_parts(slices[name])))
-    if complete and not incomplete:
+    if len(complete) == len(slices):  # nothing waits
         shutil.rmtree(held, ignore_errors=True)
     return lines
 
