@@ -1,9 +1,6 @@
-"""Tests releases of torch, each in a virtual environment of its own: `make test-torch [VERSIONS=2.8.0]`.
+"""Releases of torch, each tested in a virtual environment of its own: `make test-torch [VERSIONS=2.8.0]`.
 
-Start reading at `tested`. Prints a line for each release, and exits with 1 if one gives other figures than
-`tests/featurize/golden_traces.json` states, or if a command or a test fails. Without versions it tests those that this
-file names as tested. An environment takes several GB while it is tested; TORCH_OPTIONS names another index, as of CPU
-builds. Standard library only: what is tested is installed in the environments.
+Start reading at `tested`; standard library only, since the environments have what is tested.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Beside torch: what the commands and tests import.
@@ -49,6 +47,7 @@ TESTS = (
 )
 _VERSION = re.compile(r"\d+(\.\d+)*[\w.+-]*")
 _LINES_SHOWN = 5
+_COMMAND_S = 1800
 
 
 def outcome(version: str, folder: Path, options: list[str]) -> tuple[bool, str]:
@@ -59,7 +58,7 @@ def outcome(version: str, folder: Path, options: list[str]) -> tuple[bool, str]:
     installing = ([sys.executable, "-m", "venv", str(folder)], [*pip, *options, f"torch=={version}"],
                   [*pip, *constraints, *NEEDED])  # fmt: skip
     for command in installing:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = _run(command)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
             return False, f"cannot be installed: {errors[-1] if errors else f'exit code {done.returncode}'}"
@@ -76,10 +75,7 @@ def tested(python: str, data: Path) -> tuple[bool, str]:
     last_lines = []
     for text in commands:
         arguments = shlex.split(text.replace("DATA", shlex.quote(str(data))))
-        done = subprocess.run(
-            [python, "-W", "ignore", *arguments],
-            capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        done = _run([python, "-W", "ignore", *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
         lines = (done.stdout + done.stderr).splitlines() or [f"exit code {done.returncode}"]
         if done.returncode:
             failed = [line for line in lines if line.startswith("FAILED")] or lines
@@ -89,13 +85,26 @@ def tested(python: str, data: Path) -> tuple[bool, str]:
     return True, f"{last_lines[0]}, {len(COMMANDS)} commands, {last_lines[-1]}"
 
 
+def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command; one that hangs is killed, and says so as its error."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, **options)
+    except subprocess.TimeoutExpired:
+        text = f"{shlex.join(command)} did not end within {_COMMAND_S} s"
+        return subprocess.CompletedProcess(command, 1, "", text)
+
+
 def main(versions: list[str]) -> int:
-    """Test each release and return 1 if one differs, 2 for what is no version."""
+    """Test the given releases, else those that `golden_traces.json` names as tested; print a line for each.
+
+    Returns 1 if a release gives other figures than that file or if a command or a test fails, 2 for what is no version.
+    """
     wrong = [version for version in versions if not _VERSION.fullmatch(version)]
     if wrong:
         print(f'usage: make test-torch [VERSIONS="2.8.0 2.15.0"]; {wrong[0]!r} is no version')
         return 2
     golden = json.loads((ROOT / "tests" / "featurize" / "golden_traces.json").read_text(encoding="utf-8"))
+    # Of pip, such as another index, for CPU builds.
     options = shlex.split(os.environ.get("TORCH_OPTIONS", ""))
     failed = False
     for version in versions or golden["tested"]:

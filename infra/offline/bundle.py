@@ -27,6 +27,7 @@ from packaging.version import InvalidVersion, Version
 
 from conf.arguments import exit_code, keyed_values
 from conf.errors import EnvironmentProblem, UsageError, shown
+from conf.plain_text import bounded
 from infra.offline.launch import FORMAT, MANIFEST
 from infra.offline.wheels import GLIBC, MACHINE, Target, brought_by_torch, needed_wheels
 
@@ -99,13 +100,16 @@ def bundle(
 
     Raises:
         UsageError: Another release of Python is needed, the parts are too small, or the folder is somebody's.
-        EnvironmentProblem: A wheel is missing for the machine, or this is no checkout of git.
+        EnvironmentProblem: A wheel is missing for the machine, or this is not a git checkout.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     target = Target(_release(python, project["requires-python"]))
     folder = Path(out)
     _check_replaceable(folder)
-    on_machine = brought_by_torch() | packages_present(present)
+    part_bytes = int(mib * 2**20)
+    _room_bytes(part_bytes)
+    named = packages_present(present)
+    on_machine = brought_by_torch() | named
     source, described = tracked_files()
     requirements = required(project)
     groups = ["core", "numpy", *(["ray"] if ray else [])]
@@ -120,12 +124,12 @@ def bundle(
             before = set(downloaded)
             expects |= needed_wheels(requirements[group], target, on_machine, downloaded, work / "wheels")
             wheels[group] = [downloaded[package] for package in sorted(downloaded.keys() - before)]
-        archives = [
-            _archive(group, wheels[group], source if group == "core" else (), work)
-            for group in groups
-            if group == "core" or wheels[group]
-        ]
-        slices = cut(archives, int(mib * 2**20))
+        archives: list[Archive] = []
+        slices: list[Slice] = []
+        for group in groups:
+            if group == "core" or wheels[group]:
+                archives.append(_archive(group, wheels[group], source if group == "core" else (), work))
+                slices = cut(archives, part_bytes)  # Ray is not compressed where `core` is too large
         manifest = {
             "format": FORMAT,
             "source": described,
@@ -141,7 +145,10 @@ def bundle(
         os.replace(work / "parts", folder)
     finally:
         shutil.rmtree(work)
-    return _table(folder, manifest, archives, slices)
+    lines = _table(folder, manifest, archives, slices)
+    if unneeded := sorted(named.keys() - expects - downloaded.keys()):
+        lines.append(bounded(f"present= has what nothing here requires: {', '.join(unneeded)}"))
+    return lines
 
 
 def _release(python: str | None, required_python: str) -> str:
@@ -157,13 +164,13 @@ def _check_replaceable(folder: Path) -> None:
     if not folder.exists():
         return
     if not folder.is_dir() or any(not (entry / MANIFEST).is_file() for entry in folder.iterdir()):
-        raise UsageError(f"out={shown(str(folder))} holds what is no bundle; name a new folder")
+        raise UsageError(f"out={shown(str(folder))} is not a former bundle; name a new folder")
 
 
 def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
     """Return the version, or None where none is given, by name, of a file or names as `present=` has them."""
     lines: Iterable[str] = [present] if isinstance(present, str) else present
-    if isinstance(present, str) and (os.sep in present or Path(present).is_file()):
+    if isinstance(present, str) and (os.sep in present or present.endswith(".txt") or Path(present).is_file()):
         try:
             lines = Path(present).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -206,7 +213,7 @@ def tracked_files() -> tuple[list[str], str]:
     """Return the tracked files that the machine needs, and what git calls their state."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
-        raise EnvironmentProblem(f"{ROOT} is no checkout of git, which says what the source is")
+        raise EnvironmentProblem(f"{ROOT} is not a git checkout; the source is git's tracked files")
     files = [
         name
         for name in listed.stdout.split("\0")
@@ -269,14 +276,25 @@ def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]
     return kept
 
 
+def _room_bytes(part_bytes: int) -> int:
+    """Return what a part has for slices, beside its manifest and `offline.py`."""
+    beside_bytes = _MANIFEST_BYTES + (ROOT / "infra/offline/launch.py").stat().st_size
+    if part_bytes <= beside_bytes:
+        raise UsageError(
+            f"mib={part_bytes / 2**20:.4g} is too small: a part with what every step needs takes more than "
+            f"{beside_bytes / 2**20:.2f}"
+        )
+    return part_bytes - beside_bytes
+
+
 def cut(archives: Sequence[Archive], part_bytes: int) -> list[Slice]:
     """Lay the archives into parts: `core` whole into the first, the others where there is room, cut where they must."""
-    room_bytes = part_bytes - _MANIFEST_BYTES - (ROOT / "infra/offline/launch.py").stat().st_size
+    room_bytes = _room_bytes(part_bytes)
     core = archives[0]
     if core.bytes > room_bytes:
         needed = -(-(core.bytes + part_bytes - room_bytes) // 2**20)
         raise UsageError(
-            f"mib={part_bytes / 2**20:g} is too small: a part with what every step needs takes {needed}; "
+            f"mib={part_bytes / 2**20:.4g} is too small: a part with what every step needs takes {needed}; "
             "or leave out with present= what the machine has"
         )
     left_bytes: list[int] = []

@@ -5,6 +5,7 @@ Start reading at `main`; standard library only. `infra.offline.bundle` writes th
 
 # No newer syntax than Python 3.6's: an unsuitable Python reads the file and gets one line instead of a traceback.
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -56,9 +57,10 @@ def main(argv):
         for key in PATH_KEYS:
             if key in values:
                 values[key] = os.path.abspath(values[key])
-        for line in install(target, part_folders(given)):
+        is_step = names != ["install"]
+        for line in install(target, part_folders(given), holds=not is_step):
             print(line, flush=True)
-        if names != ["install"]:
+        if is_step:
             start(target, argv[0], values)
     except Problem as problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -111,15 +113,16 @@ def read_manifest(folders):
     return manifest
 
 
-def install(target, folders):
+def install(target, folders, holds):
     """Check everything, then unpack into the target what is complete and missing there; return lines to print.
 
-    The target appears whole or not at all. An archive whose slices are not all here yet is held until they come.
+    The target appears whole or not at all. `holds`: whether slices are kept until the other parts come.
     """
     manifest = read_manifest(folders)
     installed = installed_bundle(target)
     if installed not in (None, manifest["bundle"]):
         raise Problem(f"{target} holds another bundle; name another folder with target=")
+    check_machine(manifest)
     archives = {
         name: archive for name, archive in manifest["archives"].items() if not os.path.isdir(unpacked_at(target, name))
     }
@@ -128,8 +131,8 @@ def install(target, folders):
     held = os.path.join(target, "held")
     slices = {name: found_slices(archive, [*folders, held]) for name, archive in archives.items()}
     if installed is None:
-        check_machine(manifest)
-    if "numpy" in slices and (installed is not None or on_machine("numpy")):
+        check_torch(manifest)
+    if "numpy" in slices and on_machine("numpy"):
         del slices["numpy"]
     complete, incomplete = [], []
     for name, pairs in slices.items():
@@ -137,8 +140,8 @@ def install(target, folders):
             complete.append(name)
         elif name in NEEDED:
             parts = ", ".join(missing_parts(pairs))
-            raise Problem(f"{parts} is missing, with {NEEDED[name]}; name its folder with parts=")
-        elif any(path and os.path.dirname(path) != held for _, path in pairs):
+            raise Problem(f"{parts} is missing; it holds {NEEDED[name]}; name its folder with parts=")
+        elif holds and any(path and os.path.dirname(path) != held for _, path in pairs):
             incomplete.append(name)
     for name in complete + incomplete:
         check_slices(slices[name])
@@ -165,7 +168,7 @@ def install(target, folders):
     for name in incomplete:
         hold(slices[name], held)
         lines.append(f"{name} waits for " + ", ".join(missing_parts(slices[name])))
-    if complete and not incomplete:
+    if len(complete) == len(slices):  # nothing waits
         shutil.rmtree(held, ignore_errors=True)
     return lines
 
@@ -218,7 +221,7 @@ def sha256(path):
 
 
 def check_machine(manifest):
-    """Raise `Problem` where the machine is not the one that the bundle was made for."""
+    """Raise `Problem` where the machine or this Python is not the one that the bundle was made for; in every call."""
     machine, python = manifest["machine"], manifest["python"]
     if platform.system() != "Linux" or platform.machine() != machine:
         raise Problem(f"the bundle is for Linux on {machine}; this is {platform.system()} on {platform.machine()}")
@@ -232,6 +235,22 @@ def check_machine(manifest):
     if libc != "glibc" or numbers(libc_version) < numbers(manifest["glibc"]):
         name = libc or "another C library"
         raise Problem(f"the wheels need glibc {manifest['glibc']} or newer; this machine has {name} {libc_version}")
+    try:
+        import lzma  # noqa: F401  (a Python that was built without it has no such module)
+    except ImportError as error:
+        raise Problem(f"{sys.executable} has no module lzma; start offline.py with a Python that has it") from error
+    if importlib.util.find_spec("torch") is None:
+        raise Problem(f"{sys.executable} has no torch; start offline.py with the Python that has it")
+    missing = ", ".join(name for name in manifest["expects"] if not on_machine(name))
+    if missing:
+        raise Problem(
+            f"this Python lacks {missing}, which the bundle expects here; install it, or make the bundle again "
+            f"with {missing} left out of present="
+        )
+
+
+def check_torch(manifest):
+    """Raise `Problem` where torch is too old or cannot be imported, which takes seconds."""
     command = [sys.executable, "-W", "ignore", "-c", "import torch; print(torch.__version__)"]
     done = subprocess.run(command, capture_output=True)
     if done.returncode:
@@ -240,9 +259,6 @@ def check_machine(manifest):
     release = done.stdout.decode().split()[-1]
     if numbers(release) < numbers(manifest["torch"]):
         raise Problem(f"torch {release} is too old; {manifest['torch']} or newer is needed")
-    missing = ", ".join(name for name in manifest["expects"] if not on_machine(name))
-    if missing:
-        raise Problem(f"this Python lacks {missing}, which the bundle leaves out; make it again with other present=")
 
 
 def numbers(version):

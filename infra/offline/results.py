@@ -53,7 +53,7 @@ class Series:
         except (FileNotFoundError, NotADirectoryError):
             if work.exists() and (not work.is_dir() or any(work.iterdir())):
                 raise UsageError(
-                    f"work={work} is no work folder: it has no {SERIES}; name an empty or new one"
+                    f"work={work} is not a work folder: it has no {SERIES}; name an empty or new one"
                 ) from None
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -131,7 +131,7 @@ def _delete(slices: Iterable[Path]) -> None:
 def newest(results: Path) -> Archive:
     """Return the newest whole archive of a results folder. Raises `UsageError` that names what is missing or torn."""
     if not results.is_dir():
-        raise UsageError(f"{results} is no folder")
+        raise UsageError(f"{results} is not a folder")
     names = _slices_in(results)
     if not names:
         raise UsageError(f"{results} holds no results: there is no file named gpufarm-*.slice")

@@ -162,10 +162,10 @@ def _built_wheel(requirement: str, target: Target, folder: Path) -> Path:
     missing = f"there is no wheel of {requirement} for Python {target.python} on {MACHINE}"
     before = set(folder.glob("*.whl"))
     if _pip("wheel", "--wheel-dir", folder, requirement).returncode:
-        raise EnvironmentProblem(f"{missing}, and none can be built; take another PYTHON=, or name it in present=")
+        raise EnvironmentProblem(f"{missing}, and none can be built; choose another PYTHON=, or name it in present=")
     (wheel,) = set(folder.glob("*.whl")) - before
     if not wheel.name.endswith("-none-any.whl"):
-        raise EnvironmentProblem(f"{missing}, only for this machine's; take another PYTHON=, or name it in present=")
+        raise EnvironmentProblem(f"{missing}, only for this machine's; choose another PYTHON=, or name it in present=")
     return wheel
 
 

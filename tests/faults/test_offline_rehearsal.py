@@ -133,6 +133,8 @@ def test_killed_in_the_middle_and_emptied_a_machine_without_network_goes_on_wher
     process = machine.begin("collect", "n=30", "minutes=9")
     until_s = time.monotonic() + CALL_S
     while process.poll() is None and time.monotonic() < until_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
         with contextlib.suppress(FileNotFoundError, ValueError):
             if sum(row["runs"] for row in machine.summary()["runs"]) >= 2:
                 break

@@ -102,7 +102,7 @@ def parts(index, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundles, "_XZ", {"preset": 0})
         patch.setattr(bundles, "_SOURCE_LEFT_OUT", ("[!i]*", "infra/g*", "infra/k*"))
-        table = bundles.bundle(python=PYTHON, mib=1.5, out=str(folder))
+        table = bundles.bundle(python=PYTHON, mib=1.5, present="nunpy", out=str(folder))
     return folder, table
 
 
@@ -144,7 +144,7 @@ def test_every_part_is_under_the_limit_and_the_first_holds_all_but_ray(parts):
     archives = manifest_of(folder / "part-1")["archives"]
     assert [piece["part"] for piece in archives["core"]["slices"]] == ["part-1"]
     assert [piece["part"] for piece in archives["numpy"]["slices"]] == ["part-1"]
-    assert len(archives["ray"]["slices"]) > 1
+    assert [piece["part"] for piece in archives["ray"]["slices"]] == ["part-2", "part-3", "part-1"]
     assert archives["core"]["packages"].keys() == {
         name.replace("_", "-") for name in WHEELS if name not in ("numpy", "ray", "msgpack")
     }
@@ -188,6 +188,13 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     assert (target / "site-ray" / "ray" / "more.py").exists() and not (target / "held").exists()
 
 
+def test_a_step_keeps_no_slices_of_parts_that_are_not_there(parts, machine, tmp_path):
+    part, target = parts[0] / "part-1", tmp_path / "target"
+    done = offline(part, "test", f"target={target}", f"parts={part}", env=machine())
+    assert "installed core: " in done.stdout and "ray" not in done.stdout
+    assert not (target / "held").exists()
+
+
 def test_a_part_that_comes_later_is_added_to_those_held(parts, machine, tmp_path):
     folder, _ = parts
     target = tmp_path / "target"
@@ -208,7 +215,8 @@ def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or
     command = [sys.executable, folder / "part-1" / "offline.py", "install", f"target={target}"]
     process = subprocess.Popen(command, env=machine(), stdout=subprocess.DEVNULL)
     while process.poll() is None and not partial.exists():
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not target.exists() or (target / "bundle.json").exists()
@@ -223,7 +231,10 @@ def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or
         ({"python": "3.99"}, "the bundle is for CPython 3.99; this is cpython "),
         ({"glibc": "9.99"}, "the wheels need glibc 9.99 or newer; this machine has glibc "),
         ({"torch": "3.0"}, "torch 2.99.0+cu130 is too old; 3.0 or newer is needed"),
-        ({"expects": ["jinja2", "no-such-thing"]}, "this Python lacks no-such-thing, which the bundle leaves out"),
+        (
+            {"expects": ["jinja2", "no-such-thing"]},
+            "this Python lacks no-such-thing, which the bundle expects here; install it, or",
+        ),
         ({"format": 99}, "is no part of an offline bundle: manifest.json: another format"),
     ],
 )
@@ -248,6 +259,22 @@ def test_a_python_without_torch_is_refused(parts, machine, tmp_path):
     assert "cannot import torch: ImportError: libcuda is missing; start offline.py with the Python that has it" in line
 
 
+def test_a_python_without_lzma_is_refused(parts, machine, tmp_path):
+    env = machine()
+    (tmp_path / "lzma.py").write_text("raise ImportError('No module named _lzma')")
+    line = refusal(offline(parts[0] / "part-1", "install", f"target={tmp_path / 'target'}", env=env))
+    assert "has no module lzma" in line and not (tmp_path / "target").exists()
+
+
+def test_a_later_call_with_another_python_is_refused(parts, machine, tmp_path):
+    part, target = parts[0] / "part-1", tmp_path / "target"
+    assert offline(part, "install", f"target={target}", env=machine()).returncode == 0
+    without_torch = {**os.environ, "PYTHONPATH": ""}
+    command = [sys.executable, "-S", part / "offline.py", "test", f"target={target}"]
+    line = refusal(subprocess.run(command, capture_output=True, text=True, env=without_torch))
+    assert "has no torch; start offline.py with the Python that has it" in line
+
+
 def test_a_missing_or_torn_slice_is_refused_and_nothing_copied(parts, machine, tmp_path):
     folder, _ = parts
     target = tmp_path / "target"
@@ -257,7 +284,7 @@ def test_a_missing_or_torn_slice_is_refused_and_nothing_copied(parts, machine, t
         os.link(folder / "part-1" / name, part / name)
     command = ("install", f"target={target}", f"parts={part}")
     line = refusal(offline(part, *command, env=machine()))
-    assert line == "error: part-1 is missing, with what every step needs; name its folder with parts="
+    assert line == "error: part-1 is missing; it holds what every step needs; name its folder with parts="
     content = (folder / "part-1" / "core.tar.xz.1").read_bytes()
     (part / "core.tar.xz.1").write_bytes(content[:-1])
     assert "is damaged" in refusal(offline(part, *command, env=machine()))
@@ -300,9 +327,11 @@ def test_the_script_alone_says_how_it_is_used_and_an_old_python_can_read_it(part
         (["mib=60"], "python= must be the machine's release of Python"),
         (["python=3.12", "mib=0"], "mib"),
         (["python=3.12", "size=60"], "valid are KEY=VALUE of python, mib, present, out, ray"),
-        (["python=3.12", "out=conf"], "out='conf' holds what is no bundle; name a new folder"),
+        (["python=3.12", "out=conf"], "out='conf' is not a former bundle; name a new folder"),
         (["python=3.12", "present=/no/list.txt"], "present='/no/list.txt' cannot be read"),
+        (["python=3.12", "present=lst.txt"], "present='lst.txt' cannot be read"),
         (["python=3.12", "present=[numpy<2]"], "present= has 'numpy<2'"),
+        (["python=3.12", "mib=0.05"], "mib=0.05 is too small: a part with what every step needs takes more than"),
     ],
 )
 def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monkeypatch):
@@ -333,6 +362,28 @@ def test_parts_too_small_for_what_every_step_needs_are_refused(tmp_path):
     assert len(bundles.cut([archive], 6 << 20)) == 1
 
 
+def test_ray_is_not_compressed_where_the_rest_fits_no_part(tmp_path, monkeypatch):
+    compressed = []
+
+    def wheel(requirements, target, on_machine, wheels, folder):
+        wheels[requirements[0].name] = folder
+        return set()
+
+    def archive(name, *arguments):
+        compressed.append(name)
+        return bundles.Archive(name=name, path=tmp_path, packages={}, bytes=5 << 20, unpacked_bytes=9 << 20)
+
+    monkeypatch.setattr(bundles, "needed_wheels", wheel)
+    monkeypatch.setattr(bundles, "_archive", archive)
+    with pytest.raises(UsageError, match="mib=5 is too small"):
+        bundles.bundle(python=PYTHON, mib=5, out=str(tmp_path / "offline"))
+    assert compressed == ["core"]
+
+
+def test_names_in_present_that_nothing_requires_are_printed(parts):
+    assert "present= has what nothing here requires: nunpy" in parts[1]
+
+
 def test_a_wheel_that_is_missing_for_the_machine_is_named(index, tmp_path):
     with pytest.raises(EnvironmentProblem, match=r"there is no wheel of duckdb>=1.1 for Python 3\.10 on x86_64"):
         needed_wheels([Requirement("duckdb>=1.1")], Target("3.10"), {}, {}, tmp_path)
@@ -358,7 +409,7 @@ def test_a_former_bundle_is_replaced_and_a_failed_one_leaves_nothing(parts, tmp_
         raise EnvironmentProblem("no wheel")
 
     monkeypatch.setattr(bundles, "needed_wheels", missing)
-    with contextlib.suppress(EnvironmentProblem):
+    with pytest.raises(EnvironmentProblem, match="no wheel"):
         bundles.bundle(python=PYTHON, out=str(out))
     assert [path.name for path in tmp_path.iterdir()] == ["offline"], "also of one that was killed before"
     assert (out / "part-1" / "manifest.json").read_text() == "{}"

@@ -213,7 +213,7 @@ def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_pa
         (["collect", "results=r", "device=tpu"], "unknown device 'tpu'; known: cpu, cuda, simulated"),
         (["collect", "results=r", "families=[cnm]"], "unknown family 'cnm'"),
         (["collect", "results=work/r", "device=simulated"], "results=work/r lies in work="),
-        (["collect", "results=r", "previous=nowhere", "device=simulated"], "nowhere is no folder"),
+        (["collect", "results=r", "previous=nowhere", "device=simulated"], "nowhere is not a folder"),
     ],
 )
 def test_a_wrong_call_is_one_line_and_nothing_is_done(tmp_path, monkeypatch, capsys, argv, line):
