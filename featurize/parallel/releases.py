@@ -15,9 +15,9 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXPERTS, OWN
 from featurize.releases import require_torch
 
-_SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package
+SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package
 _OTHER_STAGES = "2.15"  # from which on stages make and drop their buffers as they go: traces fall short of real ranks
-_OLDEST = {"pp": "2.13", "fsdp": _SHARDS, "cp": _SHARDS, "tp": _SHARDS, EXPERTS: _SHARDS, OWN: _SHARDS}
+_OLDEST = {"pp": "2.13", "fsdp": SHARDS, "cp": SHARDS, "tp": SHARDS, EXPERTS: SHARDS, OWN: SHARDS}
 
 
 @functools.cache

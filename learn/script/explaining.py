@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+from conf.errors import CommandError
 from conf.plain_text import first_line
 from featurize.module_stack import origin
 from learn.script.containment import DISTRIBUTED
@@ -36,6 +37,8 @@ def explained(error: BaseException, script: str) -> str:
             break
         error, frames, near = error.__cause__, its_frames, its_near
     where = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(near or frames)), "")
+    if isinstance(error, CommandError):  # this project refuses what the line asks for
+        return f"{where}{error}"
     operator, module = origin(error)
     of = f" in operator {operator}" if operator else ""
     of += f" of module {module!r}" if module else ""

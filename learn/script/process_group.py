@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from featurize.parallel.releases import refused_modes
+from featurize.parallel.releases import SHARDS, refused_modes
+from featurize.releases import require_torch
 from featurize.replacing import replace_attribute
 from learn.script.rank_zero import RankZero
 from learn.script.replicas import install_replicas
@@ -23,7 +24,6 @@ from learn.script.replicas import install_replicas
 ALONE = "torch.distributed runs with one process: buffers of NCCL are not counted"
 _BETWEEN_TWO = "messages between two ranks, as pipelines send them, are not followed in scripts"
 _SHARDED_ALONE = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
-_SHARDED = "models of FSDP and DTensor are not followed"
 _OFFLOADED = (
     "CPU offload of shards is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
 )
@@ -106,12 +106,12 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
         begin("fake", store=FakeStore(), rank=0, world_size=ranks)
         if ranks == 1:
             note(ALONE)
-            _refuse_fully_shard()
+            _refuse_fully_shard(_refusing(_SHARDED_ALONE))
         else:
             rank.begin()
             _refuse_other_shards()
-            if (too_old := refused_modes().get("fsdp")) is not None:
-                _refuse_all_shards(f"{_SHARDED}: {too_old}")
+            if "fsdp" in refused_modes():
+                _refuse_all_shards()
 
     @functools.wraps(group_of)
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
@@ -123,12 +123,12 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
     _replace("is_nccl_available", lambda: True)
 
 
-def _refuse_fully_shard(reason: str = _SHARDED_ALONE) -> None:
+def _refuse_fully_shard(refuse: Callable[..., None]) -> None:
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     except ImportError:  # a release without it
         return
-    replace_attribute(FSDPState, "init", _refusing(reason))
+    replace_attribute(FSDPState, "init", refuse)
 
 
 def _refuse_other_shards() -> None:
@@ -143,9 +143,12 @@ def _refuse_other_shards() -> None:
     replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
 
 
-def _refuse_all_shards(reason: str) -> None:
+def _refuse_all_shards() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def refuse(*_: Any, **__: Any) -> None:
+        require_torch(SHARDS, "FSDP or tensor parallelism in a script")
 
     for owner, name in {
         FullyShardedDataParallel: "__init__",
@@ -153,8 +156,8 @@ def _refuse_all_shards(reason: str) -> None:
         Shard: "_shard_tensor",
         Replicate: "_replicate_tensor",
     }.items():
-        replace_attribute(owner, name, _refusing(reason))
-    _refuse_fully_shard(reason)
+        replace_attribute(owner, name, refuse)
+    _refuse_fully_shard(refuse)
 
 
 def _refusing(reason: str) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 from pathlib import Path
 
@@ -348,6 +349,16 @@ def test_shards_inside_a_compiled_model_are_compiled_one_by_one(tmp_path):
     assert whole.sent_mib == units.sent_mib and whole.peak_memory_mib == units.peak_memory_mib
     assert whole.step_time_ms == units.step_time_ms
     assert MODELLED in whole.warnings and not any("not captured" in note for note in whole.warnings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapt", ["shard", "(lambda net: FullyShardedDataParallel(net))"])
+def test_shards_under_a_torch_that_is_too_old_for_them_are_refused_in_a_plain_sentence(tmp_path, adapt):
+    older = "torch.__version__ = '2.8.0+cu128'\n" + BY_ENVIRONMENT
+    refusal = "FSDP or tensor parallelism in a script needs torch 2.11 or newer; 2.8.0 is installed"
+    with pytest.raises(UsageError) as raised:
+        run(tmp_path, adapt, SHARD + older)
+    assert re.fullmatch(rf"train\.py cannot be followed: train\.py:\d+: {re.escape(refusal)}", str(raised.value))
 
 
 @pytest.mark.slow
