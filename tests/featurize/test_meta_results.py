@@ -105,7 +105,7 @@ def test_values_read_from_real_scalars_are_read_each_time():
     assert [op.module for op in trace.operators if op.name == "aten::addmm"] == ["lines.0", "lines.2"]
 
 
-@pytest.mark.needs_torch("2.11", "a meta kernel that checks the type of what is changed in place")
+@pytest.mark.needs_torch("2.13", "a meta kernel that checks the type of what is changed in place")
 def test_what_cuda_refuses_in_place_is_refused():
     results, whole = MetaResults(), torch.empty(3, dtype=torch.long, device="meta")
     with pytest.raises(RuntimeError):
