@@ -40,7 +40,7 @@ def refused_note(modes: Iterable[str]) -> str | None:
     of_release: dict[str, list[str]] = {}
     for mode in modes:
         if mode in refused_modes():
-            of_release.setdefault(_OLDEST["pp"] if mode == "pp" else f"{_SHARDS} or newer", []).append(mode)
+            of_release.setdefault(_OLDEST["pp"] if mode == "pp" else f"{SHARDS} or newer", []).append(mode)
     if not of_release:
         return None
     import torch

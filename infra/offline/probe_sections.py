@@ -335,8 +335,9 @@ def tests_line(work: Path) -> tuple[str, bool]:
 
 
 def _test_counts(outcomes: Mapping[str, Any]) -> dict[str, int]:
-    values = {name: outcomes.get(name) or 0 for name in ("passed", "failed", "skipped")}
-    return {name: len(value) if isinstance(value, list) else int(value) for name, value in values.items()}
+    values = {name: outcomes.get(name) or 0 for name in ("passed", "failed", "skipped", "not_run")}
+    counts = {name: len(value) if isinstance(value, list) else int(value) for name, value in values.items()}
+    return {name.replace("_", " "): count for name, count in counts.items() if count or name != "not_run"}
 
 
 def _outcome_text(one: Any) -> str:

@@ -191,7 +191,7 @@ def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_pa
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "thesis.tex").write_text("mine")
     assert "holds thesis.tex" in refused(capsys, *call, f"work={work}", f"results={tmp_path / 'new'}")
-    assert "no work folder" in refused(capsys, *call, f"work={tmp_path / 'new'}", f"results={tmp_path / 'more'}")
+    assert "not a work folder" in refused(capsys, *call, f"work={tmp_path / 'new'}", f"results={tmp_path / 'more'}")
     results.pack(work, packed)
     old = tmp_path / "old"
     results.unpack(results.newest(packed), old)
