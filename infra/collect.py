@@ -21,6 +21,7 @@ from conf.arguments import exit_code, keyed_values
 from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE, load_config
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.overrides import load_settings
+from conf.reports.page_text import count_of
 from farm.jobs import Queue
 from farm.layouts import require_gpus
 from farm.settings import SubmitSettings
@@ -309,7 +310,7 @@ def count_lines(counts: Sequence[tuple]) -> list[str]:
     for _, _, quality, count, _ in counts:
         groups["verdicts"][quality or "none"] += count
     return [
-        f"{name}: {own.total()} runs ({', '.join(f'{value} {count}' for value, count in own.items())})"
+        f"{name}: {count_of(own.total(), 'run')} ({', '.join(f'{value} {count}' for value, count in own.items())})"
         for name, own in groups.items()
     ]
 

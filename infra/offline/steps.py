@@ -357,7 +357,7 @@ def summary_lines(call: Call, before: int, wall_s: float) -> list[str]:
     if call.note:
         lines.append(f"continued: {call.note}")
     for row in call.rows[before:]:
-        counted = ", ".join(f"{count} {name}" for name, count in row["counts"].items() if count)
+        counted = ", ".join(f"{name} {count}" for name, count in row["counts"].items() if count)
         why = f": {row['reason']}" if row["reason"] else ""
         lines.append(
             f"{row['step']}: {row['outcome']} after {row['wall_s']:.0f} s{why}{f' ({counted})' if counted else ''}"

@@ -154,19 +154,19 @@ def test_a_torn_or_missing_slice_is_one_line_and_nothing_is_done(work, tmp_path,
     assert line in error and not list(tmp_path.glob("new*"))
 
 
-def test_an_older_whole_archive_that_is_taken_for_a_torn_one_is_said(work, packed, tmp_path, capsys):
+def test_an_older_whole_archive_that_is_taken_for_a_torn_one_is_named(work, packed, tmp_path, capsys):
     (first,) = results.newest(packed).slices
     kept = first.read_bytes()
     second = results.pack(work, packed).slices[0]
     second.write_bytes(second.read_bytes()[:-1])  # killed in the middle of writing it
     first.write_bytes(kept)
-    said = f"generation 2 is not whole ({second.name} is torn); generation 1 is taken"
+    note = f"generation 2 is not whole ({second.name} is torn); generation 1 is taken"
     call = ("bench", "device=simulated", f"previous={packed}", f"results={packed}", f"work={tmp_path / 'w'}")
     assert steps.main(call) == 0
     printed = capsys.readouterr()
-    assert printed.err == f"{packed}: {said}\n" and said in printed.out
-    assert json.loads((packed / "summary.json").read_text())["note"] == said
-    assert said in (packed / "log.txt").read_text()
+    assert printed.err == f"{packed}: {note}\n" and note in printed.out
+    assert json.loads((packed / "summary.json").read_text())["note"] == note
+    assert note in (packed / "log.txt").read_text()
     assert not second.exists() and Series.of_work(tmp_path / "w") == results.newest(packed).series
 
 
