@@ -22,6 +22,7 @@ from conf.arguments import exit_code, keyed_values
 from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.overrides import load_settings
+from conf.reports.page_text import count_of
 from farm.jobs import Queue
 from farm.layouts import require_gpus
 from farm.settings import SubmitSettings
@@ -305,7 +306,7 @@ def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
     for counted in counts:
         groups["verdicts"][counted["quality"] or "none"] += counted["runs"]
     return [
-        f"{name}: {own.total()} runs ({', '.join(f'{value} {count}' for value, count in own.items())})"
+        f"{name}: {count_of(own.total(), 'run')} ({', '.join(f'{value} {count}' for value, count in own.items())})"
         for name, own in groups.items()
     ]
 

@@ -99,7 +99,7 @@ class Call:
         if summary["note"]:
             lines.append(f"continued: {summary['note']}")
         for row in summary["calls"][before:]:
-            counted = ", ".join(f"{count} {name}" for name, count in row["counts"].items() if count)
+            counted = ", ".join(f"{name} {count}" for name, count in row["counts"].items() if count)
             why = f": {row['reason']}" if row["reason"] else ""
             lines.append(
                 f"{row['step']}: {row['outcome']} after {row['wall_s']:.0f} s{why}{f' ({counted})' if counted else ''}"

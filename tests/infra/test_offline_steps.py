@@ -156,7 +156,7 @@ def test_a_torn_or_missing_slice_is_one_line_and_nothing_is_done(work, tmp_path,
     assert line in error and not list(tmp_path.glob("new*"))
 
 
-def test_an_older_whole_archive_that_is_taken_for_a_torn_one_is_said(work, packed, tmp_path, capsys):
+def test_an_older_whole_archive_that_is_taken_for_a_torn_one_is_named(work, packed, tmp_path, capsys):
     (first,) = results.newest(packed).slices
     kept = first.read_bytes()
     second = results.pack(work, packed).slices[0]
