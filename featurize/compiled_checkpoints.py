@@ -35,14 +35,28 @@ def marked() -> Iterator[None]:
         with _computed_again(next(numbers), context_fn):
             yield
 
+    def without_hooks_by_name(
+        function: Callable[..., Any],
+        _args: Any,
+        _kwargs: Any,
+        *,
+        context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
+        **_: Any,
+    ) -> Iterator[None]:
+        return without_hooks(function, context_fn=context_fn)
+
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
             with _computed_again(next(numbers), noop_context_fn):
                 return function(*args)
 
+    name, newer = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
     with (
-        replaced(library, "_checkpoint_without_reentrant_generator", without_hooks),
+        # From 2.15 on `checkpoint` calls the newer one, whose settings have names.
+        replaced(library, newer, without_hooks_by_name)
+        if hasattr(library, newer)
+        else replaced(library, name, without_hooks),
         replaced(library, "CheckpointFunction", Reentrant),
         # Keeps the state of a GPU's random numbers, some bytes, and knows no meta tensors.
         replaced(
