@@ -229,7 +229,8 @@ def test_gpufarm_finds_its_packages_also_where_they_are_installed_as_editable(tm
 def test_the_working_folder_is_searched_last_by_gpufarm_and_its_children(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # so that what is set below does not stay for other tests
+    monkeypatch.delenv("PYTHONSAFEPATH")
     own_packages.put_working_folder_last()
     assert sys.path[-1] == str(tmp_path) and "" not in sys.path
     assert os.environ["PYTHONSAFEPATH"] == "1"
