@@ -6,14 +6,13 @@ releases do not have. DistributedDataParallel and ZeRO are traced under every re
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable, Mapping
 
 from conf.errors import EnvironmentProblem
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXPERTS, OWN
-from featurize.releases import require_torch
+from featurize.releases import installed_release, is_older_than, require_torch
 
 SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package
 _OTHER_STAGES = "2.15"  # from which on stages make and drop their buffers as they go: traces fall short of real ranks
@@ -29,8 +28,7 @@ def refused_modes() -> Mapping[str, str]:
             require_torch(oldest, f"parallel: {mode}")
         except EnvironmentProblem as error:
             refused[mode] = str(error)
-    with contextlib.suppress(EnvironmentProblem):
-        require_torch(_OTHER_STAGES, "")
+    if not is_older_than(_OTHER_STAGES):
         refused["pp"] = f"parallel: pp is not traced under torch {_OTHER_STAGES} or newer yet; use 2.13"
     return refused
 
@@ -43,10 +41,8 @@ def refused_note(modes: Iterable[str]) -> str | None:
             of_release.setdefault(_OLDEST["pp"] if mode == "pp" else f"{SHARDS} or newer", []).append(mode)
     if not of_release:
         return None
-    import torch
-
     texts = [f"{', '.join(names)} ({release})" for release, names in of_release.items()]
-    return f"torch {torch.__version__.partition('+')[0]} does not trace {' and '.join(texts)}"
+    return f"torch {installed_release()} does not trace {' and '.join(texts)}"
 
 
 def require_traceable(layout: Parallel) -> None:

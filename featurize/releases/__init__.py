@@ -10,6 +10,19 @@ import functools
 from conf.errors import EnvironmentProblem
 
 
+def is_older_than(release: str) -> bool:
+    """Return whether the installed torch is older than a release of two numbers, such as "2.11"."""
+    # Of two numbers: a vendor's build of 2.11.0a0 has what 2.11 has, and would sort before it.
+    return [int(part) for part in installed_release().split(".")[:2]] < [int(part) for part in release.split(".")]
+
+
+def installed_release() -> str:
+    """Return the installed torch's release without its build, such as `2.13.0`."""
+    import torch
+
+    return torch.__version__.partition("+")[0]
+
+
 def require_torch(oldest: str, feature: str) -> None:
     """Refuse a feature that the installed torch is too old for.
 
@@ -20,12 +33,8 @@ def require_torch(oldest: str, feature: str) -> None:
     Raises:
         EnvironmentProblem: "context parallelism needs torch 2.11 or newer; 2.8.0 is installed".
     """
-    import torch
-
-    installed = torch.__version__.partition("+")[0]
-    # Of two numbers: a vendor's build of 2.11.0a0 has what 2.11 has, and would sort before it.
-    if [int(part) for part in installed.split(".")[:2]] < [int(part) for part in oldest.split(".")]:
-        raise EnvironmentProblem(f"{feature} needs torch {oldest} or newer; {installed} is installed")
+    if is_older_than(oldest):
+        raise EnvironmentProblem(f"{feature} needs torch {oldest} or newer; {installed_release()} is installed")
 
 
 @functools.cache
