@@ -5,6 +5,7 @@ Start reading at `start`; `featurize.allocator_history` replays what `recorded` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 _MOST_ENTRIES = 10_000_000
@@ -30,8 +31,12 @@ def entries() -> list[dict[str, Any]]:
     """Return the first GPU's history so far: `action`, `size`, `addr`, `stream`, and `where` as `label` said."""
     import torch
 
+    return _plain(torch.cuda.memory._snapshot())
+
+
+def _plain(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
     plain = []
-    for entry in torch.cuda.memory._snapshot()["device_traces"][0]:
+    for entry in snapshot["device_traces"][0]:
         one = {"action": entry["action"], "size": entry["size"], "stream": entry["stream"]}
         if "addr" in entry:  # an out-of-memory has none
             one["addr"] = entry["addr"]
@@ -46,16 +51,15 @@ def recorded() -> dict[str, Any]:
     import torch
 
     torch.cuda.synchronize()
-    trace = entries()
-    stats = torch.cuda.memory_stats()
-    segments = [segment for segment in torch.cuda.memory._snapshot()["segments"] if segment["device"] == 0]
+    snapshot, stats = torch.cuda.memory._snapshot(), torch.cuda.memory_stats()
+    segments = [segment for segment in snapshot["segments"] if segment["device"] == 0]
     for segment in segments:
         for block in segment["blocks"]:
             block.pop("frames", None)
             block.pop("history", None)
         segment.pop("frames", None)
     return {
-        "trace": trace,
+        "trace": _plain(snapshot),
         "segments": segments,
         "total_bytes": torch.cuda.get_device_properties(0).total_memory,
         "peak_reserved": stats["reserved_bytes.all.peak"],
