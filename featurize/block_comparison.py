@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conf.errors import UsageError, shown
+from conf.plain_text import counted
 from conf.units import MIB
 from featurize.allocator_history import replay_history
 from featurize.allocator_settings import AllocatorSettings
@@ -166,7 +167,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
     round_up = settings.size_rounding()
     recorded = replay_history(history["trace"], settings, total_bytes=history["total_bytes"])
     if count := recorded.unmatched_frees:
-        freed = "1 freed block has" if count == 1 else f"{count} freed blocks have"
+        freed = counted(count, "freed block has", "freed blocks have")
         raise UsageError(f"history {shown(history['name'])} is incomplete: {freed} no recorded request")
     measured = _measured_side(history["trace"], _last_step(history), round_up)
     trace = trace_config(config, device=spec)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from conf.plain_text import counted
+
 MISSING = "–"
 _TERMINAL_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -38,7 +40,7 @@ def cell_text(value: object) -> str:
 
 def count_of(count: int, noun: str) -> str:
     """Return `1 row`, `12 rows`."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+    return counted(count, noun, f"{noun}s")
 
 
 def duration(seconds: float | None) -> str:

@@ -16,6 +16,7 @@ import duckdb
 
 from conf.errors import CommandError
 from conf.plain_text import exception_line
+from conf.reports.page_text import count_of
 from infra.collect import count_lines, run_counts
 from infra.offline import results
 from infra.offline.plan import STEPS, Place
@@ -94,7 +95,7 @@ class Call:
     def lines(self, before: int, wall_s: float) -> list[str]:
         """Return the last lines of a call: its steps (rows from `before` on), runs, files, and what is left."""
         summary, place = self.summary(), self.place
-        gpus = "" if place.device == "cpu" else f" ({place.gpus} GPU{'' if place.gpus == 1 else 's'})"
+        gpus = "" if place.device == "cpu" else f" ({count_of(place.gpus, 'GPU')})"
         lines = [f"{wall_s:.0f} s on device={place.device}{gpus}"]
         if summary["note"]:
             lines.append(f"continued: {summary['note']}")
@@ -106,7 +107,7 @@ class Call:
             )
         last = []
         if summary["slices"]:
-            files = f"{len(summary['slices'])} file{'' if len(summary['slices']) == 1 else 's'}"
+            files = count_of(len(summary["slices"]), "file")
             last.append(f"{summary['bytes'] / 2**20:.2f} MiB in {files}; packing took at most {self.pack_s:.1f} s")
         if summary["problem"]:
             last.append(summary["problem"])

@@ -18,7 +18,7 @@ from conf.arguments import exit_code, keyed_values
 from conf.bars import terminal_bar
 from conf.errors import CommandError, UsageError
 from conf.outputs import write_output
-from conf.plain_text import exception_line
+from conf.plain_text import counted, exception_line
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -258,8 +258,7 @@ def _head(results: Results, to_refit: Mapping[str, Sequence[str]], *, is_judged:
     torch = sorted({str(one.run["torch_version"]) for one in runs.runs})
     drivers = sorted({str(one.run["driver_version"]) for one in runs.runs if one.run["driver_version"]})
     versions = ", ".join([*(f"torch {version}" for version in torch), *(f"driver {version}" for version in drivers)])
-    family_count = len(by_family(runs.runs))
-    families = "1 family" if family_count == 1 else f"{family_count} families"
+    families = counted(len(by_family(runs.runs)), "family", "families")
     tiles = [
         Tile("runs", f"{len(runs.runs):,}", families),
         Tile("left out", f"{sum(runs.left_out.values()):,}", "reasons below"),
