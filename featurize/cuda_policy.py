@@ -98,7 +98,13 @@ def _convolution_backward(
     return x_grad, weight_grad, grad.new_empty(bias_sizes) if wanted[2] else None
 
 
-def _embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+def _embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
     """As on CUDA, which takes indices of two types (cuda/Embedding.cu); Meta takes any in releases before 2.13."""
     if indices.dtype not in (torch.long, torch.int):
         raise RuntimeError(f"indices of an embedding are of type long or int, got {indices.dtype}")

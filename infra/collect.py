@@ -273,7 +273,14 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
     return done
 
 
-def _queue(folder, queue, name: str, jobs: list[tuple[float, SubmitSettings]], total: int, say) -> bool:
+def _queue(
+    folder: DataFolder,
+    queue: Queue,
+    name: str,
+    jobs: Sequence[tuple[float, SubmitSettings]],
+    total: int,
+    say: Callable[[str], None],
+) -> bool:
     for share, submission in jobs:
         printed = io.StringIO()
         try:

@@ -35,11 +35,11 @@ class Problem(Exception):
     """What stops the command; the message is one line that says what to change."""
 
 
-def default_target():
+def default_target() -> str:
     return os.path.join(tempfile.gettempdir(), "gpufarm")
 
 
-def main(argv):
+def main(argv: "list[str]") -> int:
     """Run `install` or a step, and return the exit code: 2 for bad input. A step replaces this process."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE.format(steps=" | ".join(STEPS), target=default_target()))
@@ -71,7 +71,7 @@ def main(argv):
     return 0
 
 
-def keyed(arguments):
+def keyed(arguments: "list[str]") -> "dict[str, str]":
     """Return KEY=VALUE arguments as a dict of texts."""
     values = {}
     for argument in arguments:
@@ -84,7 +84,7 @@ def keyed(arguments):
     return values
 
 
-def part_folders(given):
+def part_folders(given: "str | None") -> "list[str]":
     """Return the folders of the parts: the given ones, or this script's and those beside it."""
     if given is not None:
         return [os.path.abspath(folder) for folder in given.split(",")]
@@ -94,7 +94,7 @@ def part_folders(given):
     return [own] + [folder for folder in others if folder != own and os.path.exists(os.path.join(folder, MANIFEST))]
 
 
-def read_manifest(folders):
+def read_manifest(folders: "list[str]") -> dict:
     """Return the manifest, which every part repeats."""
     manifest = None
     for folder in folders:
@@ -113,7 +113,7 @@ def read_manifest(folders):
     return manifest
 
 
-def install(target, folders, holds):
+def install(target: str, folders: "list[str]", holds: bool) -> "list[str]":
     """Check everything, then unpack into the target what is complete and missing there; return lines to print.
 
     The target appears whole or not at all. `holds`: whether slices are kept until the other parts come.
@@ -173,7 +173,7 @@ def install(target, folders, holds):
     return lines
 
 
-def installed_bundle(target):
+def installed_bundle(target: str) -> "str | None":
     """Return the identity of the bundle that the target holds; None where the target is empty or not there."""
     try:
         with open(os.path.join(target, INSTALLED), encoding="utf-8") as file:
@@ -187,12 +187,12 @@ def installed_bundle(target):
     return None
 
 
-def unpacked_at(target, archive):
+def unpacked_at(target: str, archive: str) -> str:
     """Return the folder that is there once the archive is installed."""
     return os.path.join(target, "site" if archive == "core" else "site-" + archive)
 
 
-def found_slices(archive, folders):
+def found_slices(archive: dict, folders: "list[str]") -> "list[tuple[dict, str | None]]":
     """Return each slice of the archive with its path, or with None where no folder has it."""
     pairs = []
     for piece in archive["slices"]:
@@ -201,18 +201,18 @@ def found_slices(archive, folders):
     return pairs
 
 
-def missing_parts(pairs):
+def missing_parts(pairs: "list[tuple[dict, str | None]]") -> "list[str]":
     return [piece["part"] for piece, path in pairs if path is None]
 
 
-def check_slices(pairs):
+def check_slices(pairs: "list[tuple[dict, str | None]]") -> None:
     for piece, path in pairs:
         if path and (os.path.getsize(path) != piece["bytes"] or sha256(path) != piece["sha256"]):
             part = piece["part"]
             raise Problem(f"{path} is damaged: size and SHA-256 are not the manifest's; copy {part} again")
 
 
-def sha256(path):
+def sha256(path: str) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
@@ -220,7 +220,7 @@ def sha256(path):
     return digest.hexdigest()
 
 
-def check_machine(manifest):
+def check_machine(manifest: dict) -> None:
     """Raise `Problem` where the machine or this Python is not the one that the bundle was made for; in every call."""
     machine, python = manifest["machine"], manifest["python"]
     if platform.system() != "Linux" or platform.machine() != machine:
@@ -249,7 +249,7 @@ def check_machine(manifest):
         )
 
 
-def check_torch(manifest):
+def check_torch(manifest: dict) -> None:
     """Raise `Problem` where torch is too old or cannot be imported, which takes seconds."""
     command = [sys.executable, "-W", "ignore", "-c", "import torch; print(torch.__version__)"]
     done = subprocess.run(command, capture_output=True)
@@ -261,12 +261,12 @@ def check_torch(manifest):
         raise Problem(f"torch {release} is too old; {manifest['torch']} or newer is needed")
 
 
-def numbers(version):
+def numbers(version: str) -> "tuple[int, ...]":
     """Return the leading numbers of a version, for comparison: (2, 11) of `2.11.0+cu130`."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def on_machine(distribution):
+def on_machine(distribution: str) -> bool:
     from importlib import metadata
 
     try:
@@ -276,7 +276,7 @@ def on_machine(distribution):
     return True
 
 
-def check_space(target, bytes_needed):
+def check_space(target: str, bytes_needed: int) -> None:
     folder = target
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -290,11 +290,11 @@ def check_space(target, bytes_needed):
 class Joined:
     """The slices of an archive, read one after the other."""
 
-    def __init__(self, paths):
+    def __init__(self, paths: "list[str]") -> None:
         self._paths = list(paths)
         self._file = None
 
-    def read(self, size):
+    def read(self, size: int) -> bytes:
         while self._file or self._paths:
             if self._file is None:
                 self._file = open(self._paths.pop(0), "rb")  # noqa: SIM115  (closed below, before the next one)
@@ -306,13 +306,13 @@ class Joined:
         return b""
 
 
-def unpack(paths, folder):
+def unpack(paths: "list[str]", folder: str) -> None:
     options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(fileobj=Joined(paths), mode="r|xz") as archive:
         archive.extractall(folder, **options)
 
 
-def hold(pairs, folder):
+def hold(pairs: "list[tuple[dict, str | None]]", folder: str) -> None:
     """Keep slices for a later install, when the other parts come."""
     os.makedirs(folder, exist_ok=True)
     for piece, path in pairs:
@@ -322,7 +322,7 @@ def hold(pairs, folder):
             os.rename(kept + ".partial", kept)
 
 
-def start(target, step, values):
+def start(target: str, step: str, values: "dict[str, str]") -> None:
     """Become the step: signals reach it, and its exit code is the command's."""
     folders = [unpacked_at(target, name) for name in ("core", "numpy", "ray")]
     paths = [folder for folder in folders if os.path.isdir(folder)] + [os.path.join(target, "source")]
