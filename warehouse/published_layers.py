@@ -8,7 +8,7 @@ and backward each timed by itself. The sizes are those of its profiling script. 
 Llama on the A100-40: there the products stay below the rate of fp32 and above none of TF32's.
 
 Liger (linkedin/Liger-Kernel, benchmark/scripts): operators of plain PyTorch and transformers, the median of triton's
-`do_bench`. Of these, gated feed-forward layers in bf16 and the cross entropy in fp32 are read.
+`do_bench`. Of these, gated feed-forward layers in bf16 are read.
 """
 
 from __future__ import annotations
@@ -89,11 +89,7 @@ def _liger(cells: Cells) -> _Timed:
         sizes = {"width": config["hidden_size"], "inner": config["intermediate_size"]}
         dims = {**sizes, "length": _whole(cells["x_value"]), "samples": samples}
         return _GATED[model], phase, dims, _dtype(config), 1e3
-    if model == "cross_entropy" and cells["x_name"] in ("V", "BT"):
-        x = _whole(cells["x_value"])
-        rows, vocabulary = (samples * config["T"], x) if cells["x_name"] == "V" else (x, config["vocab_size"])
-        return "cross_entropy", phase, {"rows": rows, "vocabulary": vocabulary}, "float32", 1e3
-    raise _Unread("operators other than gated feed-forward layers and the cross entropy")
+    raise _Unread("operators other than gated feed-forward layers")
 
 
 _SOURCES: Mapping[str, tuple[str, Callable[[Cells], _Timed]]] = {

@@ -26,13 +26,15 @@ from featurize.kernel_model.times import (
     Parameters,
     call_seconds,
     kernels_on,
+    units_names,
 )
 from learn.kernels.columns import joined, row_of_kernels
 from learn.kernels.descent import Values, descended, robust
 
 KERNELS = "kernels"  # source of rows that are one kernel each
-LAYERS = "layers"  # source of rows that are the few kernels of a layer, forward or backward
-ALONE = (KERNELS, LAYERS)  # timed by themselves: the host and other GPUs take no part
+SAILOR, LIGER = "sailor", "liger"  # sources of rows that are the few kernels of a layer, forward or backward
+PRODUCTS = "products"  # source of rows that are one large product, timed in a row of many
+ALONE = (KERNELS, SAILOR, LIGER)  # timed by themselves: the host and other GPUs take no part
 SHARDED = ("llm_foundry",)  # sources of steps with FSDP: weights arrive and gradients leave while the GPU computes
 # Where the fit begins and what it is held to: values that are usual for such kernels. Shares as logarithms.
 _COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
@@ -274,7 +276,7 @@ def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ..
             in_layout = layout if _in_layouts(kind) else ""
             bandwidth.add(f"{kind}{in_layout}")
             if GROUPS[group] != STREAM:
-                compute.add(f"{kind}{in_layout}/{UNITS[has[pipe]]}")
+                compute.add(f"{kind}{in_layout}/{units_names(pipe, has[pipe])[0]}")
     return tuple(sorted(compute)), tuple(sorted(bandwidth))
 
 

@@ -80,7 +80,7 @@ def _operators(
 
 
 def _targets(sizes: Mapping[str, int]) -> int:
-    return sizes.get("rows") or sizes["length"] * sizes["samples"]
+    return sizes["length"] * sizes["samples"]
 
 
 def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
@@ -153,7 +153,7 @@ def _head(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
     return Head(), (sizes["length"], sizes["samples"], width)
 
 
-def _gated(sizes: Mapping[str, int], activation: str = "silu") -> tuple[nn.Module, tuple[int, ...]]:
+def _gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
     """The feed-forward layer of Llama (transformers, modeling_llama.py: LlamaMLP)."""
     from torch import nn
 
@@ -171,19 +171,9 @@ def _gated(sizes: Mapping[str, int], activation: str = "silu") -> tuple[nn.Modul
     return Gated(), (sizes["samples"], sizes["length"], width)
 
 
-def _cross_entropy(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
-    from torch import nn
-
-    class CrossEntropy(nn.Module):
-        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return nn.functional.cross_entropy(x, target)
-
-    return CrossEntropy(), (sizes["rows"], sizes["vocabulary"])
-
-
 # Silu and gelu read and write alike: one layer stands for both.
 LAYERS: Mapping[str, Callable[[Mapping[str, int]], tuple[nn.Module, tuple[int, ...]]]] = {
-    "block": _block, "head": _head, "silu": _gated, "gelu": _gated, "cross_entropy": _cross_entropy,
+    "block": _block, "head": _head, "silu": _gated, "gelu": _gated,
 }  # fmt: skip
 
 

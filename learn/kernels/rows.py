@@ -17,13 +17,13 @@ from conf.errors import UsageError
 from conf.identity import canonical_json
 from featurize.device_spec import DeviceSpec, load_device
 from featurize.input_pipeline import input_ms
-from featurize.kernel_model.calls import HALF, Calls, kernel_calls
+from featurize.kernel_model.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, product
 from featurize.row_config import UnreadableConfig, config_of_one_gpu
 from featurize.step_trace import Operator
 from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training_settings import Training, uses_tf32
 from learn.kernels.activity_fit import MeasuredActivity
-from learn.kernels.fitting import KERNELS, LAYERS, MeasuredTime
+from learn.kernels.fitting import KERNELS, LIGER, PRODUCTS, SAILOR, MeasuredTime
 from learn.kernels.layers import PREFIX as LAYER
 from learn.kernels.layers import layer_calls
 from learn.kernels.mpt import LLM_FOUNDRY, SIZES, mpt_config, mpt_loss
@@ -41,7 +41,11 @@ Row = TypeVar("Row")
 _SOURCES = ("measured", "imported")
 LEAST_ROWS = 20
 # Sources whose rows count more or less than the square root of their number.
-WEIGHTS = {KERNELS: 0.1, LLM_FOUNDRY: 1.5, LAYERS: 1.0}
+WEIGHTS = {KERNELS: 0.2, LLM_FOUNDRY: 1.5, SAILOR: 0.3, LIGER: 1.5, PRODUCTS: 2.0}
+# GPU model, side of square matrices, TFLOP/s: bf16 products measured with torch 2.11 and CUDA 13 (769 to 798 in several
+# runs on both).
+_LARGE_PRODUCTS = (("H100-SXM5-80GB", 8192, 783.5), ("H200-SXM-141GB", 8192, 783.5))
+_SAILOR_LAYERS = ("block", "head")
 FARM = "farm"  # source of what this folder's own trials measured
 _COLUMNS = (
     "run_id",
@@ -92,7 +96,7 @@ def measured_rows(
             f"data={data}: {len(rows)} measured steps can be learned from, and {LEAST_ROWS} are needed"
             + (f" (left out: {reasons})" if reasons else "")
         )
-    return [*rows, *operators], left_out | operators_left_out
+    return [*rows, *operators, *(large_products() if kernels else [])], left_out | operators_left_out
 
 
 def measured_times(
@@ -203,6 +207,21 @@ def _measured_kernel(
     )
 
 
+def large_products() -> list[MeasuredTime]:
+    """Return products in half precision that were measured by themselves, with no launch between them."""
+    return [
+        MeasuredTime(
+            name=f"product of {side}",
+            source=PRODUCTS,
+            group="product",
+            device=load_device(device),
+            calls=as_calls(Counter({product(side, side, side, 1, TENSOR, 6.0 * side * side): 1}), 0.0),
+            measured_ms=2 * side**3 / tflops / 1e9,
+        )
+        for device, side, tflops in _LARGE_PRODUCTS
+    ]
+
+
 def _measured_layer(
     layer: str, device: DeviceSpec, sizes: Mapping[str, int], dtype: str, phase: str | None, duration_us: float
 ) -> MeasuredTime:
@@ -214,7 +233,7 @@ def _measured_layer(
         raise _LeftOut(f"layer {layer}: {type(error).__name__}") from error
     return MeasuredTime(
         name=f"{layer} {phase or 'both'} {canonical_json(sizes)}",
-        source=LAYERS,
+        source=SAILOR if layer in _SAILOR_LAYERS else LIGER,
         group=layer,
         device=device,
         calls=calls,
