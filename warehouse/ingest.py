@@ -84,9 +84,8 @@ class IngestSettings:
 
     source: str = key(
         help="dataset (what warehouse.export wrote), gpumemnet (GPUMemNet's CSV files), timm (model, module, "
-        "batch_size, max_gpu_memory_mib), neusight (times of single operators, which land in `kernels`), sailor and liger (times of layers, in "
-        "`kernels`, too), csv, or a "
-        "published table: " + ", ".join(TABLES)
+        "batch_size, max_gpu_memory_mib), neusight (times of single operators, which land in `kernels`), sailor and "
+        "liger (times of layers, in `kernels`, too), csv, or a published table: " + ", ".join(TABLES)
     )
     path: str | None = key(
         None, "a file, or a folder; for source=dataset the default is datasets/ of this checkout", "path"

@@ -36,7 +36,7 @@ from featurize.kernel_model.times import (
     call_seconds,
     kernels_on,
 )
-from featurize.step_trace import StepTrace
+from featurize.step_trace import GATHERED, StepTrace
 from featurize.trace_memo import of_trace
 from featurize.training_settings import TrainingSettings, uses_tf32
 
@@ -54,12 +54,14 @@ class LearnedEfficiencies:
         activity: What the kernels keep busy.
         error_quantiles: Coverage -> factor by which measured steps are at most longer, of jobs that were held out.
         fitted_on: Source -> number of its rows.
+        sharded: Factor by which kernels take longer while FSDP gathers weights and scatters gradients, than alone.
     """
 
     parameters: Parameters
     activity: ActivityParameters
     error_quantiles: Mapping[float, float]
     fitted_on: Mapping[str, int]
+    sharded: float
 
     @property
     def latency_s(self) -> float:
@@ -133,7 +135,8 @@ def time_step(
         timed = of_trace(trace, key, lambda: timed_kernels(calls, spec, settings, coming_along))
     else:
         timed = timed_kernels(calls, spec, settings, learned)
-    total_ms = calls.count * timed.seconds * 1e3
+    beside = learned.sharded if any(block.kind == GATHERED for block in trace.blocks) else 1.0
+    total_ms = calls.count * timed.seconds * beside * 1e3
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms
@@ -218,10 +221,13 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
             single={name: float(of_activity[name]) for name in STEP_VALUES},
         )
         quantiles = {float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()}
+        sharded = float(content["sharded"])
         fitted_on = {str(source): int(rows) for source, rows in content["fitted_on"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EnvironmentProblem(f"{_FILE} is damaged ({error!r}); install gpufarm again") from error
-    return LearnedEfficiencies(parameters=parameters, activity=activity, error_quantiles=quantiles, fitted_on=fitted_on)
+    return LearnedEfficiencies(
+        parameters=parameters, activity=activity, error_quantiles=quantiles, fitted_on=fitted_on, sharded=sharded
+    )
 
 
 def efficiencies_text(learned: LearnedEfficiencies) -> str:
@@ -231,6 +237,7 @@ def efficiencies_text(learned: LearnedEfficiencies) -> str:
         "version": VERSION,
         "fitted_on": dict(learned.fitted_on),
         "error_quantiles": {f"{coverage:g}": round(factor, 4) for coverage, factor in learned.error_quantiles.items()},
+        "sharded": round(learned.sharded, 4),
         "single": {name: _rounded(value) for name, value in parameters.single.items()},
         "by_units": {name: _rounded(values) for name, values in parameters.by_units.items()},
         "by_group": {name: _rounded(values) for name, values in parameters.by_group.items()},

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from featurize.device_spec import DeviceSpec
-from featurize.kernel_model.calls import GROUPS, STREAM, Calls
+from featurize.kernel_model.calls import ATTENTION, GROUPS, STREAM, Calls
 from featurize.kernel_model.step_time import OVERLAP, launch_ms, overlapped
 from featurize.kernel_model.times import (
     GROUP_VALUES,
@@ -34,13 +34,17 @@ from learn.kernels.descent import Values, descended, robust
 KERNELS = "kernels"  # source of rows that are one kernel each
 SAILOR, LIGER = "sailor", "liger"  # sources of rows that are the few kernels of a layer, forward or backward
 PRODUCTS = "products"  # source of rows that are one large product, timed in a row of many
-ALONE = (KERNELS, SAILOR, LIGER)  # timed by themselves: the host and other GPUs take no part
+ALONE = (KERNELS, SAILOR, LIGER)  # timed one by one, which adds a little to each
+NO_STEPS = (*ALONE, PRODUCTS)
 SHARDED = ("llm_foundry",)  # sources of steps with FSDP: weights arrive and gradients leave while the GPU computes
 # Where the fit begins and what it is held to: values that are usual for such kernels. Shares as logarithms.
 _COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
 # Kernels of narrow groups load an operand for each multiply-add.
 _COMPUTE_OF = {"depthwise_large": math.log(0.03), "depthwise": math.log(0.15), "grouped": math.log(0.3)}
 _BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "sm_rate": 0.15, "wave": 0.7}
+# Exponentials bind flash attention, and tensor cores do not speed them up: on an H100 it reaches half the share that it
+# reaches on an A100 (FlashAttention-3, arXiv:2407.08608).
+_SM_RATE_OF_ATTENTION = 0.9
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
 INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
@@ -50,7 +54,13 @@ _LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARD
 _FIRMNESS = {"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0}
 _OF_PRIORS = 2e-4
 # What physics says of the exponents: a share never rises with what an SM computes or with idle blocks.
-_LIMITS = {"sm_rate": (0.0, 1.0), "wave": (0.0, 1.0), "power": (0.0, 1.5), "searched": (0.0, 0.7), "leftover": (0.0, 1.0)}
+_LIMITS = {
+    "sm_rate": (0.0, 1.0),
+    "wave": (0.0, 1.0),
+    "power": (0.0, 1.5),
+    "searched": (0.0, 0.7),
+    "leftover": (0.0, 1.0),
+}
 TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
 _ITERATIONS, _RATE, _LAST_RATE = 250, 0.03, 0.008
 
@@ -206,9 +216,7 @@ class TimeFit:
         kernels = self.kernels.converted(lambda column: column.numpy())
         np.add.at(seconds, self.row.numpy(), self.count.numpy() * call_seconds(kernels, fitted.parameters))
         estimated = [
-            busy + fitted.instrument(row)
-            if row.source in ALONE
-            else overlapped(busy * fitted.factor(row.source), host)
+            busy + fitted.instrument(row) if row.source in ALONE else overlapped(busy * fitted.factor(row.source), host)
             for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
         ]
         return np.log(np.array(estimated) / self.measured_ms.numpy())
@@ -217,10 +225,12 @@ class TimeFit:
         def full(shape: Sequence[int], value: float) -> torch.Tensor:
             return torch.full(tuple(shape), value, dtype=torch.float64)
 
+        by_group = {name: full([len(GROUPS), len(UNITS)], _BY_GROUP[name]) for name in GROUP_VALUES}
+        by_group["sm_rate"][GROUPS.index(ATTENTION)] = _SM_RATE_OF_ATTENTION
         return {
             "compute": torch.tensor([_compute_of(name) for name in self.names[0]], dtype=torch.float64),
             "bandwidth": full([len(self.names[1])], _BANDWIDTH),
-            **{name: full([len(GROUPS), len(UNITS)], _BY_GROUP[name]) for name in GROUP_VALUES},
+            **by_group,
             **{name: full([len(UNITS)], _BY_UNITS[name]) for name in UNIT_VALUES},
             **{name: full([], _SINGLE[name]) for name in SINGLE_VALUES},
             "instrument": full([len(self.instruments)], math.log(INSTRUMENT_MS)),

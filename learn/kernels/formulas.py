@@ -12,7 +12,7 @@ import numpy as np
 
 from featurize.kernel_model.step_time import load_efficiencies, overlapped
 from featurize.kernel_model.times import call_seconds, kernels_on
-from learn.kernels.fitting import KERNELS, FittedTimes, TimeFit
+from learn.kernels.fitting import ALONE, SHARDED, FittedTimes, TimeFit
 from learn.kernels.peers import RooflineByKind, TilesAndWaves, WaveScaling
 
 
@@ -46,8 +46,9 @@ class KernelModelAsItComes:
 
     def log_ratios(self, of: np.ndarray) -> np.ndarray:
         """As `Formula.log_ratios`; the same whatever `of` names."""
-        parameters = load_efficiencies().parameters
-        timing = FittedTimes(parameters=parameters, instrument_ms={})
+        learned = load_efficiencies()
+        parameters = learned.parameters
+        timing = FittedTimes(parameters=parameters, instrument_ms={}, leftover=dict.fromkeys(SHARDED, learned.sharded))
         estimated = []
         for row, host_ms in zip(self.fit.rows, self.fit.host_ms.tolist(), strict=True):
             kernels = kernels_on(
@@ -55,7 +56,9 @@ class KernelModelAsItComes:
             )
             busy_ms = float((row.calls.count * call_seconds(kernels, parameters)).sum()) * 1e3
             estimated.append(
-                busy_ms + timing.instrument(row) if row.source == KERNELS else overlapped(busy_ms, host_ms)
+                busy_ms + timing.instrument(row)
+                if row.source in ALONE
+                else overlapped(busy_ms * timing.factor(row.source), host_ms)
             )
         return np.log(np.array(estimated) / self.fit.measured_ms.numpy())
 

@@ -15,7 +15,7 @@ import numpy as np
 from featurize.kernel_model.activity import ActivityParameters
 from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED
 from featurize.kernel_model.step_time import LearnedEfficiencies
-from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit, held_out_by
+from learn.kernels.fitting import KERNELS, NO_STEPS, SHARDED, MeasuredTime, TimeFit, held_out_by
 from learn.kernels.formulas import Formula, KernelModel
 
 ROOFLINE = "nothing learned"  # the described rates alone
@@ -57,7 +57,7 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         progress: Called before each fit with a text, the number of fits done and their total.
     """
     ours = KernelModel(fit)
-    steps = fit.sources != KERNELS
+    steps = ~np.isin(fit.sources, NO_STEPS)
     splits = _splits(fit, steps, folds)
     fits = itertools.count()
     number = 1 + sum(map(len, splits.values()))
@@ -109,8 +109,10 @@ def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters)
     """Return the content of the file: the fit on all rows, and what families that were left out say of its error."""
     longer = -held_out[np.isfinite(held_out)]  # measured over estimated
     sources, counts = np.unique(fit.sources, return_counts=True)
+    fitted = fit.fitted(np.ones(len(fit.rows), dtype=bool))
     return LearnedEfficiencies(
-        parameters=fit.fitted(np.ones(len(fit.rows), dtype=bool)).parameters,
+        parameters=fitted.parameters,
+        sharded=fitted.factor(SHARDED[0]),
         activity=activity,
         error_quantiles={coverage: float(np.exp(np.quantile(longer, coverage))) for coverage in COVERAGES},
         fitted_on=dict(zip(sources.tolist(), counts.tolist(), strict=True)),
@@ -133,11 +135,10 @@ def _splits(fit: TimeFit, steps: np.ndarray, folds: int) -> dict[str, list[np.nd
 
 def subsets(fit: TimeFit) -> Iterable[tuple[str, np.ndarray]]:
     """Yield which rows are judged together, with their mask."""
-    steps = fit.sources != KERNELS
-    for source in np.unique(fit.sources[steps]):
+    steps = ~np.isin(fit.sources, NO_STEPS)
+    for source in np.unique(fit.sources):
         yield str(source), fit.sources == source
     for name, mask in (
-        (KERNELS, ~steps),
         ("products, convolutions", np.isin(fit.groups, _TILED_OPERATORS)),
         ("depthwise networks", steps & np.array([_is_depthwise(row) for row in fit.rows])),
         (f"{_LONG_TOKENS:,} tokens and more", steps & np.array([_is_long(row) for row in fit.rows])),

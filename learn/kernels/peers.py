@@ -20,7 +20,7 @@ from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, GROUPED, GROUPS
 from featurize.kernel_model.times import clock_ghz
 from learn.kernels.columns import joined
 from learn.kernels.descent import Values, descended, robust
-from learn.kernels.fitting import INSTRUMENT_MS, KERNELS, TOLERANCE, MeasuredTime, TimeFit, overlapped_ms
+from learn.kernels.fitting import ALONE, INSTRUMENT_MS, TOLERANCE, MeasuredTime, TimeFit, overlapped_ms
 
 _TILE_SIDE = {False: 64.0, True: 128.0}  # of a product's tile, on tensor cores and not
 _SPLIT_DEPTH = 256.0  # depth that is worth a tile of its own
@@ -267,7 +267,7 @@ class _Instruments:
 
 
 def _instruments(rows: Sequence[MeasuredTime]) -> _Instruments:
-    operators = [row.group if row.source == KERNELS else "" for row in rows]
+    operators = [row.group if row.source in ALONE else "" for row in rows]
     names = tuple(dict.fromkeys(operators))
     return _Instruments(names, torch.tensor([names.index(name) for name in operators]))
 

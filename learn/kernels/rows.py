@@ -41,7 +41,7 @@ Row = TypeVar("Row")
 _SOURCES = ("measured", "imported")
 LEAST_ROWS = 20
 # Sources whose rows count more or less than the square root of their number.
-WEIGHTS = {KERNELS: 0.2, LLM_FOUNDRY: 1.5, SAILOR: 0.3, LIGER: 1.5, PRODUCTS: 2.0}
+WEIGHTS = {KERNELS: 0.1, LLM_FOUNDRY: 1.5, SAILOR: 0.2, LIGER: 0.8, PRODUCTS: 1.0}
 # GPU model, side of square matrices, TFLOP/s: bf16 products measured with torch 2.11 and CUDA 13 (769 to 798 in several
 # runs on both).
 _LARGE_PRODUCTS = (("H100-SXM5-80GB", 8192, 783.5), ("H200-SXM-141GB", 8192, 783.5))
@@ -96,7 +96,7 @@ def measured_rows(
             f"data={data}: {len(rows)} measured steps can be learned from, and {LEAST_ROWS} are needed"
             + (f" (left out: {reasons})" if reasons else "")
         )
-    return [*rows, *operators, *(large_products() if kernels else [])], left_out | operators_left_out
+    return [*rows, *operators, *(large_products() if operators else [])], left_out | operators_left_out
 
 
 def measured_times(
