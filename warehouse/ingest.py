@@ -24,7 +24,7 @@ from conf.bars import terminal_bar
 from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from conf.settings import data_key, key
-from warehouse import neusight
+from warehouse import neusight, published_links
 from warehouse.connection import connect
 from warehouse.csv_columns import CsvMapping, read_mapping
 from warehouse.dataset import (
@@ -53,7 +53,12 @@ from warehouse.writer import RunWriter
 
 PUBLISHED = ("gpumemnet", "timm")
 DATASET = "dataset"
-SOURCES = (DATASET, *PUBLISHED, *TABLES, neusight.SOURCE, "csv")
+# Source -> suffix of its files, their columns, and their reader: of rows that land in `kernels`.
+_OF_KERNELS = {
+    neusight.SOURCE: (".parquet", neusight.COLUMNS, neusight.read_kernel_times),
+    published_links.SOURCE: (".csv", published_links.COLUMNS, published_links.read_all_reduces),
+}
+SOURCES = (DATASET, *PUBLISHED, *TABLES, *_OF_KERNELS, "csv")
 _SHOWN_ROWS = 5  # places named for each reason
 _WIDTH_ELSEWHERE = 140  # columns of a table that goes into a file or pipe
 
@@ -81,8 +86,8 @@ class IngestSettings:
 
     source: str = key(
         help="dataset (what warehouse.export wrote), gpumemnet (GPUMemNet's CSV files), timm (model, module, "
-        "batch_size, max_gpu_memory_mib), neusight (times of single operators, which land in `kernels`), csv, or a "
-        "published table: " + ", ".join(TABLES)
+        "batch_size, max_gpu_memory_mib), neusight and allreduce (times of single operators and of all-reduces, which "
+        "land in `kernels`), csv, or a published table: " + ", ".join(TABLES)
     )
     path: str | None = key(
         None, "a file, or a folder; for source=dataset the default is datasets/ of this checkout", "path"
@@ -162,7 +167,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
     report = IngestReport()
     if settings.source == DATASET:
         return _ingest_dataset(settings, report, progress)
-    if settings.source == neusight.SOURCE:
+    if settings.source in _OF_KERNELS:
         return _ingest_kernels(settings, report, progress)
     # Of files with the same measurements, the one with most measured columns lands first.
     files = sorted(_read(settings, report, progress), key=lambda file: -file.measured_columns)
@@ -244,18 +249,19 @@ def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple
 
 def _ingest_kernels(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:
     """Land the kernels of each file that the data folder lacks, in one batch a file."""
-    root, paths = _paths(settings, ".parquet", report)
+    suffix, columns, read = _OF_KERNELS[settings.source]
+    root, paths = _paths(settings, suffix, report)
     files = []
     for path in paths:
         try:
-            file = neusight.read_kernel_times(path, settings.device_name, partial(progress, "reading"))
+            file = read(path, settings.device_name, partial(progress, "reading"))
         except EnvironmentProblem as error:
             if root.is_file():
                 raise
             report.left[path] = str(error).removeprefix(f"path={path} ")
             continue
         if file is None:
-            report.left[path] = f"not of this source, whose files have {', '.join(neusight.COLUMNS)}"
+            report.left[path] = f"not of this source, whose files have {', '.join(columns)}"
         else:
             files.append(file)
     if not files:
