@@ -85,13 +85,13 @@ def measured_all_reduces(data: str | os.PathLike[str] | None) -> list[MeasuredAl
     import warehouse
 
     with contextlib.closing(warehouse.connect(data)) as connection:
-        found = connection.execute(
+        measured = connection.execute(
             "SELECT device_name, dims, dtype, duration_us FROM kernels "
             f"WHERE operator = '{OPERATOR}' AND source IN ('measured', 'imported') AND duration_us > 0 "
             "ORDER BY device_name, kernel_row"
         ).fetchall()
     rows = []
-    for device_name, dims, dtype, duration_us in found:
+    for device_name, dims, dtype, duration_us in measured:
         shape = json.loads(dims)
         with contextlib.suppress(UsageError):  # a GPU model without a description
             rows.append(

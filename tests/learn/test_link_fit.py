@@ -8,6 +8,7 @@ from featurize.device_spec import load_device
 from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis
 from featurize.parallel.layout import Parallel
 from learn.kernels.link_fit import fitted_links
+from warehouse.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest
 from warehouse.published_links import COLUMNS
 
@@ -30,7 +31,7 @@ def all_reduces(folder, gpu, counts):
 
 
 def test_a_folder_without_all_reduces_fits_nothing(tmp_path):
-    assert fitted_links(tmp_path / "none") is None
+    assert fitted_links(DataFolder(tmp_path / "data").create()) is None
 
 
 def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_was_left_out(tmp_path):
