@@ -130,7 +130,7 @@ def fabric_of(spec: DeviceSpec, parallel: Parallel) -> Fabric:
 
 
 def fabric_of_axis(
-    spec: DeviceSpec, parallel: Parallel, degree: int, stride: int, fitted: LinkConstants | None = None
+    spec: DeviceSpec, parallel: Parallel, degree: int, stride: int, *, fitted: LinkConstants | None = None
 ) -> Fabric:
     """Return what joins the ranks of one group of a mesh dimension: of the group that lies in the most nodes.
 

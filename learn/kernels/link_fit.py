@@ -41,7 +41,7 @@ class MeasuredAllReduce:
 
     def log_ratio(self, fitted: LinkConstants) -> float:
         """Return the logarithm of estimated over measured time."""
-        fabric = fabric_of_axis(self.device, Parallel(ddp=self.ranks), self.ranks, 1, fitted)
+        fabric = fabric_of_axis(self.device, Parallel(ddp=self.ranks), self.ranks, 1, fitted=fitted)
         return math.log(collective_s(ALL_REDUCE, self.nbytes, fabric) / self.seconds)
 
 
@@ -106,7 +106,7 @@ def measured_all_reduces(data: str | os.PathLike[str] | None) -> list[MeasuredAl
 
 
 def _log_ratios(rows: Sequence[MeasuredAllReduce], of: np.ndarray, constants: LinkConstants) -> np.ndarray:
-    return np.array([rows[at].log_ratio(constants) for at in np.flatnonzero(of)])
+    return np.array([row.log_ratio(constants) for row, wanted in zip(rows, of, strict=True) if wanted])
 
 
 def _fitted(rows: Sequence[MeasuredAllReduce], of: np.ndarray) -> LinkConstants:

@@ -23,7 +23,7 @@ def all_reduces(folder, gpu, counts):
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for ranks in counts:
-            fabric = fabric_of_axis(device, Parallel(ddp=ranks), ranks, 1, TRUE)
+            fabric = fabric_of_axis(device, Parallel(ddp=ranks), ranks, 1, fitted=TRUE)
             for nbytes in SIZES:
                 us = collective_s(ALL_REDUCE, nbytes, fabric) * 1e6
                 writer.writerow([gpu, ranks, "fp32", nbytes, "all-reduce", us, "us"])
