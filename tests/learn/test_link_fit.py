@@ -36,11 +36,10 @@ def test_a_folder_without_all_reduces_fits_nothing(tmp_path):
 
 def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_was_left_out(tmp_path):
     all_reduces(tmp_path, "A100-SXM4-80GB", (2, 8))
-    all_reduces(tmp_path, "V100-SXM2-16GB", (4, 8))
-    all_reduces(tmp_path, "RTX-3090", (2,))  # over PCIe: judged, not fitted
+    all_reduces(tmp_path, "V100-SXM2-16GB", (8,))
     constants, scores = fitted_links(tmp_path / "data")
     assert constants.reached == pytest.approx(0.7, rel=0.02) and constants.copy_gb_s == pytest.approx(600, rel=0.05)
     assert constants.launch_us == pytest.approx(40, rel=0.05)
     assert {score.split for score in scores} == {"learned from", "GPU models left out", "numbers of GPUs left out"}
     left_out = [score for score in scores if score.split == "GPU models left out" and "V100" in score.rows]
-    assert left_out[0].count == 6 and left_out[0].mean_error < 0.05
+    assert left_out[0].count == 3 and left_out[0].mean_error < 0.05
