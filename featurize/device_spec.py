@@ -52,10 +52,13 @@ class Interconnect:
 
     `link_gb_s`: all links of NVLink or Infinity Fabric together, where they join all GPUs of a node. None: the GPUs
     talk over PCIe.
+    `mesh`: how many links join each GPU of a node to each other one, where no switch does, as `nvidia-smi topo -m`
+    shows them. None: any GPU reaches any other one with all of its links.
     """
 
     pcie_gb_s: float
     link_gb_s: float | None = None
+    mesh: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +211,10 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
         problems.append(f"peak_tflops must give fp32 and may give {known}: numbers > 0 or null")
     joined = values.get("interconnect")
     if joined is not None and not _joins(joined):
-        problems.append("interconnect must give pcie_gb_s and may give link_gb_s: numbers > 0")
+        problems.append(
+            "interconnect must give pcie_gb_s and may give link_gb_s: numbers > 0; and with that mesh: for each GPU of "
+            "a node its number of links to each other one, alike in both directions"
+        )
     capability = values.get("compute_capability")
     try:
         values["compute_capability"] = None if capability is None else _capability(capability)
@@ -217,7 +223,10 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     if problems or not isinstance(rates, Mapping):
         raise UsageError(f"device {label}: " + "; ".join(problems))
     values["peak_tflops"] = PeakTflops(**{"fp8": _described_fp8(str(label)), **rates})
-    values["interconnect"] = Interconnect(**joined) if isinstance(joined, Mapping) else None
+    if isinstance(joined, Mapping):
+        mesh = joined.get("mesh")
+        joined = Interconnect(**{**joined, "mesh": None if mesh is None else tuple(map(tuple, mesh))})
+    values["interconnect"] = joined
     return DeviceSpec(**values)
 
 
@@ -269,7 +278,21 @@ def _joins(joined: object) -> bool:
     """Return whether a mapping describes an `Interconnect`."""
     if not isinstance(joined, Mapping) or not set(joined) <= {f.name for f in dataclasses.fields(Interconnect)}:
         return False
-    return _positive(joined.get("pcie_gb_s")) and (joined.get("link_gb_s") is None or _positive(joined["link_gb_s"]))
+    link_gb_s, mesh = joined.get("link_gb_s"), joined.get("mesh")
+    meshes = mesh is None or (_positive(link_gb_s) and _is_mesh(mesh))
+    return _positive(joined.get("pcie_gb_s")) and (link_gb_s is None or _positive(link_gb_s)) and meshes
+
+
+def _is_mesh(mesh: object) -> bool:
+    """Return whether these are numbers of links between each two GPUs."""
+    if not isinstance(mesh, list | tuple) or len(mesh) < 2 or not all(isinstance(row, list | tuple) for row in mesh):
+        return False
+    counts = [count for row in mesh for count in row]
+    if not all(isinstance(count, int) and not isinstance(count, bool) and 0 <= count < _LARGEST for count in counts):
+        return False
+    return [list(row) for row in mesh] == [list(row) for row in zip(*mesh, strict=False)] and all(
+        mesh[at][at] == 0 < sum(mesh[at]) for at in range(len(mesh))
+    )
 
 
 def _positive(value: object) -> bool:

@@ -5,7 +5,7 @@ Start reading at `fit_kernels`. It writes the file that `featurize.kernel_model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ class FitKernelsSettings:
 
       python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv data=steps
       python -m warehouse.ingest source=neusight path=kernel_times.parquet data=steps
+      python -m warehouse.ingest source=allreduce path=allreduce_times.csv data=steps
       python -m learn.fit_kernels data=steps out=parameters.json
 
     Learns the efficiencies of kernels from all measured steps of a data folder (its own trials' and imported ones) and
@@ -36,7 +37,8 @@ class FitKernelsSettings:
     GPU models that were left out in turn.
 
     What the kernels keep busy is fitted to jobs with measured SM activity and occupancy: GPUMemNet's rows, and your own
-    trials on GPUs with those counters. Without such jobs, those parameters stay as they are in the packaged file.
+    trials on GPUs with those counters. What collectives reach on NVLink is fitted to measured all-reduces. Without such
+    rows, those parameters stay as they are in the packaged file.
 
     `python -m learn.benchmark target=step_time data=steps` judges other people's formulas on the same rows.
     """
@@ -74,12 +76,13 @@ class FittedKernels:
     """What was judged.
 
     Args:
-        times, activity: Scores; of activity none without measured jobs.
+        times, activity, links: Scores; of activity and links none without measured jobs and all-reduces.
         left_out: Reason -> number of rows.
     """
 
     times: Sequence[TimeScore]
     activity: Sequence[ActivityScore]
+    links: Sequence[TimeScore]
     left_out: dict[str, int]
 
 
@@ -90,9 +93,11 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
         UsageError: The folder holds too few measured steps.
     """
     from featurize.kernel_model.step_time import efficiencies_text, load_efficiencies
+    from featurize.parallel.collectives import packaged_links
     from learn.kernels.activity_fit import ActivityFit, judged_activity
     from learn.kernels.fitting import TimeFit
     from learn.kernels.judging import judged, learned_of
+    from learn.kernels.link_fit import fitted_links
     from learn.kernels.rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
     from warehouse.layout import write_bytes
 
@@ -105,8 +110,9 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     if len(jobs) >= LEAST_ROWS:
         of_activity, activity = judged_activity(ActivityFit(jobs, learned), FOLDS, progress)
         learned = replace(learned, activity=activity)
-    write_bytes(settings.path, efficiencies_text(learned).encode())
-    return FittedKernels(times=scores, activity=of_activity, left_out=left_out | jobs_left_out)
+    links, of_links = fitted_links(settings.data) or (packaged_links(), [])
+    write_bytes(settings.path, efficiencies_text(learned, links=asdict(links)).encode())
+    return FittedKernels(times=scores, activity=of_activity, links=of_links, left_out=left_out | jobs_left_out)
 
 
 def entry(settings: FitKernelsSettings) -> None:
@@ -116,7 +122,7 @@ def entry(settings: FitKernelsSettings) -> None:
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)
-    print(time_table(fitted.times))
+    print(time_table([*fitted.times, *fitted.links]))
     if fitted.activity:
         print(activity_table(fitted.activity))
     for reason, number in fitted.left_out.items():

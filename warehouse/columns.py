@@ -125,7 +125,8 @@ KERNELS = {
     "duration_us": "time of one launch, median; µs",
     "count": "launches that the row stands for",
     "steps": "training steps that the launches were seen in",
-    "timing": "cupti (the kernel alone), cuda_events (an operator and its launch), cpu (an operator) or model (priced)",
+    "timing": "cupti (the kernel alone), cuda_events (an operator and its launch), loop (of many in a row), cpu (an "
+    "operator) or model (priced)",
     "origin": "JSON: cells of the published file that an imported row was read from",
 }
 

@@ -24,7 +24,7 @@ from conf.bars import terminal_bar
 from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from conf.settings import data_key, key
-from warehouse import neusight
+from warehouse import neusight, published_links
 from warehouse.connection import connect
 from warehouse.csv_columns import CsvMapping, read_mapping
 from warehouse.dataset import (
@@ -55,8 +55,16 @@ from warehouse.writer import RunWriter
 
 PUBLISHED = ("gpumemnet", "timm")
 DATASET = "dataset"
-OF_KERNELS = (neusight.SOURCE, *LAYER_SOURCES)
-SOURCES = (DATASET, *PUBLISHED, *TABLES, *OF_KERNELS, "csv")
+# Source -> suffix of its files, their columns, and their reader: of rows that land in `kernels`.
+_OF_KERNELS = {
+    neusight.SOURCE: (".parquet", ", ".join(neusight.COLUMNS), neusight.read_kernel_times),
+    published_links.SOURCE: (".csv", ", ".join(published_links.COLUMNS), published_links.read_all_reduces),
+    **{
+        source: (".csv", layer_columns(source), partial(read_layer_times, source=source))
+        for source in LAYER_SOURCES
+    },
+}
+SOURCES = (DATASET, *PUBLISHED, *TABLES, *_OF_KERNELS, "csv")
 _SHOWN_ROWS = 5  # places named for each reason
 _WIDTH_ELSEWHERE = 140  # columns of a table that goes into a file or pipe
 
@@ -84,8 +92,8 @@ class IngestSettings:
 
     source: str = key(
         help="dataset (what warehouse.export wrote), gpumemnet (GPUMemNet's CSV files), timm (model, module, "
-        "batch_size, max_gpu_memory_mib), neusight (times of single operators, which land in `kernels`), sailor and "
-        "liger (times of layers, in `kernels`, too), csv, or a published table: " + ", ".join(TABLES)
+        "batch_size, max_gpu_memory_mib), neusight, sailor, liger and allreduce (times of operators, layers and "
+        "all-reduces, which land in `kernels`), csv, or a published table: " + ", ".join(TABLES)
     )
     path: str | None = key(
         None, "a file, or a folder; for source=dataset the default is datasets/ of this checkout", "path"
@@ -165,7 +173,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
     report = IngestReport()
     if settings.source == DATASET:
         return _ingest_dataset(settings, report, progress)
-    if settings.source in OF_KERNELS:
+    if settings.source in _OF_KERNELS:
         return _ingest_kernels(settings, report, progress)
     # Of files with the same measurements, the one with most measured columns lands first.
     files = sorted(_read(settings, report, progress), key=lambda file: -file.measured_columns)
@@ -247,16 +255,12 @@ def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple
 
 def _ingest_kernels(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:
     """Land the kernels of each file that the data folder lacks, in one batch a file."""
-    of_layers = settings.source in LAYER_SOURCES
-    root, paths = _paths(settings, ".csv" if of_layers else ".parquet", report)
-    columns = layer_columns(settings.source) if of_layers else ", ".join(neusight.COLUMNS)
+    suffix, columns, read = _OF_KERNELS[settings.source]
+    root, paths = _paths(settings, suffix, report)
     files = []
     for path in paths:
         try:
-            if of_layers:
-                file = read_layer_times(path, settings.source, settings.device_name)
-            else:
-                file = neusight.read_kernel_times(path, settings.device_name, partial(progress, "reading"))
+            file = read(path, settings.device_name, partial(progress, "reading"))
         except EnvironmentProblem as error:
             if root.is_file():
                 raise

@@ -104,13 +104,16 @@ def layer_columns(source: str) -> str:
     return _SOURCES[source][0]
 
 
-def read_layer_times(path: Path, source: str, device_name: str | None = None) -> KernelFile | None:
+def read_layer_times(
+    path: Path, device_name: str | None = None, progress: Callable[[int, int], None] | None = None, *, source: str
+) -> KernelFile | None:
     """Read a file of layer times; None if it is no CSV file or lacks a column of `source`.
 
     Args:
         path: CSV file with one row a layer, phase and batch.
-        source: One of `SOURCES`.
         device_name: GPU model that was measured, in place of the file's own.
+        progress: Unused; these files are small.
+        source: One of `SOURCES`.
 
     Returns:
         The rows. Rows that are not read are named in `invalid` with the reason.

@@ -211,8 +211,9 @@ RANK_SCHEMA = pa.schema(
 
 KERNEL_PHASES = ("forward", "backward", "optimizer")
 # How a duration was taken. `cupti`: of the kernel alone, on the GPU. `cuda_events`: of a whole operator between two
-# events, its launch included. `cpu`: of an operator on the CPU. `model`: priced.
-KERNEL_TIMINGS = ("cupti", "cuda_events", "cpu", "model")
+# events, its launch included. `loop`: of many in a row, divided by their number. `cpu`: of an operator on the CPU.
+# `model`: priced.
+KERNEL_TIMINGS = ("cupti", "cuda_events", "loop", "cpu", "model")
 
 # A row stands for all launches of one kernel by one operator on inputs of the same shapes.
 KERNEL_SCHEMA = pa.schema(

@@ -230,8 +230,8 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
     )
 
 
-def efficiencies_text(learned: LearnedEfficiencies) -> str:
-    """Return the file of efficiencies, as `read_efficiencies` reads it."""
+def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, float]) -> str:
+    """Return the file of efficiencies, as `read_efficiencies` reads it, and the sections that other modules read."""
     parameters = learned.parameters
     content = {
         "version": VERSION,
@@ -250,6 +250,7 @@ def efficiencies_text(learned: LearnedEfficiencies) -> str:
         },
         "compute": dict(zip(parameters.names[0], _rounded(parameters.compute), strict=True)),
         "bandwidth": dict(zip(parameters.names[1], _rounded(parameters.bandwidth), strict=True)),
+        **sections,
     }
     return json.dumps(content, indent=1) + "\n"
 

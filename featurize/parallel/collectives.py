@@ -2,19 +2,23 @@
 
 Start reading at `KINDS`. A model of latency and bandwidth, as in Thakur, Rabenseifner and Gropp, Optimization of
 Collective Communication Operations in MPICH (2005), with the figures by which NCCL itself chooses how to run one
-(NCCL 2.19 to 2.28: src/graph/tuning.cc, src/graph/topo.h). Not modelled: reduction within the switches of a network
-(SHARP), and within those of NVLink across nodes.
+(NCCL 2.19 to 2.28: src/graph/tuning.cc, src/graph/topo.h), and three that are fitted to measured all-reduces
+(`LinkConstants`). Not modelled: reduction within the switches of a network (SHARP), and within those of NVLink across
+nodes.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
 
 from conf.errors import UsageError
-from featurize.device_spec import DeviceSpec
+from featurize.device_spec import DeviceSpec, Interconnect
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import OWN
 
@@ -23,9 +27,12 @@ ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"
 REDUCE_SCATTER, ALL_TO_ALL, SEND = "reduce_scatter", "all_to_all", "send"
 LINK, PCIE, NETWORK = "link", "pcie", "network"
 RING, TREE = "ring", "tree"
-# What NCCL takes a link to reach (topo.h): 20 of NVLink's 25 GB/s, 12 of the 15.75 of PCIe 3.0. Assumed of other
-# generations, and of Infinity Fabric.
+# What NCCL takes a link to reach (topo.h): 12 of the 15.75 GB/s of PCIe 3.0, assumed of other generations, and 20 of
+# NVLink's 25: measured on H100 with 2 to 8 GPUs alike (NVIDIA/nccl issue 1455), assumed of later GPUs and of Infinity
+# Fabric. Earlier GPUs have fitted constants. Of a network, 24 of 25 GB/s with GPUDirect RDMA (NVIDIA/nccl issue 412).
 _REACHED = {LINK: 20 / 25, PCIE: 12 / 15.75}
+_REACHED_ACROSS = 24 / 25
+_FITTED_BELOW = (9, 0)  # compute capability
 # Protocol -> microseconds: of a whole all-reduce by (ring, tree), and of each hop by (ring, tree) (tuning.cc: baseLat,
 # hwLat).
 _BASE_US: Mapping[str, tuple[float, float]] = {"LL": (6.6, 6.8), "LL128": (14.0, 14.0), "Simple": (8.4, 0.0)}
@@ -50,12 +57,34 @@ _CHANNEL_GB_S, _FEWEST, _MOST = 12.5, 2, 24
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkConstants:
+    """What collectives reach. `learn.kernels.link_fit` fits NVLink's up to Ampere to measured all-reduces.
+
+    launch_us   of any collective, beside NCCL's own latencies
+    reached     share of a link's bandwidth
+    copy_gb_s   at which each GPU moves the whole tensor once a round in its own memory, while its links wait
+    """
+
+    launch_us: float
+    reached: float
+    copy_gb_s: float
+
+
+@functools.cache
+def packaged_links() -> LinkConstants:
+    """Return the fitted constants of the file of parameters."""
+    text = resources.files("featurize.kernel_model").joinpath("parameters.json").read_text(encoding="utf-8")
+    return LinkConstants(**json.loads(text)["links"])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fabric:
     """What joins the ranks of one communicator.
 
-    node_gb_s     within a node, of each GPU and direction, as data sheets give it
+    node_gb_s     of all rings within a node, of each GPU and direction, as data sheets give it
     network_gb_s  between nodes, likewise
     kind          LINK or PCIE: what the GPUs of a node use
+    links         what of that is reached
     switch_share  of the links that is reached where their switches reduce; 0: they cannot
     """
 
@@ -64,18 +93,18 @@ class Fabric:
     kind: str
     node_gb_s: float
     network_gb_s: float
+    links: LinkConstants
     switch_share: float = 0.0
 
     @property
     def link_gb_s(self) -> float:
         """What a GPU sends within a node."""
-        return self.node_gb_s * _REACHED[self.kind]
+        return self.node_gb_s * self.links.reached
 
     @property
-    def ring_gb_s(self) -> float:
-        """What goes around a ring through all ranks. Rings leave a node through the adapters of all of its ranks."""
-        within = self.link_gb_s
-        return within if self.nodes == 1 else min(within, self.network_gb_s * self.ranks / self.nodes)
+    def across_gb_s(self) -> float:
+        """What a GPU sends to another node."""
+        return self.network_gb_s * _REACHED_ACROSS
 
     @property
     def protocols(self) -> list[str]:
@@ -100,7 +129,9 @@ def fabric_of(spec: DeviceSpec, parallel: Parallel) -> Fabric:
     return fabric_of_axis(spec, parallel, parallel.ranks, 1)
 
 
-def fabric_of_axis(spec: DeviceSpec, parallel: Parallel, degree: int, stride: int) -> Fabric:
+def fabric_of_axis(
+    spec: DeviceSpec, parallel: Parallel, degree: int, stride: int, *, fitted: LinkConstants | None = None
+) -> Fabric:
     """Return what joins the ranks of one group of a mesh dimension: of the group that lies in the most nodes.
 
     Every GPU has its own share of the network, so groups that lie in the same nodes do not slow each other down.
@@ -110,6 +141,7 @@ def fabric_of_axis(spec: DeviceSpec, parallel: Parallel, degree: int, stride: in
         parallel: The job's layout. Its ranks fill one node after the other.
         degree: Ranks of the group.
         stride: How far apart they are: the product of the degrees of all inner dimensions.
+        fitted: Constants of NVLink up to Ampere; None: the packaged ones.
 
     Raises:
         UsageError: The GPU model's description says nothing of it.
@@ -120,15 +152,52 @@ def fabric_of_axis(spec: DeviceSpec, parallel: Parallel, degree: int, stride: in
             f"device {spec.name} has no interconnect in its description; add interconnect.pcie_gb_s, or choose "
             "another GPU model for parallel="
         )
-    capability = spec.compute_capability if joined.link_gb_s is not None else None
+    link_gb_s = _rings_gb_s(joined, parallel, degree, stride)
+    kind = LINK if link_gb_s else PCIE
+    capability = spec.compute_capability if kind == LINK else None
+    fitted = fitted or packaged_links()
+    fits = capability is not None and capability < _FITTED_BELOW
     return Fabric(
         ranks=degree,
         nodes=_nodes(parallel, degree, stride),
-        kind=PCIE if joined.link_gb_s is None else LINK,
-        node_gb_s=joined.link_gb_s or joined.pcie_gb_s,
+        kind=kind,
+        node_gb_s=link_gb_s or joined.pcie_gb_s,
         network_gb_s=parallel.network_gb_s,
+        links=fitted if fits else replace(fitted, reached=_REACHED[kind], copy_gb_s=math.inf),
         switch_share=next((share for least, share in _OF_SWITCH.items() if (capability or (0, 0)) >= least), 0.0),
     )
+
+
+def _rings_gb_s(joined: Interconnect, parallel: Parallel, degree: int, stride: int) -> float:
+    """Return the bandwidth of all rings through the ranks of a group in one node: of the group with the fewest. 0: no
+    links join them all."""
+    if joined.link_gb_s is None or joined.mesh is None:
+        return joined.link_gb_s or 0.0
+    if min(parallel.gpus_per_node, parallel.ranks) > len(joined.mesh):
+        raise UsageError(
+            f"gpus_per_node={parallel.gpus_per_node}: nodes of this GPU model have {len(joined.mesh)} GPUs; give at "
+            "most that many, or a description with another interconnect.mesh"
+        )
+    in_node: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank in range(parallel.ranks):
+        group = rank // (degree * stride) * stride + rank % stride
+        in_node[group, rank // parallel.gpus_per_node].append(rank % parallel.gpus_per_node)
+    links = max(map(sum, joined.mesh))
+    rings = min((_rings(joined.mesh, gpus) for gpus in in_node.values() if len(gpus) > 1), default=links)
+    return joined.link_gb_s * rings / links
+
+
+def _rings(mesh: Sequence[Sequence[int]], gpus: Collection[int]) -> int:
+    """Return how many rings NCCL leads through some GPUs of a node, each over links of its own.
+
+    Of the GPU with the fewest: each of its links carries one ring out and one in, and a ring does not leave to where it
+    came from. Where a GPU has one neighbour, as one of two, rings go there and back.
+    """
+    counts = []
+    for gpu in gpus:
+        links = [mesh[gpu][other] for other in gpus if mesh[gpu][other]]
+        counts.append(sum(links) if len(links) < 2 else min(sum(links), 2 * (sum(links) - max(links))))
+    return min(counts)
 
 
 def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -> dict[str, Fabric]:
@@ -216,13 +285,13 @@ def _ring_s(nbytes: float, fabric: Fabric, protocol: str, rounds: int) -> float:
     steps = rounds * (fabric.ranks - 1)
     between = min(rounds * fabric.nodes, steps) if fabric.nodes > 1 else 0
     latency_us = (steps - between) * hop_us + between * between_us
-    return _seconds(nbytes * steps / fabric.ranks, fabric, protocol, RING, latency_us)
+    return _seconds(nbytes * steps / fabric.ranks, nbytes * rounds, fabric, protocol, RING, latency_us)
 
 
 def _tree_s(nbytes: float, fabric: Fabric, protocol: str) -> float:
     hop_us, between_us = _hops_us(fabric, protocol, TREE)
     latency_us = 2 * ((fabric.ranks / fabric.nodes - 1) * hop_us + math.log2(fabric.nodes) * between_us)
-    return _seconds(2 * nbytes, fabric, protocol, TREE, latency_us)
+    return _seconds(2 * nbytes, 2 * nbytes, fabric, protocol, TREE, latency_us)
 
 
 def _switch_s(nbytes: float, fabric: Fabric, rounds: int) -> float:
@@ -230,14 +299,14 @@ def _switch_s(nbytes: float, fabric: Fabric, rounds: int) -> float:
     NVIDIA/nccl-tests has about 275. NCCL rates the other two lower (tuning.cc: a channel less, `(ppn - 1) / ppn`)."""
     ranks = fabric.ranks
     share = ranks / (ranks + 1) if rounds == 2 else ((ranks - 1) / ranks) ** 2
-    return _SWITCH_US * 1e-6 + nbytes / (share * fabric.switch_share * fabric.link_gb_s * 1e9)
+    return _latency_s(_SWITCH_US, fabric) + nbytes / (share * fabric.switch_share * fabric.link_gb_s * 1e9)
 
 
 def _broadcast_s(nbytes: float, fabric: Fabric) -> float:
     """Along a ring, chunk after chunk."""
     hop_us, between_us = _hops_us(fabric, "LL", RING)
     hops_us = (fabric.ranks - fabric.nodes) * hop_us + (fabric.nodes - 1) * between_us
-    return (_BASE_US["LL"][0] + hops_us) * 1e-6 + nbytes / (fabric.ring_gb_s * 1e9)
+    return _latency_s(_BASE_US["LL"][0] + hops_us, fabric) + _around_s(nbytes, nbytes, fabric)
 
 
 def _all_to_all_s(nbytes: float, fabric: Fabric) -> float:
@@ -245,26 +314,28 @@ def _all_to_all_s(nbytes: float, fabric: Fabric) -> float:
     otherwise."""
     local = fabric.ranks / fabric.nodes
     within, between = (nbytes * count / fabric.ranks for count in (local - 1, fabric.ranks - local))
-    outside_s = between / (min(fabric.network_gb_s, fabric.link_gb_s) * 1e9)
+    outside_s = between / (min(fabric.across_gb_s, fabric.link_gb_s) * 1e9)
     if fabric.kind == PCIE:
         outside_s = max(outside_s, (within + between) / (fabric.link_gb_s * 1e9))
-    moves_s = max(within / (fabric.link_gb_s * 1e9), outside_s)
+    moves_s = max(within / (fabric.link_gb_s * 1e9) + nbytes / (fabric.links.copy_gb_s * 1e9), outside_s)
 
     def taken_s(protocol: str) -> float:
         hop_us, between_us = _hops_us(fabric, protocol, RING)
         latency_us = _BASE_US[protocol][0] + (local - 1) * hop_us + (fabric.ranks - local) * between_us
-        return latency_us * 1e-6 + moves_s / _SHARE[protocol][0]
+        return _latency_s(latency_us, fabric) + moves_s / _SHARE[protocol][0]
 
     return min(map(taken_s, fabric.protocols))
 
 
 def _send_s(nbytes: float, fabric: Fabric) -> float:
     """From one rank to the next; between nodes where any two neighbours are in different ones."""
-    gb_s = fabric.link_gb_s if fabric.nodes == 1 else min(fabric.link_gb_s, fabric.network_gb_s)
+    moves_s = nbytes / (fabric.link_gb_s * 1e9) + nbytes / (fabric.links.copy_gb_s * 1e9)
+    if fabric.nodes > 1:
+        moves_s = max(moves_s, nbytes / (fabric.across_gb_s * 1e9))
 
     def taken_s(protocol: str) -> float:
         hop_us = _hops_us(fabric, protocol, RING)[fabric.nodes > 1]
-        return (_BASE_US[protocol][0] + hop_us) * 1e-6 + nbytes / (_SHARE[protocol][0] * gb_s * 1e9)
+        return _latency_s(_BASE_US[protocol][0] + hop_us, fabric) + moves_s / _SHARE[protocol][0]
 
     return min(map(taken_s, fabric.protocols))
 
@@ -275,9 +346,23 @@ def _hops_us(fabric: Fabric, protocol: str, way: str) -> tuple[float, float]:
     return _HOP_US[fabric.kind][protocol][at], _HOP_US[NETWORK][protocol][at]
 
 
-def _seconds(moved: float, fabric: Fabric, protocol: str, way: str, latency_us: float) -> float:
+def _seconds(moved: float, copied: float, fabric: Fabric, protocol: str, way: str, latency_us: float) -> float:
     at = (RING, TREE).index(way)
-    return (_BASE_US[protocol][at] + latency_us) * 1e-6 + moved / (_SHARE[protocol][at] * fabric.ring_gb_s * 1e9)
+    moves_s = _around_s(moved / _SHARE[protocol][at], copied, fabric)
+    return _latency_s(_BASE_US[protocol][at] + latency_us, fabric) + moves_s
+
+
+def _latency_s(own_us: float, fabric: Fabric) -> float:
+    return (fabric.links.launch_us + own_us) * 1e-6
+
+
+def _around_s(moved: float, copied: float, fabric: Fabric) -> float:
+    """Seconds in which each rank moves so many bytes along rings through all ranks, and copies others in its own
+    memory. Rings leave a node through the adapters of all of its ranks; while the network is busy, nodes go on."""
+    within_s = moved / (fabric.link_gb_s * 1e9) + copied / (fabric.links.copy_gb_s * 1e9)
+    if fabric.nodes == 1:
+        return within_s
+    return max(within_s, moved * fabric.nodes / (fabric.across_gb_s * fabric.ranks * 1e9))
 
 
 def _all_but_own(ranks: int) -> float:

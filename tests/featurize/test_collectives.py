@@ -2,6 +2,7 @@
 
 import pytest
 
+from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.parallel.collectives import (
     ALL_GATHER,
@@ -18,7 +19,9 @@ from featurize.parallel.collectives import (
 )
 from featurize.parallel.layout import Parallel
 
-A100, H100, RTX = (load_device(name) for name in ("A100-SXM4-40GB", "H100-SXM5-80GB", "RTX-3090"))
+A100, H100, RTX, V100 = (
+    load_device(name) for name in ("A100-SXM4-40GB", "H100-SXM5-80GB", "RTX-3090", "V100-SXM2-16GB")
+)
 SIZES = (8, 2**16, 2**20, 25 * 2**20, 2**30)
 COUNTS = (2, 4, 8, 16, 32, 64, 1024)
 GIB = 2**30
@@ -48,11 +51,29 @@ def test_one_rank_has_nothing_to_do(kind):
     assert collective_s(kind, GIB, fabric_of_axis(A100, ranks(8), 1, 1)) == 0 == sent_bytes(kind, GIB, 1)
 
 
+def bus_gb_s(nbytes, count, spec, **options):
+    return 2 * (count - 1) / count * nbytes / seconds(ALL_REDUCE, nbytes, count, spec, **options) / 1e9
+
+
 def test_a_large_all_reduce_runs_at_the_bandwidth_of_the_ring():
-    """A bus bandwidth of 240 GB/s on eight A100 with NVSwitch; NVIDIA's own tests show 230 to 235."""
-    assert 2 * 7 / 8 * GIB / seconds(ALL_REDUCE, GIB, 8) / 1e9 == pytest.approx(240, rel=0.02)
-    across = seconds(ALL_REDUCE, GIB, 64, network_gb_s=12.5)
-    assert 2 * 63 / 64 * GIB / across / 1e9 == pytest.approx(8 * 12.5, rel=0.05)
+    """NVIDIA's own tests show 230 to 235 GB/s on eight A100 with NVSwitch, and 24 of each adapter of 25 (nccl issue
+    412)."""
+    assert bus_gb_s(4 * GIB, 8, A100) == pytest.approx(230, rel=0.04)
+    assert bus_gb_s(4 * GIB, 64, A100, network_gb_s=12.5) == pytest.approx(8 * 12, rel=0.02)
+
+
+def test_two_gpus_reach_less_of_their_links_than_eight_up_to_ampere():
+    """Each GPU passes over its own memory once a round, however few hops the ring has. H100 hide that (nccl issue
+    1455)."""
+    assert bus_gb_s(GIB, 2, A100) < 0.9 * bus_gb_s(GIB, 8, A100)
+    ring_of_two, ring_of_eight = ((count - 1) / count * GIB / seconds(ALL_GATHER, GIB, count, H100) for count in (2, 8))
+    assert ring_of_two == pytest.approx(ring_of_eight, rel=0.02)
+
+
+def test_small_all_reduces_are_bound_by_latency():
+    """Of 1 MiB between two A100 the links would carry in 4 us; nccl-tests measure more than ten times that."""
+    assert seconds(ALL_REDUCE, 2**20, 2) > 40e-6
+    assert seconds(ALL_REDUCE, 2**20, 8) < 2 * seconds(ALL_REDUCE, 2**20, 2)
 
 
 @pytest.mark.parametrize("count", [2, 8, 64])
@@ -78,9 +99,9 @@ def test_what_each_rank_sends():
 
 
 def test_pairs_exchange_at_the_bandwidth_of_the_link_or_of_the_network():
-    assert 7 / 8 * GIB / seconds(ALL_TO_ALL, GIB, 8) / 1e9 == pytest.approx(240, rel=0.02)
-    assert 56 / 64 * GIB / seconds(ALL_TO_ALL, GIB, 64) / 1e9 == pytest.approx(25, rel=0.03)
-    assert GIB / seconds(SEND, GIB, 2) / 1e9 == pytest.approx(240, rel=0.01)
+    assert 7 / 8 * GIB / seconds(ALL_TO_ALL, GIB, 8) / 1e9 == pytest.approx(230, rel=0.04)
+    assert 56 / 64 * GIB / seconds(ALL_TO_ALL, GIB, 64) / 1e9 == pytest.approx(24, rel=0.03)
+    assert GIB / seconds(SEND, GIB, 2) / 1e9 == pytest.approx(230, rel=0.02)
 
 
 # -- groups of a mesh
@@ -114,7 +135,32 @@ def test_one_rank_a_node_has_the_share_of_one_gpu():
     """Eight groups of replicas, each with a rank in each of eight nodes, against all 64 in one ring."""
     apart = collective_s(ALL_GATHER, GIB, fabric_of_axis(A100, ranks(64), 8, 8))
     together = collective_s(ALL_GATHER, GIB, fabric_of(A100, ranks(64)))
-    assert 7 / 8 * GIB / apart / 1e9 == pytest.approx(25, rel=0.02)
+    assert 7 / 8 * GIB / apart / 1e9 == pytest.approx(24, rel=0.02)
     assert apart > 6 * together
     within = collective_s(ALL_GATHER, GIB, fabric_of_axis(A100, ranks(64), 8, 1))
     assert within < together
+
+
+# -- nodes without a switch
+
+
+@pytest.mark.parametrize(("count", "rings"), [(2, 1), (3, 2), (4, 4), (6, 2), (7, 4), (8, 6)])
+def test_the_first_gpus_of_a_dgx_1_have_the_rings_of_their_weakest_gpu(count, rings):
+    """One link of 25 GB/s a ring; nccl-tests show 22 to 23 of them."""
+    assert fabric_of(V100, ranks(count)).node_gb_s == 25 * rings
+    assert bus_gb_s(GIB, count, V100) == pytest.approx(22.5 * rings, rel=0.08)
+
+
+def test_of_groups_in_one_node_the_one_with_the_fewest_links_counts():
+    assert fabric_of_axis(V100, ranks(8), 2, 1).node_gb_s == 25  # GPUs 0 and 1; 2 and 3 have two links
+    assert fabric_of_axis(V100, ranks(8), 4, 1).node_gb_s == 100
+    assert fabric_of(V100, ranks(16)).node_gb_s == 150  # all of two nodes
+
+
+def test_gpus_that_no_link_joins_talk_over_pcie():
+    assert fabric_of_axis(V100, ranks(6), 2, 3).kind == "pcie"  # 0 and 3 have links, 1 and 4 none
+
+
+def test_more_gpus_a_node_than_its_mesh_has_are_refused():
+    with pytest.raises(UsageError, match="nodes of this GPU model have 8 GPUs"):
+        fabric_of(V100, ranks(16, gpus_per_node=16))

@@ -83,6 +83,19 @@ def test_an_interconnect_is_checked_and_stays_out_of_identities():
             device_from_mapping(spec.to_mapping() | {"interconnect": wrong})
 
 
+def test_a_mesh_of_links_is_checked():
+    spec = load_device("V100-SXM2-16GB")
+    mesh = [[0, 1], [1, 0]]
+    joined = {"pcie_gb_s": 15.75, "link_gb_s": 25}
+    described = device_from_mapping(spec.to_mapping() | {"interconnect": {**joined, "mesh": mesh}})
+    assert described.interconnect is not None and described.interconnect.mesh == ((0, 1), (1, 0))
+    for wrong in ([], 5, [0, 1], [[0, 1]], [[0, 1], [2, 0]], [[0, 0], [0, 0]], [[1, 1], [1, 0]], [[0, 1.5], [1.5, 0]]):
+        with pytest.raises(UsageError, match="with that mesh: for each GPU"):
+            device_from_mapping(spec.to_mapping() | {"interconnect": {**joined, "mesh": wrong}})
+    with pytest.raises(UsageError, match="with that mesh"):
+        device_from_mapping(spec.to_mapping() | {"interconnect": {"pcie_gb_s": 15.75, "mesh": mesh}})
+
+
 def test_descriptions_load_without_torch():
     code = (
         "import sys, featurize.device_spec as d; d.load_device(d.device_names()[0]); assert 'torch' not in sys.modules"

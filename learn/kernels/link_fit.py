@@ -1,0 +1,128 @@
+"""Fit what collectives reach on NVLink to measured all-reduces, and judge it on GPU models and counts left out.
+
+Start reading at `fitted_links`. The formula is `featurize.parallel.collectives.collective_s`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from conf.errors import UsageError
+from featurize.device_spec import DeviceSpec, load_device
+from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis
+from featurize.parallel.layout import Parallel
+from learn.kernels.fitting import held_out_by
+from learn.kernels.judging import TimeScore, score_of
+from warehouse.published_links import OPERATOR
+
+_BEGIN = {"launch_us": 10.0, "reached": 0.8, "copy_gb_s": 2000.0}  # the share is what NCCL takes a link to reach
+_FIRST_STEP = 0.3  # of each logarithm
+_TOLERANCE = 0.02  # logarithm: rows nearer than this count little
+_OF_BEGIN = 1e-4  # weight of staying where the fit begins: of what the rows do not tell
+_ITERATIONS = 300
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredAllReduce:
+    """One measured all-reduce between GPUs of one node."""
+
+    device: DeviceSpec
+    ranks: int
+    nbytes: int
+    seconds: float
+
+    def log_ratio(self, fitted: LinkConstants) -> float:
+        """Return the logarithm of estimated over measured time."""
+        fabric = fabric_of_axis(self.device, Parallel(ddp=self.ranks), self.ranks, 1, fitted=fitted)
+        return math.log(collective_s(ALL_REDUCE, self.nbytes, fabric) / self.seconds)
+
+
+def fitted_links(data: str | os.PathLike[str] | None) -> tuple[LinkConstants, list[TimeScore]] | None:
+    """Return the constants that explain a data folder's all-reduces, and their scores; None where it has none.
+
+    Args:
+        data: The folder; None: the default one. Rows of `warehouse.ingest source=allreduce`.
+    """
+    rows = measured_all_reduces(data)
+    if not rows:
+        return None
+    everything = np.ones(len(rows), dtype=bool)
+    constants = _fitted(rows, everything)
+    ratios = {"learned from": _log_ratios(rows, everything, constants)}
+    devices = np.array([row.device.name for row in rows])
+    for split, labels in (
+        ("GPU models left out", devices),
+        ("numbers of GPUs left out", np.array([str(row.ranks) for row in rows])),
+    ):
+        ratios[split] = np.full(len(rows), np.nan)
+        for _, mask in held_out_by(labels):
+            if not mask.all():
+                ratios[split][mask] = _log_ratios(rows, mask, _fitted(rows, ~mask))
+    scores = [
+        score_of(split, f"all-reduces, {device}", values[devices == device])
+        for split, values in ratios.items()
+        for device in np.unique(devices)
+    ]
+    return constants, [score for score in scores if score.count]
+
+
+def measured_all_reduces(data: str | os.PathLike[str] | None) -> list[MeasuredAllReduce]:
+    """Return the all-reduces of the table `kernels` between up to eight GPUs of a described model.
+
+    Args:
+        data: The folder; None: the default one.
+    """
+    import contextlib
+
+    import warehouse
+
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        measured = connection.execute(
+            "SELECT device_name, dims, dtype, duration_us FROM kernels "
+            f"WHERE operator = '{OPERATOR}' AND source IN ('measured', 'imported') AND duration_us > 0 "
+            "ORDER BY device_name, kernel_row"
+        ).fetchall()
+    rows = []
+    for device_name, dims, dtype, duration_us in measured:
+        shape = json.loads(dims)
+        with contextlib.suppress(UsageError):  # a GPU model without a description
+            rows.append(
+                MeasuredAllReduce(
+                    device=load_device(device_name),
+                    ranks=shape["arguments"]["ranks"],
+                    nbytes=math.prod(shape["shapes"][0]) * _ELEMENT_BYTES[dtype],
+                    seconds=duration_us * 1e-6,
+                )
+            )
+    return rows
+
+
+def _log_ratios(rows: Sequence[MeasuredAllReduce], of: np.ndarray, constants: LinkConstants) -> np.ndarray:
+    return np.array([row.log_ratio(constants) for row, wanted in zip(rows, of, strict=True) if wanted])
+
+
+def _fitted(rows: Sequence[MeasuredAllReduce], of: np.ndarray) -> LinkConstants:
+    from scipy.optimize import minimize
+
+    def constants(logs: np.ndarray) -> LinkConstants:
+        return LinkConstants(
+            **{name: begin * math.exp(log) for (name, begin), log in zip(_BEGIN.items(), logs, strict=True)}
+        )
+
+    def error(logs: np.ndarray) -> float:
+        off = _log_ratios(rows, of, constants(logs))
+        return float(np.sqrt(off**2 + _TOLERANCE**2).mean() + _OF_BEGIN * (logs**2).sum())
+
+    begin = np.zeros(len(_BEGIN))
+    corners = np.vstack([begin, _FIRST_STEP * np.eye(len(begin))])
+    options = {"maxiter": _ITERATIONS, "initial_simplex": corners, "xatol": 1e-3, "fatol": 1e-5}
+    best = constants(minimize(error, begin, method="Nelder-Mead", options=options).x)
+    return LinkConstants(**{name: float(f"{value:.4g}") for name, value in dataclasses.asdict(best).items()})

@@ -1,0 +1,45 @@
+"""Constants of NVLink, fitted to measured all-reduces."""
+
+import csv
+
+import pytest
+
+from featurize.device_spec import load_device
+from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis
+from featurize.parallel.layout import Parallel
+from learn.kernels.link_fit import fitted_links
+from warehouse.folder import DataFolder
+from warehouse.ingest import IngestSettings, ingest
+from warehouse.published_links import COLUMNS
+
+TRUE = LinkConstants(launch_us=40.0, reached=0.7, copy_gb_s=600.0)
+SIZES = [2**20, 2**24, 2**28]
+
+
+def all_reduces(folder, gpu, counts):
+    device = load_device(gpu)
+    path = folder / f"{gpu}.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for ranks in counts:
+            fabric = fabric_of_axis(device, Parallel(ddp=ranks), ranks, 1, fitted=TRUE)
+            for nbytes in SIZES:
+                us = collective_s(ALL_REDUCE, nbytes, fabric) * 1e6
+                writer.writerow([gpu, ranks, "fp32", nbytes, "all-reduce", us, "us"])
+    ingest(IngestSettings(source="allreduce", path=str(path), data=str(folder / "data")))
+
+
+def test_a_folder_without_all_reduces_fits_nothing(tmp_path):
+    assert fitted_links(DataFolder(tmp_path / "data").create()) is None
+
+
+def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_was_left_out(tmp_path):
+    all_reduces(tmp_path, "A100-SXM4-80GB", (2, 8))
+    all_reduces(tmp_path, "V100-SXM2-16GB", (8,))
+    constants, scores = fitted_links(tmp_path / "data")
+    assert constants.reached == pytest.approx(0.7, rel=0.02) and constants.copy_gb_s == pytest.approx(600, rel=0.05)
+    assert constants.launch_us == pytest.approx(40, rel=0.05)
+    assert {score.split for score in scores} == {"learned from", "GPU models left out", "numbers of GPUs left out"}
+    left_out = [score for score in scores if score.split == "GPU models left out" and "V100" in score.rows]
+    assert left_out[0].count == 3 and left_out[0].mean_error < 0.05

@@ -1,0 +1,64 @@
+"""Published times of all-reduces, as rows of the table `kernels`."""
+
+import contextlib
+import csv
+import json
+
+import pytest
+
+import warehouse
+from conf.errors import UsageError
+from warehouse.ingest import IngestSettings, ingest
+from warehouse.published_links import COLUMNS
+
+CELLS = {"gpu": "A100-SXM4", "gpus": "4", "precision": "fp32", "size_bytes": "4096", "what_was_measured": "all-reduce",
+         "value": "31.5", "unit": "us"}  # fmt: skip
+
+
+def all_reduce_file(path, *rows):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def take_in(folder, path, **changes):
+    return ingest(IngestSettings(source="allreduce", path=str(path), data=str(folder.root), **changes)).files[0]
+
+
+def test_an_all_reduce_lands_once_with_its_elements_and_ranks(folder, tmp_path):
+    path = all_reduce_file(tmp_path / "a.csv", CELLS, CELLS | {"gpu": "A100-PCIE-40GB", "precision": "fp16"})
+    assert (take_in(folder, path).new, take_in(folder, path).new) == (2, 0)
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        rows = connection.execute(
+            "SELECT device_name, operator, dims, dtype, duration_us, timing FROM kernels ORDER BY 1"
+        ).fetchall()
+    dims = [json.loads(row[2]) for row in rows]
+    assert [row[0] for row in rows] == ["A100-PCIE-40GB", "A100-SXM4-80GB"]
+    assert [one["shapes"] for one in dims] == [[[2048]], [[1024]]] and dims[0]["arguments"] == {"ranks": 4}
+    assert {(row[1], row[4], row[5]) for row in rows} == {("nccl::all_reduce", 31.5, "loop")}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"value": "-1"}, "value is no time > 0 in us"),
+        ({"value": "nan"}, "value is no time > 0 in us"),
+        ({"unit": "ms"}, "value is no time > 0 in us"),
+        ({"gpus": "1"}, "gpus is no whole number >= 2"),
+        ({"gpus": "2.5"}, "gpus is no whole number >= 2"),
+        ({"precision": "int8"}, "unknown precision 'int8'; known: fp32, fp16, bf16"),
+        ({"size_bytes": "6"}, "size_bytes is no number of bytes of whole elements"),
+        ({"size_bytes": ""}, "size_bytes is no number of bytes of whole elements"),
+    ],
+)
+def test_a_row_that_makes_no_sense_is_named_and_left_out(folder, tmp_path, change, reason):
+    report = take_in(folder, all_reduce_file(tmp_path / "a.csv", CELLS, CELLS | change))
+    assert (report.rows, report.new, report.invalid) == (2, 1, {reason: [2]})
+
+
+def test_a_file_of_other_columns_is_refused(folder, tmp_path):
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"holds no file of source=allreduce; a\.csv: not of this source"):
+        take_in(folder, tmp_path / "a.csv")
