@@ -28,6 +28,7 @@ from featurize.kernel_model.activity import (
     step_activity,
 )
 from featurize.kernel_model.calls import Calls, kernel_calls
+from featurize.kernel_model.host import framework_of, host_ms, machines_of
 from featurize.kernel_model.times import (
     GROUP_VALUES,
     SINGLE_VALUES,
@@ -75,6 +76,8 @@ class TimedStep:
         step_time_ms: From one step's beginning to the next one's.
         busy_ms: The GPU's own time.
         host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
+        host_upper_ms: What it is at most on 9 of 10 machines.
+        input_ms: Of the input pipeline, which overlaps nothing.
         by_kind_ms: Kind of kernel -> its time, the longest first.
         activity: What the step keeps busy.
         kernels: What all of this is summed over.
@@ -84,13 +87,16 @@ class TimedStep:
     step_time_ms: float
     busy_ms: float
     host_ms: float
+    host_upper_ms: float
+    input_ms: float
     by_kind_ms: Mapping[str, float]
     activity: StepActivity
     kernels: TimedKernels = field(repr=False, compare=False)
     error_quantiles: Mapping[float, float]
 
     def upper_ms(self, coverage: float = 0.9) -> float:
-        """Return what the step stays below with this probability.
+        """Return what the step stays below with this probability: of the kernels' error, and of the host's on 9 of 10
+        machines.
 
         Raises:
             UsageError: A coverage that was not measured.
@@ -98,7 +104,8 @@ class TimedStep:
         if coverage not in self.error_quantiles:
             known = ", ".join(f"{one:g}" for one in self.error_quantiles)
             raise UsageError(f"coverage of a step's time is one of {known}, got {coverage!r}")
-        return self.step_time_ms * self.error_quantiles[coverage]
+        slow_host_ms = self.input_ms + overlapped(self.busy_ms, self.host_upper_ms)
+        return max(self.step_time_ms * self.error_quantiles[coverage], slow_host_ms)
 
 
 def time_step(
@@ -115,8 +122,8 @@ def time_step(
 
     Args:
         trace: One step.
-        spec: The GPU model; its `launch_overhead_us` is the host's time for one launch.
-        settings: The trace's own.
+        spec: The GPU model.
+        settings: The trace's own, which say what launches the kernels.
         input_ms: Of the input pipeline, which overlaps nothing.
         learned: The efficiencies; None: the packaged ones.
 
@@ -137,12 +144,15 @@ def time_step(
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms
-    busy_ms, host_ms = float(total_ms.sum()), launch_ms(calls, spec)
-    step_ms = input_ms + overlapped(busy_ms, host_ms) or spec.launch_overhead_us * 1e-3
+    framework, busy_ms = framework_of(trace, settings), float(total_ms.sum())
+    launching_ms = host_ms(calls, spec, framework)
+    step_ms = input_ms + overlapped(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
     return TimedStep(
         step_time_ms=step_ms,
         busy_ms=busy_ms,
-        host_ms=host_ms,
+        host_ms=launching_ms,
+        host_upper_ms=launching_ms * machines_of(framework),
+        input_ms=input_ms,
         by_kind_ms=dict(sorted(by_kind.items(), key=lambda one: -one[1])),
         activity=step_activity(timed, spec, step_ms * 1e-3, learned.activity),
         kernels=timed,
@@ -174,11 +184,6 @@ def timed_kernels(
 def _half_of(settings: TrainingSettings) -> str:
     """Return the type of half precision whose rate counts, as `kernels_on` takes it."""
     return "bf16" if "bf16" in settings.precision else "fp16"
-
-
-def launch_ms(calls: Calls, spec: DeviceSpec) -> float:
-    """Return how long the host takes to launch the kernels of a step, in ms."""
-    return calls.launches * spec.launch_overhead_us * 1e-3
 
 
 def overlapped(busy_ms: float, host_ms: float) -> float:

@@ -15,7 +15,8 @@ import torch
 
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import GROUPS, STREAM, Calls
-from featurize.kernel_model.step_time import OVERLAP, launch_ms, overlapped
+from featurize.kernel_model.host import host_ms
+from featurize.kernel_model.step_time import OVERLAP, overlapped
 from featurize.kernel_model.times import (
     GROUP_VALUES,
     OTHER,
@@ -27,6 +28,7 @@ from featurize.kernel_model.times import (
     call_seconds,
     kernels_on,
 )
+from featurize.training_settings import EAGER
 from learn.kernels.columns import joined, row_of_kernels
 from learn.kernels.descent import Values, descended, robust
 
@@ -39,7 +41,7 @@ _BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "sm_rat
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
 INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
-_HOST_FACTOR = 2.0  # of the described time for a launch: hosts differ
+_HOST_FACTOR = 1.0  # of the time that `featurize.kernel_model.host` gives a launch: hosts differ
 # How firmly: a value's squared distance from where it began costs so much.
 _FIRMNESS = {"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0}
 _OF_PRIORS = 2e-4
@@ -109,7 +111,7 @@ class TimeFit:
         self.groups = np.array([f"{row.source}/{row.group}" for row in rows])
         self.devices = np.array([row.device.name for row in rows])
         self.measured_ms = torch.tensor([row.measured_ms for row in rows], dtype=torch.float64)
-        self.host_ms = torch.tensor([launch_ms(row.calls, row.device) for row in rows], dtype=torch.float64)
+        self.host_ms = torch.tensor([host_ms(row.calls, row.device, EAGER) for row in rows], dtype=torch.float64)
         self.one_kernel = torch.tensor([row.source == KERNELS for row in rows])
         instruments = [(row.device.name, row.group) if row.source == KERNELS else ("", "") for row in rows]
         self.instruments = list(dict.fromkeys(instruments))
