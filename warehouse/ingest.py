@@ -48,12 +48,15 @@ from warehouse.lock_file import open_lock
 from warehouse.merged import land_batch
 from warehouse.published import known_headers, read_recognised
 from warehouse.published_groups import Member
+from warehouse.published_layers import SOURCES as LAYER_SOURCES
+from warehouse.published_layers import layer_columns, read_layer_times
 from warehouse.published_tables import TABLES, read_table, table_columns
 from warehouse.writer import RunWriter
 
 PUBLISHED = ("gpumemnet", "timm")
 DATASET = "dataset"
-SOURCES = (DATASET, *PUBLISHED, *TABLES, neusight.SOURCE, "csv")
+OF_KERNELS = (neusight.SOURCE, *LAYER_SOURCES)
+SOURCES = (DATASET, *PUBLISHED, *TABLES, *OF_KERNELS, "csv")
 _SHOWN_ROWS = 5  # places named for each reason
 _WIDTH_ELSEWHERE = 140  # columns of a table that goes into a file or pipe
 
@@ -81,7 +84,8 @@ class IngestSettings:
 
     source: str = key(
         help="dataset (what warehouse.export wrote), gpumemnet (GPUMemNet's CSV files), timm (model, module, "
-        "batch_size, max_gpu_memory_mib), neusight (times of single operators, which land in `kernels`), csv, or a "
+        "batch_size, max_gpu_memory_mib), neusight (times of single operators, which land in `kernels`), sailor and liger (times of layers, in "
+        "`kernels`, too), csv, or a "
         "published table: " + ", ".join(TABLES)
     )
     path: str | None = key(
@@ -162,7 +166,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
     report = IngestReport()
     if settings.source == DATASET:
         return _ingest_dataset(settings, report, progress)
-    if settings.source == neusight.SOURCE:
+    if settings.source in OF_KERNELS:
         return _ingest_kernels(settings, report, progress)
     # Of files with the same measurements, the one with most measured columns lands first.
     files = sorted(_read(settings, report, progress), key=lambda file: -file.measured_columns)
@@ -244,18 +248,23 @@ def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple
 
 def _ingest_kernels(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:
     """Land the kernels of each file that the data folder lacks, in one batch a file."""
-    root, paths = _paths(settings, ".parquet", report)
+    of_layers = settings.source in LAYER_SOURCES
+    root, paths = _paths(settings, ".csv" if of_layers else ".parquet", report)
+    columns = layer_columns(settings.source) if of_layers else ", ".join(neusight.COLUMNS)
     files = []
     for path in paths:
         try:
-            file = neusight.read_kernel_times(path, settings.device_name, partial(progress, "reading"))
+            if of_layers:
+                file = read_layer_times(path, settings.source, settings.device_name)
+            else:
+                file = neusight.read_kernel_times(path, settings.device_name, partial(progress, "reading"))
         except EnvironmentProblem as error:
             if root.is_file():
                 raise
             report.left[path] = str(error).removeprefix(f"path={path} ")
             continue
         if file is None:
-            report.left[path] = f"not of this source, whose files have {', '.join(neusight.COLUMNS)}"
+            report.left[path] = f"not of this source, whose files have {columns}"
         else:
             files.append(file)
     if not files:

@@ -157,8 +157,8 @@ def kernels_on(
     return Kernels(
         compute=_places(
             [
-                (f"{kind}{layout}/{UNITS[units]}", f"{kind}/{UNITS[units]}")
-                for kind, units in zip(calls.kind, tensor.astype(int), strict=True)
+                tuple(f"{kind}{of_layout}/{one}" for one in units_names(pipe, units) for of_layout in (layout, ""))
+                for kind, pipe, units in zip(calls.kind, pipe.tolist(), tensor.astype(int).tolist(), strict=True)
             ],
             names[0],
         ),
@@ -223,6 +223,14 @@ def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
     memory_s = kernels.memory_s / faster * xp.exp(-learned.bandwidth[kernels.bandwidth].clip(max=_MOST_LOG))
     work_s = (math_s**_CORNER + memory_s**_CORNER + 1e-40) ** (1 / _CORNER)
     return work_s + xp.exp(single["latency_us"]) * 1e-6
+
+
+def units_names(pipe: int, units: int) -> tuple[str, ...]:
+    """Return what the units of a kernel are called in the names of `Parameters.compute`, the most special one first.
+
+    TF32 has a share of its own: kernels load twice the bytes of half precision for a multiply-add.
+    """
+    return (TF32, UNITS[units]) if pipe == PIPES.index(TF32) and UNITS[units] == "tensor" else (UNITS[units],)
 
 
 def _places(names: Sequence[tuple[str, ...]], known: Sequence[str]) -> np.ndarray:

@@ -27,12 +27,17 @@ from featurize.kernel_model.times import (
     Parameters,
     call_seconds,
     kernels_on,
+    units_names,
 )
 from featurize.training_settings import EAGER
 from learn.kernels.columns import joined, row_of_kernels
 from learn.kernels.descent import Values, descended, robust
 
 KERNELS = "kernels"  # source of rows that are one kernel each
+SAILOR, LIGER = "sailor", "liger"  # sources of rows that are the few kernels of a layer, forward or backward
+PRODUCTS = "products"  # source of rows that are one large product, timed in a row of many
+ALONE = (KERNELS, SAILOR, LIGER)  # timed by themselves: the host and other GPUs take no part
+SHARDED = ("llm_foundry",)  # sources of steps with FSDP: weights arrive and gradients leave while the GPU computes
 # Where the fit begins and what it is held to: values that are usual for such kernels. Shares as logarithms.
 _COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
 # Kernels of narrow groups load an operand for each multiply-add.
@@ -42,11 +47,12 @@ _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
 INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
 _HOST_FACTOR = 1.0  # of the time that `featurize.kernel_model.host` gives a launch: hosts differ
+_LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
 # How firmly: a value's squared distance from where it began costs so much.
 _FIRMNESS = {"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0}
 _OF_PRIORS = 2e-4
 # What physics says of the exponents: a share never rises with what an SM computes or with idle blocks.
-_LIMITS = {"sm_rate": (0.0, 1.0), "wave": (0.0, 1.0), "power": (0.0, 1.5), "searched": (0.0, 0.7)}
+_LIMITS = {"sm_rate": (0.0, 1.0), "wave": (0.0, 1.0), "power": (0.0, 1.5), "searched": (0.0, 0.7), "leftover": (0.0, 1.0)}
 TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
 _ITERATIONS, _RATE, _LAST_RATE = 250, 0.03, 0.008
 
@@ -84,16 +90,25 @@ class FittedTimes:
     Args:
         parameters: The efficiencies.
         instrument_ms: (GPU model, operator) -> what timing one kernel adds.
+        leftover: Source of `SHARDED` -> factor by which its kernels take longer than alone. It stays out of the
+            efficiencies; a source that was left out has the others' median.
     """
 
     parameters: Parameters
     instrument_ms: Mapping[tuple[str, str], float]
+    leftover: Mapping[str, float]
 
     def instrument(self, row: MeasuredTime) -> float:
         """Return what timing the row's kernel adds, in ms: on a GPU model that was left out, the others' median."""
         key = row.device.name, row.group
         others = [value for (_, operator), value in self.instrument_ms.items() if operator == row.group]
         return self.instrument_ms.get(key) or (float(np.median(others)) if others else INSTRUMENT_MS)
+
+    def factor(self, source: str) -> float:
+        """Return by how much longer a source's kernels take than alone."""
+        if source not in SHARDED:
+            return 1.0
+        return self.leftover.get(source) or float(np.median([*self.leftover.values()] or [math.exp(_LEFTOVER)]))
 
 
 class TimeFit:
@@ -112,13 +127,14 @@ class TimeFit:
         self.devices = np.array([row.device.name for row in rows])
         self.measured_ms = torch.tensor([row.measured_ms for row in rows], dtype=torch.float64)
         self.host_ms = torch.tensor([host_ms(row.calls, row.device, EAGER) for row in rows], dtype=torch.float64)
-        self.one_kernel = torch.tensor([row.source == KERNELS for row in rows])
-        instruments = [(row.device.name, row.group) if row.source == KERNELS else ("", "") for row in rows]
+        self.one_kernel = torch.tensor([row.source in ALONE for row in rows])
+        instruments = [(row.device.name, row.group) if row.source in ALONE else ("", "") for row in rows]
         self.instruments = list(dict.fromkeys(instruments))
         place = {instrument: at for at, instrument in enumerate(self.instruments)}
         self.instrument = torch.tensor([place[instrument] for instrument in instruments])
         self.hosts, places = np.unique(self.sources, return_inverse=True)
         self.host = torch.tensor(places)
+        self.is_sharded = torch.tensor([row.source in SHARDED for row in rows], dtype=torch.float64)
         self.kernels, self.count, self.row = self._all_kernels()
 
     def _all_kernels(self) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
@@ -149,11 +165,17 @@ class TimeFit:
             last_rate=_LAST_RATE, limits=_LIMITS,
         )  # fmt: skip
         measured = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
+        sharded = set(self.sources[of].tolist()) & set(SHARDED)
         added_ms = torch.exp(values["instrument"]).tolist()
         return FittedTimes(
             parameters=self._parameters(values, np.asarray),
             instrument_ms={
                 key: ms for key, ms in zip(self.instruments, added_ms, strict=True) if key in measured and key[0]
+            },
+            leftover={
+                str(source): math.exp(value)
+                for source, value in zip(self.hosts, values["leftover"].tolist(), strict=True)
+                if source in sharded
             },
         )
 
@@ -178,7 +200,7 @@ class TimeFit:
             by_units={name: np.zeros(len(UNITS)) for name in UNIT_VALUES},
             single=single,
         )
-        return FittedTimes(parameters=parameters, instrument_ms={})
+        return FittedTimes(parameters=parameters, instrument_ms={}, leftover=dict.fromkeys(SHARDED, 1.0))
 
     def log_ratios(self, fitted: FittedTimes) -> np.ndarray:
         """Return the logarithm of estimated over measured time of each row; the host's time is the described one."""
@@ -186,7 +208,9 @@ class TimeFit:
         kernels = self.kernels.converted(lambda column: column.numpy())
         np.add.at(seconds, self.row.numpy(), self.count.numpy() * call_seconds(kernels, fitted.parameters))
         estimated = [
-            busy + fitted.instrument(row) if row.source == KERNELS else overlapped(busy, host)
+            busy + fitted.instrument(row)
+            if row.source in ALONE
+            else overlapped(busy * fitted.factor(row.source), host)
             for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
         ]
         return np.log(np.array(estimated) / self.measured_ms.numpy())
@@ -203,6 +227,7 @@ class TimeFit:
             **{name: full([], _SINGLE[name]) for name in SINGLE_VALUES},
             "instrument": full([len(self.instruments)], math.log(INSTRUMENT_MS)),
             "host": full([len(self.hosts)], math.log(_HOST_FACTOR)),
+            "leftover": full([len(self.hosts)], _LEFTOVER),
         }
 
     def _milliseconds(self, values: Values) -> torch.Tensor:
@@ -211,7 +236,8 @@ class TimeFit:
         busy = torch.zeros(len(self.rows), dtype=torch.float64).index_add(0, self.row, seconds) * 1e3
         host = self.host_ms * torch.exp(values["host"])[self.host]
         one_kernel = busy + torch.exp(values["instrument"])[self.instrument]
-        return torch.where(self.one_kernel, one_kernel, overlapped_ms(busy, host))
+        beside_others = busy * torch.exp(values["leftover"][self.host] * self.is_sharded)
+        return torch.where(self.one_kernel, one_kernel, overlapped_ms(beside_others, host))
 
     def _parameters(self, values: Values, convert: Callable) -> Parameters:
         return Parameters(
@@ -252,7 +278,7 @@ def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ..
             in_layout = layout if _in_layouts(kind) else ""
             bandwidth.add(f"{kind}{in_layout}")
             if GROUPS[group] != STREAM:
-                compute.add(f"{kind}{in_layout}/{UNITS[has[pipe]]}")
+                compute.add(f"{kind}{in_layout}/{units_names(pipe, has[pipe])[0]}")
     return tuple(sorted(compute)), tuple(sorted(bandwidth))
 
 

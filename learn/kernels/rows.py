@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.errors import UsageError
+from conf.identity import canonical_json
 from featurize.device_spec import DeviceSpec, load_device
 from featurize.input_pipeline import input_ms
-from featurize.kernel_model.calls import HALF, Calls, kernel_calls
+from featurize.kernel_model.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, product
 from featurize.row_config import UnreadableConfig, config_of_one_gpu
 from featurize.step_trace import Operator
 from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training_settings import Training, uses_tf32
 from learn.kernels.activity_fit import MeasuredActivity
-from learn.kernels.fitting import KERNELS, MeasuredTime
+from learn.kernels.fitting import KERNELS, LIGER, PRODUCTS, SAILOR, MeasuredTime
+from learn.kernels.layers import PREFIX as LAYER
+from learn.kernels.layers import layer_calls
 from learn.kernels.mpt import LLM_FOUNDRY, SIZES, mpt_config, mpt_loss
 from warehouse.imported_rows import DOUBT
 
@@ -38,7 +41,11 @@ Row = TypeVar("Row")
 _SOURCES = ("measured", "imported")
 LEAST_ROWS = 20
 # Sources whose rows count more or less than the square root of their number.
-WEIGHTS = {KERNELS: 0.1, LLM_FOUNDRY: 1.5}
+WEIGHTS = {KERNELS: 0.2, LLM_FOUNDRY: 1.5, SAILOR: 0.3, LIGER: 1.5, PRODUCTS: 2.0}
+# GPU model, side of square matrices, TFLOP/s: bf16 products measured with torch 2.11 and CUDA 13 (769 to 798 in several
+# runs on both).
+_LARGE_PRODUCTS = (("H100-SXM5-80GB", 8192, 783.5), ("H200-SXM-141GB", 8192, 783.5))
+_SAILOR_LAYERS = ("block", "head")
 FARM = "farm"  # source of what this folder's own trials measured
 _COLUMNS = (
     "run_id",
@@ -89,7 +96,7 @@ def measured_rows(
             f"data={data}: {len(rows)} measured steps can be learned from, and {LEAST_ROWS} are needed"
             + (f" (left out: {reasons})" if reasons else "")
         )
-    return [*rows, *operators], left_out | operators_left_out
+    return [*rows, *operators, *(large_products() if kernels else [])], left_out | operators_left_out
 
 
 def measured_times(
@@ -125,7 +132,7 @@ def kernel_times(
     """
     drawn_by = "md5(concat(dims, '/', dtype)), kernel_row" if same_shapes else "md5(kernel_row)"
     rows = connection.execute(
-        "SELECT operator, device_name, dims, dtype, duration_us FROM kernels "
+        "SELECT operator, device_name, dims, dtype, phase, duration_us FROM kernels "
         "WHERE timing = 'cuda_events' AND source IN ('measured', 'imported') AND duration_us > 0 "
         "QUALIFY row_number() OVER (PARTITION BY operator, device_name ORDER BY " + drawn_by + ") <= ? "
         "ORDER BY operator, device_name, kernel_row",
@@ -180,8 +187,12 @@ def _described(name: str | None) -> DeviceSpec:
         raise _LeftOut(f"no description of {name}") from error
 
 
-def _measured_kernel(name: str, device_name: str | None, dims: str, dtype: str, duration_us: float) -> MeasuredTime:
+def _measured_kernel(
+    name: str, device_name: str | None, dims: str, dtype: str, phase: str | None, duration_us: float
+) -> MeasuredTime:
     device = _described(device_name)
+    if name.startswith(LAYER):
+        return _measured_layer(name.removeprefix(LAYER), device, json.loads(dims), dtype, phase, duration_us)
     operator = _operator(name, json.loads(dims), dtype)
     if operator is None:
         raise _LeftOut(f"kernels of {name}")
@@ -193,6 +204,40 @@ def _measured_kernel(name: str, device_name: str | None, dims: str, dtype: str, 
         calls=kernel_calls([operator], tf32_convolutions=False),
         measured_ms=duration_us / 1e3,
         searched=True,
+    )
+
+
+def large_products() -> list[MeasuredTime]:
+    """Return products in half precision that were measured by themselves, with no launch between them."""
+    return [
+        MeasuredTime(
+            name=f"product of {side}",
+            source=PRODUCTS,
+            group="product",
+            device=load_device(device),
+            calls=as_calls(Counter({product(side, side, side, 1, TENSOR, 6.0 * side * side): 1}), 0.0),
+            measured_ms=2 * side**3 / tflops / 1e9,
+        )
+        for device, side, tflops in _LARGE_PRODUCTS
+    ]
+
+
+def _measured_layer(
+    layer: str, device: DeviceSpec, sizes: Mapping[str, int], dtype: str, phase: str | None, duration_us: float
+) -> MeasuredTime:
+    if sizes.get("ranks", 1) > 1 and (layer, phase) != ("head", "forward"):
+        raise _LeftOut("layers that end with an all-reduce")
+    try:
+        calls = layer_calls(layer, sizes, phase, dtype, device)
+    except (KeyError, TraceError, UsageError) as error:
+        raise _LeftOut(f"layer {layer}: {type(error).__name__}") from error
+    return MeasuredTime(
+        name=f"{layer} {phase or 'both'} {canonical_json(sizes)}",
+        source=SAILOR if layer in _SAILOR_LAYERS else LIGER,
+        group=layer,
+        device=device,
+        calls=calls,
+        measured_ms=duration_us / 1e3,
     )
 
 
