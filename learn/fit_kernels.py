@@ -5,7 +5,7 @@ Start reading at `fit_kernels`. It writes the file that `featurize.kernel_model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,9 +89,11 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     Raises:
         UsageError: The folder holds too few measured steps.
     """
+    from featurize.kernel_model.host import packaged_hosts
     from featurize.kernel_model.step_time import efficiencies_text, load_efficiencies
     from learn.kernels.activity_fit import ActivityFit, judged_activity
     from learn.kernels.fitting import TimeFit
+    from learn.kernels.host_fit import fitted_hosts
     from learn.kernels.judging import judged, learned_of
     from learn.kernels.rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
     from warehouse.layout import write_bytes
@@ -105,8 +107,10 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     if len(jobs) >= LEAST_ROWS:
         of_activity, activity = judged_activity(ActivityFit(jobs, learned), FOLDS, progress)
         learned = replace(learned, activity=activity)
-    write_bytes(settings.path, efficiencies_text(learned).encode())
-    return FittedKernels(times=scores, activity=of_activity, left_out=left_out | jobs_left_out)
+    hosts, of_hosts = fitted_hosts(settings.data, learned, jobs, packaged_hosts())
+    sections = {"host": {name: asdict(host) for name, host in hosts.items()}}
+    write_bytes(settings.path, efficiencies_text(learned, **sections).encode())
+    return FittedKernels(times=[*scores, *of_hosts], activity=of_activity, left_out=left_out | jobs_left_out)
 
 
 def entry(settings: FitKernelsSettings) -> None:

@@ -94,6 +94,13 @@ class TimedStep:
     kernels: TimedKernels = field(repr=False, compare=False)
     error_quantiles: Mapping[float, float]
 
+    @property
+    def bound_by(self) -> str:
+        """What takes the longest: `input`, `host` or `gpu`."""
+        if self.input_ms > max(self.busy_ms, self.host_ms):
+            return "input"
+        return "host" if self.host_ms > self.busy_ms else "gpu"
+
     def upper_ms(self, coverage: float = 0.9) -> float:
         """Return what the step stays below with this probability: of the kernels' error, and of the host's on 9 of 10
         machines.
@@ -229,8 +236,8 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
     return LearnedEfficiencies(parameters=parameters, activity=activity, error_quantiles=quantiles, fitted_on=fitted_on)
 
 
-def efficiencies_text(learned: LearnedEfficiencies) -> str:
-    """Return the file of efficiencies, as `read_efficiencies` reads it."""
+def efficiencies_text(learned: LearnedEfficiencies, **others: Mapping[str, object]) -> str:
+    """Return the file of efficiencies, as `read_efficiencies` reads it; `others` are sections of other modules."""
     parameters = learned.parameters
     content = {
         "version": VERSION,
@@ -248,6 +255,7 @@ def efficiencies_text(learned: LearnedEfficiencies) -> str:
         },
         "compute": dict(zip(parameters.names[0], _rounded(parameters.compute), strict=True)),
         "bandwidth": dict(zip(parameters.names[1], _rounded(parameters.bandwidth), strict=True)),
+        **others,
     }
     return json.dumps(content, indent=1) + "\n"
 

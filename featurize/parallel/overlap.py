@@ -91,4 +91,5 @@ def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSp
         drama=step.drama * share,
         gpu_util=step.gpu_util * share,
         power_w=device.idle_power_w + (step.power_w - device.idle_power_w) * share,
+        bound_by="communication" if talk.exposed_ms > step.step_time_ms else step.bound_by,
     )

@@ -72,7 +72,7 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
     of_subsets = dict(subsets(fit))
     kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & steps).any()}
     scores = [
-        _score(split, rows, values[mask])
+        score_of(split, rows, values[mask])
         for split, values in ratios.items()
         for rows, mask in of_subsets.items()
         if rows not in kernels_alone or split in _OF_KERNELS
@@ -159,7 +159,8 @@ def _is_long(row: MeasuredTime) -> bool:
     return bool((row.calls.rows[row.calls.within(ATTENTION)] >= _LONG_TOKENS).any())
 
 
-def _score(split: str, rows: str, ratios: np.ndarray) -> TimeScore:
+def score_of(split: str, rows: str, ratios: np.ndarray) -> TimeScore:
+    """Return how far times are off. Args: `ratios`, logarithms of estimated over measured times; the rest as there."""
     answered = ratios[np.isfinite(ratios)]
     size = np.abs(answered) if len(answered) else np.array([np.nan])
     return TimeScore(
