@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from statistics import NormalDist
 
 import numpy as np
 
@@ -43,6 +44,7 @@ from featurize.training_settings import TrainingSettings, uses_tf32
 
 VERSION = 2
 _FILE = "parameters.json"
+_NORMAL = NormalDist()
 OVERLAP = 6  # how sharply the longer of GPU and host decides
 
 
@@ -76,7 +78,7 @@ class TimedStep:
         step_time_ms: From one step's beginning to the next one's.
         busy_ms: The GPU's own time.
         host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
-        host_upper_ms: What it is at most on 9 of 10 machines.
+        machines: Factor by which 9 of 10 machines' host takes at most longer.
         input_ms: Of the input pipeline, which overlaps nothing.
         by_kind_ms: Kind of kernel -> its time, the longest first.
         activity: What the step keeps busy.
@@ -87,7 +89,7 @@ class TimedStep:
     step_time_ms: float
     busy_ms: float
     host_ms: float
-    host_upper_ms: float
+    machines: float
     input_ms: float
     by_kind_ms: Mapping[str, float]
     activity: StepActivity
@@ -102,8 +104,7 @@ class TimedStep:
         return "host" if self.host_ms > self.busy_ms else "gpu"
 
     def upper_ms(self, coverage: float = 0.9) -> float:
-        """Return what the step stays below with this probability: of the kernels' error, and of the host's on 9 of 10
-        machines.
+        """Return what the step stays below with this probability: of the kernels' error, or of slower hosts.
 
         Raises:
             UsageError: A coverage that was not measured.
@@ -111,8 +112,9 @@ class TimedStep:
         if coverage not in self.error_quantiles:
             known = ", ".join(f"{one:g}" for one in self.error_quantiles)
             raise UsageError(f"coverage of a step's time is one of {known}, got {coverage!r}")
-        slow_host_ms = self.input_ms + overlapped(self.busy_ms, self.host_upper_ms)
-        return max(self.step_time_ms * self.error_quantiles[coverage], slow_host_ms)
+        slower = self.machines ** (_NORMAL.inv_cdf(coverage) / _NORMAL.inv_cdf(0.9))
+        slow_ms = self.input_ms + overlapped(self.busy_ms, self.host_ms * slower)
+        return max(self.step_time_ms * self.error_quantiles[coverage], slow_ms)
 
 
 def time_step(
@@ -158,7 +160,7 @@ def time_step(
         step_time_ms=step_ms,
         busy_ms=busy_ms,
         host_ms=launching_ms,
-        host_upper_ms=launching_ms * machines_of(framework),
+        machines=machines_of(framework),
         input_ms=input_ms,
         by_kind_ms=dict(sorted(by_kind.items(), key=lambda one: -one[1])),
         activity=step_activity(timed, spec, step_ms * 1e-3, learned.activity),

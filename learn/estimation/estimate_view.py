@@ -231,7 +231,7 @@ def figures(done: Estimate):
     if done.step_time_upper_ms is not None:
         yield "90 % of steps below", done.step_time_upper_ms, ms, "step_time"
     if done.bound_by is not None:
-        yield "step time bound by", done.bound_by, (lambda name: name), "step_time"
+        yield "bound by", done.bound_by, (lambda name: name), "step_time"
     if done.exposed_ms is not None:
         yield "waits for other GPUs", done.exposed_ms, ms, "step_time"
     if done.bubble_ms is not None:

@@ -52,7 +52,13 @@ _LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARD
 _FIRMNESS = {"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0}
 _OF_PRIORS = 2e-4
 # What physics says of the exponents: a share never rises with what an SM computes or with idle blocks.
-_LIMITS = {"sm_rate": (0.0, 1.0), "wave": (0.0, 1.0), "power": (0.0, 1.5), "searched": (0.0, 0.7), "leftover": (0.0, 1.0)}
+_LIMITS = {
+    "sm_rate": (0.0, 1.0),
+    "wave": (0.0, 1.0),
+    "power": (0.0, 1.5),
+    "searched": (0.0, 0.7),
+    "leftover": (0.0, 1.0),
+}
 TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
 _ITERATIONS, _RATE, _LAST_RATE = 250, 0.03, 0.008
 
@@ -208,9 +214,7 @@ class TimeFit:
         kernels = self.kernels.converted(lambda column: column.numpy())
         np.add.at(seconds, self.row.numpy(), self.count.numpy() * call_seconds(kernels, fitted.parameters))
         estimated = [
-            busy + fitted.instrument(row)
-            if row.source in ALONE
-            else overlapped(busy * fitted.factor(row.source), host)
+            busy + fitted.instrument(row) if row.source in ALONE else overlapped(busy * fitted.factor(row.source), host)
             for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
         ]
         return np.log(np.array(estimated) / self.measured_ms.numpy())

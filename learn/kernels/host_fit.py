@@ -23,15 +23,15 @@ from learn.kernels.activity_fit import ActivityFit, MeasuredActivity
 from learn.kernels.judging import TimeScore, score_of
 from learn.kernels.megatron_jobs import megatron_settings, megatron_step
 
-_MOST = 24  # steps of vTrain's that are traced
+_MOST = 16  # steps of vTrain's that are traced
 _LEAST = 8
 _MOST_JOBS = 400  # of a family, whose activity is fitted anew for each factor
 _FACTORS = np.geomspace(4.0, 40.0, 93)
 _EAGER_FACTORS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
-# Whole on each GPU, few micro-batches, and so little work in each that hosts are the slower ones.
+# Replicated, or split within layers, few micro-batches, and so little work in each that hosts are the slower ones.
 _DRAWN = (
     "SELECT origin, device_name, step_time_ms FROM runs WHERE job_id = 'import-vtrain' AND status = 'ok' "
-    "AND CAST(json_extract_string(origin, '$.tp') AS INTEGER) = 1 "
+    "AND '1' IN (json_extract_string(origin, '$.tp'), json_extract_string(origin, '$.dp')) "
     "AND CAST(json_extract_string(origin, '$.pp') AS INTEGER) = 1 "
     "AND CAST(json_extract_string(origin, '$.gpus') AS INTEGER) <= 8 "
     "AND CAST(json_extract_string(origin, '$.micro_batch') AS INTEGER) <= 2 "
@@ -64,7 +64,7 @@ def fitted_hosts(
             others = [one for one in times if one[0] != width]
             if others:
                 off += [_off(one, _factor(others)) for one in times if one[0] == width]
-        scores.append(score_of("widths left out", "vTrain, whole on a GPU", np.array(off)))
+        scores.append(score_of("widths left out", "vTrain, one stage", np.array(off)))
     return fitted, scores
 
 
@@ -91,11 +91,11 @@ def _megatron_times(data: str | os.PathLike[str] | None, learned: LearnedEfficie
     times = []
     for origin, device_name, measured_ms in rows:
         cells = json.loads(origin)
-        layers, width, heads, samples, ranks, batch = (
-            int(cells[name]) for name in ("num_layers", "hidden", "heads", "micro_batch", "dp", "global_batch")
+        layers, width, heads, samples, split, ranks, batch = (
+            int(cells[name]) for name in ("num_layers", "hidden", "heads", "micro_batch", "tp", "dp", "global_batch")
         )
         device, settings = load_device(device_name), megatron_settings(batch // (ranks * samples))
-        trace = megatron_step(layers, width, heads, samples, settings.accumulation, device)
+        trace = megatron_step(layers, width, heads, samples, settings.accumulation, split, device)
         calls = kernel_calls(trace.operators)
         busy_ms = float((calls.count * timed_kernels(calls, device, settings, learned).seconds).sum()) * 1e3
         at = [host_ms(calls, device, MEGATRON, {MEGATRON: HostTime(factor=x, machines=1.0)}) for x in (0.0, 1.0)]

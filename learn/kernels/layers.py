@@ -109,7 +109,9 @@ def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
         def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             split = self.qkv(self.norms[0](x)).view(length, samples * heads, 3 * head)
             query, key, value = (part.transpose(0, 1) for part in split.chunk(3, dim=-1))
-            scores = torch.bmm(query, key.transpose(1, 2)).view(samples, heads, length, length).masked_fill(self.mask, -1e4)
+            scores = (
+                torch.bmm(query, key.transpose(1, 2)).view(samples, heads, length, length).masked_fill(self.mask, -1e4)
+            )
             weights = self.dropout(torch.softmax(scores, dim=-1)).view(samples * heads, length, length)
             context = torch.bmm(weights, value).transpose(0, 1).contiguous().view(length, samples, heads * head)
             x = x + self.dropout(self.dense(context))

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from featurize.device_spec import DeviceSpec
+from featurize.parallel.layout import Parallel
 from featurize.step_trace import StepTrace
 from featurize.trace import trace_step
 from featurize.training_settings import MEGATRON, Training
 
+_PLAN = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 LENGTH, VOCABULARY = 1024, 50304  # Megatron pads 50,257 to whole tiles
 
 
@@ -26,10 +28,10 @@ class _Block(nn.Module):
         self.head_size = width // heads
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         split = self.qkv(self.before(x)).view(batch, length, -1, 3 * self.head_size).transpose(1, 2)
         attended = functional.scaled_dot_product_attention(*split.chunk(3, -1), is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
         return x + self.down(functional.gelu(self.up(self.between(x))))
 
 
@@ -63,18 +65,20 @@ def megatron_settings(micro_batches: int) -> Training:
 
 
 def megatron_step(
-    layers: int, width: int, heads: int, samples: int, micro_batches: int, device: DeviceSpec
+    layers: int, width: int, heads: int, samples: int, micro_batches: int, split: int, device: DeviceSpec
 ) -> StepTrace:
     """Return the trace of one rank's step.
 
     Args:
-        layers, width, heads: Of the model, all of which is on the rank.
+        layers, width, heads: Of the model.
         samples: Of a micro-batch.
         micro_batches: Of a step.
+        split: Over how many ranks each layer is split.
         device: The GPU model.
     """
     ids = torch.empty(samples, LENGTH, dtype=torch.int64, device="meta")
     return trace_step(
         lambda: _Gpt(layers, width, heads), ids, ids, loss=_loss, settings=megatron_settings(micro_batches),
         device=device, training_loop=False,
+        parallel=Parallel(tp=split, tp_plan=_PLAN) if split > 1 else None,
     )  # fmt: skip
