@@ -23,8 +23,8 @@ CHECKPOINTING = ("full", "selective")
 ZERO_GRADS = ("before_forward", "after_forward")
 _ON_HOST = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.on_host)
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.float8.Float8LinearRecipeName
-# What runs the job on the host: PyTorch alone (compiled or not), Megatron-LM and what builds on it, or the whole step as
-# CUDA graphs.
+# What runs the job on the host: PyTorch alone (compiled or not), Megatron-LM and what builds on it, or the whole step
+# as CUDA graphs.
 EAGER, MEGATRON, GRAPHS = FRAMEWORKS = ("eager", "megatron", "graphs")
 QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 

@@ -50,8 +50,8 @@ def communication_of(
     """Return what a traced step's communication takes.
 
     A collective runs beside the kernels on a stream of its own, from the moment at which its tensor is complete, and
-    slows no kernel. That the two share the GPU and its memory is left out. The host launches on while kernels wait: of a
-    step that it bounds, they wait within its time.
+    slows no kernel. That the two share the GPU and its memory is left out. The host launches on while kernels wait:
+    of a step that it bounds, they wait within its time.
 
     Args:
         trace: A job's step on several GPUs.

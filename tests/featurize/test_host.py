@@ -25,5 +25,5 @@ def test_megatron_launches_no_casts_and_graphs_launch_nothing():
 
 
 def test_an_unknown_framework_is_refused_with_the_known_ones():
-    with pytest.raises(UsageError, match="eager, megatron, graphs"):
+    with pytest.raises(UsageError, match="eager, graphs, megatron"):
         Training(framework="jax")
