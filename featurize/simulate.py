@@ -31,6 +31,7 @@ class SimulatedStep:
     drama: float
     gpu_util: float
     power_w: float
+    bound_by: str = "gpu"  # or the host, the input, communication: what takes the longest
 
 
 def simulate(
@@ -65,4 +66,5 @@ def simulate(
         drama=timed.activity.drama,
         gpu_util=timed.activity.gpu_util,
         power_w=timed.activity.power_w,
+        bound_by=timed.bound_by,
     )

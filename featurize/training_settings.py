@@ -23,6 +23,9 @@ CHECKPOINTING = ("full", "selective")
 ZERO_GRADS = ("before_forward", "after_forward")
 _ON_HOST = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.on_host)
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.float8.Float8LinearRecipeName
+# What runs the job on the host: PyTorch alone (compiled or not), Megatron-LM and what builds on it, or the whole step
+# as CUDA graphs.
+EAGER, MEGATRON, GRAPHS = FRAMEWORKS = ("eager", "megatron", "graphs")
 QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 
 
@@ -69,6 +72,8 @@ class Training:
         offload_optimizer: State and step of the optimizer are on the host; weights are copied back.
         compile: The model is compiled (`torch.compile`), with Inductor. The loss and the optimizer are not. A text of
             `COMPILE_MODES` is torch.compile's mode; True is `default`.
+        framework: What launches the kernels, one of `FRAMEWORKS`: it decides how long the host takes. None: `megatron`
+            where modules or stages are split over ranks and the model is not compiled, else `eager`.
         float8: Linear layers multiply 8-bit floats, as torchao's `convert_to_float8_training` makes them: one of its
             recipes. Layers of which a size is no multiple of 16 stay as they are.
         float8_skip: Names of the linear layers that are not converted. None: the output layer.
@@ -101,6 +106,7 @@ class Training:
     offload_activations: bool = False
     offload_optimizer: bool = False
     compile: bool | str = False
+    framework: str | None = None
     float8: str | None = None
     float8_skip: tuple[str, ...] | None = None
     float8_all_gather: bool = False
@@ -231,10 +237,11 @@ _CHOICES = {
     "implementation": IMPLEMENTATIONS,
     "checkpointing": CHECKPOINTING,
     "zero_grad": ZERO_GRADS,
+    "framework": FRAMEWORKS,
     "float8": FLOAT8_RECIPES,
     "quantize": QUANTIZATIONS,
 }
-_MAY_BE_NONE = ("implementation", "checkpointing", "float8", "quantize")
+_MAY_BE_NONE = ("implementation", "checkpointing", "framework", "float8", "quantize")
 _LISTS = ("float8_skip", "quantize_skip")
 _BOOLEANS = (
     "cudnn_benchmark", "channels_last", "set_to_none", "ema", "optimizer_in_backward", "checkpoint_reentrant",

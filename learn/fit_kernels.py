@@ -92,10 +92,12 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     Raises:
         UsageError: The folder holds too few measured steps.
     """
+    from featurize.kernel_model.host import packaged_hosts
     from featurize.kernel_model.step_time import efficiencies_text, load_efficiencies
     from featurize.parallel.collectives import packaged_links
     from learn.kernels.activity_fit import ActivityFit, judged_activity
     from learn.kernels.fitting import TimeFit
+    from learn.kernels.host_fit import fitted_hosts
     from learn.kernels.judging import judged, learned_of
     from learn.kernels.link_fit import fitted_links
     from learn.kernels.rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
@@ -111,8 +113,12 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
         of_activity, activity = judged_activity(ActivityFit(jobs, learned), FOLDS, progress)
         learned = replace(learned, activity=activity)
     links, of_links = fitted_links(settings.data) or (packaged_links(), [])
-    write_bytes(settings.path, efficiencies_text(learned, links=asdict(links)).encode())
-    return FittedKernels(times=scores, activity=of_activity, links=of_links, left_out=left_out | jobs_left_out)
+    hosts, of_hosts = fitted_hosts(settings.data, learned, jobs, packaged_hosts())
+    sections = {"links": asdict(links), "host": {name: asdict(host) for name, host in hosts.items()}}
+    write_bytes(settings.path, efficiencies_text(learned, **sections).encode())
+    return FittedKernels(
+        times=[*scores, *of_hosts], activity=of_activity, links=of_links, left_out=left_out | jobs_left_out
+    )
 
 
 def entry(settings: FitKernelsSettings) -> None:

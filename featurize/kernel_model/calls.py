@@ -100,7 +100,8 @@ class Calls:
     depth: np.ndarray
     batch: np.ndarray
     aligned: np.ndarray
-    launches: float  # by the host, of the whole step
+    launches: float  # by the host, of forward and backward passes
+    updates: float = 0.0  # by the host, in the optimizer's step: bare operators, without modules and autograd
 
     def within(self, *groups: str) -> np.ndarray:
         """Return which kernels are of these of `GROUPS`, as a mask."""
@@ -120,15 +121,18 @@ def kernel_calls(
             before 2.0 does.
     """
     counts: Counter[KernelCall] = Counter()
-    launches = 0.0
+    launches = updates = 0.0
     for op in operators:
         kernels, number = operator_kernels(
             op, tf32_products=tf32_products, tf32_convolutions=tf32_convolutions, listed=listed
         )
         for call, times in kernels:
             counts[call] += times
-        launches += number
-    return as_calls(counts, launches)
+        if op.phase == "optimizer":
+            updates += number
+        else:
+            launches += number
+    return as_calls(counts, launches, updates)
 
 
 def operator_kernels(
@@ -138,7 +142,7 @@ def operator_kernels(
     return _of_operator(_without_origin(op), tf32_products, tf32_convolutions, listed)
 
 
-def as_calls(counts: Counter[KernelCall], launches: float) -> Calls:
+def as_calls(counts: Counter[KernelCall], launches: float, updates: float = 0.0) -> Calls:
     """Return kernels, and how often each runs, as columns."""
     kernels = list(counts)
 
@@ -158,6 +162,7 @@ def as_calls(counts: Counter[KernelCall], launches: float) -> Calls:
         batch=column("batch"),
         aligned=np.array([kernel.aligned for kernel in kernels], dtype=bool),
         launches=launches,
+        updates=updates,
     )
 
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from statistics import NormalDist
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from featurize.kernel_model.activity import (
     step_activity,
 )
 from featurize.kernel_model.calls import Calls, kernel_calls
+from featurize.kernel_model.host import framework_of, host_ms, machines_of
 from featurize.kernel_model.times import (
     GROUP_VALUES,
     SINGLE_VALUES,
@@ -42,6 +44,7 @@ from featurize.training_settings import TrainingSettings, uses_tf32
 
 VERSION = 2
 _FILE = "parameters.json"
+_NORMAL = NormalDist()
 OVERLAP = 6  # how sharply the longer of GPU and host decides
 
 
@@ -77,6 +80,8 @@ class TimedStep:
         step_time_ms: From one step's beginning to the next one's.
         busy_ms: The GPU's own time.
         host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
+        machines: Factor by which 9 of 10 machines' host takes at most longer.
+        input_ms: Of the input pipeline, which overlaps nothing.
         by_kind_ms: Kind of kernel -> its time, the longest first.
         activity: What the step keeps busy.
         kernels: What all of this is summed over.
@@ -86,13 +91,22 @@ class TimedStep:
     step_time_ms: float
     busy_ms: float
     host_ms: float
+    machines: float
+    input_ms: float
     by_kind_ms: Mapping[str, float]
     activity: StepActivity
     kernels: TimedKernels = field(repr=False, compare=False)
     error_quantiles: Mapping[float, float]
 
+    @property
+    def bound_by(self) -> str:
+        """What takes the longest: `input`, `host` or `gpu`."""
+        if self.input_ms > max(self.busy_ms, self.host_ms):
+            return "input"
+        return "host" if self.host_ms > self.busy_ms else "gpu"
+
     def upper_ms(self, coverage: float = 0.9) -> float:
-        """Return what the step stays below with this probability.
+        """Return what the step stays below with this probability: of the kernels' error, or of slower hosts.
 
         Raises:
             UsageError: A coverage that was not measured.
@@ -100,7 +114,9 @@ class TimedStep:
         if coverage not in self.error_quantiles:
             known = ", ".join(f"{one:g}" for one in self.error_quantiles)
             raise UsageError(f"coverage of a step's time is one of {known}, got {coverage!r}")
-        return self.step_time_ms * self.error_quantiles[coverage]
+        slower = self.machines ** (_NORMAL.inv_cdf(coverage) / _NORMAL.inv_cdf(0.9))
+        slow_ms = self.input_ms + overlapped(self.busy_ms, self.host_ms * slower)
+        return max(self.step_time_ms * self.error_quantiles[coverage], slow_ms)
 
 
 def time_step(
@@ -117,8 +133,8 @@ def time_step(
 
     Args:
         trace: One step.
-        spec: The GPU model; its `launch_overhead_us` is the host's time for one launch.
-        settings: The trace's own.
+        spec: The GPU model.
+        settings: The trace's own, which say what launches the kernels.
         input_ms: Of the input pipeline, which overlaps nothing.
         learned: The efficiencies; None: the packaged ones.
 
@@ -140,12 +156,15 @@ def time_step(
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms
-    busy_ms, host_ms = float(total_ms.sum()), launch_ms(calls, spec)
-    step_ms = input_ms + overlapped(busy_ms, host_ms) or spec.launch_overhead_us * 1e-3
+    framework, busy_ms = framework_of(trace, settings), float(total_ms.sum())
+    launching_ms = host_ms(calls, spec, framework)
+    step_ms = input_ms + overlapped(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
     return TimedStep(
         step_time_ms=step_ms,
         busy_ms=busy_ms,
-        host_ms=host_ms,
+        host_ms=launching_ms,
+        machines=machines_of(framework),
+        input_ms=input_ms,
         by_kind_ms=dict(sorted(by_kind.items(), key=lambda one: -one[1])),
         activity=step_activity(timed, spec, step_ms * 1e-3, learned.activity),
         kernels=timed,
@@ -177,11 +196,6 @@ def timed_kernels(
 def _half_of(settings: TrainingSettings) -> str:
     """Return the type of half precision whose rate counts, as `kernels_on` takes it."""
     return "bf16" if "bf16" in settings.precision else "fp16"
-
-
-def launch_ms(calls: Calls, spec: DeviceSpec) -> float:
-    """Return how long the host takes to launch the kernels of a step, in ms."""
-    return calls.launches * spec.launch_overhead_us * 1e-3
 
 
 def overlapped(busy_ms: float, host_ms: float) -> float:
@@ -230,7 +244,7 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
     )
 
 
-def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, float]) -> str:
+def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, object]) -> str:
     """Return the file of efficiencies, as `read_efficiencies` reads it, and the sections that other modules read."""
     parameters = learned.parameters
     content = {

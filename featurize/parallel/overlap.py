@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from featurize.kernel_model.step_time import overlapped, time_step
 from featurize.parallel.collectives import collective_s, fabrics_of, sent_bytes
 from featurize.parallel.delays import begin_moments_ms, exposed_ms
 from featurize.parallel.layout import Parallel
@@ -49,7 +50,8 @@ def communication_of(
     """Return what a traced step's communication takes.
 
     A collective runs beside the kernels on a stream of its own, from the moment at which its tensor is complete, and
-    slows no kernel. That the two share the GPU and its memory is left out.
+    slows no kernel. That the two share the GPU and its memory is left out. The host launches on while kernels wait:
+    of a step that it bounds, they wait within its time.
 
     Args:
         trace: A job's step on several GPUs.
@@ -68,10 +70,10 @@ def communication_of(
 
         waits = waits_of(trace.pipeline, spec, settings, parallel, step_ms)
         return Communication(busy_ms=sum(lasts_ms), sent_mib=dict(sent_mib), **waits)
-    begins_ms = begin_moments_ms(trace, spec, settings, step_ms)
-    return Communication(
-        busy_ms=sum(lasts_ms), exposed_ms=exposed_ms(trace.collectives, lasts_ms, begins_ms), sent_mib=dict(sent_mib)
-    )
+    own = time_step(trace, spec, settings)
+    late_ms = exposed_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, own.busy_ms))
+    waits_ms = overlapped(own.busy_ms + late_ms, own.host_ms) - overlapped(own.busy_ms, own.host_ms)
+    return Communication(busy_ms=sum(lasts_ms), exposed_ms=waits_ms, sent_mib=dict(sent_mib))
 
 
 def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSpec) -> SimulatedStep:
@@ -89,4 +91,5 @@ def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSp
         drama=step.drama * share,
         gpu_util=step.gpu_util * share,
         power_w=device.idle_power_w + (step.power_w - device.idle_power_w) * share,
+        bound_by="communication" if talk.exposed_ms > step.step_time_ms else step.bound_by,
     )

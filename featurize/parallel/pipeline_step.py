@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from featurize.device_spec import DeviceSpec
-from featurize.kernel_model.step_time import time_step
+from featurize.kernel_model.step_time import overlapped, time_step
 from featurize.parallel.collectives import SEND, collective_s, fabric_of, fabrics_of
 from featurize.parallel.delays import begin_moments_ms, delays_ms
 from featurize.parallel.layout import Parallel
@@ -86,7 +86,8 @@ def _whole_step(order: Sequence[Item], rank: int, runs: int, chunks: int) -> lis
 def _timed(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel) -> _Timed:
     part = trace.pipeline
     assert part is not None and part.passes, "a rank of a pipeline"
-    begins = begin_moments_ms(trace, spec, settings, time_step(trace, spec, settings).step_time_ms)
+    step = time_step(trace, spec, settings)
+    begins = begin_moments_ms(trace, spec, settings, step.busy_ms)
     collectives = [one for one in trace.collectives if one.axis != AXIS]
     fabrics = fabrics_of(spec, parallel, [one.axis for one in collectives])
     lasts = [collective_s(one.kind, one.nbytes, fabrics[one.axis]) * 1e3 for one in collectives]
@@ -106,11 +107,17 @@ def _timed(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, paral
         keys.append((*pass_key[:2], one.micro_batch + run * parallel.chunks))
     keys.append((_AFTER, 0, 0))
     edges = [0, *(one.begin for one in part.passes), part.end, len(begins) - 1]
-    alone = [begins[edge] for edge in edges]
-    waiting = [0.0, *(begins[edge] + late(edge) for edge in edges[1:])]
+    alone = _beside_the_host([begins[edge] for edge in edges], step.host_ms)
+    waiting = _beside_the_host([0.0, *(begins[edge] + late(edge) for edge in edges[1:])], step.host_ms)
     return _Timed(
         dict(zip(keys, _differences(alone), strict=True)), dict(zip(keys, _differences(waiting), strict=True))
     )
+
+
+def _beside_the_host(ends_ms: Sequence[float], host_ms: float) -> list[float]:
+    """Return moments of the GPU's own time in a step that the host launches meanwhile: later, in proportion."""
+    slower = overlapped(ends_ms[-1], host_ms) / ends_ms[-1] if ends_ms[-1] else 1.0
+    return [end * slower for end in ends_ms]
 
 
 def _differences(moments: Sequence[float]) -> list[float]:

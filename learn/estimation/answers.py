@@ -311,6 +311,14 @@ def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | N
     return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
 
 
+def _note_of_host(step: SimulatedStep) -> Note:
+    text = (
+        f"the host bounds the step: {step.step_time_ms:,.1f} ms, up to {step.step_time_upper_ms:,.1f} on 9 of 10 "
+        "machines; framework= says what launches the kernels"
+    )
+    return Note("host-bound", INFO, text, ("step_time",))
+
+
 def _assembled(
     gathered: Gathered,
     job: Workload,
@@ -338,7 +346,9 @@ def _assembled(
                 values[column], by[target] = getattr(step, column), "trace"
                 gathered.loops[target] = loop_named(job.training_loop) if target == "memory" else loop or RESIDENT
                 if target == "step_time":
-                    values["step_time_upper_ms"] = step.step_time_upper_ms
+                    values |= {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
+                    if step.bound_by == "host":
+                        notes.append(_note_of_host(step))
         timed = step if gathered.loops["step_time"] == (loop or RESIDENT) else _priced(traced, job, device, PIPELINE)
         of_ranks, assumed = values_of_ranks(traced, job, device, talk)
         values |= of_ranks

@@ -230,6 +230,8 @@ def figures(done: Estimate):
     yield "step time", done.step_time_ms, ms, "step_time"
     if done.step_time_upper_ms is not None:
         yield "90 % of steps below", done.step_time_upper_ms, ms, "step_time"
+    if done.bound_by is not None:
+        yield "bound by", done.bound_by, (lambda name: name), "step_time"
     if done.exposed_ms is not None:
         yield "waits for other GPUs", done.exposed_ms, ms, "step_time"
     if done.bubble_ms is not None:

@@ -38,6 +38,8 @@ class Estimate:
                   sum is less than the causes' own, a card of that size is all that the job can take
     distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`
     step_time_upper_ms  what 90 of 100 measured steps stay below, where the trace times the step; else None
+    bound_by      what takes the longest of the step time: `gpu`, `host` (which launches the kernels), `communication`
+                  or `input`; None where the trace does not time the step
     samples_per_s, tokens_per_s   of the step time: all micro-steps of an optimizer step count, padding too. Tokens are
                   those of integer inputs of shape [batch, length]. These two, `mfu` and `energy_j` need a trace
     mfu           model FLOPs utilization: FLOPs of the matrix products, convolutions and attention, forward and
@@ -99,6 +101,7 @@ class Estimate:
     uncertain: Mapping[str, float] = field(default_factory=dict)
     distribution: tuple[tuple[float, float], ...] = ()
     step_time_upper_ms: float | None = None
+    bound_by: str | None = None
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None

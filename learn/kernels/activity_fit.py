@@ -23,8 +23,10 @@ from featurize.kernel_model.activity import (
     occupied_on,
 )
 from featurize.kernel_model.calls import Calls
-from featurize.kernel_model.step_time import LearnedEfficiencies, launch_ms, overlapped
+from featurize.kernel_model.host import HostTime, host_ms
+from featurize.kernel_model.step_time import LearnedEfficiencies, overlapped
 from featurize.kernel_model.times import call_seconds, kernels_on
+from featurize.training_settings import EAGER
 from learn.kernels.columns import joined, row_of_kernels
 from learn.kernels.descent import Values, descended, robust
 from learn.kernels.fitting import held_out_by
@@ -87,9 +89,13 @@ class ActivityFit:
     Args:
         rows: What was measured.
         learned: The efficiencies that give the kernels' times.
+        eager: Of the host; None: the packaged constants.
     """
 
-    def __init__(self, rows: Sequence[MeasuredActivity], learned: LearnedEfficiencies) -> None:
+    def __init__(
+        self, rows: Sequence[MeasuredActivity], learned: LearnedEfficiencies, eager: HostTime | None = None
+    ) -> None:
+        hosts = None if eager is None else {EAGER: eager}
         self.rows = rows
         self.family = np.array([row.family for row in rows])
         self._latency_s = learned.latency_s
@@ -102,7 +108,7 @@ class ActivityFit:
             )  # fmt: skip
             seconds.append(call_seconds(kernels, learned.parameters))
             busy_ms = float((row.calls.count * seconds[-1]).sum()) * 1e3
-            steps_s.append((overlapped(busy_ms, launch_ms(row.calls, row.device)) + row.input_ms) * 1e-3)
+            steps_s.append((overlapped(busy_ms, host_ms(row.calls, row.device, EAGER, hosts)) + row.input_ms) * 1e-3)
             parts.append(occupied_on(row.calls, kernels, row.device))
         self._occupied = joined(parts).converted(torch.as_tensor)
         self._seconds = torch.tensor(np.concatenate(seconds))

@@ -15,7 +15,8 @@ import torch
 
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import ATTENTION, GROUPS, STREAM, Calls
-from featurize.kernel_model.step_time import OVERLAP, launch_ms, overlapped
+from featurize.kernel_model.host import host_ms
+from featurize.kernel_model.step_time import OVERLAP, overlapped
 from featurize.kernel_model.times import (
     GROUP_VALUES,
     OTHER,
@@ -28,6 +29,7 @@ from featurize.kernel_model.times import (
     kernels_on,
     units_names,
 )
+from featurize.training_settings import EAGER
 from learn.kernels.columns import joined, row_of_kernels
 from learn.kernels.descent import Values, descended, robust
 
@@ -48,7 +50,7 @@ _SM_RATE_OF_ATTENTION = 0.9
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
 INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
-_HOST_FACTOR = 2.0  # of the described time for a launch: hosts differ
+_HOST_FACTOR = 1.0  # of the time that `featurize.kernel_model.host` gives a launch: hosts differ
 _LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
 # How firmly: a value's squared distance from where it began costs so much.
 _FIRMNESS = {"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0}
@@ -134,7 +136,7 @@ class TimeFit:
         self.groups = np.array([f"{row.source}/{row.group}" for row in rows])
         self.devices = np.array([row.device.name for row in rows])
         self.measured_ms = torch.tensor([row.measured_ms for row in rows], dtype=torch.float64)
-        self.host_ms = torch.tensor([launch_ms(row.calls, row.device) for row in rows], dtype=torch.float64)
+        self.host_ms = torch.tensor([host_ms(row.calls, row.device, EAGER) for row in rows], dtype=torch.float64)
         self.one_kernel = torch.tensor([row.source in ALONE for row in rows])
         instruments = [(row.device.name, row.group) if row.source in ALONE else ("", "") for row in rows]
         self.instruments = list(dict.fromkeys(instruments))

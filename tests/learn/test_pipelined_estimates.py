@@ -36,7 +36,14 @@ class Net(nn.Module):
 
 
 def of_net(parallel=None, **options):
-    return estimate(Net, [SAMPLES, WIDTH], parallel=parallel, precision="bf16", device="H100-SXM5-80GB", **options)
+    return estimate(
+        Net,
+        [SAMPLES, WIDTH],
+        parallel=parallel,
+        precision="bf16",
+        device="H100-SXM5-80GB",
+        **{"framework": "graphs", **options},
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,76 @@
+"""The host's time to launch the kernels of a step, by the framework that runs the job, and how far machines differ.
+
+Start reading at `host_ms`; `learn.kernels.host_fit` fits the constants.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+from featurize.device_spec import DeviceSpec
+from featurize.kernel_model.calls import Calls
+from featurize.step_trace import StepTrace
+from featurize.training_settings import EAGER, GRAPHS, MEGATRON, TrainingSettings, training_of
+
+_FILE = "parameters.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTime:
+    """How long a framework's host takes.
+
+    Args:
+        factor: Time of a launch in forward and backward passes, modules and autograd included, over
+            `launch_overhead_us` of the GPU's description.
+        machines: Factor by which 9 of 10 machines take at most longer, and at least shorter.
+    """
+
+    factor: float
+    machines: float
+
+
+@functools.cache
+def packaged_hosts() -> Mapping[str, HostTime]:
+    """Return framework -> the fitted constants of the file of parameters."""
+    text = resources.files("featurize.kernel_model").joinpath(_FILE).read_text(encoding="utf-8")
+    return {name: HostTime(**fitted) for name, fitted in json.loads(text)["host"].items()}
+
+
+def framework_of(trace: StepTrace, settings: TrainingSettings) -> str:
+    """Return what runs a job, one of `FRAMEWORKS`: what its settings say, else what such a layout usually runs under.
+
+    Tensor and pipeline parallelism are taken to run under Megatron, unless the model is compiled.
+    """
+    training = training_of(settings)
+    if training.framework is not None:
+        return training.framework
+    split = trace.pipeline is not None or any(one.axis == "tp" for one in trace.collectives)
+    return MEGATRON if split and not training.compile else EAGER
+
+
+def host_ms(calls: Calls, spec: DeviceSpec, framework: str, hosts: Mapping[str, HostTime] | None = None) -> float:
+    """Return how long the host takes to launch the kernels of a step, in ms.
+
+    Megatron's weights are in half precision, so that it launches none of autocast's casts.
+
+    Args:
+        calls: The kernels of the step.
+        spec: The GPU model; its `launch_overhead_us` is the time of a bare operator, as an optimizer's loop runs it.
+        framework: One of `FRAMEWORKS`.
+        hosts: Framework -> its constants; None: the packaged ones.
+    """
+    if framework == GRAPHS:
+        return 0.0
+    casts = calls.count[[kind == "cast" for kind in calls.kind]].sum() if framework == MEGATRON else 0.0
+    launches = max(calls.launches - float(casts), 0.0)
+    factor = (hosts or packaged_hosts())[framework].factor
+    return (calls.updates + launches * factor) * spec.launch_overhead_us * 1e-3
+
+
+def machines_of(framework: str) -> float:
+    """Return the factor by which 9 of 10 machines' host takes at most longer."""
+    return 1.0 if framework == GRAPHS else packaged_hosts()[framework].machines
