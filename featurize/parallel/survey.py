@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
     survey = _line_of(model, stages)
     watch = _Uses(model, survey, dtype)
     with watch.hooks(), watch:
-        survey.result = _like(result_of(call(model, mapped(inputs, watch.cast))))
+        survey.result = _like(result_of(call(model, cast(Inputs, mapped(inputs, watch.cast)))))
     ran = [place for place in range(len(survey.names)) if place in survey.forms]
     if len(ran) < len(survey.names):
         lacking = next(place for place in range(len(survey.names)) if place not in survey.forms)
