@@ -300,7 +300,8 @@ class _Capture:
                 raise RuntimeError("the graph loses the gradient")
             if inputs:
                 gradients = [torch.empty_like(output) for output in outputs]
-                torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+                with _without_hooks(inputs):
+                    torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
 
         thread.submit(run).result()
 
@@ -319,6 +320,20 @@ class _Capture:
             memo: dict[int, Any] = {id(tensor): next(outputs) for tensor in inside}
             leaves.append(copy.deepcopy(result, memo))
         return pytree.tree_unflatten(leaves, self._outer)
+
+
+@contextlib.contextmanager
+def _without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within, gradients of these tensors call no hooks: `fully_shard`'s on a module's outputs would begin and end a
+    backward pass of the whole model."""
+    hooks = [(one._backward_hooks, dict(one._backward_hooks)) for one in tensors if one._backward_hooks]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, kept in hooks:
+            registered.update(kept)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.pipeline_order import noted_micro_batches, orders_of, schedule_class
 from featurize.parallel.repeated_passes import RepeatedPasses
 from featurize.parallel.shard_states import ShardStates
-from featurize.parallel.sharding import shard_units, split_modules, units
+from featurize.parallel.sharding import DTYPES, shard_units, split_modules, units
 from featurize.parallel.stages import Stage, cut
 from featurize.parallel.streams import Streams
 from featurize.parallel.survey import Survey, starts_of, surveyed
@@ -116,8 +116,9 @@ class PipelineRank:
     def _stage(self, model: nn.Module, number: int, inputs: Inputs) -> Stage:
         parallel = self._parallel
         mixtures = split_modules(model, parallel, self._mesh, self._experts)
+        computed = DTYPES.get(parallel.param_dtype or "") if parallel.sharded > 1 else None
         with torch.enable_grad():
-            survey = surveyed(model, inputs, parallel.stages)
+            survey = surveyed(model, inputs, parallel.stages, computed)
         starts = starts_of(survey, parallel)
         gathered = units(model, parallel.wrap) if parallel.sharded > 1 else []
         if not self._kinds:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from conf.errors import UsageError
-from featurize.batches import Inputs, call
+from featurize.batches import Inputs, call, mapped
 from featurize.checkpointing import repeated_blocks
 from featurize.fewer_blocks import container_of
 from featurize.parallel.layout import Parallel
@@ -71,21 +72,23 @@ class Survey:
         return [self.container._modules[name] for name in self.names]  # type: ignore[misc]
 
 
-def surveyed(model: nn.Module, inputs: Inputs, stages: int) -> Survey:
+def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype | None = None) -> Survey:
     """Run a model once, and return what its stages need to know of it.
 
     Args:
         model: The whole one, on the meta device.
         inputs: Of one micro-batch.
         stages: Their number.
+        dtype: To which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as they
+            are.
 
     Raises:
         UsageError: The model has no blocks in one container, or these give one another more than a tensor.
     """
     survey = _line_of(model, stages)
-    watch = _Uses(model, survey)
+    watch = _Uses(model, survey, dtype)
     with watch.hooks(), watch:
-        survey.result = _like(result_of(call(model, inputs)))
+        survey.result = _like(result_of(call(model, cast(Inputs, mapped(inputs, watch.cast)))))
     ran = [place for place in range(len(survey.names)) if place in survey.forms]
     if len(ran) < len(survey.names):
         lacking = next(place for place in range(len(survey.names)) if place not in survey.forms)
@@ -180,9 +183,9 @@ def _sequence_of(model: nn.Module, stages: int) -> nn.Module | None:
 class _Uses(TorchFunctionMode):
     """Notes which member runs while a parameter is used, and what each one gives."""
 
-    def __init__(self, model: nn.Module, survey: Survey) -> None:
+    def __init__(self, model: nn.Module, survey: Survey, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self._survey, self._now = survey, BEFORE
+        self._survey, self._now, self._dtype = survey, BEFORE, dtype
         self._given: Any = None  # by the last member
         self._parameters = {id(parameter) for parameter in model.parameters()}
 
@@ -192,7 +195,17 @@ class _Uses(TorchFunctionMode):
         for one in _flat((args, kwargs or {})):
             if id(one) in self._parameters:
                 self._survey.uses.setdefault(id(one), set()).add(self._now)
+        if self._dtype is not None:
+            args, kwargs = tree_map(self._gathered, (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+    def cast(self, value: Any) -> Any:
+        """Return a tensor of floats in the type that modules compute in, and anything else as it is."""
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self._dtype) if floats and self._dtype is not None else value
+
+    def _gathered(self, value: Any) -> Any:
+        return self.cast(value) if id(value) in self._parameters else value
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -208,7 +221,7 @@ class _Uses(TorchFunctionMode):
                 handle.remove()
 
     def _entering(self, place: int) -> Callable[..., None]:
-        def entered(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        def entered(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             if place < self._now:
                 raise UsageError(
                     f"parallel: pp: {self._survey.paths[place]} runs after {self._survey.paths[self._now]}, so that "
@@ -218,6 +231,7 @@ class _Uses(TorchFunctionMode):
             taken = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
             if taken is not None and taken is not self._given:
                 self._survey.inputs[place] = _like(taken)
+            return tree_map(self.cast, (args, kwargs))
 
         return entered
 

@@ -16,6 +16,7 @@ from pipelined_ranks import (
     WIDTH,
     Block,
     Net,
+    attending,
     loss_of,
     train_real,
     training,
@@ -393,3 +394,15 @@ def test_an_error_of_a_stage_is_told_as_its_own():
 
     with pytest.raises(TraceError, match="fails: ValueError: no gradient here"):
         traced(model=model, pp=2)
+
+
+@pytest.mark.parametrize(
+    "options", [{"fsdp": 2, "cp": 2}, {"cp": 2, "tp": 2, "tp_plan": {"blocks.*.part": "replicate"}}]
+)
+def test_shared_sequences_attend_in_the_type_that_shards_compute_in(options):
+    """LENGTH - 32 tokens: a part of 56 suits flash attention, and no fused kernel of fp32."""
+    layout = {"pp": 2, "param_dtype": "bf16", **options}
+    case = attending(layout)
+    shape = (case.shape[0], 224, case.shape[-1])
+    trace = traced(model=lambda: case.net(), shape=shape, **layout)
+    assert "aten::_scaled_dot_product_flash_attention" in {one.name for one in trace.operators}

@@ -83,6 +83,10 @@ def loss_of(output, _target):
     return output.square().sum()
 
 
+def loss_of_exp(output, target):
+    return (output.exp() - target).square().mean()
+
+
 def training(name=None):
     """How a case trains: how the optimizer and the norm treat the shards is asked of a few only, as it takes PyTorch
     longer than all else."""
@@ -295,3 +299,17 @@ def test_the_next_units_parameters_are_gathered_while_one_computes():
 def test_what_does_not_fit_the_model_is_refused_with_what_it_has(options, message):
     with pytest.raises(UsageError, match=message):
         traced(options)
+
+
+def test_a_compiled_loss_is_captured_behind_shards_and_their_gathers_stay_as_they_are():
+    def traced_with(loss):
+        batch, target = (torch.empty(BATCH, WIDTH, device="meta") for _ in range(2))
+        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        net = nn.Sequential(nn.ModuleDict({"blocks": nn.Sequential(*blocks)})["blocks"], nn.Linear(WIDTH, WIDTH))
+        return trace_step(net, batch, target, loss, settings=Training(), parallel=Parallel(fsdp=2))
+
+    eager, compiled = traced_with(loss_of_exp), traced_with(torch.compile(loss_of_exp))
+    assert not any("not captured" in note for note in compiled.notes)
+    assert "aten::exp" not in {block.operator for block in compiled.blocks}
+    sent = [[(one.kind, one.nbytes) for one in trace.collectives] for trace in (eager, compiled)]
+    assert sent[0] == sent[1]
