@@ -28,6 +28,7 @@ from warehouse.imported_rows import (
 )
 from warehouse.published import wide_cells
 from warehouse.published_groups import LUCID_PAIRS
+from warehouse.published_power import ZEUS_COLUMNS, zeus_run
 
 Cells = Mapping[str, str]
 Columns = dict[str, Any]  # of `runs`
@@ -342,6 +343,7 @@ _TABLES = {
     "lucid": _Table(
         "model, dataset, batchsize, amp, speed, gpu_util, gmem_util, gmem", _lucid_single, pair_names=LUCID_PAIRS
     ),
+    "zeus": _Table(ZEUS_COLUMNS, zeus_run),
 }
 TABLES = tuple(_TABLES)
 
