@@ -65,7 +65,7 @@ class DeviceSpec:
 
     `memory_mib` is what CUDA can use, `context_mib` what NVML charges a process before its first tensor (context
     and library kernels); `launch_overhead_us` is the host's time for one eager operator, which bounds small kernels.
-    `power_limit_w` is the board's own limit, `power_cap_w` a lower one that is set on it (`nvidia-smi -pl`); None: none.
+    `power_limit_w` is the board's own limit, `power_cap_w` a lower one that is set (`nvidia-smi -pl`); None: none.
     `interconnect` is None where nothing is known; it decides nothing of a job on one GPU, so that neither equality nor
     the mapping that stands for a description in identities has it.
     An NVIDIA GPU has a `compute_capability`, an AMD GPU an `llvm_target` (gfx942), and none has both: PyTorch's

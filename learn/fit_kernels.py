@@ -5,7 +5,7 @@ Start reading at `fit_kernels`. It writes the file that `featurize.kernel_model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from learn.kernels.activity_fit import ActivityScore
     from learn.kernels.judging import TimeScore
+    from learn.kernels.power_fit import PowerScore
 
 FOLDS = 5
 
@@ -37,6 +38,8 @@ class FitKernelsSettings:
 
     What the kernels keep busy is fitted to jobs with measured SM activity and occupancy: GPUMemNet's rows, and your own
     trials on GPUs with those counters. Without such jobs, those parameters stay as they are in the packaged file.
+
+    Power is fitted to Zeus' jobs, measured under several power limits on at least two GPU models.
 
     `python -m learn.benchmark target=step_time data=steps` judges other people's formulas on the same rows.
     """
@@ -74,12 +77,13 @@ class FittedKernels:
     """What was judged.
 
     Args:
-        times, activity: Scores; of activity none without measured jobs.
+        times, activity, power: Scores; of activity and power none without measured jobs.
         left_out: Reason -> number of rows.
     """
 
     times: Sequence[TimeScore]
     activity: Sequence[ActivityScore]
+    power: Sequence[PowerScore]
     left_out: dict[str, int]
 
 
@@ -89,10 +93,12 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     Raises:
         UsageError: The folder holds too few measured steps.
     """
+    from featurize.kernel_model import power
     from featurize.kernel_model.step_time import efficiencies_text, load_efficiencies
     from learn.kernels.activity_fit import ActivityFit, judged_activity
     from learn.kernels.fitting import TimeFit
     from learn.kernels.judging import judged, learned_of
+    from learn.kernels.power_fit import fitted_power
     from learn.kernels.rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
     from warehouse.layout import write_bytes
 
@@ -105,20 +111,23 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     if len(jobs) >= LEAST_ROWS:
         of_activity, activity = judged_activity(ActivityFit(jobs, learned), FOLDS, progress)
         learned = replace(learned, activity=activity)
-    write_bytes(settings.path, efficiencies_text(learned).encode())
-    return FittedKernels(times=scores, activity=of_activity, left_out=left_out | jobs_left_out)
+    of_power, power_scores = fitted_power(settings.data, learned, progress) or (asdict(power.load_power()), [])
+    write_bytes(settings.path, efficiencies_text(learned, {power.SECTION: of_power}).encode())
+    return FittedKernels(times=scores, activity=of_activity, power=power_scores, left_out=left_out | jobs_left_out)
 
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
     from conf.bars import StepBar
-    from learn.kernels.score_tables import activity_table, time_table
+    from learn.kernels.score_tables import activity_table, power_table, time_table
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)
     print(time_table(fitted.times))
     if fitted.activity:
         print(activity_table(fitted.activity))
+    if fitted.power:
+        print(power_table(fitted.power))
     for reason, number in fitted.left_out.items():
         print(f"left out: {number:,} rows: {reason}")
     print(f"written: {settings.path}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -33,9 +33,9 @@ class PowerParameters:
     """What was learned of power.
 
     Args:
-        sm, fp32, tensor, dram: Share of the watts between a GPU's idle power and its own limit that its SMs draw at full
-            clock while all are active; more than that for the FP32 pipe and the tensor cores at their data sheet's rate;
-            and the memory at its data sheet's bandwidth. They may sum to more than 1: the limit then lowers the clock.
+        sm, fp32, tensor, dram: Shares of the watts between a GPU's idle power and its own limit. `sm`: drawn at full
+            clock while all SMs are active. `fp32`, `tensor`: what the FP32 pipe and the tensor cores add at the data
+            sheet's rate. `dram`: the same of the memory. Their sum may exceed 1: the limit then lowers the clock.
         exponent: Of the clock, in the power of the SMs: the voltage falls with it.
         feed: Share of a memory-bound kernel's time that the SMs at full clock need to move its bytes.
     """
@@ -149,11 +149,7 @@ def load_power() -> PowerParameters:
     """Return the packaged parameters. Raises `EnvironmentProblem` for a damaged file."""
     text = resources.files("featurize.kernel_model").joinpath(_FILE).read_text(encoding="utf-8")
     try:
-        return power_from_section(json.loads(text)[SECTION])
+        section = json.loads(text)[SECTION]
+        return PowerParameters(**{name: float(section[name]) for name in PowerParameters.__dataclass_fields__})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EnvironmentProblem(f"{_FILE} is damaged ({error!r}); install gpufarm again") from error
-
-
-def power_from_section(section: Mapping[str, float]) -> PowerParameters:
-    """Return the parameters that a section of the file holds."""
-    return PowerParameters(**{name: float(section[name]) for name in PowerParameters.__dataclass_fields__})

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -233,8 +235,13 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
     return LearnedEfficiencies(parameters=parameters, activity=activity, error_quantiles=quantiles, fitted_on=fitted_on)
 
 
-def efficiencies_text(learned: LearnedEfficiencies) -> str:
-    """Return the file of efficiencies, as `read_efficiencies` reads it."""
+def efficiencies_text(learned: LearnedEfficiencies, sections: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return the file of efficiencies, as `read_efficiencies` reads it.
+
+    Args:
+        learned: Its own content.
+        sections: Those that other modules read, by name.
+    """
     parameters = learned.parameters
     content = {
         "version": VERSION,
@@ -252,6 +259,7 @@ def efficiencies_text(learned: LearnedEfficiencies) -> str:
         },
         "compute": dict(zip(parameters.names[0], _rounded(parameters.compute), strict=True)),
         "bandwidth": dict(zip(parameters.names[1], _rounded(parameters.bandwidth), strict=True)),
+        **sections,
     }
     return json.dumps(content, indent=1) + "\n"
 

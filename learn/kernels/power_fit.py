@@ -80,7 +80,7 @@ class PowerScore:
 def fitted_power(
     data: str | os.PathLike[str] | None, learned: LearnedEfficiencies, progress: Progress
 ) -> tuple[dict[str, float], list[PowerScore]] | None:
-    """Return the section `power` of the file of parameters and its scores; None without rows of at least two GPU models.
+    """Return the section `power` of the file of parameters, and its scores; None with fewer than two GPU models.
 
     Args:
         data: The data folder; None: the default one.
@@ -98,12 +98,12 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> list[
     import warehouse
 
     with contextlib.closing(warehouse.connect(data)) as connection:
-        found = connection.execute(
+        measured = connection.execute(
             "SELECT device_name, batch_size, origin, power_w, step_time_ms FROM runs "
             "WHERE source = 'imported' AND job_id = ? AND status = 'ok' ORDER BY run_id", [f"import-{ZEUS}"],
         ).fetchall()  # fmt: skip
     jobs: dict[tuple, tuple[dict, dict, dict]] = defaultdict(lambda: ({}, {}, {}))
-    for device, batch, origin, power_w, step_ms in found:
+    for device, batch, origin, power_w, step_ms in measured:
         cells = json.loads(origin)
         if (cells["model"], cells["dataset"]) in JOBS:
             power, times, steps = jobs[device, cells["model"], cells["dataset"], batch, cells["optimizer"]]
