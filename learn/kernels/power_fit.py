@@ -148,6 +148,8 @@ def judged_power(
             progress("fitting power", done, total)
             done += 1
             here = names == name
+            if here.all():  # nothing is left to learn from
+                continue
             left_out[:, here] = fit.errors(fit.fitted(~here))[:, here]
         errors[split] = left_out
     return section, [score for split, off in errors.items() for score in _scores(split, off, fit.own)]
