@@ -21,7 +21,8 @@ from featurize.architecture import LLVM_TARGETS, Architecture, architecture_of
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
 _LARGEST = 1e12  # of any figure, in its unit
 _ARCHITECTURE = ("compute_capability", "llvm_target")  # of which a description has one
-_OPTIONAL = (*_ARCHITECTURE, "interconnect")
+_OPTIONAL = (*_ARCHITECTURE, "interconnect", "power_cap_w")
+_LEAST_CAP = 0.25  # of a board's own limit: as an A100-SXM4 takes it, 100 of 400 W; what lies below was not measured
 _NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)
 _NO_CAPABILITY = 0.0  # as a feature: that of no NVIDIA GPU
 
@@ -67,6 +68,7 @@ class DeviceSpec:
 
     `memory_mib` is what CUDA can use, `context_mib` what NVML charges a process before its first tensor (context
     and library kernels); `launch_overhead_us` is the host's time for one eager operator, which bounds small kernels.
+    `power_limit_w` is the board's own limit, `power_cap_w` a lower one that is set (`nvidia-smi -pl`); None: none.
     `interconnect` is None where nothing is known; it decides nothing of a job on one GPU, so that neither equality nor
     the mapping that stands for a description in identities has it.
     An NVIDIA GPU has a `compute_capability`, an AMD GPU an `llvm_target` (gfx942), and none has both: PyTorch's
@@ -87,6 +89,7 @@ class DeviceSpec:
     launch_overhead_us: float
     compute_capability: tuple[int, int] | None = None
     llvm_target: str | None = None
+    power_cap_w: float | None = None
     interconnect: Interconnect | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +101,10 @@ class DeviceSpec:
             bad.append("give compute_capability (as '8.0') for an NVIDIA GPU or llvm_target (as gfx942) for an AMD GPU")
         elif self.llvm_target is not None and self.llvm_target not in LLVM_TARGETS:
             bad.append(f"llvm_target must be one of {', '.join(LLVM_TARGETS)}, got {self.llvm_target!r}")
+        elif self.power_cap_w is not None and not bad:
+            least_w = _LEAST_CAP * self.power_limit_w
+            if not _positive(self.power_cap_w) or not least_w <= self.power_cap_w <= self.power_limit_w:
+                bad.append(f"power_limit_w must be {least_w:g} to {self.power_limit_w:g}, got {self.power_cap_w!r}")
         if bad:
             raise UsageError(f"device {self.name}: " + "; ".join(bad))
 
@@ -130,6 +137,8 @@ class DeviceSpec:
         mapping = {name: value for name, value in dataclasses.asdict(self).items() if name not in _OPTIONAL}
         if self.peak_tflops.fp8 == _described_fp8(self.name):
             del mapping["peak_tflops"]["fp8"]
+        if self.power_cap_w is not None:
+            mapping["power_cap_w"] = self.power_cap_w
         if self.compute_capability is None:
             return {**mapping, "llvm_target": self.llvm_target}
         return {**mapping, "compute_capability": ".".join(map(str, self.compute_capability))}
@@ -174,15 +183,22 @@ def describe_device(name: str | DeviceSpec) -> DeviceSpec:
     return name if isinstance(name, DeviceSpec) else load_device(name)
 
 
-def device_of_user(device: str | DeviceSpec) -> DeviceSpec:
+def device_of_user(device: str | DeviceSpec, power_limit_w: float | None = None) -> DeviceSpec:
     """Return the description that a user gives: a name, a description, or the path of a YAML file like those of
     `conf/device/`. Not for names out of rows or requests, which must open no file.
 
-    Raises `UsageError` as `describe_device` and `device_from_mapping` do.
+    Args:
+        device: What the user gives.
+        power_limit_w: Set on the GPU, in W; None: the description's own.
+
+    Raises:
+        UsageError: As `describe_device` and `device_from_mapping` do, or for a limit out of the GPU model's range.
     """
     if isinstance(device, str) and is_device_file(device):
-        return device_from_mapping(read_device_file(device))
-    return describe_device(device)
+        described = device_from_mapping(read_device_file(device))
+    else:
+        described = describe_device(device)
+    return described if power_limit_w is None else dataclasses.replace(described, power_cap_w=power_limit_w)
 
 
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:

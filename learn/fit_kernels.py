@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from learn.kernels.activity_fit import ActivityScore
     from learn.kernels.judging import TimeScore
+    from learn.kernels.power_fit import PowerScore
 
 FOLDS = 5
 
@@ -39,6 +40,8 @@ class FitKernelsSettings:
     What the kernels keep busy is fitted to jobs with measured SM activity and occupancy: GPUMemNet's rows, and your own
     trials on GPUs with those counters. What collectives reach on NVLink is fitted to measured all-reduces. Without such
     rows, those parameters stay as they are in the packaged file.
+
+    Power is fitted to Zeus' jobs, measured under several power limits on at least two GPU models.
 
     `python -m learn.benchmark target=step_time data=steps` judges other people's formulas on the same rows.
     """
@@ -76,13 +79,14 @@ class FittedKernels:
     """What was judged.
 
     Args:
-        times, activity, links: Scores; of activity and links none without measured jobs and all-reduces.
+        times, activity, links, power: Scores; of all but the times none without measured rows.
         left_out: Reason -> number of rows.
     """
 
     times: Sequence[TimeScore]
     activity: Sequence[ActivityScore]
     links: Sequence[TimeScore]
+    power: Sequence[PowerScore]
     left_out: dict[str, int]
 
 
@@ -93,6 +97,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
         UsageError: The folder holds too few measured steps.
     """
     from featurize.kernel_model.host import packaged_hosts
+    from featurize.kernel_model.power import load_power
     from featurize.kernel_model.step_time import efficiencies_text, load_efficiencies
     from featurize.parallel.collectives import packaged_links
     from learn.kernels.activity_fit import ActivityFit, judged_activity
@@ -100,6 +105,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     from learn.kernels.host_fit import fitted_hosts
     from learn.kernels.judging import judged, learned_of
     from learn.kernels.link_fit import fitted_links
+    from learn.kernels.power_fit import fitted_power
     from learn.kernels.rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
     from warehouse.layout import write_bytes
 
@@ -114,23 +120,30 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
         learned = replace(learned, activity=activity)
     links, of_links = fitted_links(settings.data) or (packaged_links(), [])
     hosts, of_hosts = fitted_hosts(settings.data, learned, jobs, packaged_hosts())
-    sections = {"links": asdict(links), "host": {name: asdict(host) for name, host in hosts.items()}}
+    power, of_power = fitted_power(settings.data, learned, progress) or (asdict(load_power()), [])
+    sections = {"links": asdict(links), "host": {name: asdict(host) for name, host in hosts.items()}, "power": power}
     write_bytes(settings.path, efficiencies_text(learned, **sections).encode())
     return FittedKernels(
-        times=[*scores, *of_hosts], activity=of_activity, links=of_links, left_out=left_out | jobs_left_out
+        times=[*scores, *of_hosts],
+        activity=of_activity,
+        links=of_links,
+        power=of_power,
+        left_out=left_out | jobs_left_out,
     )
 
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
     from conf.bars import StepBar
-    from learn.kernels.score_tables import activity_table, time_table
+    from learn.kernels.score_tables import activity_table, power_table, time_table
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)
     print(time_table([*fitted.times, *fitted.links]))
     if fitted.activity:
         print(activity_table(fitted.activity))
+    if fitted.power:
+        print(power_table(fitted.power))
     for reason, number in fitted.left_out.items():
         print(f"left out: {number:,} rows: {reason}")
     print(f"written: {settings.path}")

@@ -59,10 +59,7 @@ DATASET = "dataset"
 _OF_KERNELS = {
     neusight.SOURCE: (".parquet", ", ".join(neusight.COLUMNS), neusight.read_kernel_times),
     published_links.SOURCE: (".csv", ", ".join(published_links.COLUMNS), published_links.read_all_reduces),
-    **{
-        source: (".csv", layer_columns(source), partial(read_layer_times, source=source))
-        for source in LAYER_SOURCES
-    },
+    **{source: (".csv", layer_columns(source), partial(read_layer_times, source=source)) for source in LAYER_SOURCES},
 }
 SOURCES = (DATASET, *PUBLISHED, *TABLES, *_OF_KERNELS, "csv")
 _SHOWN_ROWS = 5  # places named for each reason

@@ -29,6 +29,7 @@ from warehouse.imported_rows import (
 from warehouse.published import wide_cells
 from warehouse.published_groups import LUCID_PAIRS
 from warehouse.published_parallel import PARALLEL_COLUMNS, read_parallel
+from warehouse.published_power import ZEUS_COLUMNS, zeus_run
 
 Cells = Mapping[str, str]
 Columns = dict[str, Any]  # of `runs`
@@ -344,6 +345,7 @@ _TABLES = {
         "model, dataset, batchsize, amp, speed, gpu_util, gmem_util, gmem", _lucid_single, pair_names=LUCID_PAIRS
     ),
     **{source: _Table(names, read_parallel) for source, names in PARALLEL_COLUMNS.items()},
+    "zeus": _Table(ZEUS_COLUMNS, zeus_run),
 }
 TABLES = tuple(_TABLES)
 

@@ -27,6 +27,7 @@ from featurize.kernel_constants import (
     TILES,
 )
 from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, GROUPS, STREAM, Calls
+from featurize.kernel_model.power import KernelLoad
 from featurize.kernel_model.times import Kernels
 
 _WARP = 32  # threads; AMD's wavefronts of 64 count as two
@@ -122,6 +123,8 @@ class TimedKernels:
         latency_s: Part of each kernel's time that is no work.
         sm_share: Share of the SMs that each keeps active.
         occupancy: Share of the possible warps that is resident on those.
+        load: What each uses, at the board's own limit.
+        watts: Of the board while each runs.
     """
 
     calls: Calls
@@ -131,6 +134,8 @@ class TimedKernels:
     latency_s: float
     sm_share: np.ndarray
     occupancy: np.ndarray
+    load: KernelLoad
+    watts: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +149,7 @@ class StepActivity:
         fp32a: FP32 pipe.
         tensor: Tensor cores.
         gpu_util: Time with a kernel on the GPU or queued.
-        power_w: Of the board. It rises from idle to the limit with SM activity, arithmetic and DRAM activity; nothing
-            measured stood behind its weights.
+        power_w: Of the board: what its kernels draw, and idle power where none runs.
     """
 
     smact: float
@@ -224,19 +228,17 @@ def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned:
     tensor = kernels.units == 1
     pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
     pointwise_s = 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / (spec.peak_tflops.fp32 * 1e12)
-    smact, drama, of_peak = (
-        _ratio(float(total) / step_s)
-        for total in (active.sum(), (calls.count * kernels.memory_s * (1 - kernels.cached)).sum(), math_s.sum())
-    )
-    load = min(1.0, 0.25 * smact + 0.45 * of_peak + 0.4 * drama)
+    drama_s = calls.count * kernels.memory_s * (1 - kernels.cached)
+    busy_s = calls.count * timed.seconds
+    above_idle_j = float((busy_s * (timed.watts - spec.idle_power_w)).sum())
     return StepActivity(
-        smact=smact,
+        smact=_ratio(float(active.sum()) / step_s),
         smocc=_ratio(float((active * timed.occupancy).sum()) / step_s),
-        drama=drama,
+        drama=_ratio(float(drama_s.sum()) / step_s),
         fp32a=_ratio(float((math_s * ~tensor).sum() + (calls.count * pointwise_s).sum()) / step_s),
         tensor=_ratio(float((math_s * tensor).sum()) / step_s),
-        gpu_util=_ratio(float((calls.count * timed.seconds).sum()) / step_s),
-        power_w=spec.idle_power_w + load * (spec.power_limit_w - spec.idle_power_w),
+        gpu_util=_ratio(float(busy_s.sum()) / step_s),
+        power_w=spec.idle_power_w + above_idle_j / step_s,
     )
 
 

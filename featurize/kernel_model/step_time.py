@@ -9,7 +9,7 @@ import functools
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from statistics import NormalDist
 
@@ -30,6 +30,7 @@ from featurize.kernel_model.activity import (
 )
 from featurize.kernel_model.calls import Calls, kernel_calls
 from featurize.kernel_model.host import framework_of, host_ms, machines_of
+from featurize.kernel_model.power import kernel_load, load_power, under_limit
 from featurize.kernel_model.times import (
     GROUP_VALUES,
     SINGLE_VALUES,
@@ -182,14 +183,22 @@ def timed_kernels(
     )  # fmt: skip
     occupied = occupied_on(calls, kernels, spec)
     sm_share, occupancy = kernel_activity(occupied, learned.activity)
+    seconds = call_seconds(kernels, learned.parameters)
+    load = kernel_load(
+        calls, kernels, spec, seconds=seconds, latency_s=learned.latency_s, sm_share=sm_share,
+        memory_s=call_seconds(replace(kernels, math_s=np.zeros_like(kernels.math_s)), learned.parameters),
+    )  # fmt: skip
+    watts, longer = under_limit(load, spec, load_power())
     return TimedKernels(
         calls=calls,
         on_device=kernels,
         per_sm=occupied.per_sm,
-        seconds=call_seconds(kernels, learned.parameters),
+        seconds=seconds * longer,
         latency_s=learned.latency_s,
         sm_share=sm_share,
         occupancy=occupancy,
+        load=load,
+        watts=watts,
     )
 
 

@@ -122,6 +122,12 @@ class EstimateSettings(TrainingKeys):
     allocator: str | None = key(
         None, "the caching allocator's settings, as PYTORCH_ALLOC_CONF has them: expandable_segments:True,..."
     )
+    power_limit_w: float | None = key(
+        None,
+        "limit that is set on the GPU (nvidia-smi -pl); step time, utilization and energy follow it; default the "
+        "board's own",
+        "number > 0 | null",
+    )
     estimator: str | None = key(
         None, "an unknown name lists them all; default the newest fitted hybrid, else the one that comes along"
     )
@@ -240,6 +246,7 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(f"find={self.find} is for model= and config=")
         one_only = ["report"] if self.report is not None else []
         one_only += ["method"] if self.method != "full" else []
+        one_only += ["power_limit_w"] if self.power_limit_w is not None else []
         if one_only:
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
 
@@ -314,8 +321,8 @@ def entry(settings: EstimateSettings) -> int:
         )  # fmt: skip
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
-            job, inputs, name=title, device=device or DEFAULT_DEVICE, method=settings.method, report=settings.report,
-            **options,
+            job, inputs, name=title, device=device or DEFAULT_DEVICE, power_limit_w=settings.power_limit_w,
+            method=settings.method, report=settings.report, **options,
         )  # fmt: skip
     if past is not None:
         done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
@@ -327,7 +334,7 @@ def entry(settings: EstimateSettings) -> int:
 
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    single = ("allocator", "report", "parallel")
+    single = ("allocator", "report", "parallel", "power_limit_w")
     if given := [name for name in (*SETTINGS, *single) if getattr(settings, name) is not None]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if settings.format != "json":

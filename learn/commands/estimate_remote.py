@@ -18,7 +18,7 @@ from learn.commands.estimate import DEFAULT_DTYPE, SETTINGS, EstimateSettings, c
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
 # Keys of this machine: its data folder, its files, and what the service decides itself.
 _HERE = (
-    "configs", "run", "batches", "estimator", "torch_version", "known", "find", "by", "report", "data",
+    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report", "data",
     "memory_limit_gib",
 )  # fmt: skip
 _SAME = ("coverage", "machine", "loop", "allocator", "workspaces")

@@ -38,6 +38,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     done = estimate_script(
         command,
         device=settings.device or DEFAULT_DEVICE,
+        power_limit_w=settings.power_limit_w,
         allocator=settings.allocator,
         estimator=settings.estimator,
         data=settings.data,

@@ -13,6 +13,7 @@ from featurize.allocator_settings import AllocatorSettings
 from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
 from featurize.machine import MACHINES, MachineProfile
+from featurize.training_settings import training_of
 from learn.estimation.loops import PIPELINE, RESIDENT
 from learn.estimation.memory_causes import widest
 from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
@@ -64,10 +65,24 @@ def notes_of_trace(
     )
     if device.architecture.vendor == AMD:
         notes.append(Note(AMD_GPU, WARNING, _of_amd(traced.trace, on)))
+    if gathered.loops.get("step_time") == PIPELINE and waits_for_input(traced, job):
+        text = (
+            "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. Power "
+            "and energy are of a GPU that waits; a loader with workers changes them"
+        )
+        notes.append(Note("input-bound", WARNING, text, ("step_time",)))
     if memory.workspaces and by != "trace" and not gathered.beyond_fit:
         text = f"workspaces= changes the trace's figures only; memory is answered by {by}"
         notes.append(Note("without-effect", WARNING, text))
     return notes
+
+
+def waits_for_input(traced: TracedStep, job: Workload) -> bool:
+    """Return whether a plain loop takes longer to load a batch than the GPU and the host take for the step."""
+    from featurize.input_pipeline import input_ms
+
+    micro_steps = training_of(job.settings).accumulation
+    return input_ms(traced.trace, job.batch_size, micro_steps) > traced.step.step_time_ms
 
 
 def notes_of_memory(

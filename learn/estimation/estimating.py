@@ -52,6 +52,7 @@ def estimate(
     settings: Training | None = None,
     allocator: str | AllocatorSettings | None = None,
     device: str | DeviceSpec = DEFAULT_DEVICE,
+    power_limit_w: float | None = None,
     estimator: str | None = None,
     method: str = "full",
     data: Data | None = None,
@@ -92,6 +93,8 @@ def estimate(
         settings: For modules: all training settings at once, instead of single ones.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         device: A GPU model of `conf/device`, by name or as its description.
+        power_limit_w: That is set on the GPU (`nvidia-smi -pl`), in W: step time, utilization and energy follow it.
+            None: the board's own.
         estimator: A name of `learn.estimators.ESTIMATORS`. None takes, for each target, the newest model in the data
             folder that was fitted on the config's family and device (for modules: one that reads traced steps, fitted
             on real devices), else the model that comes with the project, else the trace. The training-free estimators
@@ -147,7 +150,7 @@ def estimate(
         >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
     """
     began = time.monotonic_ns()
-    device = checked(estimator, method, device)
+    device = checked(estimator, method, device, power_limit_w)
     loop, coverage = require_loop(loop), require_coverage(coverage)
     if isinstance(model, Mapping):
         model = config_from_mapping(model)
@@ -164,7 +167,7 @@ def estimate(
         traced_only = {
             "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "workspaces": workspaces,
             "known": None if leaves_out(known) else known, "torch_version": torch_version,
-            "parallel": parallel, **of_modules,
+            "parallel": parallel, "power_limit_w": power_limit_w, **of_modules,
         }  # fmt: skip
         _require_coverage_of_fast(coverage)
         config = _config_for_fast(model, given, traced_only)

@@ -46,8 +46,8 @@ class Estimate:
                   backward, over what the GPU model does in a step time at the peak rate of the job's precision. What
                   checkpoints compute again does not count (PaLM, arXiv:2204.02311, appendix B). None where the GPU
                   model has no such rate. See `featurize.model_flops`
-    energy_j      of the board, a step: the step time times the power that simulated runs carry. It rises from idle to
-                  the limit with SM activity, arithmetic and DRAM traffic; no measured power stands behind it
+    energy_j      of the board, a step: the step time times the mean power, of the GPU's own work and of idle power
+                  where it waits
     breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
                   which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
                   estimator itself tells apart

@@ -45,11 +45,21 @@ if TYPE_CHECKING:
 
 METHODS = ("full", "fast")
 _OF_ONE_ESTIMATE = ("method", "report")  # keywords of `estimate` that calls with several estimates do not take
-_OF_ESTIMATE = ("device", "method", "report", "settings")  # keywords of `estimate` beside those of `question_of`
+_OF_ESTIMATE = (
+    "device",
+    "method",
+    "power_limit_w",
+    "report",
+    "settings",
+)  # keywords of `estimate` beside those of `question_of`
 
 
-def checked(estimator: object, method: object, device: object) -> DeviceSpec:
-    """Return the device's description. Raises `UsageError` that lists the known names, for an unknown one of any."""
+def checked(estimator: object, method: object, device: object, power_limit_w: float | None = None) -> DeviceSpec:
+    """Return the device's description, under a power limit.
+
+    Raises:
+        UsageError: An unknown name of any, with the known ones, or a limit out of the GPU model's range.
+    """
     from featurize.device_spec import DeviceSpec, device_names, device_of_user
     from learn.estimators import ESTIMATORS
 
@@ -59,7 +69,7 @@ def checked(estimator: object, method: object, device: object) -> DeviceSpec:
         raise unknown_name("method", method, METHODS)
     if not isinstance(device, str | DeviceSpec):
         raise unknown_name("device", device, device_names())
-    return device_of_user(device)
+    return device_of_user(device, power_limit_w)
 
 
 def question_of(

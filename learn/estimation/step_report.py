@@ -151,7 +151,7 @@ def _tiles(job: Workload, device: DeviceSpec, done: Estimate) -> Tiles:
         tiles.append(Tile("samples a second", rate(done.samples_per_s), tokens))
     if done.energy_j is not None:
         joule = f"{rate(done.energy_j)} J"
-        by_power = Tile("energy a step", joule, "by simulated power")
+        by_power = Tile("energy a step", joule, "by estimated power")
         tiles.append(
             by_power if done.mfu is None else Tile("model FLOPs", f"{done.mfu:.1%} of peak", f"{joule} a step")
         )

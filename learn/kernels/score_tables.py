@@ -1,6 +1,6 @@
 """The scores of the fits as tables.
 
-Start reading at `time_table` and `activity_table`.
+Start reading at `time_table`, `activity_table` and `power_table`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from learn.kernels.activity_fit import ActivityScore
 from learn.kernels.judging import TimeScore
+from learn.kernels.power_fit import PowerScore
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,6 +35,19 @@ def activity_table(scores: Sequence[ActivityScore]) -> str:
     for score in scores:
         figures = (f"{value:.3f}" for value in (*score.smact, *score.smocc))
         table.add_row(score.split, score.rows, f"{score.count:,}", *figures)
+    return _text_of(table)
+
+
+def power_table(scores: Sequence[PowerScore]) -> str:
+    """Return the scores of power as lines of text."""
+    from rich.table import Table
+
+    table = Table(
+        "rows", "limit", "rows judged", "power off by, median", "p90", "signed", "time by limit, median", "p90"
+    )
+    for score in scores:
+        figures = (f"{value:.1%}" for value in (*score.power, score.bias, *score.slower))
+        table.add_row(score.split, score.limit, f"{score.count:,}", *figures)
     return _text_of(table)
 
 

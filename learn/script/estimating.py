@@ -65,6 +65,7 @@ def estimate_script(
     command: Sequence[str],
     *,
     device: str | DeviceSpec = DEFAULT_DEVICE,
+    power_limit_w: float | None = None,
     allocator: str | AllocatorSettings | None = None,
     estimator: str | None = None,
     data: Data | None = None,
@@ -94,6 +95,7 @@ def estimate_script(
             `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
             working folder, with this process's Python. `env NAME=VALUE` and `-u NAME` may stand before it.
         device: A GPU model of `conf/device`, by name or as its description.
+        power_limit_w: As in `learn.estimate`.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
         machine, workspaces, torch_version, coverage: As in `learn.estimate`. `workspaces="cudnn"` asks with the
@@ -121,7 +123,7 @@ def estimate_script(
     began = time.monotonic_ns()
     parsed = parse_command(command)
     loop, coverage = require_loop(loop), require_coverage(coverage)
-    spec = device_of_user(device)
+    spec = device_of_user(device, power_limit_w)
     if estimator is not None and estimator not in ESTIMATORS:
         raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
     if isinstance(allocator, str):

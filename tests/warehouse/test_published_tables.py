@@ -49,10 +49,14 @@ GAVEL = {
     "table": "simulation_throughputs.json", "gpu": "p100", "job_a": "ResNet-18 (batch size 32)", "gpus_a": 1,
     "job_b": "", "gpus_b": "", "iters_per_s_a": 40.0, "iters_per_s_b": "", "slowdown_a": "", "provenance": "gavel",
 }  # fmt: skip
+ZEUS = {
+    "model": "resnet50", "dataset": "imagenet", "gpu": "A40", "gpus": 1, "batch_per_gpu": 64, "precision": "fp32",
+    "optimizer": "adadelta", "power_limit_w": 200, "what_was_measured": "average power", "value": 180, "unit": "W",
+}  # fmt: skip
 ROWS = {
     "timm_benchmark": TIMM, "litgpt": LITGPT, "torchtune": TORCHTUNE, "torchtitan": TORCHTITAN, "peft": PEFT,
     "llm_foundry": LLM_FOUNDRY, "deeplearningexamples": EXAMPLES, "lucid": LUCID,
-    "gavel": GAVEL,
+    "gavel": GAVEL, "zeus": ZEUS,
 }  # fmt: skip
 
 
@@ -111,7 +115,7 @@ def test_each_instruments_figure_lands_in_its_own_column(tmp_path, take):
         memory[run["job_id"].removeprefix("import-")] = {name: mib for name, mib in figures.items() if mib is not None}
     assert memory == {
         "timm_benchmark": {}, "deeplearningexamples": {}, "llm_foundry": {}, "lucid": {"memory": 20162},
-        "gavel": {},
+        "gavel": {}, "zeus": {},
         "litgpt": {"allocated": 4e9 / 2**20}, "torchtune": {"allocated": 25.5 * 1024},
         "torchtitan": {"reserved": 80 * 1024}, "peft": {"reserved": 24934},
     }  # fmt: skip

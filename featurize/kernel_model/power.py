@@ -1,0 +1,155 @@
+"""The power that kernels draw on a GPU model, and how much longer they take where a limit lowers the clock.
+
+Start reading at `kernel_power`. As the times, it computes on NumPy arrays for estimates and on torch tensors where
+`learn.kernels` fits what is learned.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from conf.errors import EnvironmentProblem
+from featurize.device_spec import DeviceSpec
+from featurize.kernel_constants import INSTRUCTIONS_PER_ELEMENT
+from featurize.kernel_model.calls import GROUPS, STREAM, Calls
+from featurize.kernel_model.times import Kernels
+
+SECTION = "power"  # of the file of parameters
+_FILE = "parameters.json"
+_LEAST_CLOCK = 0.1  # of the full one: about what GPUs idle at
+_CORNER = 4  # of the roofline, as in `times`
+_ITERATIONS = 8  # until a clock below the limit stands
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerParameters:
+    """What was learned of power.
+
+    Args:
+        sm, fp32, tensor, dram: Shares of the watts between a GPU's idle power and its own limit. `sm`: drawn at full
+            clock while all SMs are active. `fp32`, `tensor`: what the FP32 pipe and the tensor cores add at the data
+            sheet's rate. `dram`: the same of the memory. Their sum may exceed 1: the limit then lowers the clock.
+        exponent: Of the clock, in the power of the SMs: the voltage falls with it.
+        feed: Share of a memory-bound kernel's time that the SMs at full clock need to move its bytes.
+    """
+
+    sm: Any
+    fp32: Any
+    tensor: Any
+    dram: Any
+    exponent: Any
+    feed: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLoad:
+    """What each kernel uses while it runs at the board's own limit, as shares; an entry a kernel.
+
+    Args:
+        sm: SMs active.
+        fp32, tensor, dram: Of the data sheet's rates.
+        arithmetic: How far arithmetic, and not memory, bounds the kernel's time.
+        work: Share of the kernel's time that is no latency.
+    """
+
+    sm: Any
+    fp32: Any
+    tensor: Any
+    dram: Any
+    arithmetic: Any
+    work: Any
+
+    def converted(self, convert: Callable[[Any], Any]) -> KernelLoad:
+        """Return the same as arrays of another library."""
+        return KernelLoad(**{name: convert(column) for name, column in vars(self).items()})
+
+
+def kernel_load(
+    calls: Calls, kernels: Kernels, spec: DeviceSpec, *, seconds: np.ndarray, memory_s: np.ndarray, latency_s: float,
+    sm_share: np.ndarray,
+) -> KernelLoad:  # fmt: skip
+    """Return what each kernel uses.
+
+    Args:
+        calls, kernels: The kernels, also at the GPU model's rates.
+        spec: The GPU model.
+        seconds: Of each kernel.
+        memory_s: Of each kernel, if it had no arithmetic.
+        latency_s: Part of both that is no work.
+        sm_share: Share of the SMs that each keeps active while it works.
+    """
+    tensor = kernels.units == 1
+    work = 1 - np.minimum(latency_s / seconds, 1.0)
+    pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
+    pointwise_s = 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / (spec.peak_tflops.fp32 * 1e12)
+    bound_by_memory = (memory_s - latency_s) / np.maximum(seconds - latency_s, 1e-12)
+    return KernelLoad(
+        sm=sm_share * work,
+        fp32=(np.where(tensor, 0.0, kernels.math_s) + pointwise_s) / seconds,
+        tensor=np.where(tensor, kernels.math_s, 0.0) / seconds,
+        dram=kernels.memory_s * (1 - kernels.cached) / seconds,
+        arithmetic=1 - np.clip(bound_by_memory, 0.0, 1.0) ** _CORNER,
+        work=work,
+    )
+
+
+def kernel_power(
+    load: KernelLoad, idle_w: Any, own_limit_w: Any, limit_w: Any, learned: PowerParameters, xp: Any = np
+) -> tuple[Any, Any]:
+    """Return the power of each kernel in W, and by which factor it takes longer than at full clock.
+
+    A kernel that would draw more than the limit runs at the highest clock that keeps below it. Arithmetic then takes
+    longer in proportion, memory traffic hardly: until the SMs are too slow to ask for it.
+
+    Args:
+        load: Of the kernels, as arrays of the library `xp`.
+        idle_w, own_limit_w: Of the GPU model, in W.
+        limit_w: The limit that holds, in W.
+        learned: As numbers, or scalars of `xp`.
+        xp: numpy or torch.
+    """
+    span_w = own_limit_w - idle_w
+    of_sms = span_w * (learned.sm * load.sm + learned.fp32 * load.fp32 + learned.tensor * load.tensor)
+    of_dram = span_w * learned.dram * load.dram
+
+    def longer(clock: Any) -> Any:
+        fed = (1 + (learned.feed / clock) ** _CORNER) / (1 + learned.feed**_CORNER)
+        slower = (load.arithmetic * clock**-_CORNER + (1 - load.arithmetic) * fed) ** (1 / _CORNER)
+        return load.work * slower + 1 - load.work
+
+    clock = xp.ones_like(of_sms)
+    for _ in range(_ITERATIONS):
+        left_w = (limit_w - idle_w - of_dram / longer(clock)).clip(min=1e-3)
+        allowed = (left_w / of_sms.clip(min=1e-3)) ** (1 / learned.exponent)
+        clock = (clock * allowed.clip(min=_LEAST_CLOCK, max=1.0)) ** 0.5
+    factor = longer(clock)
+    return idle_w + of_dram / factor + of_sms * clock**learned.exponent, factor
+
+
+def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) -> tuple[np.ndarray, np.ndarray]:
+    """Return the power of each kernel in W under the limit that is set on a GPU, and by which factor it takes longer
+    than under the board's own."""
+    idle_w, own_w = spec.idle_power_w, spec.power_limit_w
+    watts, longer = kernel_power(load, idle_w, own_w, own_w, learned)
+    if spec.power_cap_w is None:
+        return watts, np.ones_like(watts)
+    capped_w, capped = kernel_power(load, idle_w, own_w, spec.power_cap_w, learned)
+    return capped_w, capped / longer
+
+
+@functools.cache
+def load_power() -> PowerParameters:
+    """Return the packaged parameters. Raises `EnvironmentProblem` for a damaged file."""
+    text = resources.files("featurize.kernel_model").joinpath(_FILE).read_text(encoding="utf-8")
+    try:
+        section = json.loads(text)[SECTION]
+        return PowerParameters(**{name: float(section[name]) for name in PowerParameters.__dataclass_fields__})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EnvironmentProblem(f"{_FILE} is damaged ({error!r}); install gpufarm again") from error

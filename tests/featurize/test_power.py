@@ -1,0 +1,73 @@
+"""Power of kernels, and what a power limit does to a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.device_spec import DeviceSpec, device_from_mapping, device_of_user, load_device
+from featurize.kernel_model.step_time import TimedStep, time_step
+from featurize.trace import trace_step
+from featurize.training_settings import Training
+
+A40 = load_device("A40")
+
+
+@pytest.fixture(scope="module")
+def product():
+    return _trace(nn.Linear(4096, 4096), 4096)
+
+
+@pytest.fixture(scope="module")
+def stream():
+    return _trace(nn.Sequential(nn.Linear(8, 4096), *(nn.ReLU() for _ in range(40))), 16_384)
+
+
+def _trace(model, batch):
+    import torch
+
+    wide = next(layer for layer in model.modules() if isinstance(layer, nn.Linear)).in_features
+    return trace_step(lambda: model, torch.empty(batch, wide, device="meta"), optimizer="sgd", training_loop=False)
+
+
+def _timed(trace, device: DeviceSpec, limit_w: float | None = None, **how) -> TimedStep:
+    return time_step(trace, replace(device, power_cap_w=limit_w), Training(optimizer="sgd"), **how)
+
+
+def test_a_busy_gpu_draws_near_its_limit_and_one_that_waits_near_its_idle_power(product):
+    busy, waiting = _timed(product, A40), _timed(product, A40, input_ms=10_000)
+    assert 0.7 * A40.power_limit_w < busy.activity.power_w <= 1.01 * A40.power_limit_w
+    assert A40.idle_power_w < waiting.activity.power_w < 1.05 * A40.idle_power_w
+
+
+def test_a_step_draws_no_more_than_the_limit_that_is_set_and_takes_longer(product):
+    steps = [_timed(product, A40, limit_w) for limit_w in (None, 200, 150, 125)]
+    for step, limit_w in zip(steps[1:], (200, 150, 125), strict=True):
+        assert step.activity.power_w <= 1.01 * limit_w
+    times = [step.step_time_ms for step in steps]
+    assert times == sorted(times)
+    assert 1.8 < times[-1] / times[0] < 3.5
+
+
+def test_a_limit_stretches_arithmetic_more_than_memory_traffic(product, stream):
+    of_product, of_stream = (_timed(one, A40, 175).busy_ms / _timed(one, A40).busy_ms for one in (product, stream))
+    assert of_product > 1.1 * of_stream
+
+
+def test_the_boards_own_limit_changes_nothing(product):
+    assert _timed(product, A40, A40.power_limit_w).step_time_ms == pytest.approx(_timed(product, A40).step_time_ms)
+
+
+def test_a_limit_out_of_the_range_is_refused_with_the_range():
+    for limit_w in (20, 301, float("nan")):
+        with pytest.raises(UsageError, match="power_limit_w must be 75 to 300, got"):
+            device_of_user("A40", limit_w)
+
+
+def test_a_limit_travels_with_the_description_to_a_scripts_process():
+    limited = device_of_user("A40", 150)
+    assert device_from_mapping(limited.to_mapping()) == limited
+    assert "power_cap_w" not in A40.to_mapping()  # identities of jobs without a limit stay
