@@ -171,6 +171,11 @@ TABLE = {
         "learn.fit_kernels:FitKernelsSettings",
         "Fit the time of kernels to measured steps, and judge it on models, sources and GPUs that were left out.",
     ),
+    "fit_bound": Command(
+        "learn.fit_bound",
+        "learn.fit_bound:FitBoundSettings",
+        "Fit the bound of memory by causes to answers beside measurements, and judge it on left-out groups of them.",
+    ),
 }
 COMMANDS = {name: command.module for name, command in TABLE.items()}
 

@@ -23,8 +23,9 @@ class EstimateFields(BaseModel):
 
     peak_memory_mib: float
     upper_mib: float | None = Field(description="what a share `coverage` of jobs stay below")
-    bound_held_out: dict[str, float] = Field(
-        description="the `share` of held-out rows that the bound held, and how many `rows` there were; empty: unchecked"
+    bound_held_out: dict[str, float | str] = Field(
+        description="the `share` of left-out rows that the bound held, how many `rows` there were, and in how many "
+        "`groups` of which `kind`; empty: unchecked"
     )
     fits: bool | None = Field(description="whether the job fits into the empty card, by the bound where there is one")
     smact: float | None

@@ -10,7 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
@@ -296,7 +296,9 @@ def _bound_by_causes(
     centre_mib = max(gathered.values.get("peak_memory_mib", 0.0), traced.step.peak_memory_mib)
     levels = sorted({*COVERAGES, coverage})
     bounds = {level: uncertainty.bound_mib(centre_mib, level, limit_mib) for level in levels}
-    gathered.bound(bounds, coverage, uncertainty.at(coverage), uncertainty.least_card_mib(centre_mib, coverage))
+    held = asdict(uncertainty.held) if uncertainty.held is not None and coverage == LEVEL else {}
+    least_card_mib = uncertainty.least_card_mib(centre_mib, coverage)
+    gathered.bound(bounds, coverage, uncertainty.at(coverage), least_card_mib, held)
 
 
 def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | None) -> SimulatedStep:

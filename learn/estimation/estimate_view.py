@@ -144,13 +144,16 @@ def basis_of(done: Estimate, target: str) -> str:
 
 
 def coverage_text(done: Estimate) -> str:
-    """Return what share of held-out rows the bound held; empty without a bound."""
+    """Return what share of left-out rows the bound held; empty without a bound."""
     if done.upper_mib is None:
         return ""
     if not done.bound_held_out:
-        return "not checked on held-out rows"
+        return "not checked on left-out rows"
     share, rows = done.bound_held_out["share"], done.bound_held_out["rows"]
-    return f"{100 * share:.1f} % held on {rows:,} held-out rows"
+    if "kind" not in done.bound_held_out:
+        return f"{100 * share:.1f} % held on {rows:,} held-out rows"
+    groups = f"{done.bound_held_out['groups']:,} left-out {done.bound_held_out['kind']}"
+    return f"{100 * share:.1f} % held on {rows:,} rows of {groups}"
 
 
 def instruments_text(done: Estimate) -> str:

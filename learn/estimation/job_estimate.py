@@ -29,8 +29,9 @@ class Estimate:
     machine       the profile that says what lies outside the allocator; see `featurize.machine`
     upper_mib     what a share `coverage` of jobs stay below, 99 of 100 by default; None where no bound is calibrated
                   (training-free estimators but the trace, figures of a trace that was stored)
-    bound_held_out   of the bound: `share`, what part of the rows that its fit had not seen it held, and `rows`, how
-                  many these were; empty where it was not checked on such rows
+    bound_held_out   of the bound: `share`, what part of rows that its fit had not seen it held, and `rows`, how many
+                  these were. Where whole groups were left out, `groups` is their number and `kind` names them: families,
+                  sources, GPU models or configurations. Empty where the bound was not checked on such rows
     notes         remarks, each with a code and a severity; see `learn.Note`. `warnings` are their texts
     least_card_mib   memory of the smallest card that the bound lets the job into: `upper_mib`, or less where the job
                   runs on a smaller card without its caches and spare workspaces
@@ -97,7 +98,7 @@ class Estimate:
     held_out_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loops: Mapping[str, str] = field(default_factory=dict)
     coverage: float = LEVEL
-    bound_held_out: Mapping[str, float] = field(default_factory=dict)
+    bound_held_out: Mapping[str, Any] = field(default_factory=dict)
     uncertain: Mapping[str, float] = field(default_factory=dict)
     distribution: tuple[tuple[float, float], ...] = ()
     step_time_upper_ms: float | None = None

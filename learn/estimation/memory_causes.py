@@ -16,8 +16,10 @@ from conf.units import MIB
 from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, DESCRIBED, EAGER, MachineProfile
+from learn.estimation.bound_shares import bound_shares
 from learn.estimation.notes import BOUND, INFO, Note
 from learn.estimators import LEVEL
+from learn.learned.conformal_groups import Held, least_held
 
 if TYPE_CHECKING:
     from featurize.library_calls import LibraryCall
@@ -42,26 +44,16 @@ NARROWED_BY: Mapping[str, str] = {
     NEIGHBOUR: "the nearer the measured batch is, the narrower it is",
 }
 
-# Shares of the 99 % margin, from residuals (label less the larger of the trace and a fit that had not seen the row) of
-# rows of one A100 in fp32, doubted ones apart: 1,318 of timm's, 1,278 CNNs and 428 transformers of GPUMemNet. Of
-# their memory 0.5, 0.6 and 3.0 % lies above the margin; the bound is 10, 22 and 8 % over the need in the median.
-_OF_SPREAD = 1.0  # of what assumptions about workspaces move the peak by (`featurize.workspace_scenarios`)
-_OF_WORKSPACES = 2.0  # of the largest workspace, where cuDNN was asked
-_OF_SETTLED = 1.0  # of what more than two steps add to reserved memory
-_OF_RESERVED = 0.08  # of reserved memory
+# The causes that measured rows speak of. Of the others there are none, and they count as they are.
+MEASURED = (WORKSPACES, FRAGMENTATION, KERNELS, CONTEXT)
 # MiB by machine, chosen: the described one was off by up to 100 MiB in the median of one of five published files, and
 # nothing was measured on the others. The rest are calibrated profiles.
 _OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER: 300.0}, 50.0
 # Of AMD's GPUs, where neither MIOpen's workspaces nor the context of any is known; chosen.
 _OF_SPREAD_ON_AMD, _OF_CONTEXT_ON_AMD_MIB = 2.0, 500.0
-# NCCL's users report 0.5 GB for a communicator, and up to about twice that.
-_OF_COMMUNICATION = 1.0  # of what is assumed
+_OF_LARGEST = 2.0  # where cuDNN was asked: of the largest workspace, for the spread of assumptions; chosen
 _BLAS_THREADS = 2  # that keep a workspace: of the forward and of the backward pass
-# Coverage -> share of that margin: the largest of the three files' quantiles, and below one half the smallest.
-_SCORES: Mapping[float, float] = {
-    0.01: -0.8, 0.05: -0.6, 0.1: -0.45, 0.25: -0.25, 0.5: 0.0, 0.75: 0.12, 0.9: 0.31, 0.95: 0.5, 0.99: 1.0,
-}  # fmt: skip
-COVERAGES = tuple(_SCORES)  # of the distribution that an estimate holds
+COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # of the distribution that an estimate holds
 # cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator gives cached memory
 # back. So a job runs on an empty card where its tensors, twice the assumed workspaces and this margin fit. Of 120 of
 # timm's models (RTX 3090, AMP), 85 % are let in at the largest batch that ran, and 2 at the next one (with 7 %: 90 %
@@ -76,10 +68,12 @@ class Uncertainty:
     Args:
         causes_mib: Cause -> MiB of the 99 % margin.
         needed_mib: What the job cannot do without, with its margin: it runs on a card that has so much.
+        held: What such bounds held of left-out rows; None where no row speaks of the cause or of the GPU's vendor.
     """
 
     causes_mib: Mapping[str, float]
     needed_mib: float
+    held: Held | None = None
 
     def bound_mib(self, centre_mib: float, coverage: float, card_mib: float) -> float:
         """Return what the job's memory stays below with the probability `coverage`, or falls to below one half.
@@ -106,7 +100,8 @@ class Uncertainty:
 
 def score_at(coverage: float) -> float:
     """Return the share of the 99 % margin that belongs to a coverage."""
-    return float(np.interp(coverage, list(_SCORES), list(_SCORES.values())))
+    scores = bound_shares().scores
+    return float(np.interp(coverage, list(scores), list(scores.values())))
 
 
 def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
@@ -127,22 +122,29 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
     if on_amd and on.name in _OF_CONTEXT_MIB:
         context_mib = _OF_CONTEXT_ON_AMD_MIB
     blas_mib = _BLAS_THREADS * device.architecture.blas_fallback_bytes / MIB
-    of_spread = _OF_SPREAD_ON_AMD if on_amd else _OF_SPREAD
     reserved = dict(reserved_by_scenario(traced.trace, device))
     settled_mib = max(reserved.pop(SETTLED) / MIB - reserved_mib, 0.0)
-    spread_mib = (max(reserved.values()) - min(reserved.values())) / MIB
+    spread_mib = (max(reserved.values()) - min(reserved.values())) / MIB * (_OF_SPREAD_ON_AMD if on_amd else 1.0)
     causes = {
-        WORKSPACES: _OF_WORKSPACES * largest / MIB if traced.memory.workspaces else of_spread * spread_mib,
-        FRAGMENTATION: _OF_SETTLED * settled_mib,
-        KERNELS: _OF_RESERVED * reserved_mib + blas_mib,
+        WORKSPACES: _OF_LARGEST * largest / MIB if traced.memory.workspaces else spread_mib,
+        FRAGMENTATION: settled_mib,
+        KERNELS: reserved_mib,
         CONTEXT: context_mib,
     }
     if traced.trace.graph_pool_bytes:
         causes[GRAPHS] = traced.trace.graph_pool_bytes / MIB
     if traced.communication_mib:
-        causes[COMMUNICATION] = _OF_COMMUNICATION * traced.communication_mib
+        causes[COMMUNICATION] = traced.communication_mib
+    shares = bound_shares()
+    is_measured = not on_amd and causes.keys() <= {*MEASURED}
+    causes = {cause: shares.of_causes.get(cause, 1.0) * mib for cause, mib in causes.items()}
+    causes[KERNELS] += blas_mib
     needed_mib = (1 + _OF_LIVE_AT_LIMIT) * most_live / MIB + outside_mib + context_mib + blas_mib
-    return Uncertainty(causes_mib=causes, needed_mib=needed_mib)
+    return Uncertainty(
+        causes_mib=causes,
+        needed_mib=needed_mib,
+        held=least_held(shares.held) if is_measured and shares.held else None,
+    )
 
 
 def _workspaces(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,10 +57,10 @@ class Gathered:
         coverage: float,
         causes_mib: Mapping[str, float],
         least_card_mib: float | None = None,
-        held_out: Mapping[str, float] = {},
+        held_out: Mapping[str, Any] = {},
     ) -> None:
         """Take a memory bound: its distribution, the causes' MiB at the coverage, the smallest card that has room,
-        where that is less than the bound, and what share of held-out rows it held, where that was measured."""
+        where that is less than the bound, and what share of left-out rows it held, where that was measured."""
         ascending = np.maximum.accumulate([quantiles_mib[p] for p in sorted(quantiles_mib)]).tolist()
         self.values["distribution"] = tuple(zip(sorted(quantiles_mib), ascending, strict=True))
         self.values |= {"upper_mib": quantiles_mib[coverage], "coverage": coverage, "uncertain": dict(causes_mib)}
@@ -141,7 +141,7 @@ def ask_fitted(
             quantiles_mib = _quantiles(prediction, coverage)
             if quantiles_mib:
                 above_mib = quantiles_mib[coverage] - float(prediction.point[0])
-                held_out = artifact.bound_held_out() if coverage == LEVEL else {}
+                held_out = _held_out(prediction, artifact) if coverage == LEVEL else {}
                 gathered.bound(quantiles_mib, coverage, {HELD_OUT: above_mib}, held_out=held_out)
             gathered.beyond_fit = default and isinstance(prediction, ScaledPrediction) and 0 in prediction.outside
         of_target = (target,)
@@ -159,6 +159,14 @@ def ask_fitted(
             )
             notes.append(Note("stale-model", WARNING, text, of_target))
     gathered.notes += _merged(notes)
+
+
+def _held_out(prediction: Prediction, artifact: Artifact) -> Mapping[str, Any]:
+    """Return what the bound of one case held of left-out groups; of an estimator that leaves none out, of held-out rows."""
+    from learn.learned.scaled_prediction import ScaledPrediction
+
+    held = prediction.held_of(0) if isinstance(prediction, ScaledPrediction) else None
+    return artifact.bound_held_out() if held is None else asdict(held)
 
 
 def _quantiles(prediction: Prediction, coverage: float) -> dict[float, float]:

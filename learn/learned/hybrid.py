@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -17,6 +18,7 @@ from featurize.device_spec import plain_device
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, Estimator, conformal_score, open_state, to_space, too_few_for, write_state
+from learn.learned.conformal_groups import Held, group_score, held_of
 from learn.learned.evidence import LEAST_KNOWN, Evidence, LeftOut, kinds_to_leave_out, share_of_known
 from learn.learned.familiarity import DEVICE, FAMILY, Familiarity, Unfamiliar, torch_release
 from learn.learned.hybrid_boosting import Boosted, Settings
@@ -75,6 +77,7 @@ class HybridEstimator(Estimator):
         self._correction: Boosted | None = None
         self._kinds: dict[str, int] = {}
         self._scores: list[np.ndarray] = []
+        self._held: dict[int, Held] = {}
         self._held_out_rows = 0
         self._floor = 0.0
         self._knots = np.empty(0)
@@ -160,7 +163,7 @@ class HybridEstimator(Estimator):
         warning = too_few_for(LEVEL, self._held_out_rows)
         return ScaledPrediction(
             centre, scale, self._scores, kind, self.target.space, least, (warning,) if warning else (), refusals,
-            unfamiliar, frozenset(outside),
+            unfamiliar, frozenset(outside), self._held,
         )  # fmt: skip
 
     def _widening(self, wanted: float, scale: float, kind: int) -> float:
@@ -274,10 +277,14 @@ class HybridEstimator(Estimator):
     def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
         enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
-        small. Rows that ran out of memory count where they were told to fit: the error is at least so large."""
+        small. Rows that ran out of memory count where they were told to fit: the error is at least so large.
+
+        Scores above the estimate are stretched until the bound holds for a group that was left out: a module, where a
+        family has many, else a configuration."""
         informative = ~rows.censored | (gap > 0)
         rows, gap, network = rows.subset(informative), gap[informative], self._of_network(table)[informative]
-        fold = group_folds(_units(rows), FOLDS, self.seed + 1)
+        units = _units(rows)
+        fold = group_folds(units, FOLDS, self.seed + 1)
         weight = _balanced(rows.module)
         scale = np.empty(len(rows))
         for k in range(fold.max() + 1):
@@ -286,6 +293,7 @@ class HybridEstimator(Estimator):
             scale[fold == k] = np.maximum(boosted.predict(network[fold == k]), self._floor)
         score = gap / scale
         self._held_out_rows = len(rows)
+        self._held = {}
         kinds, scores = {}, [_evened(score, rows.family)]
         places = list(map(_place, rows.cases))
         for names in ([family for family, _ in places], [f"{family} on {device}" for family, device in places]):
@@ -293,7 +301,12 @@ class HybridEstimator(Estimator):
                 mine = np.array([one == name for one in names])
                 if mine.sum() >= OWN_SCORES:
                     kinds[name] = len(scores)
-                    scores.append(np.sort(score[mine]))
+                    of_modules = _of_many_modules(rows, str(rows.family[mine][0]))
+                    held = held_of(score[mine], units[mine], LEVEL, "families" if of_modules else "configurations")
+                    if held is not None:
+                        self._held[len(scores)] = held
+                    scores.append(_stretched(np.sort(score[mine]), group_score(score[mine], units[mine], LEVEL)))
+        scores[0] = _stretched(scores[0], max(conformal_score(one, LEVEL) for one in scores))  # new is never surer
         return kinds, scores
 
     # ---- on disk
@@ -309,6 +322,7 @@ class HybridEstimator(Estimator):
             "knots": self._knots.tolist(),
             "floor": self._floor,
             "kinds": self._kinds,
+            "held": {str(kind): asdict(held) for kind, held in self._held.items()},
             "held_out_rows": self._held_out_rows,
             "scores": [scores.tolist() for scores in self._scores],
             "familiarity": self._familiarity.to_mapping(),
@@ -324,6 +338,7 @@ class HybridEstimator(Estimator):
         loaded._knots = np.asarray(state["knots"], dtype=float)
         loaded._floor = float(state["floor"])
         loaded._kinds = dict(state["kinds"])
+        loaded._held = {int(kind): Held(**held) for kind, held in state.get("held", {}).items()}
         loaded._held_out_rows = int(state["held_out_rows"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
         loaded._familiarity = Familiarity.from_mapping(state["familiarity"])
@@ -339,6 +354,12 @@ def _evened(score: np.ndarray, family: np.ndarray) -> np.ndarray:
     largest one, so that an easy one does not speak for networks of no family."""
     _, member, sizes = np.unique(family.astype(str), return_inverse=True, return_counts=True)
     return np.sort(np.repeat(score, np.round(sizes.max() / sizes).astype(int)[member]))
+
+
+def _stretched(score: np.ndarray, wanted: float) -> np.ndarray:
+    """The scores, ascending, those above the estimate multiplied so that the bound is at least `wanted`."""
+    bound = conformal_score(score, LEVEL)
+    return np.where(score > 0, score * max(wanted / bound, 1.0), score) if bound > 0 else score
 
 
 def _torch(case: Case) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from learn.estimators import LEVEL, class_masses, conformal_score, from_space, to_space
+from learn.learned.conformal_groups import Held
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class ScaledPrediction:
     least     (n,) in the target's unit: no figure of a row lies below it
     unfamiliar  row -> why it is unlike what was fitted on
     outside   rows that no scores of held-out rows speak for: their scale is wider, or their family was not fitted on
+    held      index in `scores` -> what the bound at `LEVEL` held of left-out rows
     """
 
     centre: np.ndarray
@@ -35,6 +37,7 @@ class ScaledPrediction:
     refusals: Mapping[int, str] = field(default_factory=dict)
     unfamiliar: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     outside: frozenset[int] = frozenset()
+    held: Mapping[int, Held] = field(default_factory=dict)
 
     @property
     def point(self) -> np.ndarray:
@@ -69,6 +72,10 @@ class ScaledPrediction:
         if not any(scores.size for scores in self.scores):
             return None
         return self._at([conformal_score(scores, level) for scores in self.scores])
+
+    def held_of(self, row: int) -> Held | None:
+        """Return what the row's bound at `LEVEL` held of left-out rows; None where none speak for it."""
+        return None if row in self.outside else self.held.get(int(self.kind[row]))
 
     def _at(self, score_of_kind: Sequence[float]) -> np.ndarray:
         return self._figure(self.centre + self.scale * np.asarray(score_of_kind, dtype=float)[self.kind])

@@ -1,0 +1,215 @@
+"""`python -m learn.fit_bound`: fit the bound by causes to answers beside measurements, and judge it on left-out ones.
+
+Start reading at `fit_bound`. It writes the file that `learn.estimation.memory_causes` reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conf.cli import command
+from conf.errors import UsageError
+from conf.settings import key
+from conf.reports.page_text import count_of
+from learn.estimation.bound_shares import BoundShares, bound_shares, packaged_path
+from learn.estimation.memory_causes import CONTEXT, COVERAGES, FRAGMENTATION, KERNELS, MEASURED, WORKSPACES
+from learn.estimators import LEVEL
+from learn.learned.conformal_groups import group_score, held_of, least_held
+
+AXES = {"family": "families", "source": "sources", "device": "GPU models"}  # each value is left out in turn
+LEAST_ROWS = 30
+LEAST_GROUPS = 4  # values of an axis, for leaving one out to say anything
+# The causes whose shares rows tell apart; the others stay in proportion, as too few rows are moved by them alone.
+_FITTED = (WORKSPACES, KERNELS)
+# Instrument -> causes that move it: torch counts no context, and its allocated memory no caches.
+_MOVED_BY = {
+    "allocated": (WORKSPACES, KERNELS),
+    "reserved": (WORKSPACES, KERNELS, FRAGMENTATION),
+    "process": (WORKSPACES, KERNELS, FRAGMENTATION, CONTEXT),
+    "card": (WORKSPACES, KERNELS, FRAGMENTATION, CONTEXT),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitBoundSettings:
+    """What to fit on. Raises `UsageError` that names every bad key together.
+
+      python -m learn.fit_bound rows=answers.jsonl out=bound_by_causes.json
+
+    `answers.jsonl` has a line of JSON for each measured job, as the code of this checkout answers it with estimator=trace:
+    source, family, device, kind (process, card, reserved or allocated), measured_mib, point_mib (the estimate of that
+    kind) and causes (`uncertain` of the estimate). Other keys are left alone. A line with `traced` false is counted.
+
+    Learns by how much each cause widens the bound. Families, sources and GPU models are left out in turn, and the bound
+    is widened until it holds for them.
+    """
+
+    rows: str = key(help="file of answers beside measurements, JSON lines", kind="path")
+    out: str | None = key(
+        None, "file to write; default learn/estimation/bound_by_causes.json of this checkout", "new path"
+    )
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not Path(self.rows).is_file():
+            problems.append(f"rows={self.rows}: there is no such file")
+        if self.path.is_dir():
+            problems.append(f"out={self.path} is a folder; name a file")
+        elif not self.path.parent.is_dir():
+            problems.append(f"out={self.path}: there is no folder {self.path.parent}")
+        if problems:
+            raise UsageError("; ".join(problems))
+
+    @property
+    def path(self) -> Path:
+        """The file that is written."""
+        return packaged_path() if self.out is None else Path(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Rows beside their answers.
+
+    Args:
+        above_mib: (n,) what was measured less the estimate.
+        measured_mib: (n,).
+        causes_mib: (n, 4) margins by cause, as the packaged shares make them.
+        groups: Axis -> (n,) names.
+        refused: Rows without an answer.
+    """
+
+    above_mib: np.ndarray
+    measured_mib: np.ndarray
+    causes_mib: np.ndarray
+    groups: Mapping[str, np.ndarray]
+    refused: int = 0
+
+
+def read_answers(path: Path) -> Answers:
+    """Return the rows of a file. Raises `UsageError` that names the first line that is none, or for too few."""
+    rows: list[Mapping[str, Any]] = []
+    refused = 0
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            if row.get("traced") is False:
+                refused += 1
+                continue
+            moved_by = _MOVED_BY[row["kind"]]
+            mib = [float(row[name]) for name in ("measured_mib", "point_mib")]
+            causes = [float(row["causes"].get(cause, 0.0)) if cause in moved_by else 0.0 for cause in MEASURED]
+            if not (np.isfinite([*mib, *causes]).all() and min(mib) > 0):
+                raise ValueError("memory is a number above 0")
+            names = {axis: str(row[axis]) for axis in AXES}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            wanted = ", ".join((*AXES, "kind", "measured_mib", "point_mib", "causes"))
+            raise UsageError(f"{path}, line {number}: no row with {wanted}: {error!r}") from error
+        rows.append({"mib": mib, "causes": causes, **names})
+    if len(rows) < LEAST_ROWS:
+        raise UsageError(f"{path} has {count_of(len(rows), 'row')} with an answer; a fit takes {LEAST_ROWS}")
+    mib = np.array([row["mib"] for row in rows])
+    groups = {axis: np.array([row[axis] for row in rows]) for axis in AXES}
+    groups["family"] = np.array([f"{row['source']}: {row['family']}" for row in rows])
+    return Answers(
+        above_mib=mib[:, 0] - mib[:, 1],
+        measured_mib=mib[:, 0],
+        causes_mib=np.array([row["causes"] for row in rows]),
+        groups=groups,
+        refused=refused,
+    )
+
+
+def fit_bound(answers: Answers) -> BoundShares:
+    """Return the shares of the causes, the margin's distribution, and what held on left-out rows.
+
+    Raises:
+        UsageError: The rows are of too few families, sources and devices to leave one out.
+    """
+    axes = {axis: names for axis, names in answers.groups.items() if len(set(names)) >= LEAST_GROUPS}
+    if not axes:
+        raise UsageError(f"to leave one out takes {LEAST_GROUPS} families, sources or devices; the rows have fewer")
+    needs = {axis: _needs(answers, names) for axis, names in axes.items()}
+    wider = {axis: max(group_score(need, answers.groups[axis], LEVEL), 1.0) for axis, need in needs.items()}
+    widest = max(wider, key=lambda axis: wider[axis])
+    factors = wider[widest] * _fitted(answers, np.ones(len(answers.above_mib), dtype=bool))
+    old = bound_shares().of_causes
+    checked = (held_of(need, answers.groups[axis], LEVEL, AXES[axis], least=1.0) for axis, need in needs.items())
+    sources, counts = np.unique(answers.groups["source"], return_counts=True)
+    return BoundShares(
+        of_causes={**old, **{cause: old[cause] * float(f) for cause, f in zip(MEASURED, factors, strict=True)}},
+        scores=_scores(needs[widest] / wider[widest], answers.groups[widest]),
+        held=tuple(held for held in checked if held is not None),
+        rows=dict(zip(map(str, sources), map(int, counts), strict=True)),
+    )
+
+
+def _needs(answers: Answers, names: np.ndarray) -> np.ndarray:
+    """Return (n,) how many times its margin each row took, by shares that were fitted without its group."""
+    need = np.zeros(len(names))
+    for name in sorted(set(names)):
+        mine = names == name
+        margin_mib = answers.causes_mib[mine] @ _fitted(answers, ~mine)
+        need[mine] = answers.above_mib[mine] / np.maximum(margin_mib, 1.0)
+    return need
+
+
+def _fitted(answers: Answers, inside: np.ndarray) -> np.ndarray:
+    """Return the factor of each cause: the 99 % quantile regression (Koenker and Bassett 1978) of what was measured above
+    the estimate, as a share of the need. Sources count alike, and so do families of a source."""
+    from scipy.optimize import linprog
+
+    need_mib = answers.measured_mib[inside]
+    table = answers.causes_mib[inside] / need_mib[:, None]
+    above = answers.above_mib[inside] / need_mib
+    weight = _evened(answers, inside)
+    free = [MEASURED.index(cause) for cause in _FITTED]
+    left = above - np.delete(table, free, axis=1).sum(axis=1)
+    # Variables: the factors, then by how much each row lies above its margin. What lies below costs by the margin.
+    costs = np.concatenate([(1 - LEVEL) * weight @ table[:, free], weight])
+    above_all = -np.hstack([table[:, free], np.eye(len(left))])
+    factors = np.ones(len(MEASURED))
+    factors[free] = linprog(costs, A_ub=above_all, b_ub=-left, bounds=(0, None)).x[: len(free)]
+    return factors
+
+
+def _evened(answers: Answers, inside: np.ndarray) -> np.ndarray:
+    weight = np.ones(int(inside.sum()))
+    for axis in ("family", "source"):
+        _, member = np.unique(answers.groups[axis][inside], return_inverse=True)
+        weight /= np.bincount(member, weights=weight)[member]
+    return weight / weight.sum()
+
+
+def _scores(need: np.ndarray, names: np.ndarray) -> dict[float, float]:
+    """Return coverage -> share of the 99 % margin; the estimate stays the middle."""
+    scores = {coverage: group_score(need, names, coverage) for coverage in COVERAGES}
+    return {
+        coverage: float(np.clip(score, -1.0, 0.0) if coverage <= 0.5 else np.clip(score, 0.0, 1.0))
+        for coverage, score in scores.items()
+    } | {0.5: 0.0, LEVEL: 1.0}
+
+
+def entry(settings: FitBoundSettings) -> None:
+    """Fit, write, and print what held on left-out rows."""
+    from warehouse.layout import write_bytes
+
+    answers = read_answers(Path(settings.rows))
+    fitted = fit_bound(answers)
+    write_bytes(settings.path, fitted.text().encode())
+    for cause in MEASURED:
+        print(f"{cause}: {fitted.of_causes[cause]:.3g}")
+    for held in fitted.held:
+        print(f"{held.share:.1%} held on {held.rows:,} rows of {held.groups} left-out {held.kind}")
+    if answers.refused:
+        print(f"left out: {count_of(answers.refused, 'row')} without an answer")
+    print(f"written: {settings.path}")
+
+
+if __name__ == "__main__":
+    command("fit_bound", entry)
