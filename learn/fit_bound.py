@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,12 @@ def read_answers(path: Path) -> Answers:
         rows.append({"mib": mib, "causes": causes, **names})
     if len(rows) < LEAST_ROWS:
         raise UsageError(f"{path} has {count_of(len(rows), 'row')} with an answer; a fit takes {LEAST_ROWS}")
-    mib = np.array([row["mib"] for row in rows])
+    memory_mib = np.array([row["mib"] for row in rows])
     groups = {axis: np.array([row[axis] for row in rows]) for axis in AXES}
     groups["family"] = np.array([f"{row['source']}: {row['family']}" for row in rows])
     return Answers(
-        above_mib=mib[:, 0] - mib[:, 1],
-        measured_mib=mib[:, 0],
+        above_mib=memory_mib[:, 0] - memory_mib[:, 1],
+        measured_mib=memory_mib[:, 0],
         causes_mib=np.array([row["causes"] for row in rows]),
         groups=groups,
         refused=refused,
@@ -147,14 +148,12 @@ def fit_bound(answers: Answers) -> BoundShares:
     needs = {axis: _needs(answers, names, seen) for axis, names in axes.items()}
 
     def wider(axis: str, rows: np.ndarray) -> float:
+        rows = rows & seen
         return min(max(group_score(needs[axis][rows], axes[axis][rows], LEVEL), 1.0), most)
 
     widest = max(axes, key=lambda axis: wider(axis, seen))
     times = wider(widest, seen)
-    checked = (
-        held_of(needs[axis], names, lambda others, axis=axis: wider(axis, others & seen), AXES[axis])
-        for axis, names in axes.items()
-    )
+    checked = (held_of(needs[axis], names, partial(wider, axis), AXES[axis]) for axis, names in axes.items())
     old = bound_shares().of_causes
     sources, counts = np.unique(answers.groups["source"], return_counts=True)
     return BoundShares(

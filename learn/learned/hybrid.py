@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -302,11 +303,11 @@ class HybridEstimator(Estimator):
                 if mine.sum() >= OWN_SCORES:
                     own, unit = score[mine], units[mine]
                     kind = "families" if _of_many_modules(rows, str(rows.family[mine][0])) else "configurations"
-                    held = held_of(own, unit, lambda seen, own=own, unit=unit: _bound(own[seen], unit[seen]), kind)
+                    held = held_of(own, unit, partial(_bound, own, unit), kind)
                     if held is not None:
                         self._held[len(scores)] = held
                     kinds[name] = len(scores)
-                    scores.append(_stretched(np.sort(own), _bound(own, unit)))
+                    scores.append(_stretched(np.sort(own), _bound(own, unit, np.ones(len(own), dtype=bool))))
         scores[0] = _stretched(scores[0], max(conformal_score(one, LEVEL) for one in scores))  # new is never surer
         return kinds, scores
 
@@ -357,8 +358,8 @@ def _evened(score: np.ndarray, family: np.ndarray) -> np.ndarray:
     return np.sort(np.repeat(score, np.round(sizes.max() / sizes).astype(int)[member]))
 
 
-def _bound(score: np.ndarray, unit: np.ndarray) -> float:
-    return max(conformal_score(np.sort(score), LEVEL), group_score(score, unit, LEVEL))
+def _bound(score: np.ndarray, unit: np.ndarray, seen: np.ndarray) -> float:
+    return max(conformal_score(np.sort(score[seen]), LEVEL), group_score(score[seen], unit[seen], LEVEL))
 
 
 def _stretched(score: np.ndarray, wanted: float) -> np.ndarray:
