@@ -6,8 +6,9 @@ Start reading at `fit_bound`. It writes the file that `learn.estimation.memory_c
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ import numpy as np
 
 from conf.cli import command
 from conf.errors import UsageError
-from conf.settings import key
 from conf.reports.page_text import count_of
+from conf.settings import key
 from learn.estimation.bound_shares import BoundShares, bound_shares, packaged_path
 from learn.estimation.memory_causes import CONTEXT, COVERAGES, FRAGMENTATION, KERNELS, MEASURED, WORKSPACES
 from learn.estimators import LEVEL
-from learn.learned.conformal_groups import group_score, held_of, least_held
+from learn.learned.conformal_groups import group_score, held_of
 
 AXES = {"family": "families", "source": "sources", "device": "GPU models"}  # each value is left out in turn
 LEAST_ROWS = 30
 LEAST_GROUPS = 4  # values of an axis, for leaving one out to say anything
+MOST_OVER = 0.15  # of the need, that a bound may lie above it in the median
+_CONTRADICTS = 1.5  # times the estimate: such a row is probably of another job. It is judged, and not fitted on
 # The causes whose shares rows tell apart; the others stay in proportion, as too few rows are moved by them alone.
 _FITTED = (WORKSPACES, KERNELS)
 # Instrument -> causes that move it: torch counts no context, and its allocated memory no caches.
@@ -42,12 +45,13 @@ class FitBoundSettings:
 
       python -m learn.fit_bound rows=answers.jsonl out=bound_by_causes.json
 
-    `answers.jsonl` has a line of JSON for each measured job, as the code of this checkout answers it with estimator=trace:
-    source, family, device, kind (process, card, reserved or allocated), measured_mib, point_mib (the estimate of that
-    kind) and causes (`uncertain` of the estimate). Other keys are left alone. A line with `traced` false is counted.
+    `answers.jsonl` has a line of JSON for each measured job, as this checkout answers it with estimator=trace: source,
+    family, device, kind (process, card, reserved or allocated), measured_mib, point_mib (the estimate of that kind) and
+    causes (`uncertain` of the estimate). Other keys are left alone. A line with `traced` false is counted.
 
     Learns by how much each cause widens the bound. Families, sources and GPU models are left out in turn, and the bound
-    is widened until it holds for them.
+    is widened until 99 % of their rows hold, or until it is 15 % over the need in the median. What held is printed and
+    kept in the file. Rows 1.5 times above their estimate are judged, but not fitted on.
     """
 
     rows: str = key(help="file of answers beside measurements, JSON lines", kind="path")
@@ -113,12 +117,12 @@ def read_answers(path: Path) -> Answers:
         rows.append({"mib": mib, "causes": causes, **names})
     if len(rows) < LEAST_ROWS:
         raise UsageError(f"{path} has {count_of(len(rows), 'row')} with an answer; a fit takes {LEAST_ROWS}")
-    mib = np.array([row["mib"] for row in rows])
+    memory_mib = np.array([row["mib"] for row in rows])
     groups = {axis: np.array([row[axis] for row in rows]) for axis in AXES}
     groups["family"] = np.array([f"{row['source']}: {row['family']}" for row in rows])
     return Answers(
-        above_mib=mib[:, 0] - mib[:, 1],
-        measured_mib=mib[:, 0],
+        above_mib=memory_mib[:, 0] - memory_mib[:, 1],
+        measured_mib=memory_mib[:, 0],
         causes_mib=np.array([row["causes"] for row in rows]),
         groups=groups,
         refused=refused,
@@ -128,40 +132,51 @@ def read_answers(path: Path) -> Answers:
 def fit_bound(answers: Answers) -> BoundShares:
     """Return the shares of the causes, the margin's distribution, and what held on left-out rows.
 
+    The shares of all causes are widened alike. Axes of fewer than 4 values are not left out.
+
     Raises:
         UsageError: The rows are of too few families, sources and devices to leave one out.
     """
     axes = {axis: names for axis, names in answers.groups.items() if len(set(names)) >= LEAST_GROUPS}
     if not axes:
         raise UsageError(f"to leave one out takes {LEAST_GROUPS} families, sources or devices; the rows have fewer")
-    needs = {axis: _needs(answers, names) for axis, names in axes.items()}
-    wider = {axis: max(group_score(need, answers.groups[axis], LEVEL), 1.0) for axis, need in needs.items()}
-    widest = max(wider, key=lambda axis: wider[axis])
-    factors = wider[widest] * _fitted(answers, np.ones(len(answers.above_mib), dtype=bool))
+    seen = answers.measured_mib < _CONTRADICTS * (answers.measured_mib - answers.above_mib)
+    factors = _fitted(answers, seen)
+    # How many times wider each row's bound may be before it is 15 % over the need.
+    affordable = (MOST_OVER * answers.measured_mib + answers.above_mib) / (answers.causes_mib @ factors)
+    most = group_score(affordable[seen], answers.groups["source"][seen], 0.5)
+    needs = {axis: _needs(answers, names, seen) for axis, names in axes.items()}
+
+    def wider(axis: str, rows: np.ndarray) -> float:
+        rows = rows & seen
+        return min(max(group_score(needs[axis][rows], axes[axis][rows], LEVEL), 1.0), most)
+
+    widest = max(axes, key=lambda axis: wider(axis, seen))
+    times = wider(widest, seen)
+    checked = (held_of(needs[axis], names, partial(wider, axis), AXES[axis]) for axis, names in axes.items())
     old = bound_shares().of_causes
-    checked = (held_of(need, answers.groups[axis], LEVEL, AXES[axis], least=1.0) for axis, need in needs.items())
     sources, counts = np.unique(answers.groups["source"], return_counts=True)
     return BoundShares(
-        of_causes={**old, **{cause: old[cause] * float(f) for cause, f in zip(MEASURED, factors, strict=True)}},
-        scores=_scores(needs[widest] / wider[widest], answers.groups[widest]),
+        of_causes={**old, **{c: old[c] * times * float(f) for c, f in zip(MEASURED, factors, strict=True)}},
+        scores=_scores(needs[widest][seen] / times, axes[widest][seen]),
         held=tuple(held for held in checked if held is not None),
         rows=dict(zip(map(str, sources), map(int, counts), strict=True)),
     )
 
 
-def _needs(answers: Answers, names: np.ndarray) -> np.ndarray:
+def _needs(answers: Answers, names: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """Return (n,) how many times its margin each row took, by shares that were fitted without its group."""
     need = np.zeros(len(names))
     for name in sorted(set(names)):
         mine = names == name
-        margin_mib = answers.causes_mib[mine] @ _fitted(answers, ~mine)
+        margin_mib = answers.causes_mib[mine] @ _fitted(answers, seen & ~mine)
         need[mine] = answers.above_mib[mine] / np.maximum(margin_mib, 1.0)
     return need
 
 
 def _fitted(answers: Answers, inside: np.ndarray) -> np.ndarray:
-    """Return the factor of each cause: the 99 % quantile regression (Koenker and Bassett 1978) of what was measured above
-    the estimate, as a share of the need. Sources count alike, and so do families of a source."""
+    """Return the factor of each cause, by 99 % quantile regression (Koenker and Bassett 1978) of what was measured
+    above the estimate, as a share of the need. Sources count alike, and so do families of a source."""
     from scipy.optimize import linprog
 
     need_mib = answers.measured_mib[inside]

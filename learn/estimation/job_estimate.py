@@ -30,8 +30,8 @@ class Estimate:
     upper_mib     what a share `coverage` of jobs stay below, 99 of 100 by default; None where no bound is calibrated
                   (training-free estimators but the trace, figures of a trace that was stored)
     bound_held_out   of the bound: `share`, what part of rows that its fit had not seen it held, and `rows`, how many
-                  these were. Where whole groups were left out, `groups` is their number and `kind` names them: families,
-                  sources, GPU models or configurations. Empty where the bound was not checked on such rows
+                  these were. Where whole groups were left out, `groups` is their number, and `kind` names them
+                  (families, sources, GPU models, configurations). Empty where it was not checked on such rows
     notes         remarks, each with a code and a severity; see `learn.Note`. `warnings` are their texts
     least_card_mib   memory of the smallest card that the bound lets the job into: `upper_mib`, or less where the job
                   runs on a smaller card without its caches and spare workspaces

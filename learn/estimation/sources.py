@@ -162,7 +162,7 @@ def ask_fitted(
 
 
 def _held_out(prediction: Prediction, artifact: Artifact) -> Mapping[str, Any]:
-    """Return what the bound of one case held of left-out groups; of an estimator that leaves none out, of held-out rows."""
+    """Return what the bound of one case held of left-out groups, or of held-out rows where its fit left out none."""
     from learn.learned.scaled_prediction import ScaledPrediction
 
     held = prediction.held_of(0) if isinstance(prediction, ScaledPrediction) else None

@@ -5,7 +5,7 @@ Start reading at `group_score`. A score says how far a row lies above its estima
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,19 +45,19 @@ def group_score(score: np.ndarray, group: np.ndarray, level: float) -> float:
     return float(score[order][min(int(np.searchsorted(below, level - 1e-9)), len(score) - 1)])
 
 
-def held_of(score: np.ndarray, group: np.ndarray, level: float, kind: str, least: float = 0.0) -> Held | None:
-    """Return what share of rows lies below the `group_score` of the other groups, or `least` where that is more.
+def held_of(score: np.ndarray, group: np.ndarray, bound_of: Callable[[np.ndarray], float], kind: str) -> Held | None:
+    """Return what share of rows lies below the bounds that the other groups' rows make; None with a single group.
 
-    None with a single group. Args: as above; kind: what a group is, in the plural.
+    Args:
+        score, group: (n,) as above.
+        bound_of: Takes (n,) bool, the rows that may be seen, and returns the bound of the others' scores.
+        kind: What a group is, in the plural.
     """
-    names = np.unique(group.astype(str))
+    names, member = np.unique(group.astype(str), return_inverse=True)
     if len(names) < 2:
         return None
-    inside = np.zeros(len(score), dtype=bool)
-    for name in names:
-        mine = group.astype(str) == name
-        inside[mine] = score[mine] <= max(group_score(score[~mine], group[~mine], level), least)
-    return Held(share=float(inside.mean()), rows=len(score), groups=len(names), kind=kind)
+    bounds = np.array([bound_of(member != index) for index in range(len(names))])
+    return Held(share=float((score <= bounds[member]).mean()), rows=len(score), groups=len(names), kind=kind)
 
 
 def least_held(checked: Iterable[Held]) -> Held:

@@ -17,7 +17,7 @@ from conf.identity import version_of
 from featurize.device_spec import plain_device
 from featurize.opgraph import VOCABULARY
 from learn.cases import Case
-from learn.data import Rows
+from learn.data import Rows, module_of
 from learn.step_record import StepRecord
 
 # What a person can be told of: feature, in words, and how its value is written.
@@ -59,6 +59,7 @@ class Familiarity:
     kinds    operator classes of the forward passes; devices: names, without the vendor; settings: feature -> values
     torch    PyTorch's releases, as 2.4
     families of the rows; empty where a stored model does not say
+    modules  of families with many of them: a library's, which its authors keep together; empty likewise
     """
 
     ranges: Mapping[str, tuple[float, float]]
@@ -67,6 +68,7 @@ class Familiarity:
     settings: Mapping[str, tuple[float, ...]]
     torch: frozenset[str]
     families: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
 
     @classmethod
     def learn(cls, rows: Rows, records: Sequence[StepRecord]) -> Self:
@@ -83,6 +85,7 @@ class Familiarity:
             settings={name: tuple(sorted({float(r.values[name]) for r in records})) for name in settings},
             torch=frozenset(map(torch_release, rows.cases)),
             families=frozenset(map(str, rows.family)),
+            modules=frozenset(str(module) for module in rows.module if "/" in str(module)),
         )
 
     def judge(self, case: Case, record: StepRecord) -> Unfamiliar | None:
@@ -123,6 +126,13 @@ class Familiarity:
             reasons.append(f"PyTorch {torch_release(case)}: measured under {', '.join(sorted(self.torch))}")
         return Unfamiliar(tuple(reasons), frozenset(axes), tuple(wider)) if reasons or axes else None
 
+    def is_new_module(self, case: Case) -> bool:
+        """Return whether the case is of a fitted family, and of a module of it that no row is of."""
+        if case.config is None or case.family not in self.families:
+            return False
+        fitted = any(module.startswith(f"{case.family}/") for module in self.modules)
+        return fitted and module_of(case.config) not in self.modules
+
     def settings_said(self, values: Mapping[str, float]) -> list[str]:
         """What of the training settings, by the names of their features, nothing was fitted on."""
         reasons = []
@@ -146,6 +156,7 @@ class Familiarity:
             "settings": {name: list(values) for name, values in self.settings.items()},
             "torch": sorted(self.torch),
             "families": sorted(self.families),
+            "modules": sorted(self.modules),
         }
 
     @classmethod
@@ -157,6 +168,7 @@ class Familiarity:
             settings={name: tuple(values) for name, values in mapping["settings"].items()},
             torch=frozenset(mapping["torch"]),
             families=frozenset(mapping.get("families", ())),
+            modules=frozenset(mapping.get("modules", ())),
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -140,7 +141,7 @@ class HybridEstimator(Estimator):
         centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
         unfamiliar: dict[int, tuple[str, ...]] = {}
         kind = np.array([self._kind(case) for case in cases], dtype=int)
-        outside = {i for i in known if kind[i] == 0}
+        outside = {i for i in known if kind[i] == 0 or self._familiarity.is_new_module(cases[i])}
         if known:
             kept = [records[i] for i in known]
             table, base = self._table([cases[i] for i in known], kept), self._base(kept)
@@ -300,12 +301,13 @@ class HybridEstimator(Estimator):
             for name in sorted(set(names)):
                 mine = np.array([one == name for one in names])
                 if mine.sum() >= OWN_SCORES:
-                    kinds[name] = len(scores)
-                    of_modules = _of_many_modules(rows, str(rows.family[mine][0]))
-                    held = held_of(score[mine], units[mine], LEVEL, "families" if of_modules else "configurations")
+                    own, unit = score[mine], units[mine]
+                    kind = "families" if _of_many_modules(rows, str(rows.family[mine][0])) else "configurations"
+                    held = held_of(own, unit, partial(_bound, own, unit), kind)
                     if held is not None:
                         self._held[len(scores)] = held
-                    scores.append(_stretched(np.sort(score[mine]), group_score(score[mine], units[mine], LEVEL)))
+                    kinds[name] = len(scores)
+                    scores.append(_stretched(np.sort(own), _bound(own, unit, np.ones(len(own), dtype=bool))))
         scores[0] = _stretched(scores[0], max(conformal_score(one, LEVEL) for one in scores))  # new is never surer
         return kinds, scores
 
@@ -354,6 +356,10 @@ def _evened(score: np.ndarray, family: np.ndarray) -> np.ndarray:
     largest one, so that an easy one does not speak for networks of no family."""
     _, member, sizes = np.unique(family.astype(str), return_inverse=True, return_counts=True)
     return np.sort(np.repeat(score, np.round(sizes.max() / sizes).astype(int)[member]))
+
+
+def _bound(score: np.ndarray, unit: np.ndarray, seen: np.ndarray) -> float:
+    return max(conformal_score(np.sort(score[seen]), LEVEL), group_score(score[seen], unit[seen], LEVEL))
 
 
 def _stretched(score: np.ndarray, wanted: float) -> np.ndarray:

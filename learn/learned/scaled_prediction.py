@@ -23,7 +23,8 @@ class ScaledPrediction:
     kind      (n,) int: which of `scores` is a row's own
     least     (n,) in the target's unit: no figure of a row lies below it
     unfamiliar  row -> why it is unlike what was fitted on
-    outside   rows that no scores of held-out rows speak for: their scale is wider, or their family was not fitted on
+    outside   rows that no scores of held-out rows speak for: their scale is wider, or no row of their family or their
+              module was fitted on
     held      index in `scores` -> what the bound at `LEVEL` held of left-out rows
     """
 

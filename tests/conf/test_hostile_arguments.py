@@ -32,12 +32,12 @@ NEEDED = {
     "diff": ["before=none"], "ingest": ["source=csv", "path=none.csv", "family=cnn"],
     "publish": ["out=published", "licence=CC0"], "export": ["out=exported"], "fit": ["target=memory"],
     "estimate": ["run=none"], "plan": ["model=none:none", "input=[1]", "gpus=8"], "benchmark": ["target=memory"],
-    "build_defaults": ["path=none"], "admit": ["job={memory_mib:1}"],
+    "build_defaults": ["path=none"], "fit_bound": ["rows=none"], "admit": ["job={memory_mib:1}"],
     "slurm": ["devices={L4:l4}", "once=true", "table=nope/x"], "sbatch": ["devices={L4:l4}"],
     "kueue": ["once=true", "api=http://127.0.0.1:1"],
     "replay": ["n=2", "seeds=[0]"],
 }  # fmt: skip
-WITHOUT_A_FOLDER = ("slurm", "sbatch", "kueue")
+WITHOUT_A_FOLDER = ("slurm", "sbatch", "kueue", "fit_bound")
 MAKE_THEIR_FOLDER = ("submit", "grow", "ingest", "compare", "build_defaults")
 MLP = "{family: mlp, batch_size: 8, input_size: 8, classes: 2, depth: 1}"
 # Their settings classes check them together with all that is wrong otherwise.
@@ -403,7 +403,7 @@ def test_help_is_shown_whatever_stands_beside_it(invoke, name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch, name):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
-    folder_key = {"sbatch": "sbatch=", "slurm": "table=", "kueue": "server="}.get(name, "data=")
+    folder_key = {"sbatch": "sbatch=", "slurm": "table=", "kueue": "server=", "fit_bound": "rows="}.get(name, "data=")
     needed = [one for one in NEEDED.get(name, []) if not one.startswith(folder_key)]
     for arguments in (["--help"], [f"{folder_key}grün\u2028", *needed, "--cfg", "job"]):
         with monkeypatch.context() as patch:

@@ -42,7 +42,7 @@ def test_a_context_that_was_measured_is_not_called_assumed():
 def test_the_bound_is_wider_by_what_is_not_known():
     on_amd, on_nvidia = (estimate(net, (64, 3, 32, 32), device=name, estimator="trace") for name in ("MI210", "A30"))
     assert on_amd.uncertain[WORKSPACES] > on_nvidia.uncertain[WORKSPACES]
-    assert (on_amd.uncertain[CONTEXT], on_nvidia.uncertain[CONTEXT]) == (500, 100)
+    assert on_amd.uncertain[CONTEXT] == pytest.approx(5 * on_nvidia.uncertain[CONTEXT])
     assert on_amd.uncertain[KERNELS] - on_nvidia.uncertain[KERNELS] > 2 * 32
     assert on_amd.upper_mib > on_amd.peak_memory_mib
 

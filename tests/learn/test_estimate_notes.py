@@ -7,7 +7,7 @@ import pty
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 from torch import nn
@@ -16,8 +16,10 @@ from conf import cli
 from featurize.families import mlp
 from learn import Estimate, Note, estimate, estimate_many
 from learn.artifacts import default_artifact
+from learn.estimation.bound_shares import bound_shares
 from learn.estimation.model_names import load_factory
 from learn.estimation.on_ranks import RankGroup
+from learn.learned.conformal_groups import least_held
 
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 MAPPING = "config={family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
@@ -104,9 +106,12 @@ def test_a_notebook_shows_the_breakdown_as_a_bar_without_script(done):
 
 
 @pytest.mark.parametrize("show", [str, lambda done: done._repr_html_()])
-def test_the_bound_says_what_held_on_held_out_rows(done, show):
-    assert done.bound_held_out == {}, "the bound is by causes"
-    assert "not checked on held-out rows" in show(done)
+def test_the_bound_says_what_held_on_left_out_rows(done, show):
+    held = least_held(bound_shares().held)
+    assert done.bound_held_out == asdict(held), "the bound is by causes"
+    text = f"{100 * held.share:.1f} % held on {held.rows:,} rows of {held.groups} left-out {held.kind}"
+    assert text in show(done)
+    assert "not checked on left-out rows" in show(replace(done, bound_held_out={}))
     checked = replace(done, bound_held_out={"share": 0.9806, "rows": 1806})
     assert "98.1 % held on 1,806 held-out rows" in show(checked)
 
@@ -116,7 +121,8 @@ def test_the_model_that_comes_along_says_how_often_its_bound_held(capsys):
     by_model = estimate(CONFIG)
     assert by_model.bound_held_out == {"share": pytest.approx(1771 / 1806), "rows": 1806}
     assert estimate(CONFIG, coverage=0.9).bound_held_out == {}, "measured at 99 % only"
-    assert estimate(CONFIG, estimator="trace").bound_held_out == {}
+    assert estimate(CONFIG, estimator="trace").bound_held_out["kind"] in ("families", "sources", "GPU models")
+    assert estimate(CONFIG, estimator="trace", device="MI300X").bound_held_out == {}, "no row is of AMD's GPUs"
     known = [{"batch_size": 256, "memory_mib": by_model.peak_memory_mib}]
     assert estimate(CONFIG, known=known).bound_held_out == {}, "the bound is another"
     capsys.readouterr()

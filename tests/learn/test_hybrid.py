@@ -267,3 +267,29 @@ def test_without_evidence_the_traces_figure_stands_for_what_is_new(fitted, tmp_p
         assert ratio[0] > 1.08 and ratio[1:] == pytest.approx(1.0)
         assert "the trace's own figure stands" in answer.unfamiliar[1][-1]
         assert (answer.upper() > answer.point).all()
+
+
+def test_a_bound_never_falls_when_a_family_is_new(fitted):
+    """A module is of no family. Its bound lies as far above its estimate as that of any fitted family."""
+    configs = configs_of()[:6]
+    known = fitted.predict(of_configs(configs), STEPS)
+    new = fitted.predict([Case(module=of_config(config)) for config in configs], STEPS)
+    assert (new.upper() / new.point >= known.upper() / known.point * (1 - 1e-9)).all() and new.outside == frozenset(
+        range(6)
+    )
+    assert all(new.held_of(row) is None for row in range(6))
+
+
+def test_the_bound_of_a_fitted_family_says_what_held_on_left_out_configurations(tmp_path):
+    rng = np.random.default_rng(3)
+    configs = [mlp.Config(batch_size=8, input_size=8 * (i + 1), classes=10, depth=1 + i % 3) for i in range(310)]
+    labels = np.full(310, 1_500.0) * np.exp(0.01 * rng.standard_normal(310))
+    base = STEPS.record(*of_configs(configs[:1]))
+    steps = StepStore()
+    for i, case in enumerate(of_configs(configs)):  # one trace stands for all: what is judged is the bound
+        steps.keep(case, dataclasses.replace(base, values={**base.values, "net_log_parameters": 10 + i / 100}))
+    fit = HybridEstimator(0).fit(make_rows("memory", configs, labels), steps)
+    held = fit.predict(of_configs(configs[:1]), steps).held_of(0)
+    assert held.kind == "configurations" and held.rows == 310 and 0.96 < held.share <= 1.0
+    fit.save(tmp_path)
+    assert HybridEstimator.load(tmp_path).predict(of_configs(configs[:1]), steps).held_of(0) == held
