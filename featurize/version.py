@@ -16,6 +16,7 @@ HISTORY = MappingProxyType(
         1: "Features as of November 2026, the first with a number; the hashes of source text before it end here.",
         2: "Traced steps have `job_scenario_*`: memory under other assumptions about cuDNN's workspaces.",
         3: "Times, activity and power of traced steps (`job_priced_*`) come from the learned kernel model.",
+        4: "Times, activity and power follow kernels measured alone, the framework's host and measured power.",
     }
 )
 
