@@ -14,7 +14,7 @@ from importlib import resources
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import Calls
 from featurize.step_trace import StepTrace
-from featurize.training_settings import EAGER, GRAPHS, MEGATRON, TrainingSettings, training_of
+from featurize.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, TrainingSettings, training_of
 
 _FILE = "parameters.json"
 
@@ -43,13 +43,16 @@ def packaged_hosts() -> Mapping[str, HostTime]:
 def framework_of(trace: StepTrace, settings: TrainingSettings) -> str:
     """Return what runs a job, one of `FRAMEWORKS`: what its settings say, else what such a layout usually runs under.
 
-    Tensor and pipeline parallelism are taken to run under Megatron, unless the model is compiled.
+    Tensor and pipeline parallelism are taken to run under Megatron, unless the model is compiled. What Inductor
+    launches is assumed to take `launch_overhead_us` each: no measured row has it.
     """
     training = training_of(settings)
     if training.framework is not None:
         return training.framework
+    if training.compile:
+        return COMPILED
     split = trace.pipeline is not None or any(one.axis == "tp" for one in trace.collectives)
-    return MEGATRON if split and not training.compile else EAGER
+    return MEGATRON if split else EAGER
 
 
 def host_ms(calls: Calls, spec: DeviceSpec, framework: str, hosts: Mapping[str, HostTime] | None = None) -> float:

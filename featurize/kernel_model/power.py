@@ -23,9 +23,10 @@ from featurize.kernel_model.times import Kernels
 
 SECTION = "power"  # of the file of parameters
 _FILE = "parameters.json"
-_LEAST_CLOCK = 0.1  # of the full one: about what GPUs idle at
+_LEAST_CLOCK = 0.02  # of the full one: so low that memory-bound kernels keep below every limit that can be set
+_NEAR = 0.99  # of a clock: where its power's slope is taken
 _CORNER = 4  # of the roofline, as in `times`
-_ITERATIONS = 8  # until a clock below the limit stands
+_HALVINGS = 12  # of the range of clocks, before one step of Newton's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +88,21 @@ def kernel_load(
     """
     tensor = kernels.units == 1
     work = 1 - np.minimum(latency_s / seconds, 1.0)
-    pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
-    pointwise_s = 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / (spec.peak_tflops.fp32 * 1e12)
     bound_by_memory = (memory_s - latency_s) / np.maximum(seconds - latency_s, 1e-12)
     return KernelLoad(
         sm=sm_share * work,
-        fp32=(np.where(tensor, 0.0, kernels.math_s) + pointwise_s) / seconds,
+        fp32=(np.where(tensor, 0.0, kernels.math_s) + pointwise_s(calls, spec)) / seconds,
         tensor=np.where(tensor, kernels.math_s, 0.0) / seconds,
         dram=kernels.memory_s * (1 - kernels.cached) / seconds,
         arithmetic=1 - np.clip(bound_by_memory, 0.0, 1.0) ** _CORNER,
         work=work,
     )
+
+
+def pointwise_s(calls: Calls, spec: DeviceSpec) -> np.ndarray:
+    """Return how long each kernel's elementwise arithmetic keeps the FP32 pipe busy, in s; 0 of all but streams."""
+    pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
+    return 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / (spec.peak_tflops.fp32 * 1e12)
 
 
 def kernel_power(
@@ -124,13 +129,19 @@ def kernel_power(
         slower = (load.arithmetic * clock**-_CORNER + (1 - load.arithmetic) * fed) ** (1 / _CORNER)
         return load.work * slower + 1 - load.work
 
-    clock = xp.ones_like(of_sms)
-    for _ in range(_ITERATIONS):
-        left_w = (limit_w - idle_w - of_dram / longer(clock)).clip(min=1e-3)
-        allowed = (left_w / of_sms.clip(min=1e-3)) ** (1 / learned.exponent)
-        clock = (clock * allowed.clip(min=_LEAST_CLOCK, max=1.0)) ** 0.5
-    factor = longer(clock)
-    return idle_w + of_dram / factor + of_sms * clock**learned.exponent, factor
+    def drawn_w(clock: Any) -> Any:
+        return idle_w + of_dram / longer(clock) + of_sms * clock**learned.exponent
+
+    high = xp.ones_like(of_sms + limit_w)
+    low = high * _LEAST_CLOCK
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        fits = drawn_w(middle) <= limit_w
+        low, high = xp.where(fits, middle, low), xp.where(fits, high, middle)
+    # Comparisons have no gradient: this step gives the fit the one of the clock at which the limit is reached.
+    slope = (drawn_w(low) - drawn_w(low * _NEAR)) / (low * (1 - _NEAR))
+    clock = (low + (limit_w - drawn_w(low)) / slope.clip(min=1e-3)).clip(min=_LEAST_CLOCK, max=1.0)
+    return drawn_w(clock), longer(clock)
 
 
 def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) -> tuple[np.ndarray, np.ndarray]:

@@ -153,7 +153,8 @@ def time_step(
     else:
         timed = timed_kernels(calls, spec, settings, learned)
     beside = learned.sharded if any(block.kind == GATHERED for block in trace.blocks) else 1.0
-    total_ms = calls.count * timed.seconds * beside * 1e3
+    timed = replace(timed, seconds=timed.seconds * beside)
+    total_ms = calls.count * timed.seconds * 1e3
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms

@@ -191,8 +191,14 @@ def _rings(mesh: Sequence[Sequence[int]], gpus: Collection[int]) -> int:
     """Return how many rings NCCL leads through some GPUs of a node, each over links of its own.
 
     Of the GPU with the fewest: each of its links carries one ring out and one in, and a ring does not leave to where it
-    came from. Where a GPU has one neighbour, as one of two, rings go there and back.
+    came from. Where a GPU has one neighbour, as one of two, rings go there and back. 0: links do not join them all.
     """
+    joined, found = set(), {next(iter(gpus))}
+    while found:
+        joined |= found
+        found = {other for gpu in found for other in gpus if mesh[gpu][other]} - joined
+    if len(joined) < len(gpus):
+        return 0
     counts = []
     for gpu in gpus:
         links = [mesh[gpu][other] for other in gpus if mesh[gpu][other]]
