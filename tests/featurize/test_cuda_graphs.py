@@ -19,7 +19,7 @@ DEVICE = load_device("A100-SXM4-40GB")
 
 
 def timed(trace):
-    return time_step(trace, DEVICE, Training())
+    return time_step(trace, DEVICE, Training(compile=True))
 
 
 def launched(trace, phase):
