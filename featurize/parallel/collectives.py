@@ -193,10 +193,11 @@ def _rings(mesh: Sequence[Sequence[int]], gpus: Collection[int]) -> int:
     Of the GPU with the fewest: each of its links carries one ring out and one in, and a ring does not leave to where it
     came from. Where a GPU has one neighbour, as one of two, rings go there and back. 0: links do not join them all.
     """
-    joined, found = set(), {next(iter(gpus))}
-    while found:
-        joined |= found
-        found = {other for gpu in found for other in gpus if mesh[gpu][other]} - joined
+    joined: set[int] = set()
+    neighbours = {next(iter(gpus))}
+    while neighbours:
+        joined |= neighbours
+        neighbours = {other for gpu in neighbours for other in gpus if mesh[gpu][other]} - joined
     if len(joined) < len(gpus):
         return 0
     counts = []

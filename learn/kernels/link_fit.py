@@ -20,7 +20,7 @@ from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective
 from featurize.parallel.layout import Parallel
 from learn.kernels.fitting import held_out_by
 from learn.kernels.judging import TimeScore, score_of
-from learn.kernels.rows import LeftOut, described, read_each
+from learn.kernels.rows import RowLeftOut, described, read_each
 from warehouse.published_links import OPERATOR
 
 _MOST_RANKS = 8  # of a node
@@ -104,13 +104,13 @@ def _measured(device_name: str | None, dims: str, dtype: str, duration_us: float
     device, shape = described(device_name), json.loads(dims)
     ranks = shape["arguments"]["ranks"]
     if ranks > _MOST_RANKS:
-        raise LeftOut(f"all-reduces between more than {_MOST_RANKS} GPUs")
+        raise RowLeftOut(f"all-reduces between more than {_MOST_RANKS} GPUs")
     try:
         fabric = fabric_of_axis(device, Parallel(ddp=ranks, gpus_per_node=_MOST_RANKS), ranks, 1)
     except UsageError as error:
-        raise LeftOut(f"all-reduces on {device.name}: its description has no such node") from error
+        raise RowLeftOut(f"all-reduces on {device.name}: its description has no such node") from error
     if fabric.links != packaged_links():
-        raise LeftOut(f"all-reduces on {device.name}: not over NVLink up to Ampere")
+        raise RowLeftOut(f"all-reduces on {device.name}: not over NVLink up to Ampere")
     return MeasuredAllReduce(
         device=device,
         ranks=ranks,

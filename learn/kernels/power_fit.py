@@ -25,7 +25,7 @@ from featurize.training_settings import Training
 from learn.kernels.columns import row_of_kernels
 from learn.kernels.descent import Values, descended, robust
 from learn.kernels.fitting import overlapped_ms
-from learn.kernels.rows import LeftOut, described, read_each
+from learn.kernels.rows import RowLeftOut, described, read_each
 from learn.kernels.zeus import JOBS, ZEUS, zeus_calls
 
 # Where the fit begins: an SM without arithmetic, the pipes and the memory each draw a part of what the board may.
@@ -126,7 +126,7 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
         name, model, dataset, batch = key = tuple(alike)
         spec, both = described(name), sorted(power.keys() & times.keys())
         if not both:
-            raise LeftOut("jobs without both power and time at a limit")
+            raise RowLeftOut("jobs without both power and time at a limit")
         if key not in calls:
             calls[key] = zeus_calls(model, dataset, batch, spec)
         return MeasuredPower(
