@@ -7,22 +7,18 @@ Start reading at `kernel_power`. As the times, it computes on NumPy arrays for e
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 import numpy as np
 
-from conf.errors import EnvironmentProblem
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_constants import INSTRUCTIONS_PER_ELEMENT
 from featurize.kernel_model.calls import GROUPS, STREAM, Calls
+from featurize.kernel_model.packaged import packaged_section
 from featurize.kernel_model.times import Kernels
 
-SECTION = "power"  # of the file of parameters
-_FILE = "parameters.json"
 _LEAST_CLOCK = 0.02  # of the full one: so low that memory-bound kernels keep below every limit that can be set
 _NEAR = 0.99  # of a clock: where its power's slope is taken
 _CORNER = 4  # of the roofline, as in `times`
@@ -158,9 +154,4 @@ def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) ->
 @functools.cache
 def load_power() -> PowerParameters:
     """Return the packaged parameters. Raises `EnvironmentProblem` for a damaged file."""
-    text = resources.files("featurize.kernel_model").joinpath(_FILE).read_text(encoding="utf-8")
-    try:
-        section = json.loads(text)[SECTION]
-        return PowerParameters(**{name: float(section[name]) for name in PowerParameters.__dataclass_fields__})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EnvironmentProblem(f"{_FILE} is damaged ({error!r}); install gpufarm again") from error
+    return packaged_section("power", lambda fitted: PowerParameters(**fitted))

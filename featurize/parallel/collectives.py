@@ -10,15 +10,14 @@ nodes.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, Interconnect
+from featurize.kernel_model.packaged import packaged_section
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import OWN
 
@@ -72,9 +71,8 @@ class LinkConstants:
 
 @functools.cache
 def packaged_links() -> LinkConstants:
-    """Return the fitted constants of the file of parameters."""
-    text = resources.files("featurize.kernel_model").joinpath("parameters.json").read_text(encoding="utf-8")
-    return LinkConstants(**json.loads(text)["links"])
+    """Return the packaged constants. Raises `EnvironmentProblem` for a damaged file."""
+    return packaged_section("links", lambda fitted: LinkConstants(**fitted))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """How long a host takes to launch a step's kernels, by what runs the job."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import load_device
+from featurize.kernel_model import packaged
 from featurize.kernel_model.calls import as_calls, stream
-from featurize.kernel_model.host import HostTime, framework_of, host_ms
+from featurize.kernel_model.host import HostTime, framework_of, host_ms, packaged_hosts
+from featurize.kernel_model.power import load_power
 from featurize.kernel_model.step_time import time_step
+from featurize.parallel.collectives import packaged_links
 from featurize.step_trace import GATHERED, Block, Collective
 from featurize.trace import trace_step
 from featurize.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, Training
@@ -78,3 +82,11 @@ def test_kernels_that_take_longer_beside_gathered_weights_are_busy_as_long(produ
 def test_an_unknown_framework_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match="compiled, eager, graphs, megatron"):
         Training(framework="jax")
+
+
+@pytest.mark.parametrize("section, load", [("host", packaged_hosts), ("links", packaged_links), ("power", load_power)])
+def test_a_file_of_parameters_without_a_section_is_damaged(monkeypatch, section, load):
+    content = {name: part for name, part in json.loads(packaged.packaged_text()).items() if name != section}
+    monkeypatch.setattr(packaged, "packaged_text", lambda: json.dumps(content))
+    with pytest.raises(EnvironmentProblem, match="install gpufarm again"):
+        load.__wrapped__()
