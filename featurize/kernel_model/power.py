@@ -19,10 +19,11 @@ from featurize.kernel_model.calls import GROUPS, STREAM, Calls
 from featurize.kernel_model.packaged import packaged_section
 from featurize.kernel_model.times import Kernels
 
-_LEAST_CLOCK = 0.02  # of the full one: so low that memory-bound kernels keep below every limit that can be set
-_NEAR = 0.99  # of a clock: where its power's slope is taken
+_IDLE_CLOCK = 0.1  # of the full one: about what GPUs idle at
+_LEAST_CLOCK = 0.02  # so low that memory-bound kernels keep below every limit that can be set
 _CORNER = 4  # of the roofline, as in `times`
-_HALVINGS = 12  # of the range of clocks, before one step of Newton's
+_ITERATIONS = 8  # until a clock below the limit stands
+_HALVINGS = 20  # of the range of clocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,39 +117,47 @@ def kernel_power(
         learned: As numbers, or scalars of `xp`.
         xp: numpy or torch.
     """
-    span_w = own_limit_w - idle_w
-    of_sms = span_w * (learned.sm * load.sm + learned.fp32 * load.fp32 + learned.tensor * load.tensor)
-    of_dram = span_w * learned.dram * load.dram
+    of_sms, of_dram, longer = _demand(load, own_limit_w - idle_w, learned)
+    clock = xp.ones_like(of_sms)
+    for _ in range(_ITERATIONS):
+        left_w = (limit_w - idle_w - of_dram / longer(clock)).clip(min=1e-3)
+        allowed = (left_w / of_sms.clip(min=1e-3)) ** (1 / learned.exponent)
+        clock = (clock * allowed.clip(min=_IDLE_CLOCK, max=1.0)) ** 0.5
+    factor = longer(clock)
+    return idle_w + of_dram / factor + of_sms * clock**learned.exponent, factor
+
+
+def _demand(load: KernelLoad, span_w: Any, learned: PowerParameters) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """Return the watts above idle of SMs and DRAM at full clock, and how much longer kernels take at a clock."""
 
     def longer(clock: Any) -> Any:
         fed = (1 + (learned.feed / clock) ** _CORNER) / (1 + learned.feed**_CORNER)
         slower = (load.arithmetic * clock**-_CORNER + (1 - load.arithmetic) * fed) ** (1 / _CORNER)
         return load.work * slower + 1 - load.work
 
-    def drawn_w(clock: Any) -> Any:
-        return idle_w + of_dram / longer(clock) + of_sms * clock**learned.exponent
-
-    high = xp.ones_like(of_sms + limit_w)
-    low = high * _LEAST_CLOCK
-    for _ in range(_HALVINGS):
-        middle = (low * high) ** 0.5
-        fits = drawn_w(middle) <= limit_w
-        low, high = xp.where(fits, middle, low), xp.where(fits, high, middle)
-    # Comparisons have no gradient: this step gives the fit the one of the clock at which the limit is reached.
-    slope = (drawn_w(low) - drawn_w(low * _NEAR)) / (low * (1 - _NEAR))
-    clock = (low + (limit_w - drawn_w(low)) / slope.clip(min=1e-3)).clip(min=_LEAST_CLOCK, max=1.0)
-    return drawn_w(clock), longer(clock)
+    of_sms = span_w * (learned.sm * load.sm + learned.fp32 * load.fp32 + learned.tensor * load.tensor)
+    return of_sms, span_w * learned.dram * load.dram, longer
 
 
 def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) -> tuple[np.ndarray, np.ndarray]:
     """Return the power of each kernel in W under the limit that is set on a GPU, and by which factor it takes longer
     than under the board's own."""
-    idle_w, own_w = spec.idle_power_w, spec.power_limit_w
-    watts, longer = kernel_power(load, idle_w, own_w, own_w, learned)
-    if spec.power_cap_w is None:
+    idle_w, own_w, cap_w = spec.idle_power_w, spec.power_limit_w, spec.power_cap_w
+    watts, own = kernel_power(load, idle_w, own_w, own_w, learned)
+    if cap_w is None or cap_w == own_w:
         return watts, np.ones_like(watts)
-    capped_w, capped = kernel_power(load, idle_w, own_w, spec.power_cap_w, learned)
-    return capped_w, capped / longer
+    of_sms, of_dram, longer = _demand(load, own_w - idle_w, learned)
+
+    def drawn_w(clock: np.ndarray) -> np.ndarray:
+        return idle_w + of_dram / longer(clock) + of_sms * clock**learned.exponent
+
+    # By halves: near its least limit, iterations as above do not end for what memory bounds.
+    clock, too_high = np.full_like(watts, _LEAST_CLOCK), np.ones_like(watts)
+    for _ in range(_HALVINGS):
+        middle = np.sqrt(clock * too_high)
+        fits = drawn_w(middle) <= cap_w
+        clock, too_high = np.where(fits, middle, clock), np.where(fits, too_high, middle)
+    return drawn_w(clock), np.maximum(longer(clock) / own, 1.0)
 
 
 @functools.cache
