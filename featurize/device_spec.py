@@ -23,6 +23,7 @@ _LARGEST = 1e12  # of any figure, in its unit
 _ARCHITECTURE = ("compute_capability", "llvm_target")  # of which a description has one
 _OPTIONAL = (*_ARCHITECTURE, "interconnect", "power_cap_w")
 _LEAST_CAP = 0.25  # of a board's own limit: as an A100-SXM4 takes it, 100 of 400 W; what lies below was not measured
+_ABOVE_IDLE = 1.2  # times idle power is the least limit: below it, nothing is left for kernels
 _NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)
 _NO_CAPABILITY = 0.0  # as a feature: that of no NVIDIA GPU
 
@@ -102,11 +103,32 @@ class DeviceSpec:
         elif self.llvm_target is not None and self.llvm_target not in LLVM_TARGETS:
             bad.append(f"llvm_target must be one of {', '.join(LLVM_TARGETS)}, got {self.llvm_target!r}")
         elif self.power_cap_w is not None and not bad:
-            least_w = _LEAST_CAP * self.power_limit_w
-            if not _positive(self.power_cap_w) or not least_w <= self.power_cap_w <= self.power_limit_w:
-                bad.append(f"power_limit_w must be {least_w:g} to {self.power_limit_w:g}, got {self.power_cap_w!r}")
+            bad += self._problem_of_limit("power_cap_w", self.power_cap_w)
         if bad:
             raise UsageError(f"device {self.name}: " + "; ".join(bad))
+
+    @property
+    def least_limit_w(self) -> float:
+        """The lowest power limit that can be set, in W."""
+        return max(_LEAST_CAP * self.power_limit_w, _ABOVE_IDLE * self.idle_power_w)
+
+    def _problem_of_limit(self, key: str, limit_w: Any) -> list[str]:
+        if _positive(limit_w) and self.least_limit_w <= limit_w <= self.power_limit_w:
+            return []
+        return [f"{key} must be {self.least_limit_w:g} to {self.power_limit_w:g}, got {limit_w!r}"]
+
+    def under_board_limit(self, limit_w: float) -> DeviceSpec:
+        """Return the GPU model with a limit that is set on its board, in W; a MIG slice has its share of that.
+
+        Raises:
+            UsageError: The limit is out of the board's range.
+        """
+        parts = split_slice(self.name)
+        board = self if parts is None else load_device(parts[0])
+        if problem := board._problem_of_limit("power_limit_w", limit_w):
+            raise UsageError(f"device {board.name}: {problem[0]}")
+        of_slice_w = limit_w * self.power_limit_w / board.power_limit_w
+        return dataclasses.replace(self, power_cap_w=max(of_slice_w, self.least_limit_w))
 
     @property
     def architecture(self) -> Architecture:
@@ -189,7 +211,7 @@ def device_of_user(device: str | DeviceSpec, power_limit_w: float | None = None)
 
     Args:
         device: What the user gives.
-        power_limit_w: Set on the GPU, in W; None: the description's own.
+        power_limit_w: Set on the GPU's board, in W; None: the description's own.
 
     Raises:
         UsageError: As `describe_device` and `device_from_mapping` do, or for a limit out of the GPU model's range.
@@ -198,7 +220,7 @@ def device_of_user(device: str | DeviceSpec, power_limit_w: float | None = None)
         described = device_from_mapping(read_device_file(device))
     else:
         described = describe_device(device)
-    return described if power_limit_w is None else dataclasses.replace(described, power_cap_w=power_limit_w)
+    return described if power_limit_w is None else described.under_board_limit(power_limit_w)
 
 
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:

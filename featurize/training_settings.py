@@ -23,9 +23,9 @@ CHECKPOINTING = ("full", "selective")
 ZERO_GRADS = ("before_forward", "after_forward")
 _ON_HOST = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.on_host)
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.float8.Float8LinearRecipeName
-# What runs the job on the host: PyTorch alone (compiled or not), Megatron-LM and what builds on it, or the whole step
-# as CUDA graphs.
-EAGER, MEGATRON, GRAPHS = FRAMEWORKS = ("eager", "megatron", "graphs")
+# What runs the job on the host: PyTorch operator by operator, what torch.compile made, Megatron-LM and what builds on
+# it, or the whole step as CUDA graphs.
+EAGER, COMPILED, MEGATRON, GRAPHS = FRAMEWORKS = ("eager", "compiled", "megatron", "graphs")
 QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 
 
@@ -72,8 +72,8 @@ class Training:
         offload_optimizer: State and step of the optimizer are on the host; weights are copied back.
         compile: The model is compiled (`torch.compile`), with Inductor. The loss and the optimizer are not. A text of
             `COMPILE_MODES` is torch.compile's mode; True is `default`.
-        framework: What launches the kernels, one of `FRAMEWORKS`: it decides how long the host takes. None: `megatron`
-            where modules or stages are split over ranks and the model is not compiled, else `eager`.
+        framework: What launches the kernels, one of `FRAMEWORKS`: it decides how long the host takes. None: `compiled`
+            with `compile`, else `megatron` where modules or stages are split over ranks, else `eager`.
         float8: Linear layers multiply 8-bit floats, as torchao's `convert_to_float8_training` makes them: one of its
             recipes. Layers of which a size is no multiple of 16 stay as they are.
         float8_skip: Names of the linear layers that are not converted. None: the output layer.
@@ -148,15 +148,15 @@ class Training:
 
     def beyond_trials(self) -> tuple[str, ...]:
         """Return the settings, as `name=value`, beyond trial configs, and an optimizer that no model was fitted on."""
-        return self._beyond("cudnn_benchmark", "channels_last")
+        return self._beyond("cudnn_benchmark", "channels_last", "framework")
 
     def beyond_fits(self) -> tuple[str, ...]:
         """Return those of `beyond_trials` that no fitted model can speak of.
 
         Where gradients are freed is not among them: it runs the same operators, and what lives longer is in the traced
-        peak, which fitted models scale.
+        peak, which fitted models scale. Nor is the framework, which changes the host's time alone.
         """
-        return self._beyond("cudnn_benchmark", "channels_last", "zero_grad")
+        return self._beyond("cudnn_benchmark", "channels_last", "framework", "zero_grad")
 
     def _beyond(self, *known: str) -> tuple[str, ...]:
         default = Training()

@@ -5,6 +5,7 @@ Start reading at `fit_kernels`. It writes the file that `featurize.kernel_model.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,9 +98,8 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
         UsageError: The folder holds too few measured steps.
     """
     from featurize.kernel_model.host import packaged_hosts
-    from featurize.kernel_model.power import load_power
     from featurize.kernel_model.step_time import efficiencies_text, load_efficiencies
-    from featurize.parallel.collectives import packaged_links
+    from featurize.training_settings import EAGER
     from learn.kernels.activity_fit import ActivityFit, judged_activity
     from learn.kernels.fitting import TimeFit
     from learn.kernels.host_fit import fitted_hosts
@@ -114,21 +114,24 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     scores, held_out = judged(fit, FOLDS, progress)
     learned = learned_of(fit, held_out, load_efficiencies().activity)
     jobs, jobs_left_out = measured_activity(settings.data, progress)
+    hosts, of_hosts, hosts_left_out = fitted_hosts(settings.data, learned, jobs, packaged_hosts())
     of_activity: Sequence[ActivityScore] = ()
     if len(jobs) >= LEAST_ROWS:
-        of_activity, activity = judged_activity(ActivityFit(jobs, learned), FOLDS, progress)
+        of_activity, activity = judged_activity(ActivityFit(jobs, learned, hosts[EAGER]), FOLDS, progress)
         learned = replace(learned, activity=activity)
-    links, of_links = fitted_links(settings.data) or (packaged_links(), [])
-    hosts, of_hosts = fitted_hosts(settings.data, learned, jobs, packaged_hosts())
-    power, of_power = fitted_power(settings.data, learned, progress) or (asdict(load_power()), [])
+    links, of_links, links_left_out = fitted_links(settings.data)
+    power, of_power, power_left_out = fitted_power(settings.data, learned, progress)
     sections = {"links": asdict(links), "host": {name: asdict(host) for name, host in hosts.items()}, "power": power}
+    reasons: Counter[str] = Counter()
+    for of_rows in (left_out, jobs_left_out, hosts_left_out, links_left_out, power_left_out):
+        reasons.update(of_rows)
     write_bytes(settings.path, efficiencies_text(learned, **sections).encode())
     return FittedKernels(
         times=[*scores, *of_hosts],
         activity=of_activity,
         links=of_links,
         power=of_power,
-        left_out=left_out | jobs_left_out,
+        left_out=dict(reasons),
     )
 
 

@@ -18,7 +18,6 @@ from featurize.kernel_constants import (
     FOREACH_CHUNK,
     FP32_EFFICIENCY,
     FP32_WARPS_LIMIT,
-    INSTRUCTIONS_PER_ELEMENT,
     SPLIT_DEPTH,
     SPLIT_US,
     TENSOR_EFFICIENCY,
@@ -27,7 +26,7 @@ from featurize.kernel_constants import (
     TILES,
 )
 from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, GROUPS, STREAM, Calls
-from featurize.kernel_model.power import KernelLoad
+from featurize.kernel_model.power import KernelLoad, pointwise_s
 from featurize.kernel_model.times import Kernels
 
 _WARP = 32  # threads; AMD's wavefronts of 64 count as two
@@ -226,8 +225,6 @@ def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned:
     active = calls.count * (timed.seconds - learned.single["gap"] * timed.latency_s) * timed.sm_share
     math_s = kernels.math_s * calls.count
     tensor = kernels.units == 1
-    pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
-    pointwise_s = 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / (spec.peak_tflops.fp32 * 1e12)
     drama_s = calls.count * kernels.memory_s * (1 - kernels.cached)
     busy_s = calls.count * timed.seconds
     above_idle_j = float((busy_s * (timed.watts - spec.idle_power_w)).sum())
@@ -235,7 +232,7 @@ def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned:
         smact=_ratio(float(active.sum()) / step_s),
         smocc=_ratio(float((active * timed.occupancy).sum()) / step_s),
         drama=_ratio(float(drama_s.sum()) / step_s),
-        fp32a=_ratio(float((math_s * ~tensor).sum() + (calls.count * pointwise_s).sum()) / step_s),
+        fp32a=_ratio(float((math_s * ~tensor).sum() + (calls.count * pointwise_s(calls, spec)).sum()) / step_s),
         tensor=_ratio(float((math_s * tensor).sum()) / step_s),
         gpu_util=_ratio(float(busy_s.sum()) / step_s),
         power_w=spec.idle_power_w + above_idle_j / step_s,

@@ -6,17 +6,14 @@ Start reading at `host_ms`; `learn.kernels.host_fit` fits the constants.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import Calls
+from featurize.kernel_model.packaged import packaged_section
 from featurize.step_trace import StepTrace
-from featurize.training_settings import EAGER, GRAPHS, MEGATRON, TrainingSettings, training_of
-
-_FILE = "parameters.json"
+from featurize.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, TrainingSettings, training_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +32,25 @@ class HostTime:
 
 @functools.cache
 def packaged_hosts() -> Mapping[str, HostTime]:
-    """Return framework -> the fitted constants of the file of parameters."""
-    text = resources.files("featurize.kernel_model").joinpath(_FILE).read_text(encoding="utf-8")
-    return {name: HostTime(**fitted) for name, fitted in json.loads(text)["host"].items()}
+    """Return framework -> the packaged constants. Raises `EnvironmentProblem` for a damaged file."""
+    return packaged_section(
+        "host", lambda hosts: {name: HostTime(**hosts[name]) for name in (EAGER, COMPILED, MEGATRON)}
+    )
 
 
 def framework_of(trace: StepTrace, settings: TrainingSettings) -> str:
     """Return what runs a job, one of `FRAMEWORKS`: what its settings say, else what such a layout usually runs under.
 
-    Tensor and pipeline parallelism are taken to run under Megatron, unless the model is compiled.
+    Tensor and pipeline parallelism are taken to run under Megatron, unless the model is compiled. What Inductor
+    launches is assumed to take `launch_overhead_us` each: no measured row has it.
     """
     training = training_of(settings)
     if training.framework is not None:
         return training.framework
+    if training.compile:
+        return COMPILED
     split = trace.pipeline is not None or any(one.axis == "tp" for one in trace.collectives)
-    return MEGATRON if split and not training.compile else EAGER
+    return MEGATRON if split else EAGER
 
 
 def host_ms(calls: Calls, spec: DeviceSpec, framework: str, hosts: Mapping[str, HostTime] | None = None) -> float:

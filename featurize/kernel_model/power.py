@@ -7,25 +7,23 @@ Start reading at `kernel_power`. As the times, it computes on NumPy arrays for e
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 import numpy as np
 
-from conf.errors import EnvironmentProblem
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_constants import INSTRUCTIONS_PER_ELEMENT
 from featurize.kernel_model.calls import GROUPS, STREAM, Calls
+from featurize.kernel_model.packaged import packaged_section
 from featurize.kernel_model.times import Kernels
 
-SECTION = "power"  # of the file of parameters
-_FILE = "parameters.json"
-_LEAST_CLOCK = 0.1  # of the full one: about what GPUs idle at
+_IDLE_CLOCK = 0.1  # of the full one: about what GPUs idle at
+_LEAST_CLOCK = 0.02  # so low that memory-bound kernels keep below every limit that can be set
 _CORNER = 4  # of the roofline, as in `times`
 _ITERATIONS = 8  # until a clock below the limit stands
+_HALVINGS = 20  # of the range of clocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +85,21 @@ def kernel_load(
     """
     tensor = kernels.units == 1
     work = 1 - np.minimum(latency_s / seconds, 1.0)
-    pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
-    pointwise_s = 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / (spec.peak_tflops.fp32 * 1e12)
     bound_by_memory = (memory_s - latency_s) / np.maximum(seconds - latency_s, 1e-12)
     return KernelLoad(
         sm=sm_share * work,
-        fp32=(np.where(tensor, 0.0, kernels.math_s) + pointwise_s) / seconds,
+        fp32=(np.where(tensor, 0.0, kernels.math_s) + pointwise_s(calls, spec)) / seconds,
         tensor=np.where(tensor, kernels.math_s, 0.0) / seconds,
         dram=kernels.memory_s * (1 - kernels.cached) / seconds,
         arithmetic=1 - np.clip(bound_by_memory, 0.0, 1.0) ** _CORNER,
         work=work,
     )
+
+
+def pointwise_s(calls: Calls, spec: DeviceSpec) -> np.ndarray:
+    """Return how long each kernel's elementwise arithmetic keeps the FP32 pipe busy, in s; 0 of all but streams."""
+    pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
+    return 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / (spec.peak_tflops.fp32 * 1e12)
 
 
 def kernel_power(
@@ -115,41 +117,50 @@ def kernel_power(
         learned: As numbers, or scalars of `xp`.
         xp: numpy or torch.
     """
-    span_w = own_limit_w - idle_w
-    of_sms = span_w * (learned.sm * load.sm + learned.fp32 * load.fp32 + learned.tensor * load.tensor)
-    of_dram = span_w * learned.dram * load.dram
+    of_sms, of_dram, longer = _demand(load, own_limit_w - idle_w, learned)
+    clock = xp.ones_like(of_sms)
+    for _ in range(_ITERATIONS):
+        left_w = (limit_w - idle_w - of_dram / longer(clock)).clip(min=1e-3)
+        allowed = (left_w / of_sms.clip(min=1e-3)) ** (1 / learned.exponent)
+        clock = (clock * allowed.clip(min=_IDLE_CLOCK, max=1.0)) ** 0.5
+    factor = longer(clock)
+    return idle_w + of_dram / factor + of_sms * clock**learned.exponent, factor
+
+
+def _demand(load: KernelLoad, span_w: Any, learned: PowerParameters) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """Return the watts above idle of SMs and DRAM at full clock, and how much longer kernels take at a clock."""
 
     def longer(clock: Any) -> Any:
         fed = (1 + (learned.feed / clock) ** _CORNER) / (1 + learned.feed**_CORNER)
         slower = (load.arithmetic * clock**-_CORNER + (1 - load.arithmetic) * fed) ** (1 / _CORNER)
         return load.work * slower + 1 - load.work
 
-    clock = xp.ones_like(of_sms)
-    for _ in range(_ITERATIONS):
-        left_w = (limit_w - idle_w - of_dram / longer(clock)).clip(min=1e-3)
-        allowed = (left_w / of_sms.clip(min=1e-3)) ** (1 / learned.exponent)
-        clock = (clock * allowed.clip(min=_LEAST_CLOCK, max=1.0)) ** 0.5
-    factor = longer(clock)
-    return idle_w + of_dram / factor + of_sms * clock**learned.exponent, factor
+    of_sms = span_w * (learned.sm * load.sm + learned.fp32 * load.fp32 + learned.tensor * load.tensor)
+    return of_sms, span_w * learned.dram * load.dram, longer
 
 
 def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) -> tuple[np.ndarray, np.ndarray]:
     """Return the power of each kernel in W under the limit that is set on a GPU, and by which factor it takes longer
     than under the board's own."""
-    idle_w, own_w = spec.idle_power_w, spec.power_limit_w
-    watts, longer = kernel_power(load, idle_w, own_w, own_w, learned)
-    if spec.power_cap_w is None:
+    idle_w, own_w, cap_w = spec.idle_power_w, spec.power_limit_w, spec.power_cap_w
+    watts, own = kernel_power(load, idle_w, own_w, own_w, learned)
+    if cap_w is None or cap_w == own_w:
         return watts, np.ones_like(watts)
-    capped_w, capped = kernel_power(load, idle_w, own_w, spec.power_cap_w, learned)
-    return capped_w, capped / longer
+    of_sms, of_dram, longer = _demand(load, own_w - idle_w, learned)
+
+    def drawn_w(clock: np.ndarray) -> np.ndarray:
+        return idle_w + of_dram / longer(clock) + of_sms * clock**learned.exponent
+
+    # By halves: near its least limit, iterations as above do not end for what memory bounds.
+    clock, too_high = np.full_like(watts, _LEAST_CLOCK), np.ones_like(watts)
+    for _ in range(_HALVINGS):
+        middle = np.sqrt(clock * too_high)
+        fits = drawn_w(middle) <= cap_w
+        clock, too_high = np.where(fits, middle, clock), np.where(fits, too_high, middle)
+    return drawn_w(clock), np.maximum(longer(clock) / own, 1.0)
 
 
 @functools.cache
 def load_power() -> PowerParameters:
     """Return the packaged parameters. Raises `EnvironmentProblem` for a damaged file."""
-    text = resources.files("featurize.kernel_model").joinpath(_FILE).read_text(encoding="utf-8")
-    try:
-        section = json.loads(text)[SECTION]
-        return PowerParameters(**{name: float(section[name]) for name in PowerParameters.__dataclass_fields__})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EnvironmentProblem(f"{_FILE} is damaged ({error!r}); install gpufarm again") from error
+    return packaged_section("power", lambda fitted: PowerParameters(**fitted))

@@ -10,7 +10,6 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from statistics import NormalDist
 
 import numpy as np
@@ -30,6 +29,7 @@ from featurize.kernel_model.activity import (
 )
 from featurize.kernel_model.calls import Calls, kernel_calls
 from featurize.kernel_model.host import framework_of, host_ms, machines_of
+from featurize.kernel_model.packaged import FILE, packaged_text
 from featurize.kernel_model.power import kernel_load, load_power, under_limit
 from featurize.kernel_model.times import (
     GROUP_VALUES,
@@ -44,7 +44,6 @@ from featurize.trace_memo import of_trace
 from featurize.training_settings import TrainingSettings, uses_tf32
 
 VERSION = 2
-_FILE = "parameters.json"
 _NORMAL = NormalDist()
 OVERLAP = 6  # how sharply the longer of GPU and host decides
 
@@ -153,7 +152,8 @@ def time_step(
     else:
         timed = timed_kernels(calls, spec, settings, learned)
     beside = learned.sharded if any(block.kind == GATHERED for block in trace.blocks) else 1.0
-    total_ms = calls.count * timed.seconds * beside * 1e3
+    timed = replace(timed, seconds=timed.seconds * beside)
+    total_ms = calls.count * timed.seconds * 1e3
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms
@@ -216,7 +216,7 @@ def overlapped(busy_ms: float, host_ms: float) -> float:
 @functools.cache
 def load_efficiencies() -> LearnedEfficiencies:
     """Return the packaged efficiencies. Raises `EnvironmentProblem` for a damaged file."""
-    return read_efficiencies(resources.files("featurize.kernel_model").joinpath(_FILE).read_text(encoding="utf-8"))
+    return read_efficiencies(packaged_text())
 
 
 def read_efficiencies(text: str) -> LearnedEfficiencies:
@@ -228,7 +228,7 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
     try:
         content = json.loads(text)
         if content["version"] != VERSION:
-            raise EnvironmentProblem(f"{_FILE} has version {content['version']}, and this release reads {VERSION}")
+            raise EnvironmentProblem(f"{FILE} has version {content['version']}, and this release reads {VERSION}")
         compute, bandwidth = content["compute"], content["bandwidth"]
         parameters = Parameters(
             names=(tuple(compute), tuple(bandwidth)),
@@ -247,7 +247,7 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
         sharded = float(content["sharded"])
         fitted_on = {str(source): int(rows) for source, rows in content["fitted_on"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EnvironmentProblem(f"{_FILE} is damaged ({error!r}); install gpufarm again") from error
+        raise EnvironmentProblem(f"{FILE} is damaged ({error!r}); install gpufarm again") from error
     return LearnedEfficiencies(
         parameters=parameters, activity=activity, error_quantiles=quantiles, fitted_on=fitted_on, sharded=sharded
     )

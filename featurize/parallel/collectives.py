@@ -10,15 +10,14 @@ nodes.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, Interconnect
+from featurize.kernel_model.packaged import packaged_section
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import OWN
 
@@ -72,9 +71,8 @@ class LinkConstants:
 
 @functools.cache
 def packaged_links() -> LinkConstants:
-    """Return the fitted constants of the file of parameters."""
-    text = resources.files("featurize.kernel_model").joinpath("parameters.json").read_text(encoding="utf-8")
-    return LinkConstants(**json.loads(text)["links"])
+    """Return the packaged constants. Raises `EnvironmentProblem` for a damaged file."""
+    return packaged_section("links", lambda fitted: LinkConstants(**fitted))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +189,15 @@ def _rings(mesh: Sequence[Sequence[int]], gpus: Collection[int]) -> int:
     """Return how many rings NCCL leads through some GPUs of a node, each over links of its own.
 
     Of the GPU with the fewest: each of its links carries one ring out and one in, and a ring does not leave to where it
-    came from. Where a GPU has one neighbour, as one of two, rings go there and back.
+    came from. Where a GPU has one neighbour, as one of two, rings go there and back. 0: links do not join them all.
     """
+    joined: set[int] = set()
+    neighbours = {next(iter(gpus))}
+    while neighbours:
+        joined |= neighbours
+        neighbours = {other for gpu in neighbours for other in gpus if mesh[gpu][other]} - joined
+    if len(joined) < len(gpus):
+        return 0
     counts = []
     for gpu in gpus:
         links = [mesh[gpu][other] for other in gpus if mesh[gpu][other]]

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from featurize.device_spec import load_device
 from featurize.kernel_model.calls import kernel_calls
 from featurize.kernel_model.host import HostTime, host_ms
 from featurize.kernel_model.step_time import LearnedEfficiencies, overlapped, timed_kernels
@@ -22,12 +21,13 @@ from featurize.training_settings import EAGER, MEGATRON
 from learn.kernels.activity_fit import ActivityFit, MeasuredActivity
 from learn.kernels.judging import TimeScore, score_of
 from learn.kernels.megatron_jobs import megatron_settings, megatron_step
+from learn.kernels.rows import LEAST_ROWS, described, read_each
 
 _MOST = 16  # steps of vTrain's that are traced
 _LEAST = 8
 _MOST_JOBS = 400  # of a family, whose activity is fitted anew for each factor
 _FACTORS = np.geomspace(4.0, 40.0, 93)
-_EAGER_FACTORS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+_EAGER_FACTORS = np.arange(2.0, 9.0, 0.5)
 # Replicated, or split within layers, few micro-batches, and so little work in each that hosts are the slower ones.
 _DRAWN = (
     "SELECT origin, device_name, step_time_ms FROM runs WHERE job_id = 'import-vtrain' AND status = 'ok' "
@@ -44,19 +44,19 @@ def fitted_hosts(
     learned: LearnedEfficiencies,
     jobs: Sequence[MeasuredActivity],
     hosts: Mapping[str, HostTime],
-) -> tuple[dict[str, HostTime], list[TimeScore]]:
-    """Return the hosts' constants, and how far vTrain's steps are off with their width left out.
+) -> tuple[dict[str, HostTime], list[TimeScore], dict[str, int]]:
+    """Return the hosts' constants, how far vTrain's steps are off with their width left out, and what was left out.
 
     Args:
         data: The data folder.
         learned: The efficiencies of kernels.
-        jobs: With measured SM activity; none leave eager PyTorch's constant as it is.
+        jobs: With measured SM activity; fewer than `LEAST_ROWS` leave eager PyTorch's constant as it is.
         hosts: The packaged constants, which stay where the folder has no rows.
     """
     fitted, scores = dict(hosts), []
-    if jobs:
+    if len(jobs) >= LEAST_ROWS:
         fitted[EAGER] = replace(hosts[EAGER], factor=_eager_factor(jobs, learned))
-    times = _megatron_times(data, learned)
+    times, left_out = _megatron_times(data, learned)
     if len(times) >= _LEAST:
         fitted[MEGATRON] = replace(hosts[MEGATRON], factor=_factor(times))
         off = []
@@ -65,7 +65,7 @@ def fitted_hosts(
             if others:
                 off += [_off(one, _factor(others)) for one in times if one[0] == width]
         scores.append(score_of("widths left out", "vTrain, one stage", np.array(off)))
-    return fitted, scores
+    return fitted, scores, left_out
 
 
 def _eager_factor(jobs: Sequence[MeasuredActivity], learned: LearnedEfficiencies) -> float:
@@ -79,28 +79,33 @@ def _eager_factor(jobs: Sequence[MeasuredActivity], learned: LearnedEfficiencies
         off = np.abs(fit.errors(*fit.fitted(everything))[0])
         return float(np.mean([np.mean(off[fit.family == family]) for family in np.unique(fit.family)]))
 
-    return min(_EAGER_FACTORS, key=error)
+    return float(min(_EAGER_FACTORS, key=error))
 
 
-def _megatron_times(data: str | os.PathLike[str] | None, learned: LearnedEfficiencies) -> list[tuple[int, ...]]:
-    """Return width, ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of vTrain's steps."""
+def _megatron_times(
+    data: str | os.PathLike[str] | None, learned: LearnedEfficiencies
+) -> tuple[list[tuple[float, ...]], dict[str, int]]:
+    """Return width, ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of vTrain's steps; and
+    how many were left out for which reason."""
     import warehouse
 
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows = connection.execute(_DRAWN, [_MOST]).fetchall()
-    times = []
-    for origin, device_name, measured_ms in rows:
-        cells = json.loads(origin)
+
+    def read(row: tuple[str, str, float]) -> tuple[float, ...]:
+        origin, device_name, measured_ms = row
+        device, cells = described(device_name), json.loads(origin)
         layers, width, heads, samples, split, ranks, batch = (
             int(cells[name]) for name in ("num_layers", "hidden", "heads", "micro_batch", "tp", "dp", "global_batch")
         )
-        device, settings = load_device(device_name), megatron_settings(batch // (ranks * samples))
+        settings = megatron_settings(batch // (ranks * samples))
         trace = megatron_step(layers, width, heads, samples, settings.accumulation, split, device)
         calls = kernel_calls(trace.operators)
         busy_ms = float((calls.count * timed_kernels(calls, device, settings, learned).seconds).sum()) * 1e3
         at = [host_ms(calls, device, MEGATRON, {MEGATRON: HostTime(factor=x, machines=1.0)}) for x in (0.0, 1.0)]
-        times.append((width, busy_ms, *at, measured_ms))
-    return times
+        return width, busy_ms, *at, measured_ms
+
+    return read_each(rows, read)
 
 
 def _off(one: Sequence[float], factor: float) -> float:
@@ -110,4 +115,4 @@ def _off(one: Sequence[float], factor: float) -> float:
 
 
 def _factor(times: Sequence[Sequence[float]]) -> float:
-    return float(min(_FACTORS, key=lambda factor: sum(abs(_off(one, factor)) for one in times)))
+    return round(float(min(_FACTORS, key=lambda factor: sum(abs(_off(one, factor)) for one in times))), 2)

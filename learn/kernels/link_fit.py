@@ -15,14 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from conf.errors import UsageError
-from featurize.device_spec import DeviceSpec, load_device
-from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis
+from featurize.device_spec import DeviceSpec
+from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.parallel.layout import Parallel
 from learn.kernels.fitting import held_out_by
 from learn.kernels.judging import TimeScore, score_of
+from learn.kernels.rows import RowLeftOut, described, read_each
 from warehouse.published_links import OPERATOR
 
-_BEGIN = {"launch_us": 10.0, "reached": 0.8, "copy_gb_s": 2000.0}  # the share is what NCCL takes a link to reach
+_MOST_RANKS = 8  # of a node
 _FIRST_STEP = 0.3  # of each logarithm
 _TOLERANCE = 0.02  # logarithm: rows nearer than this count little
 _OF_BEGIN = 1e-4  # weight of staying where the fit begins: of what the rows do not tell
@@ -45,15 +46,19 @@ class MeasuredAllReduce:
         return math.log(collective_s(ALL_REDUCE, self.nbytes, fabric) / self.seconds)
 
 
-def fitted_links(data: str | os.PathLike[str] | None) -> tuple[LinkConstants, list[TimeScore]] | None:
-    """Return the constants that explain a data folder's all-reduces, and their scores; None where it has none.
+def fitted_links(
+    data: str | os.PathLike[str] | None,
+) -> tuple[LinkConstants, list[TimeScore], dict[str, int]]:
+    """Return the constants that explain a data folder's all-reduces, their scores, and what was left out.
+
+    Without rows that the constants hold for, they are the packaged ones.
 
     Args:
         data: The folder; None: the default one. Rows of `warehouse.ingest source=allreduce`.
     """
-    rows = measured_all_reduces(data)
+    rows, left_out = measured_all_reduces(data)
     if not rows:
-        return None
+        return packaged_links(), [], left_out
     everything = np.ones(len(rows), dtype=bool)
     constants = _fitted(rows, everything)
     ratios = {"learned from": _log_ratios(rows, everything, constants)}
@@ -71,11 +76,13 @@ def fitted_links(data: str | os.PathLike[str] | None) -> tuple[LinkConstants, li
         for split, values in ratios.items()
         for device in np.unique(devices)
     ]
-    return constants, [score for score in scores if score.count]
+    return constants, [score for score in scores if score.count], left_out
 
 
-def measured_all_reduces(data: str | os.PathLike[str] | None) -> list[MeasuredAllReduce]:
-    """Return the all-reduces of the table `kernels` between up to eight GPUs of a described model.
+def measured_all_reduces(data: str | os.PathLike[str] | None) -> tuple[list[MeasuredAllReduce], dict[str, int]]:
+    """Return the all-reduces of the table `kernels` that the constants hold for, and what was left out.
+
+    They are of up to eight GPUs of a node that NVLink joins, up to Ampere.
 
     Args:
         data: The folder; None: the default one.
@@ -90,19 +97,26 @@ def measured_all_reduces(data: str | os.PathLike[str] | None) -> list[MeasuredAl
             f"WHERE operator = '{OPERATOR}' AND source IN ('measured', 'imported') AND duration_us > 0 "
             "ORDER BY device_name, kernel_row"
         ).fetchall()
-    rows = []
-    for device_name, dims, dtype, duration_us in measured:
-        shape = json.loads(dims)
-        with contextlib.suppress(UsageError):  # a GPU model without a description
-            rows.append(
-                MeasuredAllReduce(
-                    device=load_device(device_name),
-                    ranks=shape["arguments"]["ranks"],
-                    nbytes=math.prod(shape["shapes"][0]) * _ELEMENT_BYTES[dtype],
-                    seconds=duration_us * 1e-6,
-                )
-            )
-    return rows
+    return read_each(measured, lambda values: _measured(*values))
+
+
+def _measured(device_name: str | None, dims: str, dtype: str, duration_us: float) -> MeasuredAllReduce:
+    device, shape = described(device_name), json.loads(dims)
+    ranks = shape["arguments"]["ranks"]
+    if ranks > _MOST_RANKS:
+        raise RowLeftOut(f"all-reduces between more than {_MOST_RANKS} GPUs")
+    try:
+        fabric = fabric_of_axis(device, Parallel(ddp=ranks, gpus_per_node=_MOST_RANKS), ranks, 1)
+    except UsageError as error:
+        raise RowLeftOut(f"all-reduces on {device.name}: its description has no such node") from error
+    if fabric.links != packaged_links():
+        raise RowLeftOut(f"all-reduces on {device.name}: not over NVLink up to Ampere")
+    return MeasuredAllReduce(
+        device=device,
+        ranks=ranks,
+        nbytes=math.prod(shape["shapes"][0]) * _ELEMENT_BYTES[dtype],
+        seconds=duration_us * 1e-6,
+    )
 
 
 def _log_ratios(rows: Sequence[MeasuredAllReduce], of: np.ndarray, constants: LinkConstants) -> np.ndarray:
@@ -112,17 +126,18 @@ def _log_ratios(rows: Sequence[MeasuredAllReduce], of: np.ndarray, constants: Li
 def _fitted(rows: Sequence[MeasuredAllReduce], of: np.ndarray) -> LinkConstants:
     from scipy.optimize import minimize
 
+    packaged = dataclasses.asdict(packaged_links())
+
     def constants(logs: np.ndarray) -> LinkConstants:
-        return LinkConstants(
-            **{name: begin * math.exp(log) for (name, begin), log in zip(_BEGIN.items(), logs, strict=True)}
-        )
+        values = {name: value * math.exp(log) for (name, value), log in zip(packaged.items(), logs, strict=True)}
+        return LinkConstants(**values | {"reached": min(values["reached"], 1.0)})
 
     def error(logs: np.ndarray) -> float:
         off = _log_ratios(rows, of, constants(logs))
         return float(np.sqrt(off**2 + _TOLERANCE**2).mean() + _OF_BEGIN * (logs**2).sum())
 
-    begin = np.zeros(len(_BEGIN))
-    corners = np.vstack([begin, _FIRST_STEP * np.eye(len(begin))])
+    begin = np.zeros(len(packaged))
+    corners = np.vstack([begin, -_FIRST_STEP * np.eye(len(begin))])
     options = {"maxiter": _ITERATIONS, "initial_simplex": corners, "xatol": 1e-3, "fatol": 1e-5}
     best = constants(minimize(error, begin, method="Nelder-Mead", options=options).x)
     return LinkConstants(**{name: float(f"{value:.4g}") for name, value in dataclasses.asdict(best).items()})

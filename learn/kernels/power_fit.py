@@ -7,6 +7,7 @@ of the kernels are those that are known before.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections import defaultdict
@@ -16,13 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from featurize.device_spec import DeviceSpec, load_device
+from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import Calls
-from featurize.kernel_model.power import KernelLoad, PowerParameters, kernel_power
-from featurize.kernel_model.step_time import OVERLAP, LearnedEfficiencies, timed_kernels
+from featurize.kernel_model.power import KernelLoad, PowerParameters, kernel_power, load_power
+from featurize.kernel_model.step_time import LearnedEfficiencies, timed_kernels
 from featurize.training_settings import Training
 from learn.kernels.columns import row_of_kernels
-from learn.kernels.descent import Values, descended
+from learn.kernels.descent import Values, descended, robust
+from learn.kernels.fitting import overlapped_ms
+from learn.kernels.rows import RowLeftOut, described, read_each
 from learn.kernels.zeus import JOBS, ZEUS, zeus_calls
 
 # Where the fit begins: an SM without arithmetic, the pipes and the memory each draw a part of what the board may.
@@ -31,7 +34,7 @@ _LIMITS = {"sm": (0.0, 3.0), "fp32": (0.0, 3.0), "tensor": (0.0, 3.0), "dram": (
            "feed": (0.05, 1.5)}  # fmt: skip
 _OF_TIMES = 0.5  # weight of how much longer a job takes, beside its power
 _TOLERANCE = 0.05  # relative: what is further off counts in proportion, not squared
-_OF_PRIORS = 1e-3
+_OF_PRIORS = 2e-2
 _ITERATIONS, _RATE, _LAST_RATE = 150, 0.05, 0.01
 Progress = Callable[[str, int, int], None]
 
@@ -79,22 +82,27 @@ class PowerScore:
 
 def fitted_power(
     data: str | os.PathLike[str] | None, learned: LearnedEfficiencies, progress: Progress
-) -> tuple[dict[str, float], list[PowerScore]] | None:
-    """Return the section `power` of the file of parameters, and its scores; None with fewer than two GPU models.
+) -> tuple[dict[str, float], list[PowerScore], dict[str, int]]:
+    """Return the section `power` of the file of parameters, its scores, and what was left out.
+
+    With fewer than two GPU models, the section is the packaged one.
 
     Args:
         data: The data folder; None: the default one.
         learned: The efficiencies that give the kernels' times.
         progress: Called before each trace and each fit with a text, the number done and their total.
     """
-    rows = power_rows(data, progress)
+    rows, left_out = power_rows(data, progress)
     if len({row.device.name for row in rows}) < 2:
-        return None
-    return judged_power(rows, learned, progress)
+        return dataclasses.asdict(load_power()), [], left_out
+    return *judged_power(rows, learned, progress), left_out
 
 
-def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> list[MeasuredPower]:
-    """Return the jobs of a data folder with power by limit, except those that wait for their input. Args: as above."""
+def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple[list[MeasuredPower], dict[str, int]]:
+    """Return the jobs of a data folder with power by limit, and how many were left out for which reason.
+
+    Jobs that wait for their input are not asked for. Args: as above.
+    """
     import warehouse
 
     with contextlib.closing(warehouse.connect(data)) as connection:
@@ -111,22 +119,22 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> list[
             (times if power_w is None else power)[limit] = float(cells["value"])
             if step_ms is not None:
                 steps[limit] = step_ms
-    rows = []
     calls: dict[tuple, Calls] = {}
-    for done, (key, (power, times, steps)) in enumerate(sorted(jobs.items())):
-        progress("tracing jobs with power", done, len(jobs))
-        name, model, dataset, batch, _ = key
-        spec = load_device(name)
-        if key[:4] not in calls:
-            calls[key[:4]] = zeus_calls(model, dataset, batch, spec)
-        both = sorted(power.keys() & times.keys())
-        rows.append(
-            MeasuredPower(
-                model=f"{model}/{dataset}", device=spec, calls=calls[key[:4]], power_w={w: power[w] for w in both},
-                times={w: times[w] for w in both}, step_ms=steps.get(both[-1]),
-            )
+
+    def read(job: tuple[tuple, tuple[dict, dict, dict]]) -> MeasuredPower:
+        (*alike, _), (power, times, steps) = job
+        name, model, dataset, batch = key = tuple(alike)
+        spec, both = described(name), sorted(power.keys() & times.keys())
+        if not both:
+            raise RowLeftOut("jobs without both power and time at a limit")
+        if key not in calls:
+            calls[key] = zeus_calls(model, dataset, batch, spec)
+        return MeasuredPower(
+            model=f"{model}/{dataset}", device=spec, calls=calls[key], power_w={w: power[w] for w in both},
+            times={w: times[w] for w in both}, step_ms=steps.get(both[-1]),
         )  # fmt: skip
-    return rows
+
+    return read_each(sorted(jobs.items()), read, progress)
 
 
 def judged_power(
@@ -183,7 +191,7 @@ class _PowerFit:
             }
         )
         self._row = row_of_kernels(range(len(rows)), [row.calls for row in rows])
-        self._busy_s = torch.tensor(np.concatenate([one.seconds * one.calls.count for one in timed]))[:, None]
+        self._busy_ms = torch.tensor(np.concatenate([one.seconds * one.calls.count for one in timed]))[:, None] * 1e3
         # What a launch takes the host is not published: the shortest step of a GPU's machine says at most how long.
         launch_ms: dict[str, float] = {}
         for row in rows:
@@ -191,7 +199,7 @@ class _PowerFit:
                 least = row.step_ms / row.calls.launches
                 launch_ms[row.device.name] = min(launch_ms.get(row.device.name, least), least)
         host_ms = [row.calls.launches * launch_ms.get(row.device.name, 0.0) for row in rows]
-        self._host_s = torch.tensor(host_ms, dtype=torch.float64)[:, None] / 1e3
+        self._host_ms = torch.tensor(host_ms, dtype=torch.float64)[:, None]
 
     def fitted(self, of: np.ndarray) -> dict[str, float]:
         """Return the values that explain the rows of the mask `of`, (rows,). Every model on every GPU counts alike."""
@@ -201,7 +209,7 @@ class _PowerFit:
 
         def error(values: Values) -> torch.Tensor:
             power, slower = self._off(values)
-            return (weight * self._known * (_huber(power) + _OF_TIMES * _huber(slower))).sum()
+            return (weight * self._known * (robust(power, _TOLERANCE) + _OF_TIMES * robust(slower, _TOLERANCE))).sum()
 
         values = descended(
             begin, error, of_priors=_OF_PRIORS, iterations=_ITERATIONS, rate=_RATE, last_rate=_LAST_RATE, limits=_LIMITS
@@ -220,23 +228,13 @@ class _PowerFit:
         idle_w, own_w = (column[self._row][:, None] for column in (self._idle_w, self._own_w))
         limits_w = torch.cat([self._own_w[:, None], self._caps], 1)[self._row]
         watts, factor = kernel_power(self._load, idle_w, own_w, limits_w, learned, torch)
-        busy_s = self._busy_s * factor[:, 1:] / factor[:, :1]
+        busy_ms = self._busy_ms * factor[:, 1:] / factor[:, :1]
         empty = torch.zeros_like(self._caps)
-        of_row_s = empty.index_add(0, self._row, busy_s)
-        above_idle_j = empty.index_add(0, self._row, busy_s * (watts[:, 1:] - idle_w))
-        step_s = _overlapped(of_row_s, self._host_s)
-        power_w = self._idle_w[:, None] + above_idle_j / step_s
-        return (power_w / self._power).log(), (step_s / step_s[:, :1] / self._slower).log()
-
-
-def _overlapped(busy_s: torch.Tensor, host_s: torch.Tensor) -> torch.Tensor:
-    """As `featurize.kernel_model.step_time.overlapped`, on tensors."""
-    longer = torch.maximum(busy_s, host_s)
-    return longer * (1 + (torch.minimum(busy_s, host_s) / longer) ** OVERLAP) ** (1 / OVERLAP)
-
-
-def _huber(off: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_TOLERANCE, reduction="none")
+        of_row_ms = empty.index_add(0, self._row, busy_ms)
+        above_idle_mj = empty.index_add(0, self._row, busy_ms * (watts[:, 1:] - idle_w))
+        step_ms = overlapped_ms(of_row_ms, self._host_ms)
+        power_w = self._idle_w[:, None] + above_idle_mj / step_ms
+        return (power_w / self._power).log(), (step_ms / step_ms[:, :1] / self._slower).log()
 
 
 def _scores(split: str, off: np.ndarray, own: np.ndarray) -> list[PowerScore]:

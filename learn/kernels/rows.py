@@ -117,7 +117,7 @@ def measured_times(
         [most],
     ).fetchall()
     traces: dict[tuple, Calls] = {}
-    return _read_each(rows, lambda values: _measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
+    return read_each(rows, lambda values: _measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
 
 
 def kernel_times(
@@ -138,7 +138,7 @@ def kernel_times(
         "ORDER BY operator, device_name, kernel_row",
         [most],
     ).fetchall()
-    return _read_each(rows, lambda values: _measured_kernel(*values))
+    return read_each(rows, lambda values: _measured_kernel(*values))
 
 
 def measured_activity(
@@ -157,17 +157,17 @@ def measured_activity(
     except UsageError:  # too few rows of either
         return [], {}
     smocc = dict(zip(of_smocc.run_ids, of_smocc.label.tolist(), strict=True))
-    return _read_each(of_smact.records, lambda record: _measured_activity(record, smocc), progress)
+    return read_each(of_smact.records, lambda record: _measured_activity(record, smocc), progress)
 
 
-class _LeftOut(Exception):
+class RowLeftOut(Exception):
     """Why a row is not learned from."""
 
 
-def _read_each(
+def read_each(
     rows: Sequence[Any], read: Callable[[Any], Row], progress: Progress | None = None
 ) -> tuple[list[Row], dict[str, int]]:
-    """Return what `read` makes of each row, and for each reason of its `_LeftOut` the number of rows."""
+    """Return what `read` makes of each row, and for each reason of its `RowLeftOut` the number of rows."""
     kept: list[Row] = []
     left_out: Counter[str] = Counter()
     for done, row in enumerate(rows):
@@ -175,27 +175,28 @@ def _read_each(
             progress("tracing", done, len(rows))
         try:
             kept.append(read(row))
-        except _LeftOut as reason:
+        except RowLeftOut as reason:
             left_out[str(reason)] += 1
     return kept, dict(left_out)
 
 
-def _described(name: str | None) -> DeviceSpec:
+def described(name: str | None) -> DeviceSpec:
+    """Return a measured GPU's description. Raises `RowLeftOut` without one."""
     try:
         return load_device(name or "")
     except UsageError as error:
-        raise _LeftOut(f"no description of {name}") from error
+        raise RowLeftOut(f"no description of {name}") from error
 
 
 def _measured_kernel(
     name: str, device_name: str | None, dims: str, dtype: str, phase: str | None, duration_us: float
 ) -> MeasuredTime:
-    device = _described(device_name)
+    device = described(device_name)
     if name.startswith(LAYER):
         return _measured_layer(name.removeprefix(LAYER), device, json.loads(dims), dtype, phase, duration_us)
     operator = _operator(name, json.loads(dims), dtype)
     if operator is None:
-        raise _LeftOut(f"kernels of {name}")
+        raise RowLeftOut(f"kernels of {name}")
     return MeasuredTime(
         name=name,
         source=KERNELS,
@@ -226,11 +227,11 @@ def _measured_layer(
     layer: str, device: DeviceSpec, sizes: Mapping[str, int], dtype: str, phase: str | None, duration_us: float
 ) -> MeasuredTime:
     if sizes.get("ranks", 1) > 1 and (layer, phase) != ("head", "forward"):
-        raise _LeftOut("layers that end with an all-reduce")
+        raise RowLeftOut("layers that end with an all-reduce")
     try:
         calls = layer_calls(layer, sizes, phase, dtype, device)
     except (KeyError, TraceError, UsageError) as error:
-        raise _LeftOut(f"layer {layer}: {type(error).__name__}") from error
+        raise RowLeftOut(f"layer {layer}: {type(error).__name__}") from error
     return MeasuredTime(
         name=f"{layer} {phase or 'both'} {canonical_json(sizes)}",
         source=SAILOR if layer in _SAILOR_LAYERS else LIGER,
@@ -245,12 +246,12 @@ def _measured_activity(record: LabelledRow, smocc: Mapping[str, float]) -> Measu
     """Return a job with its SM activity, and its occupancy by run id."""
     config = record.case.config
     if record.run_id not in smocc or config is None:
-        raise _LeftOut("no occupancy")
+        raise RowLeftOut("no occupancy")
     try:
         device = load_device(record.device)
         trace = trace_config(config, device=device)
     except (TraceError, UsageError) as error:
-        raise _LeftOut(f"cannot be traced: {type(error).__name__}") from error
+        raise RowLeftOut(f"cannot be traced: {type(error).__name__}") from error
     return MeasuredActivity(
         family=record.family,
         group=record.group,
@@ -306,14 +307,14 @@ def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None
 
 def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTime:
     source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
-    device = _described(row["device_name"])
+    device = described(row["device_name"])
     release = _release(row["torch_version"])
     if source == LLM_FOUNDRY:
         return _of_llm_foundry(row, device, traces)
     try:
         config = config_of_one_gpu(row["config"])
     except UnreadableConfig as error:
-        raise _LeftOut(f"{source}: no trial config") from error
+        raise RowLeftOut(f"{source}: no trial config") from error
     fused = release is None or release >= _FIRST_FUSED
     key = (row["config"], device.architecture.attention, fused)
     if key not in traces:
@@ -338,7 +339,7 @@ def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tup
     size, length, samples = cells["Model"].lower(), int(cells["SeqLen (T)"]), int(cells["MicroBatchSize"])
     recompute = cells["Activation Checkpointing"] == "True"
     if size not in SIZES or not cells["Precision"].endswith("bf16"):
-        raise _LeftOut(f"{LLM_FOUNDRY}: {size} in {cells['Precision']}")
+        raise RowLeftOut(f"{LLM_FOUNDRY}: {size} in {cells['Precision']}")
     key = (size, length, samples, recompute, device.architecture.attention)
     if key not in traces:
         traces[key] = _traced(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
@@ -373,7 +374,7 @@ def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:
     try:
         step = trace()
     except (TraceError, UsageError) as error:
-        raise _LeftOut(f"cannot be traced: {type(error).__name__}") from error
+        raise RowLeftOut(f"cannot be traced: {type(error).__name__}") from error
     return kernel_calls(step.operators, **uses_tf32(precision), listed=listed)
 
 

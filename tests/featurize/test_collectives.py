@@ -1,15 +1,19 @@
 """How long collectives take, by bytes, ranks and what joins them."""
 
+from dataclasses import replace
+
 import pytest
 
 from conf.errors import UsageError
-from featurize.device_spec import load_device
+from featurize.device_spec import Interconnect, load_device
 from featurize.parallel.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
     KINDS,
+    LINK,
+    PCIE,
     REDUCE_SCATTER,
     SEND,
     collective_s,
@@ -159,6 +163,14 @@ def test_of_groups_in_one_node_the_one_with_the_fewest_links_counts():
 
 def test_gpus_that_no_link_joins_talk_over_pcie():
     assert fabric_of_axis(V100, ranks(6), 2, 3).kind == "pcie"  # 0 and 3 have links, 1 and 4 none
+
+
+def test_gpus_that_links_join_in_pairs_only_talk_over_pcie():
+    pairs = Interconnect(pcie_gb_s=31.5, link_gb_s=56.25, mesh=((0, 4, 0, 0), (4, 0, 0, 0), (0, 0, 0, 4), (0, 0, 4, 0)))
+    a40 = replace(load_device("A40"), interconnect=pairs)
+    four = Parallel(ddp=4, gpus_per_node=4)
+    assert (fabric_of(a40, four).kind, fabric_of_axis(a40, four, 2, 1).kind) == (PCIE, LINK)
+    assert fabric_of_axis(a40, four, 2, 2).kind == PCIE
 
 
 def test_more_gpus_a_node_than_its_mesh_has_are_refused():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.device_spec import DeviceSpec, device_from_mapping, device_of_user, load_device
+from featurize.device_spec import DeviceSpec, device_from_mapping, device_names, device_of_user, load_device
+from featurize.kernel_model.power import KernelLoad, load_power, under_limit
 from featurize.kernel_model.step_time import TimedStep, time_step
 from featurize.trace import trace_step
 from featurize.training_settings import Training
@@ -63,8 +65,30 @@ def test_the_boards_own_limit_changes_nothing(product):
 
 def test_a_limit_out_of_the_range_is_refused_with_the_range():
     for limit_w in (20, 301, float("nan")):
-        with pytest.raises(UsageError, match="power_limit_w must be 75 to 300, got"):
+        with pytest.raises(UsageError, match=r"power_limit_w must be 98\.4 to 300, got"):
             device_of_user("A40", limit_w)
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_gpu_model_keeps_below_the_least_limit_that_it_takes(name):
+    device, product, one = load_device(name), np.array([1.0, 0.5, 0.0]), np.ones(3)
+    load = KernelLoad(sm=one, fp32=product, tensor=0 * one, dram=1 - product, arithmetic=product, work=one)
+    limited = device_of_user(name, device.least_limit_w)
+    watts, longer = under_limit(load, limited, load_power())
+    assert (watts <= 1.001 * device.least_limit_w).all() and (longer > 1).all()
+
+
+def test_a_limit_of_a_slice_is_set_on_its_board_and_the_message_has_the_boards_range():
+    board, part = load_device("A100-SXM4-40GB"), load_device("A100-SXM4-40GB:3g.20gb")
+    half = device_of_user("A100-SXM4-40GB:3g.20gb", board.power_limit_w / 2)
+    assert half.power_cap_w == pytest.approx(part.power_limit_w / 2)
+    with pytest.raises(UsageError, match="device A100-SXM4-40GB: power_limit_w must be 100 to 400, got 90"):
+        device_of_user("A100-SXM4-40GB:3g.20gb", 90)
+
+
+def test_a_bad_limit_of_a_description_is_reported_under_its_own_key():
+    with pytest.raises(UsageError, match=r"power_cap_w must be 98\.4 to 300, got 20"):
+        device_from_mapping({**A40.to_mapping(), "power_cap_w": 20})
 
 
 def test_a_limit_travels_with_the_description_to_a_scripts_process():

@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from featurize.device_spec import load_device
-from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis
+from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.parallel.layout import Parallel
 from learn.kernels.link_fit import fitted_links
 from warehouse.folder import DataFolder
@@ -31,13 +31,24 @@ def all_reduces(folder, gpu, counts):
 
 
 def test_a_folder_without_all_reduces_fits_nothing(tmp_path):
-    assert fitted_links(DataFolder(tmp_path / "data").create()) is None
+    assert fitted_links(DataFolder(tmp_path / "data").create()) == (packaged_links(), [], {})
+
+
+def test_rows_that_the_constants_do_not_hold_for_are_left_out_with_the_reason(tmp_path):
+    all_reduces(tmp_path, "H100-SXM5-80GB", (8,))
+    all_reduces(tmp_path, "A100-SXM4-80GB", (16,))
+    constants, scores, left_out = fitted_links(tmp_path / "data")
+    assert (constants, scores) == (packaged_links(), [])
+    assert left_out == {
+        "all-reduces on H100-SXM5-80GB: not over NVLink up to Ampere": 3,
+        "all-reduces between more than 8 GPUs": 3,
+    }
 
 
 def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_was_left_out(tmp_path):
     all_reduces(tmp_path, "A100-SXM4-80GB", (2, 8))
     all_reduces(tmp_path, "V100-SXM2-16GB", (8,))
-    constants, scores = fitted_links(tmp_path / "data")
+    constants, scores, _ = fitted_links(tmp_path / "data")
     assert constants.reached == pytest.approx(0.7, rel=0.02) and constants.copy_gb_s == pytest.approx(600, rel=0.05)
     assert constants.launch_us == pytest.approx(40, rel=0.05)
     assert {score.split for score in scores} == {"learned from", "GPU models left out", "numbers of GPUs left out"}

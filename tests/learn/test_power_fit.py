@@ -15,22 +15,28 @@ from warehouse.published_power import ZEUS_COLUMNS
 LIMITS = {"A40": (300, 200, 125), "V100": (250, 175, 125)}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Made-up rows: a job that is as slow as its power is low, and one that waits for its input."""
+def write(data, name, limits_w, batch=512, timed=("A40", "V100")):
+    """Import made-up rows: a job that is as slow as its power is low, and one that waits for its input."""
     names = ZEUS_COLUMNS.split(", ")
-    with open(tmp_path / "power.csv", "w", newline="") as file:
+    path = data.parent / name
+    with open(path, "w", newline="") as file:
         table = csv.DictWriter(file, [*names, "note"])
         table.writeheader()
-        for gpu, limits in LIMITS.items():
+        for gpu, limits in limits_w.items():
             for limit_w in limits:
                 for model, dataset, power_w, epoch_s in (
                     ("shufflenetv2", "cifar100", 0.7 * limit_w, 2000 / limit_w), ("ncf", "movielens-1m", 60, 900),
                 ):  # fmt: skip
-                    job = dict(zip(names, (model, dataset, gpu, 1, 512, "fp32", "adam", limit_w), strict=False))
+                    job = dict(zip(names, (model, dataset, gpu, 1, batch, "fp32", "adam", limit_w), strict=False))
                     table.writerow({**job, "what_was_measured": "average power", "value": power_w, "unit": "W"})
-                    table.writerow({**job, "what_was_measured": "time per epoch", "value": epoch_s, "unit": "s"})
-    ingest(IngestSettings(source="zeus", path=str(tmp_path / "power.csv"), data=str(tmp_path / "data")))
+                    if gpu in timed:
+                        table.writerow({**job, "what_was_measured": "time per epoch", "value": epoch_s, "unit": "s"})
+    ingest(IngestSettings(source="zeus", path=str(path), data=str(data)))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "data", "power.csv", LIMITS)
     return tmp_path / "data"
 
 
@@ -43,10 +49,18 @@ def test_the_time_of_an_epoch_becomes_that_of_a_step_where_the_samples_are_known
     assert {name for name, _ in steps} == {"A40", "V100-PCIE-32GB"}
 
 
+def test_jobs_without_a_time_and_gpus_without_a_description_are_left_out_with_the_reason(folder, monkeypatch):
+    monkeypatch.setattr(power_fit, "zeus_calls", lambda *_: None)
+    write(folder, "unknown.csv", {"GTX-1": (100,), "A40": (300,)}, batch=64, timed=("GTX-1",))
+    rows, left_out = power_fit.power_rows(folder, lambda *_: None)
+    assert len(rows) == 2
+    assert left_out == {"no description of GTX-1": 1, "jobs without both power and time at a limit": 1}
+
+
 @pytest.mark.slow
 def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(folder, monkeypatch):
     monkeypatch.setattr(power_fit, "_ITERATIONS", 5)
-    section, scores = power_fit.fitted_power(folder, load_efficiencies(), lambda *_: None)
+    section, scores, _ = power_fit.fitted_power(folder, load_efficiencies(), lambda *_: None)
     assert set(section) == {"sm", "fp32", "tensor", "dram", "exponent", "feed"}
     judged = {(score.split, score.limit): score for score in scores}
     assert judged["learned from", "lower"].count == 4  # the job that waits for its input is not learned from
