@@ -13,18 +13,16 @@ Liger (linkedin/Liger-Kernel, benchmark/scripts): operators of plain PyTorch and
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from conf.identity import canonical_json
 from warehouse.gpumemnet import to_number
-from warehouse.imported_rows import run_ids
 from warehouse.neusight import KernelFile
-from warehouse.published import wide_cells
+from warehouse.published_links import Cells, read_times
 
 PREFIX = "layer::"
 _SAILOR_SIZES = {  # model -> sizes of a layer, of its script; the vocabulary is GPT-2's, padded by Megatron
@@ -39,6 +37,7 @@ _SAILOR_LAYERS = ("block", "head")
 _GATED = {"swiglu": "silu", "geglu": "gelu", "tiled_geglu": "gelu", "tiled_swiglu": "silu"}
 _LIGER_PHASES = {"forward": "forward", "no-grad-forward": "forward", "backward": "backward", "full": None}
 _LIGER_PROVIDERS = ("torch", "huggingface")
+_LIGER_DTYPES = ("float32", "bfloat16")
 _DEVICES = {  # the files' names -> names in conf/device
     "A100-40": "A100-SXM4-40GB",
     "A100-80": "A100-SXM4-80GB",
@@ -56,22 +55,19 @@ _DEVICES = {  # the files' names -> names in conf/device
 }
 _TF32_DEVICES = ("A100", "GH", "RTX-3090")
 
-Cells = Mapping[str, str]
 _Timed = tuple[str, str | None, dict[str, int], str, float]  # layer, phase (None: both), sizes, type, us in a unit
-
-
-class _Unread(ValueError):
-    """Why a row is not read."""
 
 
 def _sailor(cells: Cells) -> _Timed:
     model, gpu = cells["model"], cells["gpu"]
     if model not in _SAILOR_SIZES:
-        raise _Unread(f"model {model}; known: {', '.join(_SAILOR_SIZES)}")
+        raise ValueError(f"model {model}; known: {', '.join(_SAILOR_SIZES)}")
+    if cells["unit"] != "s":
+        raise ValueError(f"unit {cells['unit'][:40]!r}; known: s")
     phase = _SAILOR_PHASES.get(cells["what_was_measured"])
     if phase is None or cells["layer"] not in _SAILOR_LAYERS:
-        raise _Unread("optimizer and embedding: one figure for layers of several sizes")
-    dims = {**_SAILOR_SIZES[model], "samples": _whole(cells["batch_per_gpu"]), "ranks": _whole(cells["tp"])}
+        raise ValueError("optimizer and embedding: one figure for layers of several sizes")
+    dims = {**_SAILOR_SIZES[model], **_whole({"samples": cells["batch_per_gpu"], "ranks": cells["tp"]})}
     tf32 = gpu.startswith(_TF32_DEVICES) and (model, gpu) not in _WITHOUT_TF32
     return cells["layer"], phase, dims, "tf32" if tf32 else "float32", 1e6
 
@@ -79,17 +75,20 @@ def _sailor(cells: Cells) -> _Timed:
 def _liger(cells: Cells) -> _Timed:
     model = cells["model"]
     if cells["unit"] != "ms" or cells["provider"] not in _LIGER_PROVIDERS:
-        raise _Unread("memory, and kernels that are not PyTorch's")
+        raise ValueError("memory, and kernels that are not PyTorch's")
     if cells["mode"] not in _LIGER_PHASES:
-        raise _Unread(f"mode {cells['mode'][:40]}; known: {', '.join(_LIGER_PHASES)}")
+        raise ValueError(f"mode {cells['mode'][:40]}; known: {', '.join(_LIGER_PHASES)}")
     phase = _LIGER_PHASES[cells["mode"]]
     config = _config(cells["config"])
-    samples = config.get("bsz", config.get("B", 1))
     if model in _GATED and cells["x_name"] == "T":
-        sizes = {"width": config["hidden_size"], "inner": config["intermediate_size"]}
-        dims = {**sizes, "length": _whole(cells["x_value"]), "samples": samples}
-        return _GATED[model], phase, dims, _dtype(config), 1e3
-    raise _Unread("operators other than gated feed-forward layers")
+        sizes = {
+            "width": config.get("hidden_size"),
+            "inner": config.get("intermediate_size"),
+            "length": cells["x_value"],
+            "samples": config.get("bsz", config.get("B", 1)),
+        }
+        return _GATED[model], phase, _whole(sizes), _dtype(config), 1e3
+    raise ValueError("operators other than gated feed-forward layers")
 
 
 _SOURCES: Mapping[str, tuple[str, Callable[[Cells], _Timed]]] = {
@@ -119,45 +118,22 @@ def read_layer_times(
         The rows. Rows that are not read are named in `invalid` with the reason.
     """
     names, read = _SOURCES[source]
-    try:
-        with wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            if not set(names.split(", ")) <= set(reader.fieldnames or ()):
-                return None
-            lines = [{str(name): str(value or "") for name, value in row.items()} for row in reader]
-    except (UnicodeDecodeError, csv.Error):
-        return None
-    kernels = KernelFile(path)
-    contents = []
-    for place, cells in enumerate(lines, 1):
-        try:
-            kernels.rows.append(_row(cells, read, device_name))
-        except (_Unread, KeyError) as error:
-            reason = f"config lacks {error.args[0]}" if isinstance(error, KeyError) else str(error)
-            kernels.invalid.setdefault(reason, []).append(place)
-            continue
-        contents.append(canonical_json({"cells": cells, "device_name": device_name}))
-    for row, kernel_row in zip(kernels.rows, run_ids(source, contents), strict=True):
-        row["kernel_row"] = kernel_row
-    return kernels
+    return read_times(path, source, names.split(", "), partial(_row, read=read), device_name)
 
 
-def _row(cells: Cells, read: Callable[[Cells], Any], device_name: str | None) -> dict[str, Any]:
+def _row(cells: Cells, read: Callable[[Cells], _Timed]) -> dict[str, Any]:
     layer, phase, dims, dtype, us_per_unit = read(cells)
     value = to_number(cells["value"])
-    if value is None or not (math.isfinite(value) and value > 0):
-        raise _Unread("value is no time > 0")
+    if value is None or value <= 0:
+        raise ValueError("value is no time > 0")
     return {
-        "source": "imported",
-        "device_name": device_name or _DEVICES.get(cells["gpu"], cells["gpu"]),
+        "device_name": _DEVICES.get(cells["gpu"], cells["gpu"]),
         "phase": phase,
         "operator": f"{PREFIX}{layer}",
         "dims": canonical_json(dims),
         "dtype": dtype,
         "duration_us": value * us_per_unit,
-        "count": 1,
         "timing": "cuda_events",
-        "origin": canonical_json(dict(cells)),
     }
 
 
@@ -165,18 +141,22 @@ def _config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError:
-        raise _Unread("config is no JSON object") from None
+        raise ValueError("config is no JSON object") from None
     if not isinstance(config, dict):
-        raise _Unread("config is no JSON object")
+        raise ValueError("config is no JSON object")
     return config
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
-    return str(config.get("dtype", "torch.float32")).removeprefix("torch.")
+    dtype = str(config.get("dtype", "torch.float32")).removeprefix("torch.")
+    if dtype not in _LIGER_DTYPES:
+        raise ValueError(f"dtype {dtype[:40]!r}; known: {', '.join(_LIGER_DTYPES)}")
+    return dtype
 
 
-def _whole(text: str) -> int:
-    number = to_number(text)
-    if number is None or number < 1 or number != int(number):
-        raise _Unread(f"{text[:40]!r} is no whole number > 0")
-    return int(number)
+def _whole(sizes: Mapping[str, object]) -> dict[str, int]:
+    numbers = {name: to_number(str(size)) for name, size in sizes.items()}
+    for name, number in numbers.items():
+        if number is None or not 1 <= number < 2**31 or number != int(number):
+            raise ValueError(f"{name} is no whole number > 0: {str(sizes[name])[:40]!r}")
+    return {name: int(number) for name, number in numbers.items() if number is not None}

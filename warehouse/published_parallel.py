@@ -15,7 +15,7 @@ _COMMON = "model, gpu, gpus, tp, pp, micro_batch, global_batch, precision, what_
 PARALLEL_COLUMNS = {  # source -> columns of its files
     "vtrain": f"{_COMMON}, num_layers, hidden, heads, dp, pipeline_schedule",
     "dgxc": f"{_COMMON}, cp, ep, framework, section, release",
-    "nemo": f"{_COMMON}, cp, ep, container, task, ga",
+    "nemo": f"{_COMMON}, seq, cp, ep, container, task, ga",
 }
 _MS = {"ms": 1.0, "s": 1e3}
 _DEVICES = {  # the files' names -> names in conf/device
@@ -27,13 +27,14 @@ _DEVICES = {  # the files' names -> names in conf/device
 
 
 def read_parallel(row: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the run of one row: the time of a step, or of NeMo that of its tokens a second and GPU."""
-    value, gpus = to_number(row["value"]), to_number(row["gpus"])
-    step_ms = value * _MS[row["unit"]] if value and row["unit"] in _MS else None
-    if row["unit"] == "tokens/s/GPU" and value and gpus:
-        samples, length = to_number(row["global_batch"]), to_number(row.get("seq", ""))
-        step_ms = samples * length / (value * gpus) * 1e3 if samples and length else None
-    batch = to_number(row["micro_batch"])
+    """Yield the run of one row: the time of a step, or of NeMo that of its tokens a second and GPU.
+
+    `batch_size` stays empty: the time is of all micro-batches on all GPUs, and `origin` has their sizes."""
+    value, kind, unit = _above_zero(row["value"]), row["what_was_measured"], row["unit"]
+    step_ms = value * _MS[unit] if value and unit in _MS and "time" in kind else None
+    if unit == "tokens/s/GPU" and value:
+        samples, length, gpus = (_above_zero(row[name]) for name in ("global_batch", "seq", "gpus"))
+        step_ms = samples * length / (value * gpus) * 1e3 if samples and length and gpus else None
     run: dict[str, Any] = {
         "family": UNKNOWN_FAMILY,
         "status": "ok",
@@ -41,10 +42,17 @@ def read_parallel(row: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         "error": f"{row['model']} on {row['gpus']} GPUs, which no trial config describes",
         "device_name": _DEVICES.get(row["gpu"], row["gpu"]),
         "device_memory_mib": None,
-        "batch_size": int(batch) if batch else None,
         "precision": row["precision"],
         "step_time_ms": step_ms,
     }
-    if step_ms is None:
-        run |= {"status": "invalid", "error_type": None, "error": f"no time of a step: {row['what_was_measured']}"}
+    problem = None if step_ms else f"no time of a step: {kind}"
+    if row["micro_batch"] and not (_above_zero(row["micro_batch"]) or 0.5).is_integer():
+        problem = "micro_batch is no whole number > 0"
+    if problem is not None:
+        run |= {"status": "invalid", "error_type": None, "error": problem, "step_time_ms": None}
     yield run
+
+
+def _above_zero(text: str) -> float | None:
+    number = to_number(text)
+    return number if number is not None and number > 0 else None

@@ -22,6 +22,7 @@ _DEVICES = {  # the file's names -> names in conf/device
     "P100": "P100-PCIE-16GB",
     "RTX6000": "Quadro-RTX-6000",
 }
+_MOST_WATTS = 2_000.0  # above any GPU's limit
 _POWER, _EPOCH = "average power", "time per epoch"
 
 
@@ -39,8 +40,8 @@ def zeus_run(row: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         "precision": row["precision"].split()[0] if row["precision"] else None,
         "optimizer": row["optimizer"].lower(),
     }
-    if value is None or value <= 0 or run["batch_size"] is None:
-        run |= {"status": "invalid", "error_type": None, "error": f"no batch size, or no value of {kind or 'anything'}"}
+    if (problem := _problem(row, value, run["batch_size"])) is not None:
+        run |= {"status": "invalid", "error_type": None, "error": problem}
     elif (kind, unit) == (_POWER, "W"):
         run["power_w"] = value
     elif (kind, unit) == (_EPOCH, "s"):
@@ -52,3 +53,18 @@ def zeus_run(row: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     else:
         run |= {"status": "invalid", "error_type": None, "error": f"{kind} in {unit}: this table is of power and time"}
     yield run
+
+
+def _problem(row: Mapping[str, str], value: float | None, batch: int | None) -> str | None:
+    kind = row["what_was_measured"]
+    if value is None or value <= 0 or batch is None:
+        return f"no batch size, or no value of {kind or 'anything'}"
+    if to_number(row["gpus"]) != 1:
+        return f"gpus is {row['gpus'] or 'empty'}: this table is of one GPU"
+    if not row["precision"]:
+        return "no precision"
+    if not 0 < (to_number(row["power_limit_w"]) or 0.0) <= _MOST_WATTS:
+        return f"power_limit_w is no limit of a GPU: {row['power_limit_w'] or 'empty'}"
+    if kind == _POWER and value > _MOST_WATTS:
+        return f"{value:g} W is more than a GPU draws"
+    return None

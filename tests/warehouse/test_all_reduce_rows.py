@@ -46,8 +46,11 @@ def test_an_all_reduce_lands_once_with_its_elements_and_ranks(folder, tmp_path):
         ({"value": "-1"}, "value is no time > 0 in us"),
         ({"value": "nan"}, "value is no time > 0 in us"),
         ({"unit": "ms"}, "value is no time > 0 in us"),
-        ({"gpus": "1"}, "gpus is no whole number >= 2"),
-        ({"gpus": "2.5"}, "gpus is no whole number >= 2"),
+        ({"gpus": "1"}, "gpus is no whole number from 2 to 72"),
+        ({"gpus": "2.5"}, "gpus is no whole number from 2 to 72"),
+        ({"gpus": "1e30"}, "gpus is no whole number from 2 to 72"),
+        ({"gpu": ""}, "no gpu"),
+        ({"what_was_measured": "all-gather time"}, "what_was_measured is no all-reduce"),
         ({"precision": "int8"}, "unknown precision 'int8'; known: fp32, fp16, bf16"),
         ({"size_bytes": "6"}, "size_bytes is no number of bytes of whole elements"),
         ({"size_bytes": ""}, "size_bytes is no number of bytes of whole elements"),
@@ -56,6 +59,12 @@ def test_an_all_reduce_lands_once_with_its_elements_and_ranks(folder, tmp_path):
 def test_a_row_that_makes_no_sense_is_named_and_left_out(folder, tmp_path, change, reason):
     report = take_in(folder, all_reduce_file(tmp_path / "a.csv", CELLS, CELLS | change))
     assert (report.rows, report.new, report.invalid) == (2, 1, {reason: [2]})
+
+
+def test_a_row_with_more_cells_than_the_header_is_named_and_left_out(folder, tmp_path):
+    path = all_reduce_file(tmp_path / "a.csv", CELLS)
+    path.write_text(path.read_text(encoding="utf-8") + ",".join([*CELLS.values(), "more"]) + "\n", encoding="utf-8")
+    assert take_in(folder, path).invalid == {"more cells than the header has columns": [2]}
 
 
 def test_a_file_of_other_columns_is_refused(folder, tmp_path):

@@ -11,6 +11,8 @@ from learn.kernels.layers import layer_calls
 from learn.kernels.rows import kernel_times
 from warehouse.ingest import IngestSettings, ingest
 
+CONFIG = json.dumps({"bsz": 2, "hidden_size": 512, "intermediate_size": 1024, "dtype": "torch.bfloat16"})
+
 
 def write(path, rows):
     with open(path, "w", newline="") as file:
@@ -28,10 +30,9 @@ def sailor_row(**cells):
 
 
 def liger_row(**cells):
-    config = {"bsz": 2, "hidden_size": 512, "intermediate_size": 1024, "dtype": "torch.bfloat16"}
     return {
         "model": "swiglu", "provider": "huggingface", "mode": "full", "x_name": "T", "x_value": 256,
-        "config": json.dumps(config), "gpu": "NVIDIA B200", "value": 0.5, "unit": "ms", **cells,
+        "config": CONFIG, "gpu": "NVIDIA B200", "value": 0.5, "unit": "ms", **cells,
     }  # fmt: skip
 
 
@@ -53,6 +54,21 @@ def test_layers_are_learned_from_and_what_is_no_layer_is_named(tmp_path):
         (LIGER, "silu", "B200-SXM-180GB", 0.5),
     }
     assert left_out == {"layers that end with an all-reduce": 1}
+
+
+@pytest.mark.parametrize(
+    "source, row, reason",
+    [
+        ("sailor", sailor_row(unit="ms"), "unit 'ms'; known: s"),
+        ("sailor", sailor_row(batch_per_gpu=0), "samples is no whole number > 0: '0'"),
+        ("sailor", sailor_row(gpu=""), "no gpu"),
+        ("liger", liger_row(x_value=-256), "length is no whole number > 0: '-256'"),
+        ("liger", liger_row(config='{"intermediate_size": 8}'), "width is no whole number > 0: 'None'"),
+        ("liger", liger_row(config=CONFIG.replace("bfloat16", "int8")), "dtype 'int8'; known: float32, bfloat16"),
+    ],
+)
+def test_a_layer_that_makes_no_sense_is_named_and_left_out(tmp_path, source, row, reason):
+    assert landed(tmp_path, source, [row]).invalid == {reason: [1]}
 
 
 @pytest.mark.parametrize("phase, products", [("forward", 3), ("backward", 6), (None, 9)])

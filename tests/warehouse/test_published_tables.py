@@ -53,10 +53,26 @@ ZEUS = {
     "model": "resnet50", "dataset": "imagenet", "gpu": "A40", "gpus": 1, "batch_per_gpu": 64, "precision": "fp32",
     "optimizer": "adadelta", "power_limit_w": 200, "what_was_measured": "average power", "value": 180, "unit": "W",
 }  # fmt: skip
+PARALLEL = {
+    "model": "GPT", "gpu": "H100", "gpus": 8, "tp": 2, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 2, "global_batch": 32,
+    "precision": "BF16",
+}  # fmt: skip
+VTRAIN = {
+    **PARALLEL, "num_layers": 4, "hidden": 256, "heads": 4, "dp": 4, "pipeline_schedule": "1f1b",
+    "what_was_measured": "iteration time", "value": 160, "unit": "ms",
+}  # fmt: skip
+DGXC = {
+    **PARALLEL, "framework": "NeMo", "section": "H100", "release": "v25", "what_was_measured": "train step time",
+    "value": 4.5, "unit": "s",
+}  # fmt: skip
+NEMO = {
+    **PARALLEL, "seq": 4096, "container": "25.09", "task": "Pre-Training", "ga": 8,
+    "what_was_measured": "tokens per second per GPU", "value": 8192, "unit": "tokens/s/GPU",
+}  # fmt: skip
 ROWS = {
     "timm_benchmark": TIMM, "litgpt": LITGPT, "torchtune": TORCHTUNE, "torchtitan": TORCHTITAN, "peft": PEFT,
     "llm_foundry": LLM_FOUNDRY, "deeplearningexamples": EXAMPLES, "lucid": LUCID,
-    "gavel": GAVEL, "zeus": ZEUS,
+    "gavel": GAVEL, "zeus": ZEUS, "vtrain": VTRAIN, "dgxc": DGXC, "nemo": NEMO,
 }  # fmt: skip
 
 
@@ -115,7 +131,7 @@ def test_each_instruments_figure_lands_in_its_own_column(tmp_path, take):
         memory[run["job_id"].removeprefix("import-")] = {name: mib for name, mib in figures.items() if mib is not None}
     assert memory == {
         "timm_benchmark": {}, "deeplearningexamples": {}, "llm_foundry": {}, "lucid": {"memory": 20162},
-        "gavel": {}, "zeus": {},
+        "gavel": {}, "zeus": {}, "vtrain": {}, "dgxc": {}, "nemo": {},
         "litgpt": {"allocated": 4e9 / 2**20}, "torchtune": {"allocated": 25.5 * 1024},
         "torchtitan": {"reserved": 80 * 1024}, "peft": {"reserved": 24934},
     }  # fmt: skip
@@ -176,6 +192,34 @@ def test_a_step_of_a_sharded_job_is_all_its_micro_batches(tmp_path, take):
     take("llm_foundry", LLM_FOUNDRY)
     (run,) = runs(tmp_path)
     assert (run["step_time_ms"], run["batch_size"], run["device_name"]) == (2000, 4, "H100-SXM5-80GB")
+
+
+@pytest.mark.parametrize("source, row, step_ms", [("vtrain", VTRAIN, 160), ("dgxc", DGXC, 4500), ("nemo", NEMO, 2000)])
+def test_a_step_on_several_gpus_has_its_time_and_no_batch_of_one_gpu(tmp_path, take, source, row, step_ms):
+    take(source, row)
+    (run,) = runs(tmp_path)
+    assert (run["step_time_ms"], run["batch_size"], run["device_name"]) == (step_ms, None, "H100-SXM5-80GB")
+
+
+@pytest.mark.parametrize(
+    "source, change",
+    [
+        ("vtrain", {"value": -160}),
+        ("vtrain", {"what_was_measured": "memory"}),
+        ("vtrain", {"micro_batch": 1.5}),
+        ("vtrain", {"micro_batch": -1}),
+        ("nemo", {"seq": ""}),
+        ("nemo", {"gpus": -8}),
+        ("zeus", {"gpus": 2}),
+        ("zeus", {"precision": ""}),
+        ("zeus", {"value": 1e6}),
+        ("zeus", {"power_limit_w": ""}),
+    ],
+)
+def test_a_row_whose_figures_are_impossible_is_invalid_and_says_why(tmp_path, take, source, change):
+    take(source, {**ROWS[source], **change})
+    (run,) = runs(tmp_path)
+    assert run["status"] == "invalid" and run["error"] and run["step_time_ms"] is None is run["power_w"]
 
 
 @pytest.mark.parametrize("source", TABLES)
