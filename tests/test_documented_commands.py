@@ -27,6 +27,7 @@ SMALL = {  # settings that make a documented command small, and keep what it wri
 NOT_RUN = {  # part of a command line -> why it is composed and no more
     "path=timm_train_step_time.csv": "a published file, which does not come along",
     "path=kernel_times.parquet": "a published file, which does not come along",
+    "path=allreduce_times.csv": "a published file, which does not come along",
     "path=llmfoundry_throughput.csv": "a published file, which does not come along",
     "trace=cluster_job_log.json": "a published file; tests/farm/test_cluster_replay.py reads one like it",
     "+arch=wide": "the family of a walk-through, which is not there",

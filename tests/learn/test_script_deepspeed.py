@@ -45,8 +45,11 @@ def check_loop(folder, monkeypatch, options="", *, launcher=DEEPSPEED, **setting
     assert moved <= {"activations", "temporaries"}
     whole = sum(script.breakdown[name] for name in ("activations", "temporaries"))
     assert whole == pytest.approx(sum(module.breakdown[name] for name in ("activations", "temporaries")), abs=0.003)
-    for name in ("peak_memory_mib", "reserved_mib", "upper_mib", "step_time_ms", "exposed_ms", "communication_ms"):
+    for name in ("peak_memory_mib", "reserved_mib", "upper_mib", "communication_ms"):
         assert getattr(script, name) == getattr(module, name), name
+    # The script's cast is a bare launch of the host, the model's own is not.
+    assert script.step_time_ms == pytest.approx(module.step_time_ms, rel=0.01)
+    assert script.exposed_ms == pytest.approx(module.exposed_ms, abs=0.001)
     assert script.allocated_mib == pytest.approx(module.allocated_mib, abs=0.003)
     assert script.sent_mib == module.sent_mib and script.parameters == module.parameters
     return script
