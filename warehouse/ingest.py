@@ -56,7 +56,7 @@ from warehouse.writer import RunWriter
 PUBLISHED = ("gpumemnet", "timm")
 DATASET = "dataset"
 # Source -> suffix of its files, their columns, and their reader: of rows that land in `kernels`.
-_OF_KERNELS = {
+_OF_KERNELS: Mapping[str, tuple[str, str, Callable[..., neusight.KernelFile | None]]] = {
     neusight.SOURCE: (".parquet", ", ".join(neusight.COLUMNS), neusight.read_kernel_times),
     published_links.SOURCE: (".csv", ", ".join(published_links.COLUMNS), published_links.read_all_reduces),
     **{source: (".csv", layer_columns(source), partial(read_layer_times, source=source)) for source in LAYER_SOURCES},

@@ -96,6 +96,8 @@ def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
     length, samples = sizes["length"], sizes["samples"]
 
     class Block(nn.Module):
+        mask: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))

@@ -30,7 +30,8 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         split = self.qkv(self.before(x)).view(batch, length, -1, 3 * self.head_size).transpose(1, 2)
-        attended = functional.scaled_dot_product_attention(*split.chunk(3, -1), is_causal=True)
+        query, key, value = split.chunk(3, -1)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
         return x + self.down(functional.gelu(self.up(self.between(x))))
 
