@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.settings import key
-from featurize.training_settings import COMPILE_MODES, FLOAT8_RECIPES, IMPLEMENTATIONS, QUANTIZATIONS
+from featurize.training_settings import COMPILE_MODES, FLOAT8_RECIPES, FRAMEWORKS, IMPLEMENTATIONS, QUANTIZATIONS
 from featurize.trial_config import OPTIMIZERS
 
 
@@ -80,6 +80,11 @@ class TrainingKeys:
         None,
         f"for model: true where torch.compile compiles the model, or its mode: {_any_of(COMPILE_MODES)}; default false",
         "bool | text | null",
+    )
+    framework: str | None = key(
+        None,
+        f"for model: what launches the kernels, {_any_of(FRAMEWORKS)}; default compiled with compile=, megatron with "
+        "tp or pp, else eager",
     )
     float8: str | None = key(
         None,

@@ -313,11 +313,11 @@ def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | N
     return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
 
 
-def _note_of_host(step: SimulatedStep) -> Note:
-    text = (
-        f"the host bounds the step: {step.step_time_ms:,.1f} ms, up to {step.step_time_upper_ms:,.1f} on 9 of 10 "
-        "machines; framework= says what launches the kernels"
-    )
+def _note_of_host(step: SimulatedStep, job: Workload) -> Note:
+    figures = f"{step.step_time_ms:,.2f} ms, up to {step.step_time_upper_ms:,.2f} on 9 of 10 machines"
+    text = f"the host bounds the step: {figures}"
+    if job.config is None:
+        text += "; for a module, framework= says what launches the kernels"
     return Note("host-bound", INFO, text, ("step_time",))
 
 
@@ -350,7 +350,7 @@ def _assembled(
                 if target == "step_time":
                     values |= {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
                     if step.bound_by == "host":
-                        notes.append(_note_of_host(step))
+                        notes.append(_note_of_host(step, job))
         timed = step if gathered.loops["step_time"] == (loop or RESIDENT) else _priced(traced, job, device, PIPELINE)
         of_ranks, assumed = values_of_ranks(traced, job, device, talk)
         values |= of_ranks
