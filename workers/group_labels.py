@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -194,12 +195,15 @@ def _series(samples: Samples, sensor: str, metric: str) -> list[tuple[int, float
 
 
 def _peak_of_sum(series: Sequence[Sequence[tuple[int, float]]], start_ns: int, end_ns: int) -> float | None:
-    """Return the highest sum of the series' latest values at the readings of the first one."""
+    """Return the highest sum of the series' latest values, at the start and at each reading.
+
+    A window may be shorter than the time between two readings; what was read last before it then counts.
+    """
     times = [[t_ns for t_ns, _ in one] for one in series]
     peak: float | None = None
-    for t_ns, _ in series[0]:
+    for t_ns in (start_ns, *(t_ns for t_ns in itertools.chain(*times) if start_ns < t_ns <= end_ns)):
         places = [bisect.bisect_right(own, t_ns) - 1 for own in times]
-        if start_ns <= t_ns <= end_ns and min(places) >= 0:
+        if min(places) >= 0:
             total = sum(one[place][1] for one, place in zip(series, places, strict=True))
             peak = total if peak is None else max(peak, total)
     return peak
