@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.identity import canonical_json, mapping_hash
+from warehouse.gpumemnet import to_number
 from warehouse.published import (
     CARD_MIB,
     CUDA_VERSION,
@@ -30,6 +31,17 @@ UNKNOWN_FAMILY = "unknown"  # of a row that does not tell what ran
 
 
 _NO_CARD_MIB = 2**20  # more than any device has, for a device of unknown memory
+
+
+def untraceable(reason: str, **columns: Any) -> dict[str, Any]:
+    """Return the columns of a run that no trial config describes."""
+    return {"family": UNKNOWN_FAMILY, "status": "ok", "error_type": UNTRACEABLE, "error": reason, **columns}
+
+
+def above_zero(text: str) -> float | None:
+    """Return the number of a cell; None for none, or none above 0."""
+    number = to_number(text)
+    return number if number is not None and number > 0 else None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _SAILOR_SIZES = {  # model -> sizes of a layer, of its script; the vocabulary is
 }
 _WITHOUT_TF32 = (("LLAMA-3-8", "A100-40"),)
 _SAILOR_PHASES = {"forward time": "forward", "backward time": "backward"}
-_SAILOR_LAYERS = ("block", "head")
+SAILOR_LAYERS = ("block", "head")
 _GATED = {"swiglu": "silu", "geglu": "gelu", "tiled_geglu": "gelu", "tiled_swiglu": "silu"}
 _LIGER_PHASES = {"forward": "forward", "no-grad-forward": "forward", "backward": "backward", "full": None}
 _LIGER_PROVIDERS = ("torch", "huggingface")
@@ -65,7 +65,7 @@ def _sailor(cells: Cells) -> _Timed:
     if cells["unit"] != "s":
         raise ValueError(f"unit {cells['unit'][:40]!r}; known: s")
     phase = _SAILOR_PHASES.get(cells["what_was_measured"])
-    if phase is None or cells["layer"] not in _SAILOR_LAYERS:
+    if phase is None or cells["layer"] not in SAILOR_LAYERS:
         raise ValueError("optimizer and embedding: one figure for layers of several sizes")
     dims = {**_SAILOR_SIZES[model], **_whole({"samples": cells["batch_per_gpu"], "ranks": cells["tp"]})}
     tf32 = gpu.startswith(_TF32_DEVICES) and (model, gpu) not in _WITHOUT_TF32

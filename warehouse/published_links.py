@@ -24,8 +24,7 @@ _DEVICES = {  # as the file names them -> names in conf/device, whose links do n
     "A100-SXM4": "A100-SXM4-80GB",
     "V100-SXM2": "V100-SXM2-32GB",
 }
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_TYPES = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}  # and bytes of an element
 _MOST_RANKS = 72  # of a node: NVIDIA's NVL72
 _MOST_BYTES = 2**40
 
@@ -103,16 +102,17 @@ def _row(cells: Cells) -> dict[str, Any]:
         raise ValueError("value is no time > 0 in us")
     if ranks is None or not 2 <= ranks <= _MOST_RANKS or ranks != int(ranks):
         raise ValueError(f"gpus is no whole number from 2 to {_MOST_RANKS}")
-    if cells["precision"] not in _BYTES:
-        raise ValueError(f"unknown precision {cells['precision'][:40]!r}; known: {', '.join(_BYTES)}")
-    if nbytes is None or not 1 <= nbytes <= _MOST_BYTES or nbytes % _BYTES[cells["precision"]]:
+    if cells["precision"] not in _TYPES:
+        raise ValueError(f"unknown precision {cells['precision'][:40]!r}; known: {', '.join(_TYPES)}")
+    dtype, element_bytes = _TYPES[cells["precision"]]
+    if nbytes is None or not 1 <= nbytes <= _MOST_BYTES or nbytes % element_bytes:
         raise ValueError("size_bytes is no number of bytes of whole elements")
-    elements = int(nbytes) // _BYTES[cells["precision"]]
+    elements = int(nbytes) // element_bytes
     return {
         "device_name": _DEVICES.get(cells["gpu"], cells["gpu"]),
         "operator": OPERATOR,
         "dims": canonical_json({"shapes": [[elements]], "arguments": {"ranks": int(ranks)}}),
-        "dtype": _DTYPES[cells["precision"]],
+        "dtype": dtype,
         "duration_us": microseconds,
         "timing": "loop",
     }

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from warehouse.gpumemnet import to_number
-from warehouse.imported_rows import UNKNOWN_FAMILY, UNTRACEABLE
+from warehouse.imported_rows import untraceable
 
 ZEUS_COLUMNS = (
     "model, dataset, gpu, gpus, batch_per_gpu, precision, optimizer, power_limit_w, what_was_measured, value, unit"
@@ -30,16 +30,13 @@ def zeus_run(row: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Yield the run of a row: the file has the power of a job in one row, and the time of its epoch in another."""
     batch, value = to_number(row["batch_per_gpu"]), to_number(row["value"])
     kind, unit = row["what_was_measured"], row["unit"]
-    run: dict[str, Any] = {
-        "family": UNKNOWN_FAMILY,
-        "status": "ok",
-        "error_type": UNTRACEABLE,
-        "error": f"no family has {row['model']} on {row['dataset']}",
-        "device_name": _DEVICES.get(row["gpu"], row["gpu"]),
-        "batch_size": int(batch) if batch and batch >= 1 else None,
-        "precision": row["precision"].split()[0] if row["precision"] else None,
-        "optimizer": row["optimizer"].lower(),
-    }
+    run = untraceable(
+        f"no family has {row['model']} on {row['dataset']}",
+        device_name=_DEVICES.get(row["gpu"], row["gpu"]),
+        batch_size=int(batch) if batch and batch >= 1 else None,
+        precision=row["precision"].split()[0] if row["precision"] else None,
+        optimizer=row["optimizer"].lower(),
+    )
     if (problem := _problem(row, value, run["batch_size"])) is not None:
         run |= {"status": "invalid", "error_type": None, "error": problem}
     elif (kind, unit) == (_POWER, "W"):

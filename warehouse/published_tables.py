@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from conf.identity import canonical_json
-from warehouse.gpumemnet import TRAINING, to_number
+from warehouse.gpumemnet import TRAINING
 from warehouse.imported_rows import (
     DOUBT,
     UNKNOWN_FAMILY,
-    UNTRACEABLE,
     ImportedFile,
+    above_zero,
     config_columns,
     imported_row,
     run_ids,
+    untraceable,
 )
 from warehouse.published import wide_cells
 from warehouse.published_groups import LUCID_PAIRS
@@ -59,10 +60,6 @@ def _device(name: str) -> Columns:
     return {"device_name": known, "device_memory_mib": memory_mib}
 
 
-def _untraceable(reason: str, **columns: Any) -> Columns:
-    return {"family": UNKNOWN_FAMILY, "status": "ok", "error_type": UNTRACEABLE, "error": reason, **columns}
-
-
 def _image_config(model: str, batch: int, precision: str, layout: str, image_size: int | None) -> Columns:
     settings = {
         **TRAINING,
@@ -83,10 +80,10 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
 
     Together they bracket the need: at most the card at one batch, more than the card at the next.
     """
-    batch, step_ms = _count(row["batch"]), _figure(row["step_ms"])
-    side, per_second = _count(row["img_size"]), _figure(row["samples_per_s"])
+    batch, step_ms = _count(row["batch"]), above_zero(row["step_ms"])
+    side, per_second = _count(row["img_size"]), above_zero(row["samples_per_s"])
     card = {**_device(row["gpu"]), "torch_version": row["torch"], "cuda_version": row["cuda"]}
-    million = _figure(row["param_m"])
+    million = above_zero(row["param_m"])
     parameters = None if million is None else round(million * 1e6)
     if batch is None or step_ms is None or side is None or not row["model"]:
         missing = "no model, batch, image size or step time"
@@ -108,11 +105,11 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
 
 
 def _litgpt(row: Cells) -> Iterator[Columns]:
-    gigabytes = _figure(row["peak_memory_gb"])
+    gigabytes = above_zero(row["peak_memory_gb"])
     reason = (
         f"no family has LitGPT's {row['method']} with quantization {row['quantization']} on {row['gpus'] or '?'} GPU(s)"
     )
-    run = _untraceable(
+    run = untraceable(
         reason,
         **_device(row["gpu"]),
         batch_size=_count(row["micro_batch"]),
@@ -130,8 +127,8 @@ def _litgpt(row: Cells) -> Iterator[Columns]:
 
 
 def _torchtune(row: Cells) -> Iterator[Columns]:
-    gibibytes = _figure(row["peak_memory_gib"])
-    run = _untraceable(
+    gibibytes = above_zero(row["peak_memory_gib"])
+    run = untraceable(
         f"no family has torchtune's recipe of {row['model']}: {row['method']}",
         **_device(row["gpu"]),
         batch_size=_count(row["batch"]),
@@ -150,21 +147,21 @@ def _torchtune(row: Cells) -> Iterator[Columns]:
 
 
 def _torchtitan(row: Cells) -> Iterator[Columns]:
-    gibibytes = _figure(row["memory_gib"])
-    run = _untraceable("one rank of a job on several GPUs, which no trial config describes", **_device(row["gpu"]))
+    gibibytes = above_zero(row["memory_gib"])
+    run = untraceable("one rank of a job on several GPUs, which no trial config describes", **_device(row["gpu"]))
     if row["memory_kind"] == "torch max reserved":
         run["peak_reserved_mib"] = None if gibibytes is None else gibibytes * 1024
     elif gibibytes is not None or row["memory_gb_as_printed"]:
         run |= _unnamed_instrument("peak_reserved_mib", row["memory_kind"])
-    if gibibytes is None and _figure(row["tps_per_gpu"]) is None:
+    if gibibytes is None and above_zero(row["tps_per_gpu"]) is None:
         run |= {"status": "invalid", "error_type": None, "error": "neither memory nor throughput"}
     yield run
 
 
 def _peft(row: Cells) -> Iterator[Columns]:
-    reserved, parameters = _figure(row["max_reserved_mib"]), _count(row["trainable_params"])
+    reserved, parameters = above_zero(row["max_reserved_mib"]), _count(row["trainable_params"])
     torch_version, _, build = row["torch"].partition("+cu")
-    run = _untraceable(
+    run = untraceable(
         f"no family has {row['model']} with PEFT's {row['method']}; the longest batch is not published",
         **_device(row["gpu"]),
         batch_size=_count(row["batch"]),
@@ -180,15 +177,15 @@ def _peft(row: Cells) -> Iterator[Columns]:
         run |= {"status": "invalid", "error_type": None, "error": "no memory"}
     elif parameters is not None and total is not None and parameters > total:
         run |= {"error_type": DOUBT, "error": "more trainable parameters than parameters"}
-    elif (average := _figure(row["reserved_avg_mib"])) is not None and average > reserved:
+    elif (average := above_zero(row["reserved_avg_mib"])) is not None and average > reserved:
         run |= {"error_type": DOUBT, "error": "the mean of the reserved memory is above its maximum"}
     yield run
 
 
 def _llm_foundry(row: Cells) -> Iterator[Columns]:
-    tokens, per_second = _figure(row["GlobalBatchSize (T)"]), _figure(row["Throughput (T/s)"])
+    tokens, per_second = above_zero(row["GlobalBatchSize (T)"]), above_zero(row["Throughput (T/s)"])
     sizes = [_count(row[name]) for name in ("MicroBatchSize", "GradAccum", "# GPUs")]
-    run = _untraceable(
+    run = untraceable(
         f"MPT-{row['Model']} sharded over {row['# GPUs']} GPUs, which no trial config describes",
         **_device(row["GPU"]),
         batch_size=sizes[0],
@@ -207,7 +204,7 @@ def _llm_foundry(row: Cells) -> Iterator[Columns]:
 
 
 def _deep_learning_examples(row: Cells) -> Iterator[Columns]:
-    batch, per_second = _count(row["batch"]), _figure(row["throughput"])
+    batch, per_second = _count(row["batch"]), above_zero(row["throughput"])
     step_ms = batch / per_second * 1e3 if batch and per_second else None
     run: Columns = {**_device(row["gpu"]), "status": "ok", "step_time_ms": step_ms}
     precision = _IMAGE_PRECISIONS.get(row["precision"].lower())
@@ -217,13 +214,13 @@ def _deep_learning_examples(row: Cells) -> Iterator[Columns]:
         run |= _image_config("resnet50", batch, precision, row["layout"], None)
     else:
         reason = f"no family has {row['model']} in {row['precision']} on {row['gpus']} GPU(s)"
-        run |= _untraceable(reason, batch_size=batch, precision=row["precision"].lower())
+        run |= untraceable(reason, batch_size=batch, precision=row["precision"].lower())
     yield run
 
 
 def _lucid_single(row: Cells) -> Iterator[Columns]:
-    gpu_util, memory = _figure(row["gpu_util"]), _figure(row["gmem"])
-    run = _untraceable(
+    gpu_util, memory = above_zero(row["gpu_util"]), above_zero(row["gmem"])
+    run = untraceable(
         f"{row['model']} on {row['dataset']}: its code, input and optimizer are not in the file",
         **_device("RTX-3090"),
         batch_size=_count(row["batchsize"]),
@@ -242,9 +239,9 @@ def _gavel(row: Cells) -> Iterator[Columns]:
     """Yield the run of a job alone; `warehouse.published_groups` reads pairs."""
     if row["job_b"]:
         return
-    per_second = _figure(row["iters_per_s_a"])
+    per_second = above_zero(row["iters_per_s_a"])
     batch = _GAVEL_BATCH.search(row["job_a"])
-    run = _untraceable(
+    run = untraceable(
         f"{row['job_a']} on {row['gpus_a']} GPU(s): its code, input and optimizer are not in the file",
         **_device(row["gpu"].upper()),
         batch_size=int(batch[1]) if batch else None,
@@ -259,7 +256,7 @@ def _gavel_ratios(rows: Sequence[Cells]) -> dict[int, float]:
     """Return the factor between the file's tables for each job alone, by the index of its row."""
     speeds: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     for index, row in enumerate(rows):
-        per_second = _figure(row["iters_per_s_a"])
+        per_second = above_zero(row["iters_per_s_a"])
         if not row["job_b"] and per_second is not None:
             speeds[row["gpu"], row["job_a"], row["gpus_a"]][index] = per_second
     return {index: max(group.values()) / min(group.values()) for group in speeds.values() for index in group}
@@ -402,13 +399,8 @@ def _text(value: str | list[str] | None) -> str:
     return (",".join(value) if isinstance(value, list) else value or "").strip()
 
 
-def _figure(text: str) -> float | None:
-    number = to_number(text)
-    return number if number is not None and number > 0 else None
-
-
 def _count(text: str) -> int | None:
-    number = _figure(text)
+    number = above_zero(text)
     return int(number) if number is not None and number == int(number) and number < 2**63 else None
 
 

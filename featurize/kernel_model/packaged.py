@@ -5,8 +5,9 @@ Start reading at `packaged_section`.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -21,9 +22,16 @@ def packaged_text() -> str:
     return resources.files("featurize.kernel_model").joinpath(FILE).read_text(encoding="utf-8")
 
 
-def packaged_section(name: str, read: Callable[[Any], Section]) -> Section:
-    """Return what `read` makes of a section of the file. Raises `EnvironmentProblem` for a damaged file."""
+@contextlib.contextmanager
+def damage_named() -> Iterator[None]:
+    """Within, what a damaged file makes fail raises `EnvironmentProblem`."""
     try:
-        return read(json.loads(packaged_text())[name])
+        yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EnvironmentProblem(f"{FILE} is damaged ({error!r}); install gpufarm again") from error
+
+
+def packaged_section(name: str, read: Callable[[Any], Section]) -> Section:
+    """Return what `read` makes of a section of the file. Raises `EnvironmentProblem` for a damaged file."""
+    with damage_named():
+        return read(json.loads(packaged_text())[name])

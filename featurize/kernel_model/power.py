@@ -17,11 +17,10 @@ from featurize.device_spec import DeviceSpec
 from featurize.kernel_constants import INSTRUCTIONS_PER_ELEMENT
 from featurize.kernel_model.calls import GROUPS, STREAM, Calls
 from featurize.kernel_model.packaged import packaged_section
-from featurize.kernel_model.times import Kernels
+from featurize.kernel_model.times import CORNER, Kernels
 
 _IDLE_CLOCK = 0.1  # of the full one: about what GPUs idle at
 _LEAST_CLOCK = 0.02  # so low that memory-bound kernels keep below every limit that can be set
-_CORNER = 4  # of the roofline, as in `times`
 _ITERATIONS = 8  # until a clock below the limit stands
 _HALVINGS = 20  # of the range of clocks
 
@@ -64,10 +63,6 @@ class KernelLoad:
     arithmetic: Any
     work: Any
 
-    def converted(self, convert: Callable[[Any], Any]) -> KernelLoad:
-        """Return the same as arrays of another library."""
-        return KernelLoad(**{name: convert(column) for name, column in vars(self).items()})
-
 
 def kernel_load(
     calls: Calls, kernels: Kernels, spec: DeviceSpec, *, seconds: np.ndarray, memory_s: np.ndarray, latency_s: float,
@@ -79,19 +74,19 @@ def kernel_load(
         calls, kernels: The kernels, also at the GPU model's rates.
         spec: The GPU model.
         seconds: Of each kernel.
-        memory_s: Of each kernel, if it had no arithmetic.
-        latency_s: Part of both that is no work.
+        memory_s: Of each kernel's traffic alone.
+        latency_s: Part of `seconds` that is no work.
         sm_share: Share of the SMs that each keeps active while it works.
     """
     tensor = kernels.units == 1
     work = 1 - np.minimum(latency_s / seconds, 1.0)
-    bound_by_memory = (memory_s - latency_s) / np.maximum(seconds - latency_s, 1e-12)
+    bound_by_memory = memory_s / np.maximum(seconds - latency_s, 1e-12)
     return KernelLoad(
         sm=sm_share * work,
         fp32=(np.where(tensor, 0.0, kernels.math_s) + pointwise_s(calls, spec)) / seconds,
         tensor=np.where(tensor, kernels.math_s, 0.0) / seconds,
         dram=kernels.memory_s * (1 - kernels.cached) / seconds,
-        arithmetic=1 - np.clip(bound_by_memory, 0.0, 1.0) ** _CORNER,
+        arithmetic=1 - np.clip(bound_by_memory, 0.0, 1.0) ** CORNER,
         work=work,
     )
 
@@ -131,8 +126,8 @@ def _demand(load: KernelLoad, span_w: Any, learned: PowerParameters) -> tuple[An
     """Return the watts above idle of SMs and DRAM at full clock, and how much longer kernels take at a clock."""
 
     def longer(clock: Any) -> Any:
-        fed = (1 + (learned.feed / clock) ** _CORNER) / (1 + learned.feed**_CORNER)
-        slower = (load.arithmetic * clock**-_CORNER + (1 - load.arithmetic) * fed) ** (1 / _CORNER)
+        fed = (1 + (learned.feed / clock) ** CORNER) / (1 + learned.feed**CORNER)
+        slower = (load.arithmetic * clock**-CORNER + (1 - load.arithmetic) * fed) ** (1 / CORNER)
         return load.work * slower + 1 - load.work
 
     of_sms = span_w * (learned.sm * load.sm + learned.fp32 * load.fp32 + learned.tensor * load.tensor)

@@ -29,7 +29,7 @@ from featurize.kernel_model.activity import (
 )
 from featurize.kernel_model.calls import Calls, kernel_calls
 from featurize.kernel_model.host import framework_of, host_ms, machines_of
-from featurize.kernel_model.packaged import FILE, packaged_text
+from featurize.kernel_model.packaged import FILE, damage_named, packaged_text
 from featurize.kernel_model.power import kernel_load, load_power, under_limit
 from featurize.kernel_model.times import (
     GROUP_VALUES,
@@ -38,6 +38,7 @@ from featurize.kernel_model.times import (
     Parameters,
     call_seconds,
     kernels_on,
+    traffic_s,
 )
 from featurize.step_trace import GATHERED, StepTrace
 from featurize.trace_memo import of_trace
@@ -186,7 +187,7 @@ def timed_kernels(
     seconds = call_seconds(kernels, learned.parameters)
     load = kernel_load(
         calls, kernels, spec, seconds=seconds, latency_s=learned.latency_s, sm_share=sm_share,
-        memory_s=call_seconds(replace(kernels, math_s=np.zeros_like(kernels.math_s)), learned.parameters),
+        memory_s=traffic_s(kernels, learned.parameters),
     )  # fmt: skip
     watts, longer = under_limit(load, spec, load_power())
     return TimedKernels(
@@ -225,7 +226,7 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
     Raises:
         EnvironmentProblem: It is damaged or of another version.
     """
-    try:
+    with damage_named():
         content = json.loads(text)
         if content["version"] != VERSION:
             raise EnvironmentProblem(f"{FILE} has version {content['version']}, and this release reads {VERSION}")
@@ -246,8 +247,6 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
         quantiles = {float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()}
         sharded = float(content["sharded"])
         fitted_on = {str(source): int(rows) for source, rows in content["fitted_on"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EnvironmentProblem(f"{FILE} is damaged ({error!r}); install gpufarm again") from error
     return LearnedEfficiencies(
         parameters=parameters, activity=activity, error_quantiles=quantiles, fitted_on=fitted_on, sharded=sharded
     )

@@ -39,7 +39,7 @@ _MOST_SPLITS = 8.0
 _OF_PADDING = 0.3  # exponent
 _LENGTH_HALF = 256.0  # queries at which attention reaches half its rate
 _CACHED, _SOFTNESS = 0.6, 4.0  # share of the L2 cache up to which tensors stay there, and how soon they no longer do
-_CORNER = 4  # of the roofline: the larger it is, the sharper
+CORNER = 4  # of the roofline: the larger it is, the sharper
 _USUAL_SM_RATE = 1024.0  # FLOP in an SM and clock
 OTHER = "other"  # efficiency of a kind that nothing was learned of
 UNITS = ("fp32", "tensor")
@@ -219,10 +219,14 @@ def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
         + single["unaligned"] * kernels.unaligned
     )
     math_s = kernels.math_s * xp.exp(-share.clip(max=_MOST_LOG))
-    faster = 1 + (xp.exp(single["l2"]) - 1) * kernels.cached
-    memory_s = kernels.memory_s / faster * xp.exp(-learned.bandwidth[kernels.bandwidth].clip(max=_MOST_LOG))
-    work_s = (math_s**_CORNER + memory_s**_CORNER + 1e-40) ** (1 / _CORNER)
+    work_s = (math_s**CORNER + traffic_s(kernels, learned, xp) ** CORNER + 1e-40) ** (1 / CORNER)
     return work_s + xp.exp(single["latency_us"]) * 1e-6
+
+
+def traffic_s(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
+    """Return how long each kernel's traffic takes without its arithmetic and latency, in seconds. Args: as above."""
+    faster = 1 + (xp.exp(learned.single["l2"]) - 1) * kernels.cached
+    return kernels.memory_s / faster * xp.exp(-learned.bandwidth[kernels.bandwidth].clip(max=_MOST_LOG))
 
 
 def units_names(pipe: int, units: int) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def notes_of_trace(
     )
     if device.architecture.vendor == AMD:
         notes.append(Note(AMD_GPU, WARNING, _of_amd(traced.trace, on)))
-    if gathered.loops.get("step_time") == PIPELINE and waits_for_input(traced, job):
+    if gathered.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > traced.step.step_time_ms:
         text = (
             "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. Power "
             "and energy are of a GPU that waits; a loader with workers changes them"
@@ -77,12 +77,11 @@ def notes_of_trace(
     return notes
 
 
-def waits_for_input(traced: TracedStep, job: Workload) -> bool:
-    """Return whether a plain loop takes longer to load a batch than the GPU and the host take for the step."""
+def loading_ms(traced: TracedStep, job: Workload) -> float:
+    """Return how long a plain loop takes to load the batches of a step, in ms."""
     from featurize.input_pipeline import input_ms
 
-    micro_steps = training_of(job.settings).accumulation
-    return input_ms(traced.trace, job.batch_size, micro_steps) > traced.step.step_time_ms
+    return input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)
 
 
 def notes_of_memory(

@@ -21,7 +21,7 @@ from featurize.device_spec import DeviceSpec, UnsuitableDevice
 from featurize.machine import MachineProfile
 from featurize.training_settings import training_of
 from learn.cases import Case
-from learn.estimation.answer_notes import note_of_absent, note_of_two_loops, notes_of_memory, notes_of_trace
+from learn.estimation.answer_notes import loading_ms, note_of_absent, note_of_two_loops, notes_of_memory, notes_of_trace
 from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
 from learn.estimation.memory_causes import COVERAGES, uncertainty_of
@@ -303,13 +303,12 @@ def _bound_by_causes(
 
 def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | None) -> SimulatedStep:
     """Return the traced step in the loop asked for: the trace itself prices the GPU's own work, without any input."""
-    from featurize.input_pipeline import input_ms
     from featurize.simulate import simulate
 
     if loop != PIPELINE:
         return traced.step
-    waits = input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)
-    timed = simulate(traced.trace, device, job.settings, memory=traced.memory, input_ms=waits)
+    waits_ms = loading_ms(traced, job)
+    timed = simulate(traced.trace, device, job.settings, memory=traced.memory, input_ms=waits_ms)
     return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
 
 

@@ -41,7 +41,7 @@ from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.model_flops import precision_in_words
 from featurize.training_settings import training_of
-from learn.estimation.answer_notes import times
+from learn.estimation.answer_notes import loading_ms, times
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
 from learn.estimation.loops import PIPELINE, legend
 from learn.estimation.module_tree import module_tree
@@ -250,12 +250,11 @@ def _breakdown(done: Estimate) -> Section | None:
 
 def _time(job: Workload, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
     """Show where the time of the traced step goes, in the loop that the estimate's step time speaks of."""
-    from featurize.input_pipeline import input_ms
     from featurize.kernel_model.step_time import time_step
 
     waits_ms = 0.0
     if done.loops["step_time"] == PIPELINE:
-        waits_ms = input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)
+        waits_ms = loading_ms(traced, job)
     timed = time_step(traced.trace, device, job.settings, input_ms=waits_ms)
     parts = time_parts(timed, waits_ms)
     if not parts:

@@ -23,7 +23,7 @@ from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.evaluation.published_ranks import RANKS, ask_ranks
 from learn.evaluation.scores import median
 from learn.evaluation.splits import TEST_TENTHS, Part
-from learn.kernels.fitting import KERNELS, NO_STEPS, MeasuredTime, TimeFit, held_out_by
+from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit, held_out_by
 from learn.kernels.formulas import AS_IT_COMES, FORMULAS
 from learn.kernels.judging import left_out_ratios, subsets
 from learn.kernels.rows import FARM, WEIGHTS, measured_rows
@@ -91,14 +91,14 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
         if name in FORMULAS:
             asked[name] = _ask_formula(name, fit, masks, tally)
     if RANKS in names:
-        outside = np.any(masks, axis=0) & ~np.isin(fit.sources, NO_STEPS)
+        outside = np.any(masks, axis=0) & fit.steps
         asked[RANKS] = _Asked(ask_ranks(fit.rows, outside, settings.data, tally))
     asked |= _ask_estimators(learned, fit, masks, settings, tally)
     notes = [f"{number:,} rows are left out: {reason}" for reason, number in left_out.items()]
     figures, scored, bins = _counted(fit, {name: asked[name] for name in names}, settings)
     return Benchmark(
         target=get_target(_TARGET),
-        device=", ".join(dict.fromkeys(fit.devices[~np.isin(fit.sources, NO_STEPS)].tolist())),
+        device=", ".join(dict.fromkeys(fit.devices[fit.steps].tolist())),
         card_mib=None,
         bins=bins,
         figures=tuple(figures),
@@ -129,7 +129,7 @@ def _is_wanted(row: MeasuredTime, settings: BenchmarkSettings) -> bool:
 
 def _masks(fit: TimeFit, settings: BenchmarkSettings) -> list[np.ndarray]:
     """Return the masks of the rows that are left out in turn."""
-    steps = ~np.isin(fit.sources, NO_STEPS)
+    steps = fit.steps
     if settings.split != "leave_one_out":
         families = np.unique(fit.groups[steps])
         few = len(families) <= settings.folds  # then parts of several families could leave nothing to learn from
@@ -185,7 +185,7 @@ def _ask_estimators(
     """Fit estimators of trial configs on the same rows, as far as these have one."""
     if not names:
         return {}
-    outside = np.flatnonzero(np.any(masks, axis=0) & ~np.isin(fit.sources, NO_STEPS)).tolist()
+    outside = np.flatnonzero(np.any(masks, axis=0) & fit.steps).tolist()
     refused = dict.fromkeys(outside, Given(estimate=None, reason=_NO_CONFIG))
     try:
         selection, place = _selection(fit, settings)

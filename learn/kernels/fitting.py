@@ -37,7 +37,7 @@ KERNELS = "kernels"  # source of rows that are one kernel each
 SAILOR, LIGER = "sailor", "liger"  # sources of rows that are the few kernels of a layer, forward or backward
 PRODUCTS = "products"  # source of rows that are one large product, timed in a row of many
 ALONE = (KERNELS, SAILOR, LIGER)  # timed one by one, which adds a little to each
-NO_STEPS = (*ALONE, PRODUCTS)
+_NO_STEPS = (*ALONE, PRODUCTS)
 SHARDED = ("llm_foundry",)  # sources of steps with FSDP: weights arrive and gradients leave while the GPU computes
 # Where the fit begins and what it is held to: values that are usual for such kernels. Shares as logarithms.
 _COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
@@ -114,6 +114,12 @@ class FittedTimes:
         others = [value for (_, operator), value in self.instrument_ms.items() if operator == row.group]
         return self.instrument_ms.get(key) or (float(np.median(others)) if others else INSTRUMENT_MS)
 
+    def row_ms(self, row: MeasuredTime, busy_ms: float, host_ms: float) -> float:
+        """Return the time of a row, from its kernels' own and its host's."""
+        if row.source in ALONE:
+            return busy_ms + self.instrument(row)
+        return overlapped(busy_ms * self.factor(row.source), host_ms)
+
     def factor(self, source: str) -> float:
         """Return by how much longer a source's kernels take than alone."""
         if source not in SHARDED:
@@ -133,6 +139,7 @@ class TimeFit:
         self.rows, self.weights = rows, weights
         self.names = _names(rows)
         self.sources = np.array([row.source for row in rows])
+        self.steps = ~np.isin(self.sources, _NO_STEPS)
         self.groups = np.array([f"{row.source}/{row.group}" for row in rows])
         self.devices = np.array([row.device.name for row in rows])
         self.measured_ms = torch.tensor([row.measured_ms for row in rows], dtype=torch.float64)
@@ -218,7 +225,7 @@ class TimeFit:
         kernels = self.kernels.converted(lambda column: column.numpy())
         np.add.at(seconds, self.row.numpy(), self.count.numpy() * call_seconds(kernels, fitted.parameters))
         estimated = [
-            busy + fitted.instrument(row) if row.source in ALONE else overlapped(busy * fitted.factor(row.source), host)
+            fitted.row_ms(row, busy, host)
             for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
         ]
         return np.log(np.array(estimated) / self.measured_ms.numpy())

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from featurize.kernel_model.step_time import load_efficiencies, overlapped
+from featurize.kernel_model.step_time import load_efficiencies
 from featurize.kernel_model.times import call_seconds, kernels_on
-from learn.kernels.fitting import ALONE, SHARDED, FittedTimes, TimeFit
+from learn.kernels.fitting import SHARDED, FittedTimes, TimeFit
 from learn.kernels.peers import RooflineByKind, TilesAndWaves, WaveScaling
 
 
@@ -55,11 +55,7 @@ class KernelModelAsItComes:
                 row.calls, row.device, parameters.names, channels_last=row.channels_last, searched=row.searched
             )
             busy_ms = float((row.calls.count * call_seconds(kernels, parameters)).sum()) * 1e3
-            estimated.append(
-                busy_ms + timing.instrument(row)
-                if row.source in ALONE
-                else overlapped(busy_ms * timing.factor(row.source), host_ms)
-            )
+            estimated.append(timing.row_ms(row, busy_ms, host_ms))
         return np.log(np.array(estimated) / self.fit.measured_ms.numpy())
 
 

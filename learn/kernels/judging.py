@@ -15,7 +15,7 @@ import numpy as np
 from featurize.kernel_model.activity import ActivityParameters
 from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED
 from featurize.kernel_model.step_time import LearnedEfficiencies
-from learn.kernels.fitting import KERNELS, NO_STEPS, SHARDED, MeasuredTime, TimeFit, held_out_by
+from learn.kernels.fitting import KERNELS, SHARDED, MeasuredTime, TimeFit, held_out_by
 from learn.kernels.formulas import Formula, KernelModel
 
 ROOFLINE = "nothing learned"  # the described rates alone
@@ -57,7 +57,7 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         progress: Called before each fit with a text, the number of fits done and their total.
     """
     ours = KernelModel(fit)
-    steps = ~np.isin(fit.sources, NO_STEPS)
+    steps = fit.steps
     splits = _splits(fit, steps, folds)
     fits = itertools.count()
     number = 1 + sum(map(len, splits.values()))
@@ -135,7 +135,7 @@ def _splits(fit: TimeFit, steps: np.ndarray, folds: int) -> dict[str, list[np.nd
 
 def subsets(fit: TimeFit) -> Iterable[tuple[str, np.ndarray]]:
     """Yield which rows are judged together, with their mask."""
-    steps = ~np.isin(fit.sources, NO_STEPS)
+    steps = fit.steps
     for source in np.unique(fit.sources):
         yield str(source), fit.sources == source
     for name, mask in (

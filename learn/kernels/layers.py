@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from featurize.device_spec import DeviceSpec
 
-PREFIX = "layer::"
 _PRECISIONS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16-true"}
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from conf.errors import UsageError
+from featurize.cudnn.workspace_formulas import ELEMENT_BYTES
 from featurize.device_spec import DeviceSpec
 from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.parallel.layout import Parallel
@@ -28,7 +29,6 @@ _FIRST_STEP = 0.3  # of each logarithm
 _TOLERANCE = 0.02  # logarithm: rows nearer than this count little
 _OF_BEGIN = 1e-4  # weight of staying where the fit begins: of what the rows do not tell
 _ITERATIONS = 300
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def _measured(device_name: str | None, dims: str, dtype: str, duration_us: float
     return MeasuredAllReduce(
         device=device,
         ranks=ranks,
-        nbytes=math.prod(shape["shapes"][0]) * _ELEMENT_BYTES[dtype],
+        nbytes=math.prod(shape["shapes"][0]) * ELEMENT_BYTES[dtype],
         seconds=duration_us * 1e-6,
     )
 

@@ -24,10 +24,11 @@ from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training_settings import Training, uses_tf32
 from learn.kernels.activity_fit import MeasuredActivity
 from learn.kernels.fitting import KERNELS, LIGER, PRODUCTS, SAILOR, MeasuredTime
-from learn.kernels.layers import PREFIX as LAYER
 from learn.kernels.layers import layer_calls
 from learn.kernels.mpt import LLM_FOUNDRY, SIZES, mpt_config, mpt_loss
 from warehouse.imported_rows import DOUBT
+from warehouse.published_layers import PREFIX as LAYER
+from warehouse.published_layers import SAILOR_LAYERS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +46,6 @@ WEIGHTS = {KERNELS: 0.1, LLM_FOUNDRY: 1.5, SAILOR: 0.2, LIGER: 0.8, PRODUCTS: 1.
 # GPU model, side of square matrices, TFLOP/s: bf16 products measured with torch 2.11 and CUDA 13 (769 to 798 in several
 # runs on both).
 _LARGE_PRODUCTS = (("H100-SXM5-80GB", 8192, 783.5), ("H200-SXM-141GB", 8192, 783.5))
-_SAILOR_LAYERS = ("block", "head")
 FARM = "farm"  # source of what this folder's own trials measured
 _COLUMNS = (
     "run_id",
@@ -234,7 +234,7 @@ def _measured_layer(
         raise RowLeftOut(f"layer {layer}: {type(error).__name__}") from error
     return MeasuredTime(
         name=f"{layer} {phase or 'both'} {canonical_json(sizes)}",
-        source=SAILOR if layer in _SAILOR_LAYERS else LIGER,
+        source=SAILOR if layer in SAILOR_LAYERS else LIGER,
         group=layer,
         device=device,
         calls=calls,
