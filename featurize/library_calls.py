@@ -16,6 +16,7 @@ from featurize import cudnn_rnn
 from featurize.architecture import AMD
 from featurize.cudnn.convolution_calls import backward_operation, forward_operation
 from featurize.cudnn.signature import ConvolutionSignature
+from featurize.cudnn.workspace_formulas import winograd_bytes
 from featurize.device_spec import DeviceSpec
 
 CUBLAS = "cublas"
@@ -82,10 +83,19 @@ def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:
     depthwise = 1 < call.groups == x[1]
     if call.channels_last or len(weight) != 4 or weight[2] == weight[3] == 1 or depthwise:
         return 0
-    if call.element_bytes > 4 or (call.element_bytes == 4 and not spec.multiplies_fp32):
+    if call.element_bytes > 4:
         return 0  # no tensor cores for this type
+    if call.element_bytes == 4 and not spec.multiplies_fp32:
+        return winograd_bytes(x[1], call.shapes[2]) if _takes_winograd(call) else 0
     copies = zip(_COPIES[call.kind], call.shapes, strict=True)
     return call.element_bytes * sum(times * math.prod(shape) for times, shape in copies)
+
+
+def _takes_winograd(call: LibraryCall) -> bool:
+    convolution = call.convolution
+    if convolution is None or call.groups != 1 or convolution.kernel[2:] != (3, 3):
+        return False
+    return {*convolution.stride, *convolution.dilation} == {1}
 
 
 def guesses_of(spec: DeviceSpec) -> tuple[bool, int, str]:

@@ -28,7 +28,12 @@ SMALLEST_PAGED = 100_000  # smaller state is not worth a page
 
 
 def make_optimizer(
-    name: str, parameters: Iterable[nn.Parameter], *, foreach: bool | None, implementation: str | None = None
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    *,
+    foreach: bool | None,
+    implementation: str | None = None,
+    weight_decay: float | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer at learning rate 1e-3, with its library's defaults otherwise.
 
@@ -38,6 +43,9 @@ def make_optimizer(
         foreach: As torch takes it; None leaves the choice to torch, which takes the for-each implementation on CUDA
             and the loop on CPU. Adafactor's default is the loop everywhere.
         implementation: `foreach`, `fused` or `loop`, instead of `foreach`.
+        weight_decay: None is the library's default. Where it is no part of the step itself, as in AdamW, torch adds the
+            decayed weights to a copy of the gradients: of all at once with `foreach` (`_multi_tensor_sgd` and its
+            likes in torch/optim), of one after the other with `loop`, of none with `fused`.
 
     Raises:
         UsageError: There is no such optimizer, or transformers is missing for its Adafactor.
@@ -47,12 +55,12 @@ def make_optimizer(
         raise unknown_name("optimizer", name, OPTIMIZERS)
     given: list[Any] = alike(parameters)
     known = OPTIMIZERS[name]
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
     if known.cuda_only:
         if all(p.is_meta for p in _parameters(given)):
-            more = {"bits": 32 if name == "paged_adamw" else 8, "paged": name.startswith("paged")}
-            return BlockwiseAdamW(given, **more)
-        return _of_bitsandbytes(name, given)
+            # The kernel decays weights in place.
+            return BlockwiseAdamW(given, bits=32 if name == "paged_adamw" else 8, paged=name.startswith("paged"))
+        return _of_bitsandbytes(name, given, more)
     if known.implementations != ("loop",):
         more["foreach"] = foreach
         if implementation is not None:
@@ -65,12 +73,12 @@ def make_optimizer(
         return _MAKERS[name](given, lr=LEARNING_RATE, **more)
 
 
-def _adafactor_of_transformers(parameters: list[Any], lr: float) -> torch.optim.Optimizer:
+def _adafactor_of_transformers(parameters: list[Any], lr: float, **more: Any) -> torch.optim.Optimizer:
     adafactor = import_library("transformers.optimization").Adafactor
-    return adafactor(parameters, lr=lr, relative_step=False, scale_parameter=False)
+    return adafactor(parameters, lr=lr, relative_step=False, scale_parameter=False, **more)
 
 
-def _of_bitsandbytes(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
+def _of_bitsandbytes(name: str, parameters: list[Any], more: dict[str, Any]) -> torch.optim.Optimizer:
     if any(p.device.type != "cuda" for p in _parameters(parameters)):
         raise EnvironmentProblem(f"optimizer={name} runs on CUDA only; take adamw")
     try:
@@ -78,7 +86,7 @@ def _of_bitsandbytes(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     except ImportError as error:
         raise EnvironmentProblem(f"optimizer={name} needs bitsandbytes: pip install bitsandbytes") from error
     names = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW"}
-    return getattr(optim, names[name])(parameters, lr=LEARNING_RATE)
+    return getattr(optim, names[name])(parameters, lr=LEARNING_RATE, **more)
 
 
 def _parameters(given: Iterable[Any]) -> list[nn.Parameter]:
@@ -111,21 +119,27 @@ class _TensorByTensor(torch.optim.Optimizer):
 
 
 class Lion(_TensorByTensor):
-    """The sign of an interpolation of momentum and gradient (arXiv 2302.06675), without weight decay.
+    """The sign of an interpolation of momentum and gradient (arXiv 2302.06675).
 
     State: one tensor like each parameter. A step takes two temporaries of the parameter's size.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": betas})
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
         momentum, (short, long) = state["exp_avg"], group["betas"]
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
         direction = momentum.clone().mul_(short).add(gradient, alpha=1 - short).sign_()
         parameter.add_(direction, alpha=-group["lr"])
         momentum.mul_(long).add_(gradient, alpha=1 - long)

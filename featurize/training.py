@@ -182,7 +182,11 @@ class TrainingStep:
     def _making(self) -> MakeOptimizer:
         settings, foreach = self.settings, True if self.device.type == "meta" else None
         return functools.partial(
-            make_optimizer, settings.optimizer, foreach=foreach, implementation=settings.implementation
+            make_optimizer,
+            settings.optimizer,
+            foreach=foreach,
+            implementation=settings.implementation,
+            weight_decay=settings.weight_decay,
         )
 
     def _make_optimizer(self) -> AnyOptimizer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 from conf.errors import UsageError, unknown_name
-from featurize.trial_config import FITTED_OPTIMIZERS, OPTIMIZERS, PRECISIONS
+from featurize.trial_config import FITTED_OPTIMIZERS, OPTIMIZERS, PRECISIONS, weight_decay_problems
 
 # Weights, gradients and optimizer state in that type, without autocast.
 LOW_PRECISIONS = ("bf16-true", "fp16-true")
@@ -53,6 +53,7 @@ class Training:
         cudnn_benchmark: cuDNN searches for its fastest algorithms.
         channels_last: Model and inputs are in channels-last format.
         implementation: `foreach`, `fused` or `loop`; None is torch's own choice on a GPU.
+        weight_decay: The optimizer's factor. None: its library's default, 0.01 of AdamW and 0 of the others.
         accumulation: Micro-steps, each of one batch, before the optimizer's step. Gradients live over all of them.
         clip_norm: Largest norm of all gradients together; None does not clip.
         clip_value: Largest absolute value of a gradient; None does not clip.
@@ -91,6 +92,7 @@ class Training:
     cudnn_benchmark: bool = False
     channels_last: bool = False
     implementation: str | None = None
+    weight_decay: float | None = None
     accumulation: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -153,10 +155,10 @@ class Training:
     def beyond_fits(self) -> tuple[str, ...]:
         """Return those of `beyond_trials` that no fitted model can speak of.
 
-        Where gradients are freed is not among them: it runs the same operators, and what lives longer is in the traced
+        Where gradients are freed is not among them, nor weight decay: what lives longer, or is copied, is in the traced
         peak, which fitted models scale. Nor is the framework, which changes the host's time alone.
         """
-        return self._beyond("cudnn_benchmark", "channels_last", "framework", "zero_grad")
+        return self._beyond("cudnn_benchmark", "channels_last", "framework", "zero_grad", "weight_decay")
 
     def _beyond(self, *known: str) -> tuple[str, ...]:
         default = Training()
@@ -187,6 +189,7 @@ class Training:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (number and math.isfinite(value) and value > 0):
                 problems.append(f"{name} must be a number > 0, got {value!r}")
+        problems += weight_decay_problems(self.weight_decay)
         for name in _LISTS:
             skip = getattr(self, name)
             if skip is not None and not (isinstance(skip, tuple | list) and all(isinstance(one, str) for one in skip)):

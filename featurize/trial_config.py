@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -134,6 +135,14 @@ def sharing_problem(optimizer: str, layout: Parallel | None) -> str | None:
         return None
     choices = ", ".join(name for name, known in OPTIMIZERS.items() if known.shared)
     return f"optimizer={optimizer} does not run on parameters that ranks share (DTensor); choose one of {choices}"
+
+
+def weight_decay_problems(value: Any) -> list[str]:
+    """Return what is wrong with an optimizer's weight decay; None is its library's default."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or (number and math.isfinite(value) and value >= 0):
+        return []
+    return [f"weight_decay must be a number >= 0, got {shown(value)}"]
 
 
 TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))

@@ -6,6 +6,7 @@ input, weight and output, with channels padded to 16 bytes, and a few KiB. Numpy
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,6 +71,21 @@ class DescribedConvolutions:
         """Return (n,) bytes of the copies that a formula names, without partial sums."""
         copies = np.array([formula.inputs, formula.weights, formula.outputs])
         return self.tensor_bytes[formula.padding] @ copies
+
+
+def winograd_bytes(channels: int, response: Sequence[int]) -> int:
+    """Return the bytes that cuDNN takes for a 3x3 convolution of stride and dilation 1 without tensor cores for fp32.
+
+    It multiplies by Winograd's F(4x4, 3x3) (Lavin and Gray, arXiv 1509.09308), not fused: input, weight and output lie
+    transformed in the workspace, 36 values for each tile of 4 x 4 places and for each kernel.
+
+    Args:
+        channels: Of the input.
+        response: Shape of the output.
+    """
+    batch, filters, height, width = response
+    tiles = batch * math.ceil(height / 4) * math.ceil(width / 4)
+    return 4 * 36 * (tiles * (channels + filters) + channels * filters)
 
 
 def described(

@@ -34,6 +34,9 @@ class TrainingKeys:
     implementation: str | None = key(
         None, f"for model: {_any_of(IMPLEMENTATIONS)}, of the optimizer; default torch's own choice on a GPU"
     )
+    weight_decay: float | None = key(
+        None, "for model: the optimizer's; default 0.01 with AdamW, else 0", "number >= 0 | null"
+    )
     accumulation: int | None = key(
         None, "for model: micro-steps, each of one batch, before the optimizer steps; default 1", "int >= 1 | null"
     )

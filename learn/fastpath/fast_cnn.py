@@ -5,6 +5,7 @@ Start reading at `cnn_program`. `featurize.trace` records the same of a real ste
 
 from __future__ import annotations
 
+from featurize.cudnn.workspace_formulas import winograd_bytes
 from featurize.device_spec import DeviceSpec
 from featurize.families import cnn
 from featurize.trial import OPTIMIZERS
@@ -30,7 +31,8 @@ class _Step(Tape):
         self.batch = config.batch_size
         self.half = config.precision in ("bf16", "fp16")
         self.width = 2 if self.half else 4  # bytes of an element
-        self.workspaces = not config.channels_last and (spec.multiplies_fp32 or self.half)
+        self.copies = not config.channels_last and (spec.multiplies_fp32 or self.half)
+        self.transforms = not (config.channels_last or self.copies)
         self.weights: list[int] = []
         self.gradients: list[int] = []
         self.nodes: list | None = []
@@ -56,14 +58,18 @@ class _Step(Tape):
         nbytes_in, nbytes_out, of_weight = (
             self.width * elements_in, self.width * elements_out, self.weights[weight] * self.width // 4,
         )  # fmt: skip
-        takes = self.workspaces and kernel > 1
-        if takes:
-            self.workspace(nbytes_in + of_weight + nbytes_out)
         shapes = (inputs, outputs, kernel, side_in, side_out)
+        takes = 0
+        if self.copies and kernel > 1:
+            takes = nbytes_in + of_weight + nbytes_out
+        elif self.transforms and kernel == 3 and side_out > side_in - kernel:  # its stride is 1
+            takes = winograd_bytes(inputs, (self.batch, outputs, side_out, side_out))
+        if takes:
+            self.workspace(takes)
         self.tries("forward", *shapes)
         if self.nodes is not None:
             self.keep(x)
-            self.nodes.append((True, x, nbytes_in, weight, nbytes_out, of_weight, takes, first, shapes))
+            self.nodes.append((True, x, nbytes_in, weight, of_weight, takes, first, shapes))
         if cast != NONE:
             self.release(cast)
         return out
@@ -148,14 +154,14 @@ class _Step(Tape):
                     self.release(mask)
                 gradient = of_input
                 continue
-            _, x, nbytes_in, weight, nbytes_out, of_weight, takes, first, shapes = node
+            _, x, nbytes_in, weight, of_weight, takes, first, shapes = node
             of_input = NONE if first else self.new(nbytes_in)
             of_weights = self.new(of_weight)
             if takes:
                 if not first:
-                    self.workspace(nbytes_in + of_weight + nbytes_out)
+                    self.workspace(takes)
                     self.tries("data", *shapes)
-                self.workspace(2 * nbytes_in + of_weight + nbytes_out)
+                self.workspace(takes + (nbytes_in if self.copies else 0))
             self.tries("weight", *shapes)
             self.release(gradient)
             self.release(x)

@@ -136,7 +136,8 @@ def test_convolutions_are_taken_to_need_copies_for_the_matrix_units_that_fp32_ha
     trace = traced(lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 900, 2)), (4, 8, 32, 32))
     (forward,) = [call for call in trace.convolution_calls if call.kind == "conv_forward"]
     p100 = load_device("P100-PCIE-16GB")
-    assert workspace_bytes(forward, MI210) == workspace_bytes(forward, A100) > 0 == workspace_bytes(forward, p100)
+    assert workspace_bytes(forward, MI210) == workspace_bytes(forward, A100) > 0
+    assert workspace_bytes(forward, p100) > workspace_bytes(forward, A100)  # transforms instead
 
 
 def test_fp32_products_run_on_the_matrix_units():

@@ -106,6 +106,33 @@ def gradients(**settings):
 # -- optimizers
 
 
+@pytest.mark.parametrize(
+    "settings, copies",
+    [
+        ({"optimizer": "momentum"}, 0),
+        ({"optimizer": "momentum", "weight_decay": 0.0}, 0),
+        ({"optimizer": "momentum", "weight_decay": 1e-4}, 1),
+        ({"optimizer": "momentum", "weight_decay": 1e-4, "implementation": "fused"}, 0),
+        ({"optimizer": "rmsprop", "weight_decay": 1e-4}, 2),  # one is of the roots that it always takes
+        ({"optimizer": "adam", "weight_decay": 1e-4}, 1),  # whose copy ends before it takes the roots
+        ({"optimizer": "adamw", "weight_decay": 1e-4}, 1),
+        ({"optimizer": "lion", "weight_decay": 1e-4}, 0),
+    ],
+)
+def test_weight_decay_copies_all_gradients_where_torch_does(settings, copies):
+    taken = most_of(traced(**settings), "temporary", phases=("optimizer",))
+    assert taken == pytest.approx(copies * weights(), abs=weights() / 2)  # Lion takes one tensor after the other
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "lion", "adamw"])
+def test_weight_decay_shrinks_weights(optimizer):
+    sizes = [
+        sum(p.square().sum() for p in real_step(optimizer=optimizer, weight_decay=decay).model.parameters())
+        for decay in (0.0, 10.0)
+    ]
+    assert sizes[1] < sizes[0]
+
+
 @pytest.mark.parametrize("optimizer", [name for name, one in OPTIMIZERS.items() if not one.cuda_only])
 def test_the_traced_state_of_an_optimizer_is_that_of_a_real_step(optimizer):
     states = real_step(optimizer=optimizer).optimizer.state.values()
@@ -373,6 +400,7 @@ def test_an_optimizer_on_the_host_leaves_weights_and_gradients_on_the_device():
         ({"checkpointing": True}, "unknown checkpointing True"),
         ({"accumulation": 0}, "accumulation must be an integer >= 1, got 0"),
         ({"clip_norm": float("nan")}, "clip_norm must be a number > 0, got nan"),
+        ({"weight_decay": -1e-4}, "weight_decay must be a number >= 0, got -0.0001"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "either clip_norm or clip_value"),
         ({"ema": 1}, "ema is true or false, got 1"),
         ({"optimizer": "rmsprop", "implementation": "fused"}, "optimizer=rmsprop has no implementation=fused"),

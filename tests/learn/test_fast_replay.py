@@ -108,12 +108,12 @@ def test_large_blocks_are_placed_as_the_allocator_simulator_places_them(seed):
         assert reserved_bytes(program, capacity) == wanted
 
 
-def large_blocks_traced(config: cnn.Config) -> list[tuple[str, int]]:
-    trace = trace_config(config, training_loop=True, device=SPEC)
+def large_blocks_traced(config: cnn.Config, spec=SPEC) -> list[tuple[str, int]]:
+    trace = trace_config(config, training_loop=True, device=spec)
     found = []
     for event in trace.events:
         call = trace.blocks[event.block].call
-        nbytes = event.nbytes if call is None else library_calls.workspace_bytes(call, SPEC)
+        nbytes = event.nbytes if call is None else library_calls.workspace_bytes(call, spec)
         kind = "given back" if nbytes < 0 else "kept" if call is None or call.kind == "cublas" else "workspace"
         if fast_blocks.units(abs(nbytes)) > fast_blocks.SMALL_REQUEST:
             found.append((kind, fast_blocks.units(abs(nbytes))))
@@ -146,6 +146,12 @@ def large_blocks_written(program: Program) -> list[tuple[str, int]]:
 def test_a_cnns_large_blocks_are_those_of_its_traced_step_in_their_order(network):
     config = cnn.Config(**{**BASE, **NETWORKS[network]})
     assert large_blocks_written(cnn_program(config, SPEC)[0]) == large_blocks_traced(config)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_cnns_large_blocks_are_those_of_its_traced_step_without_tensor_cores_for_fp32(network):
+    config, spec = cnn.Config(**{**BASE, **NETWORKS[network]}), load_device("V100-SXM2-16GB")
+    assert large_blocks_written(cnn_program(config, spec)[0]) == large_blocks_traced(config, spec)
 
 
 def test_the_memory_of_sampled_cnns_is_what_their_traced_steps_reserve():
