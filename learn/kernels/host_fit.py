@@ -1,4 +1,5 @@
-"""Fit how long a host takes for a launch: Megatron's to vTrain's steps, eager PyTorch's to SM activity.
+"""Fit how long a host takes for a launch: Megatron's to vTrain's steps, eager PyTorch's to SM activity; and how far
+machines differ, to the steps that Megatron's own tests take on each of them.
 
 Start reading at `fitted_hosts`. The formula is `featurize.kernel_model.host.host_ms`.
 """
@@ -11,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from learn.kernels.activity_fit import ActivityFit, MeasuredActivity
 from learn.kernels.judging import TimeScore, score_of
 from learn.kernels.megatron_jobs import megatron_settings, megatron_step
 
-_MOST = 16  # steps of vTrain's that are traced
+_MOST = 12  # steps of vTrain's that are traced, each with both kinds of layers
 _LEAST = 8
 _MOST_JOBS = 400  # of a family, whose activity is fitted anew for each factor
 _FACTORS = np.geomspace(4.0, 40.0, 93)
@@ -36,6 +38,14 @@ _DRAWN = (
     "AND CAST(json_extract_string(origin, '$.gpus') AS INTEGER) <= 8 "
     "AND CAST(json_extract_string(origin, '$.micro_batch') AS INTEGER) <= 2 "
     "AND CAST(json_extract_string(origin, '$.micro_batches') AS DOUBLE) <= 4 ORDER BY md5(run_id) LIMIT ?"
+)
+# Tests of small models, which hosts bound; the second run of a test is on the same kind of machine.
+_TESTED = (
+    "SELECT json_extract_string(origin, '$.test_case'), avg(ln(step_time_ms)) FROM runs "
+    "WHERE job_id = 'import-megatron' AND status = 'ok' "
+    "AND CAST(json_extract_string(origin, '$.hidden') AS INTEGER) <= 1024 "
+    "GROUP BY json_extract_string(origin, '$.test_case'), device_name, "
+    "replace(json_extract_string(origin, '$.environment'), ' second run', '')"
 )
 
 
@@ -56,6 +66,9 @@ def fitted_hosts(
     fitted, scores = dict(hosts), []
     if jobs:
         fitted[EAGER] = replace(hosts[EAGER], factor=_eager_factor(jobs, learned))
+    machines = _machines(data)
+    if machines is not None:
+        fitted = {name: replace(host, machines=machines) for name, host in fitted.items()}
     times = _megatron_times(data, learned)
     if len(times) >= _LEAST:
         fitted[MEGATRON] = replace(hosts[MEGATRON], factor=_factor(times))
@@ -66,6 +79,20 @@ def fitted_hosts(
                 off += [_off(one, _factor(others)) for one in times if one[0] == width]
         scores.append(score_of("widths left out", "vTrain, one stage", np.array(off)))
     return fitted, scores
+
+
+def _machines(data: str | os.PathLike[str] | None) -> float | None:
+    """Return the factor by which 9 of 10 machines take at most longer for a test than the mean one; None: too few."""
+    import warehouse
+
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        rows = connection.execute(_TESTED).fetchall()
+    of_test = [np.array([log_ms for test, log_ms in rows if test == name]) for name in {test for test, _ in rows}]
+    degrees = sum(len(one) - 1 for one in of_test)
+    if degrees < _LEAST:
+        return None
+    spread = math.sqrt(sum(float(np.sum((one - one.mean()) ** 2)) for one in of_test) / degrees)
+    return math.exp(NormalDist().inv_cdf(0.9) * spread)
 
 
 def _eager_factor(jobs: Sequence[MeasuredActivity], learned: LearnedEfficiencies) -> float:
@@ -94,12 +121,14 @@ def _megatron_times(data: str | os.PathLike[str] | None, learned: LearnedEfficie
         layers, width, heads, samples, split, ranks, batch = (
             int(cells[name]) for name in ("num_layers", "hidden", "heads", "micro_batch", "tp", "dp", "global_batch")
         )
-        device, settings = load_device(device_name), megatron_settings(batch // (ranks * samples))
-        trace = megatron_step(layers, width, heads, samples, settings.accumulation, split, device)
-        calls = kernel_calls(trace.operators)
-        busy_ms = float((calls.count * timed_kernels(calls, device, settings, learned).seconds).sum()) * 1e3
-        at = [host_ms(calls, device, MEGATRON, {MEGATRON: HostTime(factor=x, machines=1.0)}) for x in (0.0, 1.0)]
-        times.append((width, busy_ms, *at, measured_ms))
+        device, micro_batches = load_device(device_name), batch // (ranks * samples)
+        for fused in (True, False):  # which of the two an estimate is asked of is not known
+            settings = megatron_settings(micro_batches, fused)
+            trace = megatron_step(layers, width, heads, samples, micro_batches, split, fused, device)
+            calls = kernel_calls(trace.operators)
+            busy_ms = float((calls.count * timed_kernels(calls, device, settings, learned).seconds).sum()) * 1e3
+            at = [host_ms(calls, device, MEGATRON, {MEGATRON: HostTime(factor=x, machines=1.0)}) for x in (0.0, 1.0)]
+            times.append((width, busy_ms, *at, measured_ms))
     return times
 
 
