@@ -100,12 +100,13 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     from featurize.kernel_model.power import load_power
     from featurize.kernel_model.step_time import efficiencies_text, load_efficiencies
     from featurize.parallel.collectives import packaged_links
+    from featurize.training_settings import EAGER
     from learn.kernels.activity_fit import ActivityFit, judged_activity
     from learn.kernels.fitting import TimeFit
     from learn.kernels.host_fit import fitted_hosts
     from learn.kernels.judging import judged, learned_of
     from learn.kernels.link_fit import fitted_links
-    from learn.kernels.power_fit import fitted_power
+    from learn.kernels.power_fit import fitted_power, power_rows
     from learn.kernels.rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
     from warehouse.layout import write_bytes
 
@@ -113,14 +114,15 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     fit = TimeFit(rows, WEIGHTS)
     scores, held_out = judged(fit, FOLDS, progress)
     learned = learned_of(fit, held_out, load_efficiencies().activity)
+    powered = power_rows(settings.data, progress)
+    hosts, of_hosts = fitted_hosts(settings.data, learned, powered, packaged_hosts())
     jobs, jobs_left_out = measured_activity(settings.data, progress)
     of_activity: Sequence[ActivityScore] = ()
     if len(jobs) >= LEAST_ROWS:
-        of_activity, activity = judged_activity(ActivityFit(jobs, learned), FOLDS, progress)
+        of_activity, activity = judged_activity(ActivityFit(jobs, learned, hosts[EAGER]), FOLDS, progress)
         learned = replace(learned, activity=activity)
     links, of_links = fitted_links(settings.data) or (packaged_links(), [])
-    hosts, of_hosts = fitted_hosts(settings.data, learned, jobs, packaged_hosts())
-    power, of_power = fitted_power(settings.data, learned, progress) or (asdict(load_power()), [])
+    power, of_power = fitted_power(powered, learned, progress) or (asdict(load_power()), [])
     sections = {"links": asdict(links), "host": {name: asdict(host) for name, host in hosts.items()}, "power": power}
     write_bytes(settings.path, efficiencies_text(learned, **sections).encode())
     return FittedKernels(

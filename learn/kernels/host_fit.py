@@ -1,5 +1,5 @@
-"""Fit how long a host takes for a launch: Megatron's to vTrain's steps, eager PyTorch's to SM activity; and how far
-machines differ, to the steps that Megatron's own tests take on each of them.
+"""Fit how long a host takes for a launch: Megatron's to vTrain's steps, eager PyTorch's to Zeus'; and how far machines
+differ, to the steps that Megatron's own tests take on each of them.
 
 Start reading at `fitted_hosts`. The formula is `featurize.kernel_model.host.host_ms`.
 """
@@ -16,27 +16,28 @@ from statistics import NormalDist
 
 import numpy as np
 
-from featurize.device_spec import load_device
-from featurize.kernel_model.calls import kernel_calls
+from featurize.device_spec import DeviceSpec, load_device
+from featurize.kernel_model.calls import Calls, kernel_calls
 from featurize.kernel_model.host import HostTime, host_ms
 from featurize.kernel_model.step_time import LearnedEfficiencies, overlapped, timed_kernels
 from featurize.training_settings import EAGER, MEGATRON
-from learn.kernels.activity_fit import ActivityFit, MeasuredActivity
 from learn.kernels.judging import TimeScore, score_of
 from learn.kernels.megatron_jobs import megatron_settings, megatron_step
+from learn.kernels.power_fit import SETTINGS, MeasuredPower
+
+# Left out together; ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of a step.
+Times = tuple[str, float, float, float, float]
 
 _MOST = 12  # steps of vTrain's that are traced, each with both kinds of layers
-_LEAST = 8
-_MOST_JOBS = 400  # of a family, whose activity is fitted anew for each factor
-_FACTORS = np.geomspace(4.0, 40.0, 93)
-_EAGER_FACTORS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+_LEAST = 4
+_FACTORS = np.geomspace(0.5, 60.0, 193)
 # Replicated, or split within layers, few micro-batches, and so little work in each that hosts are the slower ones.
 _DRAWN = (
     "SELECT origin, device_name, step_time_ms FROM runs WHERE job_id = 'import-vtrain' AND status = 'ok' "
     "AND '1' IN (json_extract_string(origin, '$.tp'), json_extract_string(origin, '$.dp')) "
     "AND CAST(json_extract_string(origin, '$.pp') AS INTEGER) = 1 "
     "AND CAST(json_extract_string(origin, '$.gpus') AS INTEGER) <= 8 "
-    "AND CAST(json_extract_string(origin, '$.micro_batch') AS INTEGER) <= 2 "
+    "AND CAST(json_extract_string(origin, '$.micro_batch') AS INTEGER) = 1 "
     "AND CAST(json_extract_string(origin, '$.micro_batches') AS DOUBLE) <= 4 ORDER BY md5(run_id) LIMIT ?"
 )
 # Tests of small models, which hosts bound; the second run of a test is on the same kind of machine.
@@ -52,32 +53,32 @@ _TESTED = (
 def fitted_hosts(
     data: str | os.PathLike[str] | None,
     learned: LearnedEfficiencies,
-    jobs: Sequence[MeasuredActivity],
+    jobs: Sequence[MeasuredPower],
     hosts: Mapping[str, HostTime],
 ) -> tuple[dict[str, HostTime], list[TimeScore]]:
-    """Return the hosts' constants, and how far vTrain's steps are off with their width left out.
+    """Return the hosts' constants, and how far steps are off with their width or GPU model left out.
 
     Args:
         data: The data folder.
         learned: The efficiencies of kernels.
-        jobs: With measured SM activity; none leave eager PyTorch's constant as it is.
+        jobs: Zeus', of which the smallest batches wait for the host.
         hosts: The packaged constants, which stay where the folder has no rows.
     """
     fitted, scores = dict(hosts), []
-    if jobs:
-        fitted[EAGER] = replace(hosts[EAGER], factor=_eager_factor(jobs, learned))
     machines = _machines(data)
     if machines is not None:
         fitted = {name: replace(host, machines=machines) for name, host in fitted.items()}
-    times = _megatron_times(data, learned)
-    if len(times) >= _LEAST:
-        fitted[MEGATRON] = replace(hosts[MEGATRON], factor=_factor(times))
-        off = []
-        for width in {one[0] for one in times}:
-            others = [one for one in times if one[0] != width]
-            if others:
-                off += [_off(one, _factor(others)) for one in times if one[0] == width]
-        scores.append(score_of("widths left out", "vTrain, one stage", np.array(off)))
+    eager, megatron = _eager_times(jobs, learned), _megatron_times(data, learned)
+    for name, split, rows, times in (
+        (EAGER, "GPU models left out", "Zeus, smallest batches", eager),
+        (MEGATRON, "widths left out", "vTrain, one stage", megatron),
+    ):
+        if len(times) >= _LEAST:
+            fitted[name] = replace(fitted[name], factor=_factor(times))
+            others = {key: [one for one in times if one[0] != key] for key in {one[0] for one in times}}
+            off = [_off(one, _factor(others[one[0]])) for one in times if others[one[0]]]
+            if off:
+                scores.append(score_of(split, rows, np.array(off)))
     return fitted, scores
 
 
@@ -95,21 +96,27 @@ def _machines(data: str | os.PathLike[str] | None) -> float | None:
     return math.exp(NormalDist().inv_cdf(0.9) * spread)
 
 
-def _eager_factor(jobs: Sequence[MeasuredActivity], learned: LearnedEfficiencies) -> float:
-    """Return the factor with which SM activity is least off, its own parameters fitted beside; families weigh alike."""
-    of_family = {name: [job for job in jobs if job.family == name] for name in {job.family for job in jobs}}
-    jobs = [job for alike in of_family.values() for job in alike[:: math.ceil(len(alike) / _MOST_JOBS)]]
-    everything = np.ones(len(jobs), dtype=bool)
+def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> list[Times]:
+    """Return what `_megatron_times` does, of the smallest batch of each of Zeus' jobs; first the GPU model."""
+    timed: dict[tuple[str, str], Times] = {}
+    for row in rows:
+        if row.step_ms is not None:
+            busy_ms = (
+                float((row.calls.count * timed_kernels(row.calls, row.device, SETTINGS, learned).seconds).sum()) * 1e3
+            )
+            of_job = row.model, row.device.name
+            if of_job not in timed or busy_ms < timed[of_job][1]:
+                timed[of_job] = row.device.name, busy_ms, *_at_0_and_1(row.calls, row.device, EAGER), row.step_ms
+    return list(timed.values())
 
-    def error(factor: float) -> float:
-        fit = ActivityFit(jobs, learned, HostTime(factor=factor, machines=1.0))
-        off = np.abs(fit.errors(*fit.fitted(everything))[0])
-        return float(np.mean([np.mean(off[fit.family == family]) for family in np.unique(fit.family)]))
 
-    return min(_EAGER_FACTORS, key=error)
+def _at_0_and_1(calls: Calls, device: DeviceSpec, framework: str) -> tuple[float, float]:
+    """Return the host's time with a factor of 0 and of 1."""
+    at_0, at_1 = (host_ms(calls, device, framework, {framework: HostTime(factor=x, machines=1.0)}) for x in (0.0, 1.0))
+    return at_0, at_1
 
 
-def _megatron_times(data: str | os.PathLike[str] | None, learned: LearnedEfficiencies) -> list[tuple[int, ...]]:
+def _megatron_times(data: str | os.PathLike[str] | None, learned: LearnedEfficiencies) -> list[Times]:
     """Return width, ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of vTrain's steps."""
     import warehouse
 
@@ -127,16 +134,15 @@ def _megatron_times(data: str | os.PathLike[str] | None, learned: LearnedEfficie
             trace = megatron_step(layers, width, heads, samples, micro_batches, split, fused, device)
             calls = kernel_calls(trace.operators)
             busy_ms = float((calls.count * timed_kernels(calls, device, settings, learned).seconds).sum()) * 1e3
-            at = [host_ms(calls, device, MEGATRON, {MEGATRON: HostTime(factor=x, machines=1.0)}) for x in (0.0, 1.0)]
-            times.append((width, busy_ms, *at, measured_ms))
+            times.append((str(width), busy_ms, *_at_0_and_1(calls, device, MEGATRON), measured_ms))
     return times
 
 
-def _off(one: Sequence[float], factor: float) -> float:
+def _off(one: Times, factor: float) -> float:
     """Return the logarithm of estimated over measured time."""
     _, busy_ms, bare_ms, with_one_ms, measured_ms = one
     return math.log(overlapped(busy_ms, bare_ms + factor * (with_one_ms - bare_ms)) / measured_ms)
 
 
-def _factor(times: Sequence[Sequence[float]]) -> float:
+def _factor(times: Sequence[Times]) -> float:
     return float(min(_FACTORS, key=lambda factor: sum(abs(_off(one, factor)) for one in times)))

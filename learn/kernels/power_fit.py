@@ -33,6 +33,7 @@ _OF_TIMES = 0.5  # weight of how much longer a job takes, beside its power
 _TOLERANCE = 0.05  # relative: what is further off counts in proportion, not squared
 _OF_PRIORS = 1e-3
 _ITERATIONS, _RATE, _LAST_RATE = 150, 0.05, 0.01
+SETTINGS = Training(precision="tf32")  # of Zeus' jobs
 Progress = Callable[[str, int, int], None]
 
 
@@ -78,23 +79,27 @@ class PowerScore:
 
 
 def fitted_power(
-    data: str | os.PathLike[str] | None, learned: LearnedEfficiencies, progress: Progress
+    rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
 ) -> tuple[dict[str, float], list[PowerScore]] | None:
     """Return the section `power` of the file of parameters, and its scores; None with fewer than two GPU models.
 
     Args:
-        data: The data folder; None: the default one.
+        rows: What `power_rows` returns.
         learned: The efficiencies that give the kernels' times.
-        progress: Called before each trace and each fit with a text, the number done and their total.
+        progress: Called before each fit with a text, the number done and their total.
     """
-    rows = power_rows(data, progress)
     if len({row.device.name for row in rows}) < 2:
         return None
     return judged_power(rows, learned, progress)
 
 
 def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> list[MeasuredPower]:
-    """Return the jobs of a data folder with power by limit, except those that wait for their input. Args: as above."""
+    """Return the jobs of a data folder with power by limit, except those that wait for their input.
+
+    Args:
+        data: The data folder; None: the default one.
+        progress: Called before each trace with a text, the number done and their total.
+    """
     import warehouse
 
     with contextlib.closing(warehouse.connect(data)) as connection:
@@ -175,7 +180,7 @@ class _PowerFit:
         kinds = np.array([f"{row.device.name} {row.model}" for row in rows])
         self._weight = torch.tensor([1 / (kinds == kind).sum() for kind in kinds])
 
-        timed = [timed_kernels(row.calls, row.device, Training(precision="tf32"), learned) for row in rows]
+        timed = [timed_kernels(row.calls, row.device, SETTINGS, learned) for row in rows]
         self._load = KernelLoad(
             **{
                 name: torch.tensor(np.concatenate([getattr(one.load, name) for one in timed]))[:, None]

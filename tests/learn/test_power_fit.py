@@ -34,6 +34,10 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
+def silent(*_):
+    pass
+
+
 def test_the_time_of_an_epoch_becomes_that_of_a_step_where_the_samples_are_known(folder):
     with warehouse.connect(folder) as connection:
         steps = connection.execute(
@@ -46,7 +50,7 @@ def test_the_time_of_an_epoch_becomes_that_of_a_step_where_the_samples_are_known
 @pytest.mark.slow
 def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(folder, monkeypatch):
     monkeypatch.setattr(power_fit, "_ITERATIONS", 5)
-    section, scores = power_fit.fitted_power(folder, load_efficiencies(), lambda *_: None)
+    section, scores = power_fit.fitted_power(power_fit.power_rows(folder, silent), load_efficiencies(), silent)
     assert set(section) == {"sm", "fp32", "tensor", "dram", "exponent", "feed"}
     judged = {(score.split, score.limit): score for score in scores}
     assert judged["learned from", "lower"].count == 4  # the job that waits for its input is not learned from

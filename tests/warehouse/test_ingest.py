@@ -284,7 +284,7 @@ def test_cells_that_are_no_figures_are_invalid(place, take):
 @pytest.mark.parametrize(
     ("arguments", "expected_text"),
     [
-        (["source=hearsay"], "unknown source 'hearsay'; known: allreduce, csv, dataset, deeplearningexamples, gavel, "),
+        (["source=hearsay"], "unknown source 'hearsay'; known: allreduce, csv, dataset, deeplearningexamples, dgxc, "),
         (["source=gpumemnet", "path=nowhere"], "path=nowhere: there is no such file or folder"),
         (["path=x"], "missing source=..."),
         (["source=timm"], "holds no file of source=timm; some.csv: its rows are of source=gpumemnet"),

@@ -11,6 +11,7 @@ from conf.errors import UsageError
 from featurize.trial import config_from_mapping, config_hash
 from learn.data import load_rows
 from warehouse.ingest import IngestSettings, ingest
+from warehouse.published_parallel import PARALLEL_COLUMNS
 from warehouse.published_tables import TABLES
 from warehouse.schema import SCHEMA_VERSION
 
@@ -53,7 +54,14 @@ ZEUS = {
     "model": "resnet50", "dataset": "imagenet", "gpu": "A40", "gpus": 1, "batch_per_gpu": 64, "precision": "fp32",
     "optimizer": "adadelta", "power_limit_w": 200, "what_was_measured": "average power", "value": 180, "unit": "W",
 }  # fmt: skip
+PARALLEL = {
+    "model": "GPT", "gpu": "A100-SXM4-80GB", "gpus": 8, "tp": 2, "pp": 1, "cp": 1, "ep": 1, "dp": 4, "micro_batch": 1,
+    "micro_batches": 2, "global_batch": 8, "precision": "bf16", "num_layers": 2, "hidden": 64, "heads": 2,
+    "framework": "", "section": "", "release": "", "container": "", "task": "", "ga": "", "pipeline_schedule": "",
+    "test_case": "gpt", "environment": "dev", "what_was_measured": "iteration time", "value": 90, "unit": "ms",
+}  # fmt: skip
 ROWS = {
+    **dict.fromkeys(PARALLEL_COLUMNS, PARALLEL),
     "timm_benchmark": TIMM, "litgpt": LITGPT, "torchtune": TORCHTUNE, "torchtitan": TORCHTITAN, "peft": PEFT,
     "llm_foundry": LLM_FOUNDRY, "deeplearningexamples": EXAMPLES, "lucid": LUCID,
     "gavel": GAVEL, "zeus": ZEUS,
@@ -114,6 +122,7 @@ def test_each_instruments_figure_lands_in_its_own_column(tmp_path, take):
         figures = {name: run[f"peak_{name}_mib"] for name in ("memory", "reserved", "allocated")}
         memory[run["job_id"].removeprefix("import-")] = {name: mib for name, mib in figures.items() if mib is not None}
     assert memory == {
+        **{source: {} for source in PARALLEL_COLUMNS},
         "timm_benchmark": {}, "deeplearningexamples": {}, "llm_foundry": {}, "lucid": {"memory": 20162},
         "gavel": {}, "zeus": {},
         "litgpt": {"allocated": 4e9 / 2**20}, "torchtune": {"allocated": 25.5 * 1024},
