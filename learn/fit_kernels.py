@@ -105,7 +105,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     from learn.kernels.host_fit import fitted_hosts
     from learn.kernels.judging import judged, learned_of
     from learn.kernels.link_fit import fitted_links
-    from learn.kernels.power_fit import fitted_power
+    from learn.kernels.power_fit import fitted_power, power_rows
     from learn.kernels.rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
     from warehouse.layout import write_bytes
 
@@ -113,14 +113,15 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     fit = TimeFit(rows, WEIGHTS)
     scores, held_out = judged(fit, FOLDS, progress)
     learned = learned_of(fit, held_out, load_efficiencies().activity)
+    powered, power_left_out = power_rows(settings.data, progress)
+    hosts, of_hosts, hosts_left_out = fitted_hosts(settings.data, learned, powered, packaged_hosts())
     jobs, jobs_left_out = measured_activity(settings.data, progress)
-    hosts, of_hosts, hosts_left_out = fitted_hosts(settings.data, learned, jobs, packaged_hosts())
     of_activity: Sequence[ActivityScore] = ()
     if len(jobs) >= LEAST_ROWS:
         of_activity, activity = judged_activity(ActivityFit(jobs, learned, hosts[EAGER]), FOLDS, progress)
         learned = replace(learned, activity=activity)
     links, of_links, links_left_out = fitted_links(settings.data)
-    power, of_power, power_left_out = fitted_power(settings.data, learned, progress)
+    power, of_power = fitted_power(powered, learned, progress)
     sections = {"links": asdict(links), "host": {name: asdict(host) for name, host in hosts.items()}, "power": power}
     reasons: Counter[str] = Counter()
     for of_rows in (left_out, jobs_left_out, hosts_left_out, links_left_out, power_left_out):

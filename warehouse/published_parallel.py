@@ -1,4 +1,4 @@
-"""Readers of published steps of jobs on several GPUs: vTrain's Megatron GPTs, and NVIDIA's DGX Cloud and NeMo tables.
+"""Readers of published steps of jobs on several GPUs: vTrain's, and NVIDIA's of DGX Cloud, NeMo and Megatron's tests.
 
 Start reading at `read_parallel`. No trial config describes such a job; all cells stay in `origin`.
 """
@@ -12,9 +12,10 @@ from warehouse.imported_rows import above_zero, untraceable
 
 _COMMON = "model, gpu, gpus, tp, pp, micro_batch, global_batch, precision, what_was_measured, value, unit"
 PARALLEL_COLUMNS = {  # source -> columns of its files
-    "vtrain": f"{_COMMON}, num_layers, hidden, heads, dp, pipeline_schedule",
+    "vtrain": f"{_COMMON}, num_layers, hidden, heads, dp, pipeline_schedule, micro_batches",
     "dgxc": f"{_COMMON}, cp, ep, framework, section, release",
     "nemo": f"{_COMMON}, seq, cp, ep, container, task, ga",
+    "megatron": f"{_COMMON}, num_layers, hidden, test_case, environment",
 }
 _MS = {"ms": 1.0, "s": 1e3}
 _DEVICES = {  # the files' names -> names in conf/device

@@ -36,6 +36,7 @@ _OF_TIMES = 0.5  # weight of how much longer a job takes, beside its power
 _TOLERANCE = 0.05  # relative: what is further off counts in proportion, not squared
 _OF_PRIORS = 2e-2
 _ITERATIONS, _RATE, _LAST_RATE = 150, 0.05, 0.01
+SETTINGS = Training(precision="tf32")  # of Zeus' jobs
 Progress = Callable[[str, int, int], None]
 
 
@@ -81,27 +82,30 @@ class PowerScore:
 
 
 def fitted_power(
-    data: str | os.PathLike[str] | None, learned: LearnedEfficiencies, progress: Progress
-) -> tuple[dict[str, float], list[PowerScore], dict[str, int]]:
-    """Return the section `power` of the file of parameters, its scores, and what was left out.
+    rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
+) -> tuple[dict[str, float], list[PowerScore]]:
+    """Return the section `power` of the file of parameters, and its scores.
 
     With fewer than two GPU models, the section is the packaged one.
 
     Args:
-        data: The data folder; None: the default one.
+        rows: What `power_rows` returns.
         learned: The efficiencies that give the kernels' times.
-        progress: Called before each trace and each fit with a text, the number done and their total.
+        progress: Called before each fit with a text, the number done and their total.
     """
-    rows, left_out = power_rows(data, progress)
     if len({row.device.name for row in rows}) < 2:
-        return dataclasses.asdict(load_power()), [], left_out
-    return *judged_power(rows, learned, progress), left_out
+        return dataclasses.asdict(load_power()), []
+    return judged_power(rows, learned, progress)
 
 
 def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple[list[MeasuredPower], dict[str, int]]:
     """Return the jobs of a data folder with power by limit, and how many were left out for which reason.
 
-    Jobs that wait for their input are not asked for. Args: as above.
+    Jobs that wait for their input are not asked for.
+
+    Args:
+        data: The data folder; None: the default one.
+        progress: Called before each trace with a text, the number done and their total.
     """
     import warehouse
 
@@ -183,7 +187,7 @@ class _PowerFit:
         kinds = np.array([f"{row.device.name} {row.model}" for row in rows])
         self._weight = torch.tensor([1 / (kinds == kind).sum() for kind in kinds])
 
-        timed = [timed_kernels(row.calls, row.device, Training(precision="tf32"), learned) for row in rows]
+        timed = [timed_kernels(row.calls, row.device, SETTINGS, learned) for row in rows]
         self._load = KernelLoad(
             **{
                 name: torch.tensor(np.concatenate([getattr(one.load, name) for one in timed]))[:, None]

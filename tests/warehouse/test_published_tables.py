@@ -58,12 +58,16 @@ PARALLEL = {
     "precision": "BF16",
 }  # fmt: skip
 VTRAIN = {
-    **PARALLEL, "num_layers": 4, "hidden": 256, "heads": 4, "dp": 4, "pipeline_schedule": "1f1b",
+    **PARALLEL, "num_layers": 4, "hidden": 256, "heads": 4, "dp": 4, "pipeline_schedule": "1f1b", "micro_batches": 4,
     "what_was_measured": "iteration time", "value": 160, "unit": "ms",
 }  # fmt: skip
 DGXC = {
     **PARALLEL, "framework": "NeMo", "section": "H100", "release": "v25", "what_was_measured": "train step time",
     "value": 4.5, "unit": "s",
+}  # fmt: skip
+MEGATRON = {
+    **PARALLEL, "num_layers": 4, "hidden": 256, "test_case": "gpt", "environment": "dev",
+    "what_was_measured": "iteration_time", "value": 160, "unit": "ms",
 }  # fmt: skip
 NEMO = {
     **PARALLEL, "seq": 4096, "container": "25.09", "task": "Pre-Training", "ga": 8,
@@ -72,7 +76,7 @@ NEMO = {
 ROWS = {
     "timm_benchmark": TIMM, "litgpt": LITGPT, "torchtune": TORCHTUNE, "torchtitan": TORCHTITAN, "peft": PEFT,
     "llm_foundry": LLM_FOUNDRY, "deeplearningexamples": EXAMPLES, "lucid": LUCID,
-    "gavel": GAVEL, "zeus": ZEUS, "vtrain": VTRAIN, "dgxc": DGXC, "nemo": NEMO,
+    "gavel": GAVEL, "zeus": ZEUS, "vtrain": VTRAIN, "dgxc": DGXC, "nemo": NEMO, "megatron": MEGATRON,
 }  # fmt: skip
 
 
@@ -131,7 +135,7 @@ def test_each_instruments_figure_lands_in_its_own_column(tmp_path, take):
         memory[run["job_id"].removeprefix("import-")] = {name: mib for name, mib in figures.items() if mib is not None}
     assert memory == {
         "timm_benchmark": {}, "deeplearningexamples": {}, "llm_foundry": {}, "lucid": {"memory": 20162},
-        "gavel": {}, "zeus": {}, "vtrain": {}, "dgxc": {}, "nemo": {},
+        "gavel": {}, "zeus": {}, "vtrain": {}, "dgxc": {}, "nemo": {}, "megatron": {},
         "litgpt": {"allocated": 4e9 / 2**20}, "torchtune": {"allocated": 25.5 * 1024},
         "torchtitan": {"reserved": 80 * 1024}, "peft": {"reserved": 24934},
     }  # fmt: skip
@@ -194,7 +198,10 @@ def test_a_step_of_a_sharded_job_is_all_its_micro_batches(tmp_path, take):
     assert (run["step_time_ms"], run["batch_size"], run["device_name"]) == (2000, 4, "H100-SXM5-80GB")
 
 
-@pytest.mark.parametrize("source, row, step_ms", [("vtrain", VTRAIN, 160), ("dgxc", DGXC, 4500), ("nemo", NEMO, 2000)])
+@pytest.mark.parametrize(
+    "source, row, step_ms",
+    [("vtrain", VTRAIN, 160), ("dgxc", DGXC, 4500), ("nemo", NEMO, 2000), ("megatron", MEGATRON, 160)],
+)
 def test_a_step_on_several_gpus_has_its_time_and_no_batch_of_one_gpu(tmp_path, take, source, row, step_ms):
     take(source, row)
     (run,) = runs(tmp_path)
