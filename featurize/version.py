@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 # Raise it when a feature of a trial config, of a traced step or of the fast path's sketch gets another value or name.
 # `tests/learn/test_golden_features.py` fails when values move and this number does not.
-FEATURES_VERSION = 4
+FEATURES_VERSION = 5
 
 HISTORY = MappingProxyType(
     {
@@ -17,6 +17,7 @@ HISTORY = MappingProxyType(
         2: "Traced steps have `job_scenario_*`: memory under other assumptions about cuDNN's workspaces.",
         3: "Times, activity and power of traced steps (`job_priced_*`) come from the learned kernel model.",
         4: "Times, activity and power follow kernels measured alone, the framework's host and measured power.",
+        5: "Megatron's host follows its layers' passes; fp32 convolutions count the workspaces of Winograd transforms.",
     }
 )
 
