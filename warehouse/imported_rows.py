@@ -38,10 +38,16 @@ def untraceable(reason: str, **columns: Any) -> dict[str, Any]:
     return {"family": UNKNOWN_FAMILY, "status": "ok", "error_type": UNTRACEABLE, "error": reason, **columns}
 
 
-def above_zero(text: str) -> float | None:
+def above_zero(text: str | None) -> float | None:
     """Return the number of a cell; None for none, or none above 0."""
     number = to_number(text)
     return number if number is not None and number > 0 else None
+
+
+def whole_above_zero(text: str | None) -> int | None:
+    """Return the whole number of a cell; None for none, none above 0, or one beyond 64 bits."""
+    number = above_zero(text)
+    return int(number) if number is not None and number == int(number) and number < 2**63 else None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from conf.identity import canonical_json
 from warehouse.gpumemnet import to_number
-from warehouse.imported_rows import run_ids
+from warehouse.imported_rows import above_zero, run_ids, whole_above_zero
 
 Cells = Mapping[str, str]
 Columns = dict[str, Any]  # of `collocations`
@@ -70,19 +70,19 @@ def group_members(
 
 def _lucid(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Columns]:
     joint = {
-        "joint_memory_mib": _positive(cells["gmem"]),
+        "joint_memory_mib": above_zero(cells["gmem"]),
         "joint_gpu_util": _share(cells.get("gpu_util")),
         "joint_memory_util": _share(cells.get("gmem_util")),
     }
     for number in ("1", "2"):
         job = {name: cells[f"{name}{number}"] for name in ("model", "dataset", "batchsize", "amp")}
-        speed, run = _positive(cells[f"speed{number}"]), alone.get(_lucid_job(job))
+        speed, run = above_zero(cells[f"speed{number}"]), alone.get(_lucid_job(job))
         mixed = job["amp"] == "1"
         yield {
             "device_name": "RTX-3090",
             "model": job["model"],
             "name": f"{job['model']} on {job['dataset']}, batch {job['batchsize']}{', AMP' if mixed else ''}",
-            "batch_size": _whole(job["batchsize"]),
+            "batch_size": whole_above_zero(job["batchsize"]),
             "precision": "fp16" if mixed else "fp32",
             "slowdown": 1 / speed if speed else None,
             **_figures_alone(run),
@@ -131,7 +131,7 @@ def _lucid_doubts(members: Sequence[Member]) -> None:
 def _gavel(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Columns]:
     for letter in ("a", "b"):
         job, devices = cells[f"job_{letter}"], cells[f"gpus_{letter}"]
-        per_second = _positive(cells[f"iters_per_s_{letter}"])  # 0: no figure
+        per_second = above_zero(cells[f"iters_per_s_{letter}"])  # 0: no figure
         run = alone.get((cells["table"], cells["gpu"], job, devices))
         shared = 1e3 / per_second if per_second else None
         figures = _figures_alone(run)
@@ -142,7 +142,7 @@ def _gavel(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Col
             "series": cells["table"].removesuffix(".json"),
             "model": _BATCH.sub("", job),
             "name": job,
-            "devices": None if devices == "1" else _whole(devices),
+            "devices": None if devices == "1" else whole_above_zero(devices),
             "batch_size": int(batch[1]) if batch else None,
             **figures,
             "shared_step_ms": shared,
@@ -166,7 +166,7 @@ def _gavel_doubts(members: Sequence[Member]) -> None:
         if member["slowdown"] is None:
             continue
         key = _pair_key(member, partner)
-        published = _positive(json.loads(member["origin"]).get("slowdown_a", ""))
+        published = above_zero(json.loads(member["origin"]).get("slowdown_a", ""))
         if member["member"] == 0 and published and abs(published / member["slowdown"] - 1) > _SLACK:
             member["doubt"] = _WRONG_RATIO
         elif _differ(by_order[member["series"], key]):
@@ -191,16 +191,6 @@ def _with_partners(members: Sequence[Member]) -> Iterator[tuple[Columns, Columns
     for one, other in _groups(members):
         yield one.columns, other.columns
         yield other.columns, one.columns
-
-
-def _positive(text: str | None) -> float | None:
-    number = to_number(text)
-    return number if number is not None and number > 0 else None
-
-
-def _whole(text: str) -> int | None:
-    number = _positive(text)
-    return int(number) if number is not None and number == int(number) and number < 2**63 else None
 
 
 def _share(text: str | None) -> float | None:

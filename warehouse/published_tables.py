@@ -26,6 +26,7 @@ from warehouse.imported_rows import (
     imported_row,
     run_ids,
     untraceable,
+    whole_above_zero,
 )
 from warehouse.published import wide_cells
 from warehouse.published_groups import LUCID_PAIRS
@@ -80,8 +81,8 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
 
     Together they bracket the need: at most the card at one batch, more than the card at the next.
     """
-    batch, step_ms = _count(row["batch"]), above_zero(row["step_ms"])
-    side, per_second = _count(row["img_size"]), above_zero(row["samples_per_s"])
+    batch, step_ms = whole_above_zero(row["batch"]), above_zero(row["step_ms"])
+    side, per_second = whole_above_zero(row["img_size"]), above_zero(row["samples_per_s"])
     card = {**_device(row["gpu"]), "torch_version": row["torch"], "cuda_version": row["cuda"]}
     million = above_zero(row["param_m"])
     parameters = None if million is None else round(million * 1e6)
@@ -112,7 +113,7 @@ def _litgpt(row: Cells) -> Iterator[Columns]:
     run = untraceable(
         reason,
         **_device(row["gpu"]),
-        batch_size=_count(row["micro_batch"]),
+        batch_size=whole_above_zero(row["micro_batch"]),
         precision=row["precision"],
         optimizer=row["optimizer"].lower(),
         peak_allocated_mib=None if gigabytes is None else gigabytes * 1e9 / _MIB,
@@ -131,7 +132,7 @@ def _torchtune(row: Cells) -> Iterator[Columns]:
     run = untraceable(
         f"no family has torchtune's recipe of {row['model']}: {row['method']}",
         **_device(row["gpu"]),
-        batch_size=_count(row["batch"]),
+        batch_size=whole_above_zero(row["batch"]),
         precision=row["precision"],
         optimizer=row["optimizer"],
         peak_allocated_mib=None if gibibytes is None else gibibytes * 1024,
@@ -159,12 +160,12 @@ def _torchtitan(row: Cells) -> Iterator[Columns]:
 
 
 def _peft(row: Cells) -> Iterator[Columns]:
-    reserved, parameters = above_zero(row["max_reserved_mib"]), _count(row["trainable_params"])
+    reserved, parameters = above_zero(row["max_reserved_mib"]), whole_above_zero(row["trainable_params"])
     torch_version, _, build = row["torch"].partition("+cu")
     run = untraceable(
         f"no family has {row['model']} with PEFT's {row['method']}; the longest batch is not published",
         **_device(row["gpu"]),
-        batch_size=_count(row["batch"]),
+        batch_size=whole_above_zero(row["batch"]),
         precision=row["dtype"],
         optimizer=row["optimizer"].lower(),
         parameters=parameters,
@@ -172,7 +173,7 @@ def _peft(row: Cells) -> Iterator[Columns]:
         cuda_version=f"{build[:-1]}.{build[-1]}" if build.isdigit() else None,
         peak_reserved_mib=reserved,
     )
-    total = _count(row["total_params"])
+    total = whole_above_zero(row["total_params"])
     if reserved is None:
         run |= {"status": "invalid", "error_type": None, "error": "no memory"}
     elif parameters is not None and total is not None and parameters > total:
@@ -184,16 +185,16 @@ def _peft(row: Cells) -> Iterator[Columns]:
 
 def _llm_foundry(row: Cells) -> Iterator[Columns]:
     tokens, per_second = above_zero(row["GlobalBatchSize (T)"]), above_zero(row["Throughput (T/s)"])
-    sizes = [_count(row[name]) for name in ("MicroBatchSize", "GradAccum", "# GPUs")]
+    sizes = [whole_above_zero(row[name]) for name in ("MicroBatchSize", "GradAccum", "# GPUs")]
     run = untraceable(
         f"MPT-{row['Model']} sharded over {row['# GPUs']} GPUs, which no trial config describes",
         **_device(row["GPU"]),
         batch_size=sizes[0],
         precision=row["Precision"],
-        parameters=_count(row["NumParams"]),
+        parameters=whole_above_zero(row["NumParams"]),
         step_time_ms=tokens / per_second * 1e3 if tokens and per_second else None,
     )
-    whole = _count(row["GlobalBatchSize"])
+    whole = whole_above_zero(row["GlobalBatchSize"])
     micro, steps, gpus = sizes
     if run["step_time_ms"] is None:
         run |= {"status": "invalid", "error_type": None, "error": "no throughput"}
@@ -204,7 +205,7 @@ def _llm_foundry(row: Cells) -> Iterator[Columns]:
 
 
 def _deep_learning_examples(row: Cells) -> Iterator[Columns]:
-    batch, per_second = _count(row["batch"]), above_zero(row["throughput"])
+    batch, per_second = whole_above_zero(row["batch"]), above_zero(row["throughput"])
     step_ms = batch / per_second * 1e3 if batch and per_second else None
     run: Columns = {**_device(row["gpu"]), "status": "ok", "step_time_ms": step_ms}
     precision = _IMAGE_PRECISIONS.get(row["precision"].lower())
@@ -223,7 +224,7 @@ def _lucid_single(row: Cells) -> Iterator[Columns]:
     run = untraceable(
         f"{row['model']} on {row['dataset']}: its code, input and optimizer are not in the file",
         **_device("RTX-3090"),
-        batch_size=_count(row["batchsize"]),
+        batch_size=whole_above_zero(row["batchsize"]),
         precision="fp16" if row["amp"] == "1" else "fp32",
         peak_memory_mib=memory,
         gpu_util=None if gpu_util is None else gpu_util / 100,
@@ -397,11 +398,6 @@ def read_table(path: Path, source: str, device_name: str | None = None) -> Impor
 def _text(value: str | list[str] | None) -> str:
     """Return a cell's text; those beyond the header's columns come as a list, those that lack as None."""
     return (",".join(value) if isinstance(value, list) else value or "").strip()
-
-
-def _count(text: str) -> int | None:
-    number = above_zero(text)
-    return int(number) if number is not None and number == int(number) and number < 2**63 else None
 
 
 def _agree(one: float, other: float) -> bool:

@@ -24,7 +24,7 @@ def packaged_text() -> str:
 
 @contextlib.contextmanager
 def damage_named() -> Iterator[None]:
-    """Within, what a damaged file makes fail raises `EnvironmentProblem`."""
+    """Raise `EnvironmentProblem` for what a damaged file makes fail within."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:

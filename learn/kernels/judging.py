@@ -57,8 +57,7 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         progress: Called before each fit with a text, the number of fits done and their total.
     """
     ours = KernelModel(fit)
-    steps = fit.steps
-    splits = _splits(fit, steps, folds)
+    splits = _splits(fit, folds)
     fits = itertools.count()
     number = 1 + sum(map(len, splits.values()))
     progress("fitting", next(fits), number)
@@ -70,14 +69,14 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         heard = functools.partial(_heard, progress, f"fitting, {split}", fits, number)
         ratios[split] = left_out_ratios(ours, masks, heard)
     of_subsets = dict(subsets(fit))
-    kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & steps).any()}
+    kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & fit.steps).any()}
     scores = [
         score_of(split, rows, values[mask])
         for split, values in ratios.items()
         for rows, mask in of_subsets.items()
         if rows not in kernels_alone or split in _OF_KERNELS
     ]
-    return [score for score in scores if score.count], ratios["families left out"][steps]
+    return [score for score in scores if score.count], ratios["families left out"][fit.steps]
 
 
 def _heard(progress: Callable[[str, int, int], None], label: str, done: Iterator[int], of: int) -> None:
@@ -119,16 +118,16 @@ def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters)
     )
 
 
-def _splits(fit: TimeFit, steps: np.ndarray, folds: int) -> dict[str, list[np.ndarray]]:
+def _splits(fit: TimeFit, folds: int) -> dict[str, list[np.ndarray]]:
     """Return for each split the masks of the rows that are left out in turn."""
 
     def masks(parts: Iterable[tuple[str, np.ndarray]]) -> list[np.ndarray]:
         return [mask for _, mask in parts]
 
     splits = {"families left out": masks(held_out_by(fit.groups, folds))}
-    if len(np.unique(fit.sources[steps])) > 1:
-        splits["sources left out"] = masks(held_out_by(np.where(steps, fit.sources, KERNELS)))
-    if len(np.unique(fit.devices[steps])) > 1:
+    if len(np.unique(fit.sources[fit.steps])) > 1:
+        splits["sources left out"] = masks(held_out_by(np.where(fit.steps, fit.sources, KERNELS)))
+    if len(np.unique(fit.devices[fit.steps])) > 1:
         splits["GPU models left out"] = masks(held_out_by(fit.devices))
     return splits
 
