@@ -103,7 +103,7 @@ def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
     """Return the places at which the stages begin, and the end of the last one.
 
     As many blocks to each stage, as Megatron does it. Blocks that stages do not divide are spread as torchtitan does it
-    (`generate_llm_fqn_per_model_part`): parameters used before the blocks count as one more, those used after them, too.
+    (`generate_llm_fqn_per_model_part`): parameters used before them count as one more, those used after, too.
 
     Raises:
         UsageError: There are fewer blocks than stages, a path that is no member's, or a stage begins with a member that

@@ -28,7 +28,7 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
     if unknown:
         raise UsageError(f"parallel: {', '.join(unknown)}: not run yet; modes that ranks run in: {', '.join(WRAPPED)}")
     if parallel.replicates and parallel.tp > 1:
-        raise UsageError("parallel: ddp with tp: real ranks need fsdp there, as in ddp=2,fsdp=4,tp=2; or use fsdp alone")
+        raise UsageError("parallel: ddp with tp: real ranks need fsdp there, as in ddp=2,fsdp=4,tp=2")
     if parallel.zero:
         raise UsageError(
             f"parallel: zero={parallel.zero}: real ranks do not run DeepSpeed; estimate it, or simulate it with "
