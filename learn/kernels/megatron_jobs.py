@@ -18,9 +18,13 @@ from featurize.training_settings import MEGATRON, Training
 
 # Megatron splits the vocabulary, too, and takes the loss of each rank's part of the logits.
 _PLAN = {
-    "tokens": "embedding_rowwise", "blocks.*.qkv": "colwise", "blocks.*.out": "rowwise", "blocks.*.up": "colwise",
-    "blocks.*.down": "rowwise", "head": "colwise",
-}  # fmt: skip
+    "tokens": "embedding_rowwise",
+    "blocks.*.qkv": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise",
+}
 LENGTH, VOCABULARY = 1024, 50304  # Megatron pads 50,257 to whole tiles
 
 
