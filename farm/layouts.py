@@ -69,6 +69,11 @@ def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -
             )
         if layout.fsdp > 1 and choice.backend == "cpu":
             require_torch("2.8", "parallel: fsdp with device=cpu")
+        if layout.replicates and layout.tp > 1:
+            raise UsageError(
+                f"parallel={layout.text()}: on real devices ddp with tp needs fsdp, as in ddp=2,fsdp=4,tp=2; simulate "
+                "it with device=A100-SXM4-40GB"
+            )
         if layout.zero:
             raise UsageError(
                 f"parallel={layout.text()}: real ranks do not run DeepSpeed; simulate it with device=A100-SXM4-40GB"

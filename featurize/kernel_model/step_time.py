@@ -42,7 +42,7 @@ from featurize.kernel_model.times import (
 )
 from featurize.step_trace import GATHERED, StepTrace
 from featurize.trace_memo import of_trace
-from featurize.training_settings import TrainingSettings, uses_tf32
+from featurize.training_settings import MEGATRON, TrainingSettings, uses_tf32
 
 VERSION = 2
 _NORMAL = NormalDist()
@@ -152,13 +152,15 @@ def time_step(
         timed = of_trace(trace, key, lambda: timed_kernels(calls, spec, settings, coming_along))
     else:
         timed = timed_kernels(calls, spec, settings, learned)
-    beside = learned.sharded if any(block.kind == GATHERED for block in trace.blocks) else 1.0
+    framework = framework_of(trace, settings)
+    gathers = framework != MEGATRON and any(block.kind == GATHERED for block in trace.blocks)
+    beside = learned.sharded if gathers else 1.0
     timed = replace(timed, seconds=timed.seconds * beside)
     total_ms = calls.count * timed.seconds * 1e3
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms
-    framework, busy_ms = framework_of(trace, settings), float(total_ms.sum())
+    busy_ms = float(total_ms.sum())
     launching_ms = host_ms(calls, spec, framework)
     step_ms = input_ms + overlapped(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
     return TimedStep(

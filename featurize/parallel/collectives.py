@@ -31,6 +31,7 @@ RING, TREE = "ring", "tree"
 # Fabric. Earlier GPUs have fitted constants. Of a network, 24 of 25 GB/s with GPUDirect RDMA (NVIDIA/nccl issue 412).
 _REACHED = {LINK: 20 / 25, PCIE: 12 / 15.75}
 _REACHED_ACROSS = 24 / 25
+_OF_ADAPTER = 25 / 31.5  # GB/s of a GPU's network adapter over those of its PCIe, of the same generation
 _FITTED_BELOW = (9, 0)  # compute capability
 # Protocol -> microseconds: of a whole all-reduce by (ring, tree), and of each hop by (ring, tree) (tuning.cc: baseLat,
 # hwLat).
@@ -160,7 +161,7 @@ def fabric_of_axis(
         nodes=_nodes(parallel, degree, stride),
         kind=kind,
         node_gb_s=link_gb_s or joined.pcie_gb_s,
-        network_gb_s=parallel.network_gb_s,
+        network_gb_s=parallel.network_gb_s or _OF_ADAPTER * joined.pcie_gb_s,
         links=fitted if fits else replace(fitted, reached=_REACHED[kind], copy_gb_s=math.inf),
         switch_share=next((share for least, share in _OF_SWITCH.items() if (capability or (0, 0)) >= least), 0.0),
     )

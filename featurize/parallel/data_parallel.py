@@ -19,6 +19,7 @@ from featurize.parallel.gradient_buckets import GradientBuckets, dense_parameter
 from featurize.parallel.layout import Parallel
 from featurize.recorder import Recorder
 from featurize.step_trace import BUCKET, Collective
+from featurize.tensor_parts import local_tensor
 
 _IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: kMaxInFlight)
 
@@ -40,7 +41,7 @@ class Replica:
         self._model, self._recorder, self._parallel, self._axis = model, recorder, parallel, axis
         self._sent: list[Collective] = []  # of buffers
         with recorder, torch.no_grad():
-            state = [t.detach() for t in (*model.parameters(), *model.buffers())]
+            state = [local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]
             self._take_copies(state)
             self.buckets = GradientBuckets(
                 dense_parameters(model), recorder, limits=limits_of(parallel.bucket_cap_mb),
@@ -102,12 +103,14 @@ class DataParallel(Replica):
     """The wrapper of a traced step. Micro-steps before the last of a step are taken to run under `no_sync`.
 
     Args:
-        model, recorder, parallel: As of any replica.
+        model, recorder, parallel, axis: As of any replica.
         micro_steps: Forward passes of an optimizer step.
     """
 
-    def __init__(self, model: nn.Module, recorder: Recorder, parallel: Parallel, micro_steps: int) -> None:
-        super().__init__(model, recorder, parallel)
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, parallel: Parallel, micro_steps: int, *, axis: str = ""
+    ) -> None:
+        super().__init__(model, recorder, parallel, axis=axis)
         self._micro_steps, self._passes = micro_steps, 0
         model.register_forward_pre_hook(self._before_forward)
 

@@ -6,13 +6,15 @@ Start reading at `GradientBuckets`; `featurize.parallel.buckets` says which grad
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from featurize.optimizers import is_shared
 from featurize.parallel.buckets import ONE_BUCKET, assigned
 from featurize.recorder import Recorder
+from featurize.tensor_parts import local_tensor
 
 
 class Reduction(NamedTuple):
@@ -86,7 +88,7 @@ class GradientBuckets:
             return
         self._complete.setdefault(id(parameter), parameter)
         with torch.no_grad():  # divided by the number of ranks on the way (`mark_variable_ready_dense`)
-            view.div_(1.0) if gradient is view else view.copy_(gradient)
+            view.div_(1.0) if gradient is view else view.copy_(own_part(gradient, parameter))
         if self._as_view:
             parameter.grad = view
         self._ready[self._bucket_of[id(parameter)]] = len(self._recorder.operators)
@@ -99,7 +101,7 @@ class GradientBuckets:
         for parameter in self._reduced if not self._as_view else ():
             if parameter.grad is not None:
                 with torch.no_grad():
-                    parameter.grad.copy_(self._views[id(parameter)])
+                    own_part(parameter.grad, parameter).copy_(self._views[id(parameter)])
         self._reduced.clear()
 
     def begin_step(self) -> None:
@@ -123,14 +125,14 @@ class GradientBuckets:
             self._take([parameters[place] for place in members])
 
     def _take(self, members: Sequence[Tensor]) -> None:
-        first = members[0]
-        flat = torch.empty(sum(p.numel() for p in members), dtype=first.dtype, device=first.device)
+        parts = [local_tensor(parameter.detach()) for parameter in members]
+        flat = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
         if flat.is_meta:
             self._recorder.name((flat,), self._kind)
         offset = 0
-        for parameter in members:
-            view = flat.as_strided(parameter.shape, parameter.stride(), offset)
-            offset += parameter.numel()
+        for parameter, part in zip(members, parts, strict=True):
+            view = flat.as_strided(part.shape, part.stride(), offset)
+            offset += part.numel()
             self._views[id(parameter)], self._bucket_of[id(parameter)] = view, len(self._bytes)
             if self._as_view and parameter.grad is not None and not parameter.grad.is_sparse:
                 with torch.no_grad():
@@ -147,4 +149,13 @@ def dense_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def _size(tensor: Tensor) -> tuple[torch.dtype, int]:
-    return tensor.dtype, tensor.nbytes
+    return tensor.dtype, local_tensor(tensor.detach()).nbytes
+
+
+def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
+    if is_shared(parameter):
+        placements = cast(Any, parameter).placements
+        if cast(Any, gradient).placements != placements:
+            gradient = cast(Any, gradient).redistribute(placements=placements)
+    return local_tensor(gradient)

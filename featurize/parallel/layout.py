@@ -46,8 +46,8 @@ class Parallel:
         own: Ranks over which the model's own code spreads it: the factory calls `init_device_mesh`, `fully_shard`,
             `parallelize_module` or `distribute_tensor`, and is taken as it is. Each rank counts with its own batch.
         gpus_per_node: GPUs of a node; more ranks than that take several nodes, all of them full.
-        network_gb_s: What each GPU gets of the network between nodes, in GB/s per direction. The default is one adapter
-            of 200 Gb/s a GPU.
+        network_gb_s: What each GPU gets of the network between nodes, in GB/s per direction. None: one adapter a GPU,
+            as its PCIe carries them: 100 Gb/s on PCIe 3.0, 200 on 4.0, 400 on 5.0.
         gradient_as_bucket_view: Gradients are views of the buckets in which they are reduced, not copies.
         bucket_cap_mb: Size at which a bucket of gradients is full, in MiB. None is torch's own: 25, the first one 1.
         static_graph: Every step runs the same operators.
@@ -107,7 +107,7 @@ class Parallel:
     ep: int = 1
     own: int = 1
     gpus_per_node: int = 8
-    network_gb_s: float = 25.0
+    network_gb_s: float | None = None
     gradient_as_bucket_view: bool = False
     bucket_cap_mb: float | None = None
     static_graph: bool = False
@@ -182,6 +182,11 @@ class Parallel:
     def sharded(self) -> int:
         """Ranks over which FSDP2 spreads each replica."""
         return self.fsdp * self.cp
+
+    @property
+    def replicates(self) -> bool:
+        """Whether each replica holds all of its gradients, which are reduced in buckets."""
+        return self.ddp > 1 and self.sharded == 1
 
     @property
     def flat(self) -> bool:

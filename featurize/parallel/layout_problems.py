@@ -41,7 +41,7 @@ def problems_of(layout: Parallel) -> Iterator[str]:
     for name in ("network_gb_s", "bucket_cap_mb"):
         value = getattr(layout, name)
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
-        if not number and not (value is None and name == "bucket_cap_mb"):
+        if not number and value is not None:
             yield f"{name} must be a number > 0, got {shown(value)}"
     for field in dataclasses.fields(layout):
         if field.type == "bool" and not isinstance(value := getattr(layout, field.name), bool):
@@ -57,11 +57,6 @@ def problems_of(layout: Parallel) -> Iterator[str]:
     if layout.own != 1 and any(getattr(layout, name) != 1 for name in (*MODES, EXPERTS)):
         others = ", ".join((*MODES, EXPERTS))
         yield f"own goes with no other mode ({others}): the model's own code says how it is spread"
-    if layout.fsdp == layout.cp == 1 and layout.ddp > 1 and layout.tp > 1:
-        yield (
-            "ddp with tp needs fsdp: DistributedDataParallel does not reduce tensors that tp splits; use fsdp in "
-            "place of ddp, or replicas of shards, as in ddp=2,fsdp=4,tp=2"
-        )
     if layout.ranks > layout.gpus_per_node and layout.ranks % layout.gpus_per_node:
         yield f"{layout.ranks} ranks do not fill nodes of {layout.gpus_per_node}; change gpus_per_node"
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from featurize.optimizers import run_step
+from featurize.parallel.gradient_buckets import own_part
 from featurize.tensor_parts import local_tensor
 
 
@@ -45,14 +45,7 @@ class LocalOptimizer:
 
     def step(self) -> None:
         for parameter, own in self._pairs:
-            own.grad = None if parameter.grad is None else _part_of(parameter.grad, parameter)
+            own.grad = None if parameter.grad is None else own_part(parameter.grad, parameter)
         run_step(self._optimizer)
         for _, own in self._pairs:
             own.grad = None
-
-
-def _part_of(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local_tensor(gradient)

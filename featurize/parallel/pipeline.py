@@ -145,7 +145,7 @@ class PipelineRank:
             target: Likewise; None where the model computes its loss itself.
         """
         parallel = self._parallel
-        of_data = parallel.ddp > 1 and parallel.sharded == 1
+        of_data = parallel.replicates
         if of_data:
             self._replicas = [Replica(stage.model, recorder, parallel, axis="ddp") for stage in self._stages]
         self._passes_run = passes = self._repeated_passes(recorder, (*tensors_of(inputs), *tensors_of(target)))

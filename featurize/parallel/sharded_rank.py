@@ -21,6 +21,7 @@ from conf.plain_text import exception_line
 from featurize.batches import Inputs
 from featurize.module_stack import origin
 from featurize.optimizers import is_shared
+from featurize.parallel.data_parallel import DataParallel
 from featurize.parallel.experts import expert_mesh
 from featurize.parallel.layout import Parallel
 from featurize.parallel.ranks import Ranks
@@ -91,6 +92,7 @@ class ShardedRank:
         self._parallel, self._mesh, self._streams, self.pipeline = parallel, mesh, streams, pipeline
         self._experts = experts
         self._ranks: Ranks | None = None
+        self._replica: DataParallel | None = None
         self._spreads = True
         self._length = 0  # of the sequence that ranks share
         self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
@@ -160,6 +162,9 @@ class ShardedRank:
         recorder = self._streams.recorder
         if self.pipeline is not None and recorder is not None:
             self.pipeline.begin(step, recorder, inputs, target)
+        elif self._parallel.replicates and recorder is not None:
+            micro_steps = step.settings.accumulation
+            self._replica = DataParallel(step.model, recorder, self._parallel, micro_steps, axis="ddp")
 
     def part(self) -> PipelinePart | None:
         """Return what a pipeline's rank did in the last step; None of other jobs."""
@@ -169,12 +174,14 @@ class ShardedRank:
         """Hear that a step begins."""
         if self._ranks is not None:
             self._ranks.begin_step()
+        if self._replica is not None:
+            self._replica.begin_step()
 
     def begin_phase(self, phase: str) -> None:
         """Hear that a phase begins. Parameters may go without a gradient, as FSDP2 allows, but where stages of a
         pipeline are replicated."""
-        if self.pipeline is not None:
-            self.pipeline.begin_phase(phase)
+        if (wrapper := self.pipeline or self._replica) is not None:
+            wrapper.begin_phase(phase)
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent in the last step. Raises `UsageError` for a model of `own` that has nothing to do
@@ -186,5 +193,6 @@ class ShardedRank:
                 f"ranks send nothing; spread it there, as in own={self._parallel.own} with fully_shard(model), or give "
                 f"fsdp={self._parallel.own}"
             )
-        of_replicas = () if self.pipeline is None else self.pipeline.collectives()
+        wrapper = self.pipeline or self._replica
+        of_replicas = () if wrapper is None else wrapper.collectives()
         return tuple(sorted((*of_replicas, *sent), key=lambda one: one.after)) if of_replicas else tuple(sent)

@@ -102,8 +102,8 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
 def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
     """Return the places at which the stages begin, and the end of the last one.
 
-    Blocks are spread as torchtitan does it (`generate_llm_fqn_per_model_part`): parameters that are used before the
-    blocks count as one more, those that are used after them, too.
+    As many blocks to each stage, as Megatron does it. Blocks that stages do not divide are spread as torchtitan does it
+    (`generate_llm_fqn_per_model_part`): parameters used before them count as one more, those used after, too.
 
     Raises:
         UsageError: There are fewer blocks than stages, a path that is no member's, or a stage begins with a member that
@@ -136,7 +136,8 @@ def _chosen_starts(survey: Survey, parallel: Parallel) -> list[int]:
         )
     places = set().union(*survey.uses.values())
     first, last = survey.blocks[0], survey.blocks[-1]
-    extra = [any(place < first for place in places), any(place > last for place in places)]
+    uneven = count % stages > 0
+    extra = [uneven and any(place < first for place in places), uneven and any(place > last for place in places)]
     sizes = _even(count + sum(extra), stages)
     if sizes[0] > extra[0] and sizes[-1] > extra[1]:
         sizes[0] -= extra[0]

@@ -27,6 +27,8 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
     unknown = [name for name in (*MODES, EXPERTS, OWN) if name not in WRAPPED and getattr(parallel, name, 1) > 1]
     if unknown:
         raise UsageError(f"parallel: {', '.join(unknown)}: not run yet; modes that ranks run in: {', '.join(WRAPPED)}")
+    if parallel.replicates and parallel.tp > 1:
+        raise UsageError("parallel: ddp with tp: real ranks need fsdp there, as in ddp=2,fsdp=4,tp=2")
     if parallel.zero:
         raise UsageError(
             f"parallel: zero={parallel.zero}: real ranks do not run DeepSpeed; estimate it, or simulate it with "

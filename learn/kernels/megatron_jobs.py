@@ -16,7 +16,15 @@ from featurize.step_trace import StepTrace
 from featurize.trace import trace_step
 from featurize.training_settings import MEGATRON, Training
 
-_PLAN = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+# Megatron splits the vocabulary, too, and takes the loss of each rank's part of the logits.
+_PLAN = {
+    "tokens": "embedding_rowwise",
+    "blocks.*.qkv": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise",
+}
 LENGTH, VOCABULARY = 1024, 50304  # Megatron pads 50,257 to whole tiles
 
 

@@ -25,6 +25,7 @@ _UNASKED = "{names}: tried beside fsdp alone, within a node; with all other mode
 _MIXED = "stages of a pipeline are replicated or sharded, not both: pp with ddp and fsdp is left out"
 # Fields that decide nothing of what a rank's step runs and takes.
 _OF_THE_NETWORK = ("gpus_per_node", "network_gb_s")
+_SPLIT = "in a plan, ddp with tp needs fsdp: replicas whose gradients are whole are left out"
 _REPLICAS = "ddp"
 DEFAULT_MODES = tuple(mode for mode in MODES if mode != "cp")
 _OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on samples of their own
@@ -160,6 +161,9 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
             continue
         if all(named.get(mode, 1) > 1 for mode in ("pp", *_OF_DATA)):
             notes[_MIXED] = None
+            continue
+        if named.get("ddp", 1) > 1 and named.get("tp", 1) > 1 and all(named.get(one, 1) == 1 for one in ("fsdp", "cp")):
+            notes[_SPLIT] = None
             continue
         if _is_beside_others(named, modes.unasked, of_node):
             continue

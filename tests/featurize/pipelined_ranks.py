@@ -98,7 +98,7 @@ def attending(options, make_block=AttendingBlock):
 CASES = {
     "1f1b": Case({"pp": 2}, (3, 3)),
     "gpipe": Case({"pp": 2, "schedule": "gpipe", "micro_batches": 3}, (3, 3)),
-    "three": Case({"pp": 3, "micro_batches": 8}, (2, 3, 1)),
+    "three": Case({"pp": 3, "micro_batches": 8}, (2, 2, 2)),
     "uneven": Case(
         {"pp": 3, "micro_batches": 4, "stage_starts": ("blocks.1", "blocks.2"), "drop_outputs": True}, (1, 1, 4)
     ),

@@ -204,7 +204,6 @@ def test_text_mapping_and_object_mean_the_same():
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"ddp": 2, "tp": 4}, "ddp with tp needs fsdp: .*ddp=2,fsdp=4,tp=2"),
         ("ddp", "ddp needs a number of GPUs, as in ddp=8"),
         ("", "no setting"),
         ({}, "names no mode; give one of pp, ddp"),

@@ -86,6 +86,12 @@ def test_kernels_that_take_longer_beside_gathered_weights_are_busy_as_long(layer
     assert beside.activity.power_w == pytest.approx(alone.activity.power_w)
 
 
+def test_kernels_of_megatron_take_no_longer_beside_gathered_weights(layer):
+    settings, gathered = Training(optimizer="sgd", framework=MEGATRON), Block(nbytes=8, kind=GATHERED)
+    beside = replace(layer, blocks=(*layer.blocks, gathered))
+    assert time_step(beside, A100, settings).busy_ms == time_step(layer, A100, settings).busy_ms
+
+
 def test_an_unknown_framework_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match="compiled, eager, graphs, megatron"):
         Training(framework="jax")

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import sys
 
 import pytest
@@ -188,6 +189,18 @@ def test_a_gradient_that_each_rank_has_whole_updates_its_part_of_a_table_of_word
 
     split = trace(tp=2, tp_plan={"words": "embedding_rowwise"})
     assert trace().parameter_bytes - split.parameter_bytes == 64 * WIDTH * 4 / 2
+
+
+def test_replicas_reduce_a_ranks_part_of_all_gradients_once_a_step():
+    ids = torch.empty(BATCH, 3, dtype=torch.long, device="meta")
+    plan = {"words": "embedding_rowwise", "last": "rowwise_split_input"}
+    settings = Training(optimizer="sgd", accumulation=3)
+    split, replicated = (
+        trace_step(Words, ids, settings=settings, parallel=Parallel(tp=2, tp_plan=plan, ddp=ddp)) for ddp in (1, 4)
+    )
+    reduced = [one for one in replicated.collectives if one.axis == "ddp"]
+    assert sum(one.nbytes for one in reduced) == 4 * (64 // 2 * WIDTH + 5 * math.ceil(WIDTH / 2) + 5)
+    assert replicated.peak_live_bytes > split.peak_live_bytes
 
 
 @pytest.mark.parametrize("name", CASES)

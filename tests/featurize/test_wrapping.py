@@ -122,7 +122,6 @@ def test_the_text_of_a_layout_says_all_of_it(given):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"ddp": 2, "tp": 2}, "ddp with tp needs fsdp: .*; use fsdp in place of ddp"),
         ({"tp": 2, "static_graph": True}, "static_graph: of ddp without fsdp, cp, tp and zero only"),
         ({"cp": 2, "cp_rotate": "ring"}, "cp_rotate must be one of allgather, alltoall, got 'ring'"),
         ({"fsdp": 2, "cp_rotate": "alltoall"}, "cp_rotate: of cp only"),
