@@ -3,8 +3,6 @@
 Start reading at `invoked`. The tables are those of the tests, which say what each command line is for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -13,9 +11,7 @@ import shutil
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from conf.commands import COMMANDS
@@ -26,10 +22,10 @@ from warehouse.folder import DataFolder
 HOSTILE = (10, 5, 4)  # of each command: refused values, spellings and arguments
 
 
-def invoked(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+def invoked(module, arguments):
     """Run `python -m MODULE ARGUMENTS` in this process. Returns its exit code, standard output and standard error."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", newline="") for _ in range(2))
-    code: Any = 0
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", "", write_through=True) for _ in "12")
+    code = 0
     with (
         mock.patch.object(sys, "argv", [module, *arguments]),
         contextlib.redirect_stdout(out),
@@ -41,26 +37,24 @@ def invoked(module: str, arguments: Sequence[str]) -> dict[str, Any]:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as ended:
             code = ended.code
-    for stream in (out, err):
-        stream.flush()
     texts = (stream.buffer.getvalue().decode("utf-8", "backslashreplace") for stream in (out, err))
     return {"code": code, **dict(zip(("out", "err"), texts, strict=True))}
 
 
-def help_texts() -> Iterator[tuple[str, Callable[[], Any]]]:
+def help_texts():
     """Yield the help of each command, and of all together."""
     for module in ("gpufarm", *COMMANDS.values()):
         yield module, lambda module=module: invoked(module, ["--help"])
 
 
-def documented() -> Iterator[tuple[str, Callable[[], Any]]]:
+def documented():
     """Yield what each documented command line prints: small where it is safe to run, else its settings."""
     documented_tests.fill_place(template := Path.cwd() / "template")
     for command in documented_tests.COMMANDS:
         yield command.text, lambda command=command: _of_document(command, template)
 
 
-def _of_document(command: Any, template: Path) -> dict[str, Any]:
+def _of_document(command, template):
     """Run a command in a copy of the documents' folder, so that none finds what another one left."""
     here, written = Path.cwd() / "here", Path.cwd() / "written"
     for folder in (here, written):
@@ -72,17 +66,16 @@ def _of_document(command: Any, template: Path) -> dict[str, Any]:
     data = written if command.module in ("farm.submit", "farm.work", "farm.grow") else here
     if data is written:
         DataFolder.resolve(data / "data").create()
-    sys.path.insert(0, str(here))
     environment = {"GPUFARM_DATA": str(data / "data"), "PYTHONPATH": f"{here}:{os.environ['PYTHONPATH']}"}
-    with contextlib.chdir(here), mock.patch.dict(os.environ, environment):
-        try:
-            return invoked(command.module, arguments)
-        finally:
-            sys.path.remove(str(here))
-            sys.modules.pop("mypackage", None)
+    with (
+        contextlib.chdir(here),
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "path", [str(here), *sys.path]),
+    ):
+        return invoked(command.module, arguments)
 
 
-def hostile() -> Iterator[tuple[str, Callable[[], Any]]]:
+def hostile():
     """Yield what each hostile command line is answered, and what it leaves in an empty folder."""
     for name, module in sorted(COMMANDS.items()):
         tables = (hostile_tests.refused_values, hostile_tests.refused_spellings, hostile_tests.refused_arguments)
@@ -95,12 +88,12 @@ def hostile() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{name} {_shown(line)}", lambda n=name, m=module, a=line: _refusal(n, m, a)
 
 
-def _shown(line: Sequence[str]) -> str:
+def _shown(line):
     text = " ".join(map(ascii, line))
     return text if len(text) < 120 else f"{text[:100]}... ({len(text)} characters, {zlib.crc32(text.encode()):08x})"
 
 
-def _refusal(name: str, module: str, arguments: Sequence[str]) -> dict[str, Any]:
+def _refusal(name, module, arguments):
     keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
     needed = [one for one in hostile_tests.NEEDED.get(name, []) if one.lstrip("+").partition("=")[0] not in keys]
     here = Path.cwd() / "here"

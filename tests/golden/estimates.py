@@ -3,16 +3,11 @@
 Start reading at `cases`. A case draws by its own name, so that one that goes moves no other.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -20,13 +15,13 @@ from featurize.families import family_names
 from learn import estimate, estimate_script
 from tests.featurize.golden_traces import DEVICE, golden
 from tests.featurize.small_configs import small_config
+from tests.learn import test_script_kinds as kinds
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "learn" / "training_scripts"
 DEVICES = (
     "A100-SXM4-40GB", "H100-SXM5-80GB", "V100-SXM2-32GB", "T4", "RTX-4090", "L4", "P100-PCIE-16GB", "B200-SXM-180GB",
     "MI300X", "RTX-3060",
 )  # fmt: skip
-A_FAMILY = 5  # configs of each
+OF_FAMILIES = ({}, {"loop": "pipeline"}, {"parallel": "ddp=8"}, {"estimator": "trace"}, {"parallel": "fsdp=4"})
 FAST = ("mlp", "cnn", "transformer")
 MIXTURE = {
     "family": "moe", "batch_size": 4, "vocabulary_size": 1000, "sequence_length": 128, "embedding_size": 128,
@@ -34,59 +29,43 @@ MIXTURE = {
 }  # fmt: skip
 
 
-class Tokens(nn.Module):
-    """Blocks behind an embedding, as a language model has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(1000, 128)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(128, 4, 256, batch_first=True) for _ in range(4))
-        self.head = nn.Linear(128, 1000)
-
-    def forward(self, tokens):
-        hidden = self.tokens(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.LSTM(64, 128, num_layers=2, batch_first=True), nn.Linear(128, 10)
-
-    def forward(self, x):
-        return self.head(self.layers(x)[0][:, -1])
-
-
-def perceptron() -> nn.Module:
-    blocks = (nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU()) for _ in range(4))
-    return nn.Sequential(*blocks, nn.Linear(256, 16))
-
-
-def convolutions() -> nn.Module:
-    blocks = (
-        nn.Sequential(nn.Conv2d(32 if i else 3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()) for i in range(4)
-    )
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-
-
-def llama() -> nn.Module:
+def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=1000, num_key_value_heads=4, use_cache=False, **sizes))
 
 
-NETS: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
-    "perceptron": (perceptron, {"inputs": [64, 256]}),
-    "convolutions": (convolutions, {"inputs": [8, 3, 48, 48]}),
-    "recurrent": (Recurrent, {"inputs": [16, 24, 64]}),
-    "tokens": (Tokens, {"inputs": [8, 64], "input_dtype": "int64"}),
+def _blocks(make):
+    return nn.Sequential(*(make(number) for number in range(4)))
+
+
+def _convolution(number):
+    return nn.Sequential(nn.Conv2d(32 if number else 3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+
+
+NETS = {  # name -> factory, and what the estimate is told of its inputs
+    "perceptron": (
+        lambda: nn.Sequential(_blocks(lambda _: nn.Sequential(nn.Linear(256, 256), nn.ReLU())), nn.Linear(256, 16)),
+        {"inputs": [64, 256]},
+    ),
+    "convolutions": (
+        lambda: nn.Sequential(_blocks(_convolution), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
+        {"inputs": [8, 3, 48, 48]},
+    ),
+    "recurrent": (kinds.Recurrent, {"inputs": [16, 64], "input_dtype": "int64"}),
+    "tokens": (
+        lambda: nn.Sequential(
+            nn.Embedding(1000, 128),
+            _blocks(lambda _: nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)),
+            nn.Linear(128, 1000),
+        ),
+        {"inputs": [8, 64], "input_dtype": "int64"},
+    ),
     "llama": (llama, {"inputs": {"input_ids": [4, 256], "labels": [4, 256]}, "input_dtype": "int64"}),
 }
 # Of each, two nets in turn and the blocks of `tokens`.
-SETTINGS: tuple[Mapping[str, Any], ...] = (
+SETTINGS = (
     {}, {"precision": "tf32"}, {"precision": "bf16"}, {"precision": "fp16", "clip_norm": 1.0},
     {"precision": "bf16-true"}, {"optimizer": "sgd"}, {"optimizer": "momentum", "implementation": "loop"},
     {"optimizer": "adamw", "implementation": "fused"}, {"optimizer": "adafactor"}, {"optimizer": "lion"},
@@ -106,14 +85,14 @@ LAYOUTS = (
     "tp=2", "tp=4,fsdp=2", "cp=2", "cp=2,fsdp=2,cp_rotate=alltoall", "pp=2", "pp=4,schedule=gpipe,micro_batches=4",
     "pp=2,schedule=interleaved", "pp=2,ddp=2", "pp=2,fsdp=2", "pp=2,tp=2", "pp=2,fsdp=2,tp=2",
 )  # fmt: skip
-UNDER_LAYOUTS: tuple[Mapping[str, Any], ...] = (
+UNDER_LAYOUTS = (
     {"parallel": "ddp=8", "accumulation": 4}, {"parallel": "fsdp=8", "checkpointing": "full", "precision": "bf16"},
     {"parallel": "fsdp=8", "compile": True}, {"parallel": "tp=2", "precision": "bf16-true"},
     {"parallel": "pp=2", "accumulation": 2}, {"parallel": "pp=2", "checkpointing": "full"},
     {"parallel": "ddp=8", "loop": "pipeline"},
     {"parallel": "cp=2", "optimizer": "sgd", "precision": "bf16"}, {"parallel": "zero=2,ddp=8", "clip_norm": 1.0},
 )  # fmt: skip
-ON_CONVOLUTIONS: tuple[Mapping[str, Any], ...] = (
+ON_CONVOLUTIONS = (
     *({"known": [{"batch_size": 8, "memory_mib": 1200, "kind": kind}]} for kind in ("process", "card", "reserved")),
     {"known": [{"batch_size": 16, "memory_mib": 900}, {"batch_size": 4, "memory_mib": 700}]},
     {"known": [{"batch_size": 8, "memory_mib": 1200, "device": "T4"}], "loop": "pipeline"},
@@ -130,53 +109,48 @@ COMMANDS = (
 )  # fmt: skip
 
 
-def cases() -> dict[str, Callable[[], Any]]:
+def cases():
     """Return the name of each case -> what estimates it."""
-    found: dict[str, Callable[[], Any]] = {}
+    found = {}
 
-    def add(job: str, settings: Mapping[str, Any], model: Callable[[], Any], **given: Any) -> None:
+    def add(job, settings, model, **given):
         name = ", ".join([job, *(f"{key}={value}" for key, value in settings.items() if key != "device")])
         device = random.Random(name).choice(DEVICES)
         asked = {"device": device, **given, **settings}
         found[f"{name} on {asked['device']}"] = lambda: estimate(model(), **asked)
 
-    def add_net(net: str, settings: Mapping[str, Any]) -> None:
+    def add_net(net, settings):
         factory, given = NETS[net]
         add(net, settings, lambda: factory, **given)
 
-    for family, index in itertools.product(family_names(), range(A_FAMILY)):
-        choices = ({}, {"loop": "pipeline"}, {"parallel": "ddp=8"}, {"estimator": "trace"}, {"parallel": "fsdp=4"})
+    for family, (index, settings) in itertools.product(family_names(), enumerate(OF_FAMILIES)):
         changed = {"channels_last": False} if index == 4 else {}  # FSDP shards contiguous parameters only
-        add(f"{family} {index}", choices[index], lambda f=family, i=index, c=changed: replace(small_config(f, i), **c))
-    names = list(NETS)
+        add(f"{family} {index}", settings, lambda f=family, i=index, c=changed: replace(small_config(f, i), **c))
     for at, settings in enumerate(SETTINGS):
-        for net in sorted({names[at % len(names)], "tokens"}):
+        for net in sorted({[*NETS][at % len(NETS)], "tokens"}):
             add_net(net, settings)
-    for layout in LAYOUTS:
-        add_net("llama", {"parallel": layout})
-    for settings in UNDER_LAYOUTS:
+    for settings in (*({"parallel": layout} for layout in LAYOUTS), *UNDER_LAYOUTS):
         add_net("llama", settings)
     for layout in ("ep=2,fsdp=4", "ep=4,fsdp=4"):
         add("mixture", {"parallel": layout}, lambda: MIXTURE)
     for settings in (*ON_CONVOLUTIONS, *({"device": device} for device in DEVICES)):
         add_net("convolutions", settings)
-    factory, given = NETS["tokens"]
     for batches in ([32, 64, 64, 128], {64: 0.75, 256: 0.25}):
-        add("tokens", {"batches": batches}, lambda: factory, **given)
+        add_net("tokens", {"batches": batches})
     for command in COMMANDS:
-        words = [str(SCRIPTS / word) if word.endswith(".py") else word for word in command.split()]
+        words = [str(kinds.SCRIPTS / word) if word.endswith(".py") else word for word in command.split()]
         found[command] = lambda words=words: estimate_script(words)
     return found
 
 
-def answer(asked: Callable[[], Any]) -> dict[str, Any]:
+def answer(asked):
     """Return an estimate's mapping without the warnings, which are its notes' texts."""
     mapping = asked().to_mapping()
     texts = [note["text"] for note in mapping["notes"]]
     return {key: value for key, value in mapping.items() if (key, value) != ("warnings", texts)}
 
 
-def estimates() -> Iterator[tuple[str, Callable[[], Any]]]:
+def estimates():
     """Yield the full estimate of each case."""
     from featurize.vision import mend_torchvision
 
@@ -185,7 +159,7 @@ def estimates() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield name, lambda asked=asked: answer(asked)
 
 
-def fast_estimates() -> Iterator[tuple[str, Callable[[], Any]]]:
+def fast_estimates():
     """Yield the answers of method=fast beside the full ones, whose place they take."""
     for family, index, device in itertools.product(FAST, range(3), DEVICES[:2]):
         for method in ("fast", "full"):
@@ -197,13 +171,13 @@ def fast_estimates() -> Iterator[tuple[str, Callable[[], Any]]]:
             )
 
 
-def allocator_events() -> Iterator[tuple[str, Callable[[], Any]]]:
+def allocator_events():
     """Yield the peaks of each golden step in the allocator, and its moments as a count and a hash."""
     for name, case in golden()["cases"].items():
         yield name, lambda config=case["config"]: _moments(config)
 
 
-def _moments(config: Mapping[str, Any]) -> dict[str, Any]:
+def _moments(config):
     from featurize.device_spec import load_device
     from featurize.own_code import config_of_user
     from featurize.replay import replay

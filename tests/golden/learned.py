@@ -3,28 +3,20 @@
 Start reading at `predictions` and `benchmarks`.
 """
 
-from __future__ import annotations
-
-import csv
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from tests.featurize.small_configs import small_config
 from tests.golden.commands import invoked
-from tests.learn.learn_rows import make_configs, write_runs
+from tests.learn.learn_rows import labels_of, make_configs, write_runs
 
 TARGETS = ("memory", "smact", "smocc")
 QUANTILES = (0.05, 0.5, 0.95)
-DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB")
+DEVICES = {"A100-SXM4-40GB": 1.0, "V100-SXM2-32GB": 1.7}  # of measured steps, and by how much they are longer
 ROWS = 36  # of a benchmark: few, since each estimator is fitted for each fold
-HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
 
 
-def predictions() -> Iterator[tuple[str, Callable[[], Any]]]:
+def predictions():
     """Yield what each shipped model predicts for each config: of families that it was fitted on, and of others."""
     configs = [
         *make_configs(20, seed=7),
@@ -35,7 +27,7 @@ def predictions() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{target} {config.family} {number}", lambda t=target, c=config: _predicted(t, c)
 
 
-def _predicted(target: str, config: Any) -> dict[str, Any]:
+def _predicted(target, config):
     from learn.artifacts import default_artifact
     from learn.cases import of_configs
 
@@ -51,50 +43,30 @@ def _predicted(target: str, config: Any) -> dict[str, Any]:
     }
 
 
-def benchmarks() -> Iterator[tuple[str, Any]]:
-    """Yield the benchmarks of all estimators on simulated rows, on measured steps, and on a file as GPUMemNet's."""
+def benchmarks():
+    """Yield the benchmarks of all estimators on simulated rows, and on measured steps."""
     configs = make_configs(ROWS, seed=3)
     write_runs(Path("simulated"), configs)
-    for device in DEVICES:
-        labels = {"step_time_ms": _step_times_ms(configs, device)}
+    for device, times in DEVICES.items():
+        labels = {"step_time_ms": times * labels_of(configs)["step_time_ms"]}
         write_runs(
             Path("measured"), configs, source="measured", job=device, device=device, statuses=["ok"] * ROWS,
             labels=labels,
         )  # fmt: skip
-    with open("some.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADER)
-        for batch in range(1, ROWS):
-            name = f"input:{8 * batch}_output:4_depth:1_arch:uniform_batch:{batch}_act:relu_dropout:0.1"
-            cells = (2, 10, batch, 800 + 40 * batch % 700, batch / 40, "SUCCESSFUL")
-            writer.writerow((f"{name}_dropout:True_batchnorm:False.out", *cells))
     for target in TARGETS[:2]:
         yield from _benchmark(f"simulated {target}", f"target={target}", "data=simulated", "workers=0")
     yield from _benchmark(
         "measured step_time", "target=step_time", "data=measured", "split=leave_one_out", "by=device", "workers=0"
     )
-    yield from _benchmark(
-        "file memory", "published=some.csv", "data=kept", "workers=0", "estimators=[trace,dnnmem,horus]"
-    )
 
 
-def published(folder: str | None) -> Iterator[tuple[str, Any]]:
+def published(folder):
     """Yield the benchmarks of the published measurements in a folder; none without one."""
     for target in TARGETS[:2] if folder else ():
         yield from _benchmark(target, f"published={folder}", "rows=40", f"target={target}", "data=kept", "workers=0")
 
 
-def _step_times_ms(configs: list[Any], device: str) -> np.ndarray:
-    from featurize.device_spec import load_device
-    from featurize.kernel_model.step_time import time_step
-    from featurize.trace import trace_config
-
-    spec = load_device(device)
-    times = [time_step(trace_config(config, device=spec), spec, config).step_time_ms for config in configs]
-    return np.array(times) * np.random.default_rng(5).uniform(0.9, 1.2, len(times))
-
-
-def _benchmark(title: str, *arguments: str) -> Iterator[tuple[str, Any]]:
+def _benchmark(title, *arguments):
     """Yield a benchmark's output, its figures by file and estimator, and its rows, without what they took."""
     out = Path(f"{title.replace(' ', '_')}.json")
     done = invoked("learn.benchmark", [*arguments, f"out={out}"])

@@ -8,8 +8,7 @@ and what it raises is recorded. Each section runs in a process and in an empty f
 file with an entry a line. `recorded/` beside this file holds the committed record.
 """
 
-from __future__ import annotations
-
+import contextlib
 import datetime
 import importlib
 import json
@@ -20,9 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from conf.identity import version_of
+from conf.plain_text import exception_line
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_name("recorded")
@@ -41,44 +42,32 @@ SECTIONS = {
     "comparisons": "tests.golden.data:comparisons",
     "publication": "tests.golden.data:publication",
 }
+LIBRARIES = ("torch", "torchvision", "timm", "transformers", "numpy", "lightgbm", "scikit-learn", "duckdb", "pyarrow")
 DIGITS = 10
 _SETTINGS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "COLUMNS": "120", "TZ": "UTC", "PYTHONHASHSEED": "0"}
-_TIMES = re.compile(r"(^|_)(seconds|wall_s|overhead_s|at)$")  # keys whose values are of the clock
+_TIMES = re.compile(r"(^|_)(seconds|wall_s|overhead_s|gpu_hours|at)$")  # keys whose values are of the clock
 _DATE = "|".join(str(datetime.date.today() + datetime.timedelta(days=days)) for days in (-1, 0, 1))
+# What differs between two runs of the same code, and what stands for it in a record.
+_PATTERNS = {
+    re.escape(str(ROOT)): "ROOT",
+    re.escape(sys.prefix): "VENV",
+    rf"({_DATE})[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(\+00:00|Z| UTC)?": "TIME",
+    rf"({_DATE})(\.\d+)?": "TODAY",
+    r"\b\d\d:\d\d:\d\d\b": "TIME",
+    r"[^\n]*\d/\d+( steps,|  )[^\n]*\n": "",  # of a bar, which moves by the clock
+    r"\b(canary|grow)-[0-9a-f]{8}": r"\1-TOKEN",
+    r"\bmerged-\d{8}T\d{6}-[0-9a-f]{12}": "merged-TOKEN",
+    r"-[0-9a-f]{6}\.html": "-HASH.html",  # of the paths of what was compared
+}
 
 
-def versions() -> Iterator[tuple[str, str | None]]:
+def versions():
     """Yield the releases that the other sections depend on."""
-    from conf.identity import version_of
-
-    for name in (
-        "torch",
-        "torchvision",
-        "timm",
-        "transformers",
-        "numpy",
-        "lightgbm",
-        "scikit-learn",
-        "duckdb",
-        "pyarrow",
-    ):
+    for name in LIBRARIES:
         yield name, version_of(name)
 
 
-def _replacements(place: Path) -> Iterator[tuple[re.Pattern[str], str]]:
-    """Yield what differs between two runs of the same code, and what stands for it in a record."""
-    yield re.compile(re.escape(str(place))), "PLACE"
-    yield re.compile(re.escape(str(ROOT))), "ROOT"
-    yield re.compile(re.escape(sys.prefix)), "VENV"
-    yield re.compile(rf"({_DATE})[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(\+00:00|Z| UTC)?"), "TIME"
-    yield re.compile(rf"({_DATE})(\.\d+)?"), "TODAY"
-    yield re.compile(r"\b\d\d:\d\d:\d\d\b"), "TIME"
-    yield re.compile(r"[^\n]*\d/\d+( steps,|  )[^\n]*\n"), ""  # of a bar, which moves by the clock
-    yield re.compile(r"\b(canary|grow)-[0-9a-f]{8}"), r"\1-TOKEN"
-    yield re.compile(r"\bmerged-\d{8}T\d{6}-[0-9a-f]{12}"), "merged-TOKEN"
-
-
-def steady(value: Any, place: Path) -> Any:
+def steady(value, place):
     """Return a value as JSON that is the same whenever and wherever the same code gives it.
 
     Args:
@@ -86,10 +75,8 @@ def steady(value: Any, place: Path) -> Any:
         place: The folder that the section runs in.
     """
     if isinstance(value, Mapping):
-        return {
-            str(key): "TIME" if item is not None and _TIMES.search(str(key)) else steady(item, place)
-            for key, item in value.items()
-        }
+        clock = {key for key, item in value.items() if item is not None and _TIMES.search(str(key))}
+        return {str(key): "TIME" if key in clock else steady(item, place) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [steady(item, place) for item in value]
     if hasattr(value, "tolist"):
@@ -98,20 +85,17 @@ def steady(value: Any, place: Path) -> Any:
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
     if value is None or isinstance(value, bool | int):
         return value
-    text = str(value)
-    for pattern, name in _replacements(place):
-        text = pattern.sub(name, text)
+    text = str(value).replace(str(place), "PLACE")
+    for pattern, name in _PATTERNS.items():
+        text = re.sub(pattern, name, text)
     return text.split("\n") if "\n" in text else text
 
 
-def entries(section: str, place: Path, *, published: str | None = None) -> Iterator[tuple[str, Any]]:
+def entries(section, place, *given):
     """Yield each entry of a section: its name, and its value as JSON."""
-    from conf.plain_text import exception_line
-
     module, _, function = SECTIONS[section].partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)(*([published] if section == "published" else []))
-        for name, value in found:
+        for name, value in getattr(importlib.import_module(module), function)(*given):
             try:
                 value = value() if callable(value) else value
             except Exception as error:
@@ -121,55 +105,51 @@ def entries(section: str, place: Path, *, published: str | None = None) -> Itera
         yield "the section", {"raised": steady(exception_line(error), place)}
 
 
-def write(file: Path, found: Iterable[tuple[str, Any]]) -> int:
-    """Write a section's entries, sorted, one a line. Returns their number."""
-    values: dict[str, Any] = {}
-    for name, value in found:
-        assert name not in values, f"two entries are named {name}"
-        values[name] = value
+def write(file, found):
+    """Write a section's entries, sorted, one a line."""
+    found = list(found)
+    values = dict(found)
+    assert len(values) == len(found), "two entries have one name"
     lines = [f"{json.dumps(name)}: {json.dumps(values[name], sort_keys=True)}" for name in sorted(values)]
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    return len(values)
 
 
-def record(out: Path, sections: Iterable[str], published: str | None) -> int:
-    """Record sections one after the other, each in a process of its own. Returns 1 if one cannot be recorded."""
-    failed = 0
-    out.mkdir(parents=True, exist_ok=True)
-    for section in sections:
-        with tempfile.TemporaryDirectory(prefix="golden-") as home:
-            began = time.monotonic()
-            # Neither the user's data folder nor kept traces and answers take part.
-            environment = {"PATH": os.environ["PATH"], "HOME": home, "XDG_CACHE_HOME": home, **_SETTINGS}
-            command = [sys.executable, "-m", "tests.golden.record", f"section={section}", f"out={out}"]
-            command += [f"published={published}"] if published else []
-            done = subprocess.run(command, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=ROOT)
-            failed |= done.returncode != 0
-            print(f"{section}: {time.monotonic() - began:.0f} s", flush=True)
-    return int(failed)
+def in_a_process(section, out, published):
+    """Record one section in a process of its own, which the user's data folder and caches are hidden from."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="golden-") as home:
+        environment = {"PATH": os.environ["PATH"], "HOME": home, "XDG_CACHE_HOME": home, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tests.golden.record", f"section={section}", f"out={out}"]
+        subprocess.run([*command, f"published={published}"], env=environment | _SETTINGS, cwd=ROOT, check=True)
+    print(f"{section}: {time.monotonic() - began:.0f} s", flush=True)
 
 
-def main(arguments: list[str]) -> int:
-    """Record what the arguments name. Returns the exit code."""
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    if unknown := given.keys() - {"out", "sections", "section", "published"} or "out" not in given:
-        print(f"error: out=FOLDER, sections=[...] and published=FOLDER are what may be given; got {unknown}")
-        return 2
-    out, published = Path(given["out"]).resolve(), given.get("published")
+def arguments_of(words, known):
+    """Return the arguments by key; those of an unknown key end the process in one line."""
+    given = dict(word.partition("=")[::2] for word in words)
+    sections = [name for name in given.pop("sections", "").strip("[]").split(",") if name]
+    for unknown, of in ((given.keys() - set(known), known), (set(sections) - set(SECTIONS), SECTIONS)):
+        if unknown:
+            print(f"error: unknown {', '.join(sorted(unknown))}; known: {', '.join(of)}", file=sys.stderr)
+            sys.exit(2)
+    return given | {"sections": sections}
+
+
+def main(words):
+    """Record the sections that are named, or all."""
+    given = arguments_of(words, ("out", "section", "published"))
+    out, published = Path(given.get("out", "build/golden")).resolve(), given.get("published", "")
     if section := given.get("section"):  # the process of one section
         import torch
 
         torch.set_num_threads(1)
-        with tempfile.TemporaryDirectory(prefix="golden-") as place:
-            os.chdir(place)
-            write(out / f"{section}.json", entries(section, Path(place), published=published))
-        return 0
-    chosen = given["sections"].strip("[]").split(",") if "sections" in given else list(SECTIONS)
-    if unknown := [name for name in chosen if name not in SECTIONS]:
-        print(f"error: unknown sections {', '.join(unknown)}; known: {', '.join(SECTIONS)}")
-        return 2
-    return record(out, chosen, os.path.abspath(published) if published else None)
+        with tempfile.TemporaryDirectory(prefix="golden-") as place, contextlib.chdir(place):
+            write(out / f"{section}.json", entries(section, Path(place), *[published] * (section == "published")))
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    for section in given["sections"] or SECTIONS:
+        in_a_process(section, out, published and os.path.abspath(published))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
