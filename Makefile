@@ -17,7 +17,7 @@ offline: override PYTHON := python3
 MIB ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help venv offline demo test test-wide test-faults test-gpu test-torch bench bench-gpu bench-serve image collect-gpu offline-page docs readme readme-check lint clean
+.PHONY: help venv offline demo test test-wide test-faults test-gpu test-torch golden bench bench-gpu bench-serve image collect-gpu offline-page docs readme readme-check lint clean
 
 help:
 	@echo "make demo         set up, then do the main job small (a few minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-faults  kill trials, workers and dispatchers in the middle of jobs (slow)"
 	@echo "make test-gpu     the tests that need an NVIDIA GPU"
 	@echo "make test-torch   trace golden steps and run commands under each tested release of torch, some GB each; or VERSIONS='2.8.0'"
+	@echo "make golden       record behaviour in OUT and compare it with the committed record; SECTIONS=[estimates,help]"
 	@echo "make bench        print the project's figures as ratios; PUBLISHED=FOLDER adds the estimators' table,"
 	@echo "                  FULL=true takes compaction, soak and selection at full size (hours)"
 	@echo "make bench-serve  load on the service of this machine, then with a process killed; ARGS='rate=800 seconds=20'"
@@ -74,6 +75,12 @@ test-gpu: venv
 # Needs no environment of ours: each release gets its own, which is deleted afterwards.
 test-torch:
 	@TORCH_OPTIONS='$(TORCH_OPTIONS)' $(PYTHON) infra/torch_releases.py $(VERSIONS)
+
+# Ten minutes on one core. BEFORE=FOLDER compares with another checkout's record, PUBLISHED=FOLDER adds its benchmark.
+OUT ?= build/golden
+golden: venv
+	$(BIN)/python -m tests.golden.record out=$(OUT) $(if $(SECTIONS),"sections=$(SECTIONS)") $(if $(PUBLISHED),published=$(PUBLISHED))
+	$(BIN)/python -m tests.golden.compare b=$(OUT) $(if $(BEFORE),a=$(BEFORE)) $(if $(SECTIONS),"sections=$(SECTIONS)")
 
 bench: venv
 	$(BIN)/python -m tests.bench $(if $(PUBLISHED),published=$(PUBLISHED)) $(if $(FULL),full=$(FULL))

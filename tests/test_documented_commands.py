@@ -107,10 +107,8 @@ def call(module, arguments, monkeypatch):
     return 0
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with all that the documents' commands read: a data folder with runs and snapshots, models, files."""
-    place = tmp_path_factory.mktemp("documented") / "a'; echo foo"
+def fill_place(place):
+    """Make all that the documents' commands read in a folder: a data folder with runs and snapshots, models, files."""
     (place / "mypackage").mkdir(parents=True)
     (place / "mypackage" / "nets.py").write_text(NETS)
     shutil.copy(Path(__file__).parent / "learn" / "training_scripts" / "torchrun_ddp.py", place / "train.py")
@@ -131,6 +129,29 @@ def place(tmp_path_factory):
 
     for name in ("2026-11-19", "2026-11-20"):
         take_snapshot(data, name)
+
+
+def composed(command):
+    """The arguments with which a command prints its settings and does nothing."""
+    arguments = [*command.arguments]
+    if "--cfg" not in arguments:
+        at = arguments.index("--") if "--" in arguments else len(arguments)  # behind it is a script's own command
+        arguments[at:at] = ["--cfg", "job"]
+    return arguments
+
+
+def small(command, written):
+    """The arguments of a small run, which writes into the folder `written` where the document has one of its own."""
+    arguments = [*command.arguments, *SMALL.get(command.module, ())]
+    for folder in ("/srv/farm", "/srv/gpufarm", "/mnt/farm"):
+        arguments = [argument.replace(f"={folder}", "=data") for argument in arguments]
+    return [argument.replace("=/srv/", f"={written}/").replace("=/tmp/", f"={written}/") for argument in arguments]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("documented") / "a'; echo foo"
+    fill_place(place)
     return place
 
 
@@ -158,11 +179,7 @@ def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, cap
     if "+arch=wide" in command.text:
         assert "wide" not in group_options("arch")
         return
-    arguments = [*command.arguments]
-    if "--cfg" not in arguments:
-        at = arguments.index("--") if "--" in arguments else len(arguments)  # behind it is a script's own command
-        arguments[at:at] = ["--cfg", "job"]
-    assert call(command.module, arguments, monkeypatch) == 0, capsys.readouterr().err
+    assert call(command.module, composed(command), monkeypatch) == 0, capsys.readouterr().err
 
 
 @pytest.mark.spread(2)
@@ -172,16 +189,9 @@ def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, cap
     ids=lambda command: f"{command.source}: {command.text}",
 )
 def test_a_documented_command_runs(command, here, monkeypatch, capsys, tmp_path):
-    arguments = [*command.arguments, *SMALL.get(command.module, ())]
-    arguments = [
-        argument.replace("=/srv/farm", "=data").replace("=/srv/gpufarm", "=data").replace("=/mnt/farm", "=data")
-        for argument in arguments
-    ]
-    arguments = [argument.replace("=/srv/", f"={tmp_path}/").replace("=/tmp/", f"={tmp_path}/")
-                 for argument in arguments]  # fmt: skip
     if command.module in ("farm.submit", "farm.work", "farm.grow"):
         monkeypatch.setenv("GPUFARM_DATA", str(DataFolder.resolve(tmp_path / "data").create().root))
-    code = call(command.module, arguments, monkeypatch)
+    code = call(command.module, small(command, tmp_path), monkeypatch)
     assert code == 0, capsys.readouterr().err
 
 

@@ -13,11 +13,11 @@ import sys
 
 import duckdb
 import pytest
-from warehouse_rows import run_row, samples
 
 import warehouse
 from conf.cli import run
 from conf.errors import EnvironmentProblem, UsageError
+from tests.warehouse.warehouse_rows import run_row, samples
 from warehouse.columns import TABLES, described
 from warehouse.folder import DataFolder
 from warehouse.publish import PublishSettings, entry, publish
@@ -46,8 +46,8 @@ def measured(index, **changes):
     }
 
 
-@pytest.fixture
-def filled(folder) -> DataFolder:
+def fill(folder):
+    """Land runs of all sources and statuses, and jobs."""
     writer = RunWriter(folder)
     for index in range(5):
         writer.write(measured(index), samples(40))
@@ -58,6 +58,11 @@ def filled(folder) -> DataFolder:
     space = json.dumps({"weights": "/home/someone/secret-folder/w.pt"})
     for job in ("J", "unused"):
         writer.write_job({"job_id": job, "family": "cnn", "n": 7, "space": space, "config": space, "submitted_at": 1e9})
+
+
+@pytest.fixture
+def filled(folder) -> DataFolder:
+    fill(folder)
     return folder
 
 
