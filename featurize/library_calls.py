@@ -16,7 +16,6 @@ from featurize import cudnn_rnn
 from featurize.architecture import AMD
 from featurize.cudnn.convolution_calls import backward_operation, forward_operation
 from featurize.cudnn.signature import ConvolutionSignature
-from featurize.cudnn.workspace_formulas import winograd_bytes
 from featurize.device_spec import DeviceSpec
 
 CUBLAS = "cublas"
@@ -89,6 +88,21 @@ def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:
         return winograd_bytes(x[1], call.shapes[2]) if _takes_winograd(call) else 0
     copies = zip(_COPIES[call.kind], call.shapes, strict=True)
     return call.element_bytes * sum(times * math.prod(shape) for times, shape in copies)
+
+
+def winograd_bytes(channels: int, response: Sequence[int]) -> int:
+    """Return the bytes that cuDNN takes for a 3x3 convolution of stride and dilation 1 without tensor cores for fp32.
+
+    It multiplies by Winograd's F(4x4, 3x3) (Lavin and Gray, arXiv 1509.09308), not fused: input, weight and output lie
+    transformed in the workspace, 36 values for each tile of 4 x 4 places and for each kernel.
+
+    Args:
+        channels: Of the input.
+        response: Shape of the output.
+    """
+    batch, filters, height, width = response
+    tiles = batch * math.ceil(height / 4) * math.ceil(width / 4)
+    return 4 * 36 * (tiles * (channels + filters) + channels * filters)
 
 
 def _takes_winograd(call: LibraryCall) -> bool:

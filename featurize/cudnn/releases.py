@@ -12,7 +12,7 @@ import torch
 
 from conf.errors import UsageError
 from featurize.cudnn.libraries import OLDEST
-from featurize.cudnn.workspaces import GUESSED, ORACLE, ConvolutionWorkspace, guessed_workspace
+from featurize.cudnn.workspaces import GUESSED, ConvolutionWorkspace, guessed_workspace
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import LibraryCall
 
@@ -65,7 +65,7 @@ def traced_release_note(torch_version: str | None) -> str | None:
     if torch_version is None:
         return None
     return (
-        f"torch_version={torch_version}: only cuDNN's workspaces follow it (workspaces=cudnn, distilled or auto); "
+        f"torch_version={torch_version}: only cuDNN's workspaces follow it (workspaces=cudnn or auto); "
         f"the step is traced with PyTorch {torch.__version__.partition('+')[0]}, which is installed"
     )
 
@@ -113,9 +113,7 @@ def release_note(
         return f"{brings}; {kept} convolutions with 1x1 kernels stay guessed"
     if not asked or (all(version.split(".")[:2] == _text(release).split(".")[:2] for version in asked)):
         return None
-    distilled = all(workspace.source != ORACLE for workspace in workspaces.values())
-    answered = "is what the distilled models were fitted on" if distilled else "was asked"
-    note = f"{brings}, and {' and '.join(asked)} {answered}: two versions can choose different engines"
+    note = f"{brings}, and {' and '.join(asked)} was asked: two versions can choose different engines"
     return f"{note}; {kept} convolutions with 1x1 kernels stay guessed" if kept else note
 
 

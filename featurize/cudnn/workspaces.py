@@ -19,15 +19,14 @@ from featurize.library_calls import LibraryCall, workspace_bytes
 from featurize.step_trace import StepTrace
 from featurize.tf32 import cudnn_allows_tf32
 
-ORACLE, DISTILLED, GUESSED = "oracle", "distilled", "guessed"
+ORACLE, GUESSED = "oracle", "guessed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionWorkspace:
     """The workspace of one convolution.
 
-    source     `oracle`: cuDNN answered; `distilled`: models of its answers did (`featurize.cudnn.distilled`);
-               `guessed`: copies of input, weight and output (`featurize.library_calls`)
+    source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output (`featurize.library_calls`)
     sizes      bytes that PyTorch tries to take, the largest first
     engine     cuDNN's name of the configuration that the heuristics name first; empty where cuDNN was not asked
     layout     in which cuDNN is given the tensors: nchw, nhwc, ...; empty where it is guessed
@@ -79,7 +78,6 @@ def workspaces_note(workspaces: Mapping[LibraryCall, ConvolutionWorkspace]) -> s
     versions = sorted({workspace.cudnn for workspace in workspaces.values()} - {""})
     named = {
         ORACLE: f"cuDNN {' and '.join(versions)} for {by_source[ORACLE]}",
-        DISTILLED: f"distilled from cuDNN {' and '.join(versions)} for {by_source[DISTILLED]}",
         GUESSED: f"guessed for {by_source[GUESSED]}",
     }
     counted = ", ".join(text for source, text in named.items() if by_source[source])

@@ -4,7 +4,6 @@ The folder is not called `cudnn`: pytest puts its parent on the path, where it w
 """
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,11 +15,10 @@ from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
 from featurize.cudnn.oracle import CRASHED, HUNG, NOT_ASKED, CudnnOracle
 from featurize.cudnn.signature import ConvolutionSignature, SearchSettings
 from featurize.device_spec import device_names, load_device
-from tests.featurize.asking_cudnn.cudnn_library import needs_cudnn
+from tests.featurize.asking_cudnn.cudnn_library import CHILD, VERSION, needs_cudnn
 from tests.featurize.asking_cudnn.stand_in_child import CRASHES, HANGS, NONSENSE
 
 A100 = load_device("A100-SXM4-40GB")
-CHILD = Path(__file__).with_name("stand_in_child.py")
 SEARCH = SearchSettings()
 
 
@@ -36,7 +34,7 @@ def oracle_of(tmp_path):
     """Makes oracles with the stand-in process, which appends what it was asked to the file `asked`."""
     opened = []
 
-    def make(version="9.28.0", cache=None, query_s=20.0):
+    def make(version=VERSION, cache=None, query_s=20.0):
         command = (sys.executable, str(CHILD), str(tmp_path / "asked"))
         opened.append(CudnnOracle(CudnnLibraries(version, ()), A100, cache, command=command, query_s=query_s))
         return opened[-1]
