@@ -205,7 +205,6 @@ def test_cudnn_itself_answers_for_a_gpu_that_is_not_there():
     assert answers[half].plans[0].workspace_bytes < answers[plain].plans[0].workspace_bytes  # nothing to transpose
     assert exact.plans[0].engine != answers[plain].plans[0].engine
     assert 1 < len(measured.plans) <= 10 and measured.plans[0] == answers[plain].plans[0]
-    assert measured.largest_within(0) in (0, None) and measured.largest_within() >= measured.plans[0].workspace_bytes
 
 
 def test_the_process_starts_early_only_where_nothing_is_known(oracle_of, tmp_path):
