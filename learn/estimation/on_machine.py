@@ -172,8 +172,7 @@ def _answers(
 ) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
     """Return cuDNN's answers about the trace's convolutions; None, with `auto`, where it cannot be asked."""
     from featurize.cudnn.oracle import oracle_for
-    from featurize.cudnn.releases import for_release
-    from featurize.cudnn.workspaces import convolution_workspaces
+    from featurize.cudnn.workspaces import convolution_workspaces, for_release
 
     chosen = search or _search_of_job(benchmark)
     try:
@@ -192,8 +191,7 @@ def workspace_notes(workspaces: Mapping[LibraryCall, ConvolutionWorkspace], torc
         workspaces: The answers that the step was replayed with; empty where none was asked for.
         torch_version: As in `placed`.
     """
-    from featurize.cudnn.releases import release_note, traced_release_note
-    from featurize.cudnn.workspaces import workspaces_note
+    from featurize.cudnn.workspaces import release_note, traced_release_note, workspaces_note
 
     texts = [("torch-version", INFO, traced_release_note(torch_version))]
     if workspaces:

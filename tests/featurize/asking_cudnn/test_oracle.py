@@ -9,10 +9,8 @@ import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.cudnn import libraries
-from featurize.cudnn.answer_cache import AnswerCache
-from featurize.cudnn.device_properties import device_properties
 from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
-from featurize.cudnn.oracle import CRASHED, HUNG, NOT_ASKED, CudnnOracle
+from featurize.cudnn.oracle import CRASHED, HUNG, NOT_ASKED, AnswerCache, CudnnOracle, device_properties
 from featurize.cudnn.signature import ConvolutionSignature, SearchSettings
 from featurize.device_spec import device_names, load_device
 from tests.featurize.asking_cudnn.cudnn_library import CHILD, VERSION, needs_cudnn
