@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
-_LSTM = MODES["lstm"]
 
 # cuDNN does not say without a GPU what it keeps for the backward pass. Assumed, in values a time step, sample, layer
 # and hidden unit (each direction for itself), besides the outputs between layers: LSTM 5 (its gates and the cell
