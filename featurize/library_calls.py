@@ -133,8 +133,9 @@ def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[Li
     wanted = zip(("conv_backward_data", "conv_backward_weight"), args[10], strict=False)
     return tuple(
         _conv(kind, shapes, x, weight, args[9], _backward_operation(args, kind == "conv_backward_weight"))
-        for kind, needed in wanted if needed
-    )  # fmt: skip
+        for kind, needed in wanted
+        if needed
+    )
 
 
 def _conv(

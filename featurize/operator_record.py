@@ -56,9 +56,17 @@ class OperatorRecord(BlockRecord):
             self._made_by = [made if made == BATCH else -1 for made in self._made_by]
 
     def fused(
-        self, func: OpOverload, args: Sequence, inputs: list[Tensor], outputs: Sequence, *,
-        into: int | None = None, again: Sequence[Tensor] = (), kept: bool = True, leads: bool = False,
-    ) -> int | None:  # fmt: skip
+        self,
+        func: OpOverload,
+        args: Sequence,
+        inputs: list[Tensor],
+        outputs: Sequence,
+        *,
+        into: int | None = None,
+        again: Sequence[Tensor] = (),
+        kept: bool = True,
+        leads: bool = False,
+    ) -> int | None:
         """Note a kernel that a compiler wrote: an operator, and all that it computes from the inputs on the way.
 
         Args:
