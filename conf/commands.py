@@ -161,11 +161,6 @@ TABLE = {
         "learn.build_defaults:BuildSettings",
         "Fit the models that come with the project, on published measurements: learn/default_models/ is written anew.",
     ),
-    "distil_cudnn": Command(
-        "learn.distil_cudnn",
-        "learn.distil_cudnn:DistilSettings",
-        "Fit the convolution workspaces for machines without cuDNN, on cuDNN's own answers, and judge them.",
-    ),
     "fit_kernels": Command(
         "learn.fit_kernels",
         "learn.fit_kernels:FitKernelsSettings",

@@ -26,8 +26,6 @@ from farm.sampling import sample_range
 from farm.settings import SubmitSettings
 from farm.submitted_code import record_code, record_submitted
 from farm.work import follow_hint, work
-from featurize.cudnn.libraries import installed_libraries
-from featurize.families import asks_cudnn
 from featurize.trial import canonical_json
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
@@ -47,8 +45,6 @@ def entry(settings: SubmitSettings) -> int:
         require_gpus(space, choice, settings.cluster)
         require_optimizers(space, choice)
     require_models(settings.spaces)
-    if choice.backend == "simulated" and any(asks_cudnn(space.family) for space in settings.spaces):
-        installed_libraries()  # else every trial would end without what it is sampled for
     if not settings.detach:
         settings.cluster.check_address()
     folder = DataFolder.resolve(settings.data)

@@ -230,9 +230,6 @@ class CachingAllocator:
                 elif not piece.is_split():
                     self._release(piece)
 
-    def reset_peaks(self) -> None:
-        self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
-
     def address_of(self, handle: int) -> int:
         """Where a live block begins. Raises `KeyError` for any other handle."""
         return self._live[handle].address

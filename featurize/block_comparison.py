@@ -25,9 +25,19 @@ from featurize.step_trace import StepTrace
 from featurize.trial import config_from_mapping
 
 HISTORY_KEYS = (
-    "name", "config", "conf", "torch_version", "device_name", "total_bytes", "trace", "marks", "segments",
-    "peak_reserved", "peak_allocated", "ooms",
-)  # fmt: skip
+    "name",
+    "config",
+    "conf",
+    "torch_version",
+    "device_name",
+    "total_bytes",
+    "trace",
+    "marks",
+    "segments",
+    "peak_reserved",
+    "peak_allocated",
+    "ooms",
+)
 ALLOCATOR, REQUESTS, WORKSPACES, ORDER, NONE = "allocator", "requests", "workspaces", "order", "none"
 CAUSES = (ALLOCATOR, REQUESTS, WORKSPACES, ORDER)
 _CLOSE_BYTES, _CLOSE_SHARE = 2 * MIB, 0.01  # a small segment, and what a step reserves otherwise

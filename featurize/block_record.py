@@ -14,12 +14,48 @@ from torch import Tensor
 
 from featurize.step_trace import BATCH, Block, Event
 from featurize.tensor_parts import local_tensor, meta_tensors
-from featurize.waiting_blocks import WaitingBlocks
 
 if TYPE_CHECKING:
     from featurize.cuda_graphs import CudaGraphs
 
 NOBODY = ("", "", None)
+
+
+class _WaitingBlocks:
+    """Blocks that were given back while another stream may still use them: when the allocator has them again.
+
+    PyTorch's allocator records an event on each stream that used a block, and gives the block to nobody before these
+    are over (c10/cuda/CUDACachingAllocator.cpp: `recordStream`, `process_events`). Moments are numbers of a trace's
+    events.
+
+    The host is taken to run ahead of the GPU as far as it may: it knows that work is over where it waited for what came
+    after that, whatever the stream.
+    """
+
+    def __init__(self) -> None:
+        self._used: set[int] = set()
+        self._waiting: dict[int, int] = {}  # block -> when it was given back
+        self._until: dict[int, int] = {}
+
+    def use(self, block: int) -> None:
+        """Note that a stream which is not the block's own uses it."""
+        self._used.add(block)
+
+    def give_back(self, block: int, moment: int) -> None:
+        """Note that a block is given back."""
+        if block in self._used:
+            self._waiting[block] = moment
+
+    def settle(self, until: int, moment: int) -> None:
+        """Note that the host has waited for all that came before `until`."""
+        for block in [block for block, given_back in self._waiting.items() if given_back < until]:
+            del self._waiting[block]
+            self._until[block] = moment
+
+    def until(self, block: int, end: int) -> int:
+        """Return the moment from which the allocator has a block's memory again, `end` where it never has; 0 where it
+        has it at once."""
+        return end if block in self._waiting else self._until.get(block, 0)
 
 
 class BlockRecord:
@@ -42,7 +78,7 @@ class BlockRecord:
         self._made_by: list[int] = []  # block -> index of the operator that wrote it last
         # storage -> its block, and the reference whose callback tells of its end
         self._live: dict[int, tuple[int, weakref.ref]] = {}
-        self._waiting = WaitingBlocks()
+        self._waiting = _WaitingBlocks()
         self._batch: list[int] = []
 
     # -- what the caller says of tensors
@@ -79,7 +115,7 @@ class BlockRecord:
                 self._kinds[block] = kind
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Hear that a storage gives its memory back, and takes as much as it is resized to: one block after another
+        """Note that a storage gives its memory back, and takes as much as it is resized to: one block after another
         of the same kind."""
         key = storage._cdata
         if key not in self._live:
@@ -91,12 +127,12 @@ class BlockRecord:
         self._live[key] = self._take(nbytes, self._kinds[block], self._makers[block], key), self._watched(storage)
 
     def used_on(self, tensor: Tensor, stream: int) -> None:
-        """Hear that a stream uses a tensor (`record_stream`)."""
+        """Note that a stream uses a tensor (`record_stream`)."""
         if (live := self._live.get(tensor.untyped_storage()._cdata)) is not None and stream != self._streams[live[0]]:
             self._waiting.use(live[0])
 
     def host_waited(self, until: int) -> None:
-        """Hear that the host has waited for all that came before an event, by its number."""
+        """Note that the host has waited for all that came before an event, by its number."""
         self._waiting.settle(until, len(self.events))
 
     # -- what is known of blocks
@@ -176,12 +212,12 @@ class BlockRecord:
         return again
 
     def hold_in(self, storage: int, block: int) -> None:
-        """Hear that a storage that lives, by its address, holds another block from now on."""
+        """Note that a storage that lives, by its address, holds another block from now on."""
         self._storages[block] = storage
         self._live[storage] = block, self._live[storage][1]
 
     def stand_for(self, block: int, storage: torch.UntypedStorage) -> None:
-        """Hear that a block lives as long as a storage."""
+        """Note that a block lives as long as a storage."""
         self._storages[block] = storage._cdata
         self._live[storage._cdata] = block, self._watched(storage)
 

@@ -21,9 +21,17 @@ from conf.errors import UsageError
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # What selective checkpointing saves: the results that take long to compute again.
 _SAVED = (
-    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_cudnn_rnn",
-)  # fmt: skip
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_cudnn_rnn",
+)
 
 
 def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: bool = False) -> None:

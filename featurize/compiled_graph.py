@@ -36,29 +36,74 @@ _MOST_READS = 8
 # Besides the operators that torch tags as pointwise.
 _POINTWISE = frozenset(
     {
-        "aten::_to_copy", "aten::arange", "aten::clone", "aten::constant_pad_nd", "aten::empty", "aten::empty_like",
-        "aten::empty_strided", "aten::fill", "aten::full", "aten::full_like", "aten::lift_fresh_copy",
-        "aten::masked_fill", "aten::new_full", "aten::new_ones", "aten::new_zeros", "aten::ones", "aten::ones_like",
-        "aten::scalar_tensor", "aten::tril", "aten::triu", "aten::where", "aten::zeros", "aten::zeros_like",
-        "prims::_inductor_bucketize", "prims::convert_element_type", "prims::iota",
+        "aten::_to_copy",
+        "aten::arange",
+        "aten::clone",
+        "aten::constant_pad_nd",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::fill",
+        "aten::full",
+        "aten::full_like",
+        "aten::lift_fresh_copy",
+        "aten::masked_fill",
+        "aten::new_full",
+        "aten::new_ones",
+        "aten::new_zeros",
+        "aten::ones",
+        "aten::ones_like",
+        "aten::scalar_tensor",
+        "aten::tril",
+        "aten::triu",
+        "aten::where",
+        "aten::zeros",
+        "aten::zeros_like",
+        "prims::_inductor_bucketize",
+        "prims::convert_element_type",
+        "prims::iota",
     }
-)  # fmt: skip
+)
 # Fused kernels whose result has memory of its own: these, and the two sets below.
 _REDUCTIONS = frozenset(
     {
-        "aten::all", "aten::amax", "aten::amin", "aten::any", "aten::argmax", "aten::argmin", "aten::max", "aten::mean",
-        "aten::min", "aten::prod", "aten::sum", "aten::var", "aten::var_mean", "prims::prepare_softmax_online",
-        "prims::sum", "prims::var",
+        "aten::all",
+        "aten::amax",
+        "aten::amin",
+        "aten::any",
+        "aten::argmax",
+        "aten::argmin",
+        "aten::max",
+        "aten::mean",
+        "aten::min",
+        "aten::prod",
+        "aten::sum",
+        "aten::var",
+        "aten::var_mean",
+        "prims::prepare_softmax_online",
+        "prims::sum",
+        "prims::var",
     }
-)  # fmt: skip
+)
 # What reduces nothing.
 _NO_REDUCTIONS = frozenset(
     {
-        "aten::cat", "aten::copy", "aten::copy_", "aten::embedding", "aten::gather", "aten::index",
-        "aten::index_select", "aten::rand", "aten::rand_like", "aten::randn", "aten::randn_like",
-        "prims::inductor_random", "aten::select_scatter", "aten::slice_scatter",
+        "aten::cat",
+        "aten::copy",
+        "aten::copy_",
+        "aten::embedding",
+        "aten::gather",
+        "aten::index",
+        "aten::index_select",
+        "aten::rand",
+        "aten::rand_like",
+        "aten::randn",
+        "aten::randn_like",
+        "prims::inductor_random",
+        "aten::select_scatter",
+        "aten::slice_scatter",
     }
-)  # fmt: skip
+)
 # Add into places that others add into: kernels of their own.
 _SCATTERS = frozenset({"aten::index_put", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce"})
 _VIEWS = frozenset({"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "prims::broadcast_in_dim"})
@@ -146,9 +191,12 @@ class GraphReplay:
         places = _elements(node)
         whole = _elements(node.all_input_nodes[0]) if _name(node) in _REDUCTIONS and node.all_input_nodes else places
         return Work(
-            places=places, depth=max(1, whole // max(1, places)), trailing=_reduces_last(node), reads=reads,
+            places=places,
+            depth=max(1, whole // max(1, places)),
+            trailing=_reduces_last(node),
+            reads=reads,
             makes=self._made(node),
-        )  # fmt: skip
+        )
 
     def _made(self, node: Node) -> tuple[Node, ...]:
         """Return the buffers that a kernel makes or changes; each of several results is one."""
@@ -225,9 +273,15 @@ class GraphReplay:
             again = [values[base] for base in sources if base in kernel.buffers]
             results = made if isinstance(made, tuple) else (made,)
             kernel.operator = recorder.fused(
-                node.target, (first,), inputs, results, into=kernel.operator, again=again, kept=node not in self._local,
+                node.target,
+                (first,),
+                inputs,
+                results,
+                into=kernel.operator,
+                again=again,
+                kept=node not in self._local,
                 leads=_name(node) in _REDUCTIONS,
-            )  # fmt: skip
+            )
             kernel.buffers.update(sources, self._made(node))
             del again, results
         del inputs, first, made

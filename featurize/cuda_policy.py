@@ -169,9 +169,20 @@ def _dropout(original, input, p=0.5, training=True, inplace=False, **kwargs):
 
 
 def _attention(
-    original, autocast, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
-    enable_gqa=False, *, kernels: AttentionKernels, attends: Callable[[int], None],
-):  # fmt: skip
+    original,
+    autocast,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    *,
+    kernels: AttentionKernels,
+    attends: Callable[[int], None],
+):
     """The kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a mask
     (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
     kernel, which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
-_LSTM = MODES["lstm"]
 
 # cuDNN does not say without a GPU what it keeps for the backward pass. Assumed, in values a time step, sample, layer
 # and hidden unit (each direction for itself), besides the outputs between layers: LSTM 5 (its gates and the cell
@@ -46,16 +45,44 @@ def recurrent(name: str, original: Callable, half: Callable[[object], object] | 
     projection = hx.shape[2] if hx.shape[2] != hidden else 0
     stride = (4 if has_biases else 2) + bool(projection)
     output, hy, cy, _, _ = torch.ops.aten._cudnn_rnn(
-        x, list(weights), stride, None, hx, cx, MODES[name], hidden, projection, layers, batch_first, dropout, train,
-        bidirectional, [] if batch_sizes is None else batch_sizes.tolist(), None,
-    )  # fmt: skip
+        x,
+        list(weights),
+        stride,
+        None,
+        hx,
+        cx,
+        MODES[name],
+        hidden,
+        projection,
+        layers,
+        batch_first,
+        dropout,
+        train,
+        bidirectional,
+        [] if batch_sizes is None else batch_sizes.tolist(),
+        None,
+    )
     return (output, hy, cy) if name == "lstm" else (output, hy)
 
 
 def forward(
-    x, weight, weight_stride0, weight_buf, hx, cx, mode, hidden_size, proj_size, num_layers, batch_first, dropout,
-    train, bidirectional, batch_sizes, dropout_state,
-):  # fmt: skip
+    x,
+    weight,
+    weight_stride0,
+    weight_buf,
+    hx,
+    cx,
+    mode,
+    hidden_size,
+    proj_size,
+    num_layers,
+    batch_first,
+    dropout,
+    train,
+    bidirectional,
+    batch_sizes,
+    dropout_state,
+):
     """Meta kernel of `aten::_cudnn_rnn`. The weights count as one buffer's parts, as they are once on a GPU."""
     directions = 2 if bidirectional else 1
     width = (proj_size or hidden_size) * directions
@@ -72,9 +99,29 @@ def forward(
 
 
 def backward(
-    x, weight, weight_stride0, weight_buf, hx, cx, output, grad_output, grad_hy, grad_cy, mode, hidden_size, proj_size,
-    num_layers, batch_first, dropout, train, bidirectional, batch_sizes, dropout_state, reserve, output_mask,
-):  # fmt: skip
+    x,
+    weight,
+    weight_stride0,
+    weight_buf,
+    hx,
+    cx,
+    output,
+    grad_output,
+    grad_hy,
+    grad_cy,
+    mode,
+    hidden_size,
+    proj_size,
+    num_layers,
+    batch_first,
+    dropout,
+    train,
+    bidirectional,
+    batch_sizes,
+    dropout_state,
+    reserve,
+    output_mask,
+):
     """Meta kernel of `aten::_cudnn_rnn_backward`: the weights' gradients are parts of one buffer."""
     gradients = [
         torch.empty_like(t) if t is not None and needed else None

@@ -16,15 +16,39 @@ from featurize.trial_config import ACTIVATIONS, OPTIMIZERS, TrialConfig
 # Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that
 # the columns of a joint table don't depend on the families in it.
 KINDS = (
-    "linear", "conv2d", "batchnorm1d", "batchnorm2d", "layernorm", "dropout", "embedding", "position", "attention",
-    "add", "concat", "pad2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "mean_pool", "softmax",
-    "activation", "other",
-)  # fmt: skip
+    "linear",
+    "conv2d",
+    "batchnorm1d",
+    "batchnorm2d",
+    "layernorm",
+    "dropout",
+    "embedding",
+    "position",
+    "attention",
+    "add",
+    "concat",
+    "pad2d",
+    "max_pool2d",
+    "avg_pool2d",
+    "adaptive_avg_pool2d",
+    "mean_pool",
+    "softmax",
+    "activation",
+    "other",
+)
 _KIND_OF = {**{kind: kind for kind in KINDS}, **dict.fromkeys(ACTIVATIONS, "activation")}
 _LOGGED = (
-    "batch_size", "parameters", "output_elements", "flops", "max_output_elements", "max_parameters",
-    "batch_output_elements", "batch_flops", "batch_max_output_elements", "rough_memory_mib",
-)  # fmt: skip
+    "batch_size",
+    "parameters",
+    "output_elements",
+    "flops",
+    "max_output_elements",
+    "max_parameters",
+    "batch_output_elements",
+    "batch_flops",
+    "batch_max_output_elements",
+    "rough_memory_mib",
+)
 
 
 def scalar_features(config: TrialConfig) -> dict[str, float | str]:

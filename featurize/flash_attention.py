@@ -23,9 +23,15 @@ _IMPLEMENTATION = "flash_attention_2"
 _HALF = (torch.float16, torch.bfloat16)
 # What transformers remembers of the package that it has imported.
 _STATE = (
-    "_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn",
-    "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn",
-)  # fmt: skip
+    "_loaded_implementation",
+    "_flash_fn",
+    "_flash_varlen_fn",
+    "_flash_with_kvcache_fn",
+    "_pad_fn",
+    "_unpad_fn",
+    "_process_flash_kwargs_fn",
+    "_process_with_kvcache_kwargs_fn",
+)
 T = TypeVar("T")
 
 

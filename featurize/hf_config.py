@@ -21,11 +21,27 @@ _CLASS = re.compile(r"[A-Z]\w{0,127}")
 _CODE = ("auto_map", "custom_pipelines")  # they name code of the model's own repository
 _NO_MODEL = (  # about text generation, files and labels: the network is the same without them
     "quantization_config",
-    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "id2label", "label2id",
-    "task_specific_params", "generation_config", "tokenizer_class", "processor_class", "problem_type", "prefix",
-    "finetuning_task", "attn_implementation", "experts_implementation", "language", "begin_suppress_tokens",
-    "suppress_tokens", "bad_words_ids",
-)  # fmt: skip
+    "architectures",
+    "model_type",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "id2label",
+    "label2id",
+    "task_specific_params",
+    "generation_config",
+    "tokenizer_class",
+    "processor_class",
+    "problem_type",
+    "prefix",
+    "finetuning_task",
+    "attn_implementation",
+    "experts_implementation",
+    "language",
+    "begin_suppress_tokens",
+    "suppress_tokens",
+    "bad_words_ids",
+)
 _LONGEST_KEY = 200
 _WORDS = re.compile(r"\w*act(ivation)?\w*|\w*norm\w*|\w*(position|attention|rope|layer|hidden)\w*_types?|\w*pool\w*")
 _ROPE = ("rope_scaling", "rope_parameters")

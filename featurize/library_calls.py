@@ -14,9 +14,7 @@ from torch import Tensor
 
 from featurize import cudnn_rnn
 from featurize.architecture import AMD
-from featurize.cudnn.convolution_calls import backward_operation, forward_operation
-from featurize.cudnn.signature import ConvolutionSignature
-from featurize.cudnn.workspace_formulas import winograd_bytes
+from featurize.cudnn.signature import DTYPES, ConvolutionSignature
 from featurize.device_spec import DeviceSpec
 
 CUBLAS = "cublas"
@@ -91,6 +89,21 @@ def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:
     return call.element_bytes * sum(times * math.prod(shape) for times, shape in copies)
 
 
+def winograd_bytes(channels: int, response: Sequence[int]) -> int:
+    """Return the bytes that cuDNN takes for a 3x3 convolution of stride and dilation 1 without tensor cores for fp32.
+
+    It multiplies by Winograd's F(4x4, 3x3) (Lavin and Gray, arXiv 1509.09308), not fused: input, weight and output lie
+    transformed in the workspace, 36 values for each tile of 4 x 4 places and for each kernel.
+
+    Args:
+        channels: Of the input.
+        response: Shape of the output.
+    """
+    batch, filters, height, width = response
+    tiles = batch * math.ceil(height / 4) * math.ceil(width / 4)
+    return 4 * 36 * (tiles * (channels + filters) + channels * filters)
+
+
 def _takes_winograd(call: LibraryCall) -> bool:
     convolution = call.convolution
     if convolution is None or call.groups != 1 or convolution.kernel[2:] != (3, 3):
@@ -111,7 +124,7 @@ def channels_last(x: Tensor, weight: Tensor) -> bool:
 def _convolution(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     x, weight = args[:2]
     shapes = (tuple(x.shape), tuple(weight.shape), tuple(outputs[0].shape))
-    return (_conv("conv_forward", shapes, x, weight, args[8], forward_operation(args, outputs[0])),)
+    return (_conv("conv_forward", shapes, x, weight, args[8], _forward_operation(args, outputs[0])),)
 
 
 def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
@@ -119,9 +132,10 @@ def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[Li
     shapes = (tuple(x.shape), tuple(weight.shape), tuple(grad.shape))
     wanted = zip(("conv_backward_data", "conv_backward_weight"), args[10], strict=False)
     return tuple(
-        _conv(kind, shapes, x, weight, args[9], backward_operation(args, kind == "conv_backward_weight"))
-        for kind, needed in wanted if needed
-    )  # fmt: skip
+        _conv(kind, shapes, x, weight, args[9], _backward_operation(args, kind == "conv_backward_weight"))
+        for kind, needed in wanted
+        if needed
+    )
 
 
 def _conv(
@@ -137,7 +151,82 @@ def _conv(
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=memory_format) and not tensor.is_contiguous()
+
+
+# Which operation of cuDNN a convolution becomes: ATen/native/Convolution.cpp, ATen/native/cudnn/ConvShared.cpp.
+
+
+def _forward_operation(args: Sequence, output: Tensor) -> ConvolutionSignature | None:
+    """Return what `aten::convolution` asks cuDNN for; None where PyTorch runs a kernel of its own."""
+    x, weight, _bias, stride, padding, dilation, transposed = args[:7]
+    operation = "data_gradient" if transposed else "forward"
+    return _operation(operation, x, weight, output, stride, padding, dilation, transposed, args[8])
+
+
+def _backward_operation(args: Sequence, of_weight: bool) -> ConvolutionSignature | None:
+    """Return what one gradient of `aten::convolution_backward` asks cuDNN for; None as `_forward_operation`."""
+    grad, x, weight, _sizes, stride, padding, dilation, transposed = args[:8]
+    of_input = "forward" if transposed else "data_gradient"
+    operation = "weight_gradient" if of_weight else of_input
+    return _operation(operation, x, weight, grad, stride, padding, dilation, transposed, args[9])
+
+
+def _operation(
+    operation: str,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    groups: int,
+) -> ConvolutionSignature | None:
+    spatial = weight.dim() - 2
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or spatial not in (1, 2, 3) or weight.dtype != x.dtype:
+        return None
+    shapes = [tuple(x.shape), tuple(weight.shape), tuple(y.shape)]
+    geometry = [tuple(v) if len(v) == spatial else tuple(v) * spatial for v in (stride, padding, dilation)]
+    if spatial == 1:  # a dimension of one element is put before the only one
+        shapes = [(*shape[:2], 1, *shape[2:]) for shape in shapes]
+        geometry = [(neutral, *values) for neutral, values in zip((1, 0, 1), geometry, strict=True)]
+    last = dtype != "float64" and spatial > 1 and (_is_channels_last(x) or _is_channels_last(weight))
+    if not all(map(all, shapes)):
+        return None  # empty: nothing is run
+    depthwise = not transposed and 1 < groups == shapes[0][1]
+    if depthwise and not last and not _cudnn_takes_depthwise(dtype, shapes[0], shapes[1], geometry):
+        return None
+    image, kernel, response = shapes if not transposed else (shapes[2], shapes[1], shapes[0])
+    strides, paddings, dilations = geometry
+    return ConvolutionSignature(operation, image, kernel, response, strides, paddings, dilations, dtype, last)
+
+
+def _cudnn_takes_depthwise(
+    dtype: str, image: tuple[int, ...], kernel: tuple[int, ...], geometry: list[tuple[int, ...]]
+) -> bool:
+    """Whether a depthwise convolution that is not channels last is cuDNN's: some of fp16 are
+    (`check_cudnn_depthwise_workload_with_filter`, as it was before it depended on the GPU)."""
+    stride, _padding, dilation = geometry
+    if dtype != "float16" or len(image) != 4 or set(dilation) != {1} or image[1] < 32:
+        return False
+    batch, channels, height, width = image
+    if stride[0] != stride[1] and height != 1:
+        return False
+    if height == 1 and stride[1] == 1:
+        return True
+    size = kernel[3]
+    if kernel[2] != size or size not in (1, 3, 5) or width < 7:
+        return False
+    if stride[1] == 1:
+        return True
+    if stride[1] != 2:
+        return False
+    if size == 1:
+        return width <= 28 if batch == 1 else batch <= 16 and channels >= 128 and width <= 7
+    return batch == 1 or channels >= 512 or (channels >= 256 and width >= 28)
 
 
 def _flash_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:

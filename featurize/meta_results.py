@@ -16,10 +16,31 @@ from torch import Tensor
 _FOREACH_IN_PLACE = frozenset(
     f"aten::_foreach_{name}_"
     for name in (
-        "abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "exp", "lerp", "log", "maximum",
-        "minimum", "mul", "neg", "pow", "reciprocal", "rsqrt", "sigmoid", "sign", "sqrt", "sub", "zero",
+        "abs",
+        "add",
+        "addcdiv",
+        "addcmul",
+        "clamp_max",
+        "clamp_min",
+        "copy",
+        "div",
+        "exp",
+        "lerp",
+        "log",
+        "maximum",
+        "minimum",
+        "mul",
+        "neg",
+        "pow",
+        "reciprocal",
+        "rsqrt",
+        "sigmoid",
+        "sign",
+        "sqrt",
+        "sub",
+        "zero",
     )
-)  # fmt: skip
+)
 # Likewise whole steps of an optimizer in one kernel.
 _FUSED_IN_PLACE = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
 # The same, giving new tensors like those of their first list; all of them floating-point.

@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward")
 _PRODUCTS = (
-    "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_grouped_mm", "gpufarm::liger_add_product_",
-    "gpufarm::int8_product", SCALED_PRODUCT,
-)  # fmt: skip
+    "aten::mm",
+    "aten::bmm",
+    "aten::addmm",
+    "aten::baddbmm",
+    "aten::_grouped_mm",
+    "gpufarm::liger_add_product_",
+    "gpufarm::int8_product",
+    SCALED_PRODUCT,
+)
 _ATTENTION = "aten::_scaled_dot_product_"
 _FLASH_PACKAGE = "aten::_flash_attention_"  # heads come after the length
 _TYPES = {"gpufarm::int8_product": "int8", SCALED_PRODUCT: "float8"}  # of operands, where the result has another

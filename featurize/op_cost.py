@@ -16,26 +16,49 @@ from featurize.kernel_constants import FOREACH_BLOCKS, FOREACH_CHUNK
 # Allocate or re-describe; nothing runs on the GPU.
 NO_KERNEL = frozenset(
     {
-        "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
-        "aten::new_empty_strided", "aten::lift_fresh", "aten::resize_", "aten::set_", "aten::_unsafe_view",
-        "aten::_reshape_alias", "aten::as_strided_", "aten::squeeze_", "aten::unsqueeze_", "aten::t_",
-        "aten::transpose_", "aten::detach_",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::lift_fresh",
+        "aten::resize_",
+        "aten::set_",
+        "aten::_unsafe_view",
+        "aten::_reshape_alias",
+        "aten::as_strided_",
+        "aten::squeeze_",
+        "aten::unsqueeze_",
+        "aten::t_",
+        "aten::transpose_",
+        "aten::detach_",
     }
-)  # fmt: skip
+)
 # Read as much of their first argument as they write, not all of it.
 GATHERS = frozenset(
     {
-        "aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::nll_loss_forward",
-        "aten::nll_loss2d_forward", "aten::_embedding_bag",
+        "aten::embedding",
+        "aten::index_select",
+        "aten::gather",
+        "aten::index",
+        "aten::nll_loss_forward",
+        "aten::nll_loss2d_forward",
+        "aten::_embedding_bag",
     }
-)  # fmt: skip
+)
 # Overwrite their first argument without reading it.
 WRITE_ONLY = frozenset(
     {
-        "aten::zero_", "aten::fill_", "aten::copy_", "aten::normal_", "aten::uniform_", "aten::random_",
-        "aten::_foreach_copy_", "aten::_foreach_zero_",
+        "aten::zero_",
+        "aten::fill_",
+        "aten::copy_",
+        "aten::normal_",
+        "aten::uniform_",
+        "aten::random_",
+        "aten::_foreach_copy_",
+        "aten::_foreach_zero_",
     }
-)  # fmt: skip
+)
 # Operators on lists of tensors.
 MULTI_TENSOR = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 # Of these, those whose last list holds step counts, which are no part of a launch's table of tensors

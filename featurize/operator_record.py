@@ -1,12 +1,13 @@
 """The operators of a step that is seen: what each moves and computes, and which ones its inputs come from.
 
-Start reading at `OperatorRecord`; `featurize.op_traffic` and `featurize.op_cost` price one.
+Start reading at `OperatorRecord`; `_traffic` and `featurize.op_cost` price one.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from torch._ops import OpOverload
 from featurize import op_cost
 from featurize.block_record import BlockRecord
 from featurize.module_stack import ModuleStack
-from featurize.op_traffic import dtype_name, traffic, type_name
 from featurize.operator_traits import Traits
 from featurize.step_trace import BATCH, Operator, joined
 from featurize.tensor_parts import bytes_read, meta_tensors
@@ -56,9 +56,17 @@ class OperatorRecord(BlockRecord):
             self._made_by = [made if made == BATCH else -1 for made in self._made_by]
 
     def fused(
-        self, func: OpOverload, args: Sequence, inputs: list[Tensor], outputs: Sequence, *,
-        into: int | None = None, again: Sequence[Tensor] = (), kept: bool = True, leads: bool = False,
-    ) -> int | None:  # fmt: skip
+        self,
+        func: OpOverload,
+        args: Sequence,
+        inputs: list[Tensor],
+        outputs: Sequence,
+        *,
+        into: int | None = None,
+        again: Sequence[Tensor] = (),
+        kept: bool = True,
+        leads: bool = False,
+    ) -> int | None:
         """Note a kernel that a compiler wrote: an operator, and all that it computes from the inputs on the way.
 
         Args:
@@ -103,7 +111,7 @@ class OperatorRecord(BlockRecord):
         total = sum(map(bytes_read, tensors))
         if total and self.keep_operators:
             shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-            dtype = dtype_name(tensors[0].dtype)
+            dtype = _dtype_name(tensors[0].dtype)
             self.operators.append(Operator("aten::copy_", self.phase, dtype, shapes, (), 0, total, total, 1))
         return total
 
@@ -114,12 +122,12 @@ class OperatorRecord(BlockRecord):
         number = len(self.operators)
         for tensor in (*outputs, *changed):
             made_by[live[tensor.untyped_storage()._cdata][0]] = number
-        reads, writes, elements, launches = traffic(traits, args, inputs, outputs, changed)
+        reads, writes, elements, launches = _traffic(traits, args, inputs, outputs, changed)
         self.operators.append(
             Operator(
                 traits.name,
                 self.phase,
-                type_name((*outputs, *inputs)),
+                _type_name((*outputs, *inputs)),
                 tuple(tuple(t.shape) for t in inputs),
                 tuple(tuple(t.shape) for t in outputs),
                 op_cost.flops(traits.name, args, outputs, elements),
@@ -137,3 +145,69 @@ class OperatorRecord(BlockRecord):
         """Whether a checkpoint runs its part of the forward pass again, which the engine alone never does: a module's
         forward pass runs, or gradients are recorded."""
         return self._again or bool(self.stack.running) or torch.is_grad_enabled()
+
+
+class _Traffic(NamedTuple):
+    """`elements` are those of the largest tensor, or of all that a for-each operator goes over."""
+
+    reads: int
+    writes: int
+    elements: int
+    launches: int = 1
+
+
+def _traffic(
+    traits: Traits, args: Sequence, inputs: Sequence[Tensor], outputs: Sequence[Tensor], changed: Sequence[Tensor]
+) -> _Traffic:
+    """Return what an operator moves: each tensor once, however often it is given.
+
+    Args:
+        traits: Of the operator.
+        args: As it was called.
+        inputs: On meta, of its arguments.
+        outputs: On meta, of its results.
+        changed: The inputs that it writes to.
+    """
+    written = {id(tensor) for tensor in changed}
+    seen: set[int] = set()
+    reads = writes = elements = 0
+    for tensor in inputs:
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        nbytes = bytes_read(tensor)
+        if id(tensor) in written:
+            writes += nbytes
+            reads += 0 if traits.write_only else nbytes
+        else:
+            reads += nbytes
+        elements = max(elements, tensor.numel())
+    for tensor in outputs:
+        if id(tensor) not in seen:
+            writes += bytes_read(tensor)
+            elements = max(elements, tensor.numel())
+    if traits.gathers and isinstance(args[0], Tensor):
+        source = bytes_read(args[0])
+        reads += min(source, op_cost.gathered_bytes(traits.name, args, writes)) - source
+        elements = max(t.numel() for t in outputs)
+    if traits.adds and isinstance(args[1], Tensor) and args[1].is_sparse:  # into the rows that it holds alone
+        rows, target = args[1]._values(), bytes_read(args[0])
+        reads, writes = reads + bytes_read(rows) - target, writes + bytes_read(rows) - target
+        elements = rows.numel()
+    if not traits.foreach:
+        return _Traffic(reads, writes, elements)
+    lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    sizes = [t.numel() for t in lists[0]]
+    launches = op_cost.foreach_launches(len(lists) - (traits.name in op_cost.WITH_STEPS), sizes)
+    return _Traffic(reads, writes, sum(sizes), launches)
+
+
+def _type_name(tensors: Sequence[Tensor]) -> str:
+    """Return the type that an operator is priced in: of its first floating-point tensor, else of its first one."""
+    floating = next((t for t in tensors if t.is_floating_point()), tensors[0])
+    return _dtype_name(floating.dtype)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return a type's name without `torch.`."""
+    return str(dtype).removeprefix("torch.")

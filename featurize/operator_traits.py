@@ -17,9 +17,21 @@ class Traits:
     """What is the same for every call of one operator overload."""
 
     __slots__ = (
-        "adds", "calls_library", "composite", "foreach", "gathers", "kernel", "mutates", "name", "random",
-        "takes_masks", "view", "write_only", "written", "written_names",
-    )  # fmt: skip
+        "adds",
+        "calls_library",
+        "composite",
+        "foreach",
+        "gathers",
+        "kernel",
+        "mutates",
+        "name",
+        "random",
+        "takes_masks",
+        "view",
+        "write_only",
+        "written",
+        "written_names",
+    )
 
     def __init__(self, func: OpOverload) -> None:
         schema = func._schema

@@ -23,12 +23,39 @@ FEATURE_VERSION = 1  # of the vocabulary, the columns and what they mean
 
 # Classes of operators, at fixed places: only ever append. 0 is what no rule below knows.
 VOCABULARY = (
-    "other", "matmul", "convolution", "convolution_backward", "attention", "attention_backward", "recurrent",
-    "recurrent_backward", "normalization", "normalization_backward", "softmax", "softmax_backward", "activation",
-    "activation_backward", "arithmetic", "reduction", "pooling", "pooling_backward", "embedding", "embedding_backward",
-    "dropout", "dropout_backward", "loss", "loss_backward", "copy", "fill", "join", "index", "index_backward",
-    "resample", "resample_backward", "optimizer",
-)  # fmt: skip
+    "other",
+    "matmul",
+    "convolution",
+    "convolution_backward",
+    "attention",
+    "attention_backward",
+    "recurrent",
+    "recurrent_backward",
+    "normalization",
+    "normalization_backward",
+    "softmax",
+    "softmax_backward",
+    "activation",
+    "activation_backward",
+    "arithmetic",
+    "reduction",
+    "pooling",
+    "pooling_backward",
+    "embedding",
+    "embedding_backward",
+    "dropout",
+    "dropout_backward",
+    "loss",
+    "loss_backward",
+    "copy",
+    "fill",
+    "join",
+    "index",
+    "index_backward",
+    "resample",
+    "resample_backward",
+    "optimizer",
+)
 
 # The first class of which a part stands in the operator's name; `_backward` is added where the name says so.
 _PARTS = (
@@ -43,10 +70,27 @@ _PARTS = (
     ("pooling", ("pool",)),
     ("embedding", ("embedding",)),
     ("resample", ("upsample", "interpolate", "grid_sampler")),
-    ("activation", ("relu", "gelu", "silu", "elu", "sigmoid", "tanh", "threshold", "hardswish", "hardtanh", "mish",
-                    "softplus", "hardsigmoid", "glu", "swish")),
+    (
+        "activation",
+        (
+            "relu",
+            "gelu",
+            "silu",
+            "elu",
+            "sigmoid",
+            "tanh",
+            "threshold",
+            "hardswish",
+            "hardtanh",
+            "mish",
+            "softplus",
+            "hardsigmoid",
+            "glu",
+            "swish",
+        ),
+    ),
     ("index", ("index", "gather", "scatter", "select_backward", "slice_backward", "masked_", "where", "topk", "sort")),
-)  # fmt: skip
+)
 _NAMES = {
     "matmul": "mm bmm addmm baddbmm mv addmv addbmm dot linalg_matmul",
     "arithmetic": "add sub rsub mul div pow neg exp log sqrt rsqrt abs reciprocal clamp clamp_min clamp_max sin cos "
@@ -68,23 +112,55 @@ _LOGS = ("flops", "bytes_read", "bytes_written", "launches", "output_elements", 
 # Of products, convolutions, attention and recurrent layers: `batch` matrix products of m x k by k x n.
 _DIMS = ("batch", "m", "n", "k", "kernel_elements", "stride")
 NODE_COLUMNS = (
-    *(f"log_{name}" for name in _LOGS), "dtype_bytes", *(f"in_{phase}" for phase in _PHASES), "depth", "position",
-    "log_inputs", "log_outside_inputs", "log_readers", "has_dims", *(f"log_{name}" for name in _DIMS),
-)  # fmt: skip
+    *(f"log_{name}" for name in _LOGS),
+    "dtype_bytes",
+    *(f"in_{phase}" for phase in _PHASES),
+    "depth",
+    "position",
+    "log_inputs",
+    "log_outside_inputs",
+    "log_readers",
+    "has_dims",
+    *(f"log_{name}" for name in _DIMS),
+)
 PRICED_NODE_COLUMNS = ("log_nanoseconds", "occupancy", "sm_share")
 EDGE_COLUMNS = ("log_bytes",)
 GRAPH_COLUMNS = (
-    "log_operators", "log_edges", "log_depth", "log_parameters", "log_flops", "log_bytes_moved", "log_peak_live_bytes",
-    *(f"log_live_{kind}_bytes" for kind in BLOCK_KINDS), "compute_capability",
-)  # fmt: skip
+    "log_operators",
+    "log_edges",
+    "log_depth",
+    "log_parameters",
+    "log_flops",
+    "log_bytes_moved",
+    "log_peak_live_bytes",
+    *(f"log_live_{kind}_bytes" for kind in BLOCK_KINDS),
+    "compute_capability",
+)
 PRICED_GRAPH_COLUMNS = (
-    "log_step_nanoseconds", "smact", "smocc", "drama", "gpu_util", "log_bandwidth_gb_s", "log_fp32_tflops", "log_sms",
+    "log_step_nanoseconds",
+    "smact",
+    "smocc",
+    "drama",
+    "gpu_util",
+    "log_bandwidth_gb_s",
+    "log_fp32_tflops",
+    "log_sms",
     "log_memory_mib",
-)  # fmt: skip
+)
 DTYPE_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,9 +356,13 @@ def _priced(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> t
     step = time_step(trace, spec, settings)
     ratios = step.activity
     return [_log(seconds), occupancy, share], [
-        float(_log(np.float64(step.step_time_ms * 1e6))), ratios.smact, ratios.smocc, ratios.drama, ratios.gpu_util,
+        float(_log(np.float64(step.step_time_ms * 1e6))),
+        ratios.smact,
+        ratios.smocc,
+        ratios.drama,
+        ratios.gpu_util,
         *(math.log2(1 + value) for value in of_device),
-    ]  # fmt: skip
+    ]
 
 
 def _log(values: ArrayLike) -> np.ndarray:

@@ -30,8 +30,15 @@ _REAL_PARAMETERS = 2**20
 
 _NOISE = {torch.empty, torch.empty_strided, torch.rand, torch.randn, torch.randint, torch.normal}
 _VALUES = {torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.logspace, torch.range}
-_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.randperm, torch.tril_indices,
-              torch.triu_indices}  # fmt: skip
+_FROM_DATA = {
+    torch.tensor,
+    torch.as_tensor,
+    torch.asarray,
+    torch.scalar_tensor,
+    torch.randperm,
+    torch.tril_indices,
+    torch.triu_indices,
+}
 
 
 def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:

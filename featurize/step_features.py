@@ -127,12 +127,15 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
         "net_log_tokens": _log(tokens),
         "net_head_size": head,
         **{f"net_count_{kind}": float(n) for kind, n in counts.items() if not kind.endswith("_backward")},
-        **{f"net_share_elements_{kind}": elements[kind] / all_elements
-           for kind in VOCABULARY if not kind.endswith("_backward") and kind != "optimizer"},
+        **{
+            f"net_share_elements_{kind}": elements[kind] / all_elements
+            for kind in VOCABULARY
+            if not kind.endswith("_backward") and kind != "optimizer"
+        },
         **{f"net_share_flops_{kind}": flops[kind] / all_flops for kind in ("convolution", "matmul", "attention")},
         **{f"net_convolutions_{name}": n for name, n in kinds.items()},
         **{f"net_share_convolution_{name}": n / all_elements for name, n in convolution_elements.items()},
-    }  # fmt: skip
+    }
 
 
 def _reached_by_batch(trace: StepTrace) -> list[bool]:
@@ -165,10 +168,12 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
         "job_share_largest_block": max(sizes, default=0) / MIB / max(allocated, 1e-9),
         "job_workspaces": float(len(calls)),
         **{f"job_share_{kind}": mib / max(allocated, 1e-9) for kind, mib in parts.items()},
-        **{f"job_scenario_{name}": ratio
-           for name, ratio in scenario_features(trace, spec, outside, reserved + outside).items()},
+        **{
+            f"job_scenario_{name}": ratio
+            for name, ratio in scenario_features(trace, spec, outside, reserved + outside).items()
+        },
         **{f"job_peak_in_{phase}": float(memory.peak_phase == phase) for phase in ("forward", "backward", "optimizer")},
-    }  # fmt: skip
+    }
 
 
 def _utilization(

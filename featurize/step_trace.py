@@ -15,11 +15,15 @@ from featurize.library_calls import LibraryCall
 
 PHASES = ("setup", "forward", "backward", "optimizer")
 BLOCK_KINDS = (
-    "parameter", "buffer", "batch", "gradient", "optimizer_state",
+    "parameter",
+    "buffer",
+    "batch",
+    "gradient",
+    "optimizer_state",
     "activation",  # made by a forward pass and needed by the backward
     "temporary",
     "workspace",  # taken by a kernel for its own run
-)  # fmt: skip
+)
 # Further kinds, of jobs on several GPUs only.
 BUCKET = "bucket"  # gradients are reduced there
 GATHERED = "gathered_parameter"  # of all ranks' shards

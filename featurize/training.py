@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from conf.errors import UsageError
 from featurize.batches import Inputs, arguments, call, mapped, own_loss
 from featurize.checkpointing import checkpoint_blocks
 from featurize.float8 import convert
-from featurize.offloading import saved_on_host
 from featurize.optimizers import (
     MovingAverage,
     OptimizerInBackward,
@@ -280,7 +280,7 @@ class TrainingStep:
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
 
     def _saving(self) -> contextlib.AbstractContextManager[object]:
-        return saved_on_host(self.device) if self.settings.offload_activations else contextlib.nullcontext()
+        return _saved_on_host(self.device) if self.settings.offload_activations else contextlib.nullcontext()
 
 
 def _prepared(model: nn.Module, settings: Training) -> nn.Module:
@@ -363,3 +363,25 @@ def _channels_last(x: Tensor) -> Tensor:
 
 def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
+
+
+def _saved_on_host(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return the context for a forward pass whose saved tensors wait in host memory (`save_on_cpu`).
+
+    Everything that autograd saves is moved, weights included, and comes back as a new tensor of the device when its
+    backward operator reads it. Meta tensors stand for the device's: nothing but their shape is kept.
+    """
+    if device.type != "meta":
+        return save_on_cpu(pin_memory=device.type == "cuda")
+    return saved_tensors_hooks(_to_host, _from_host)
+
+
+def _to_host(tensor: Tensor) -> Tensor | tuple[torch.Size, torch.dtype]:
+    return (tensor.shape, tensor.dtype) if tensor.is_meta else tensor
+
+
+def _from_host(saved: Tensor | tuple[torch.Size, torch.dtype]) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    shape, dtype = saved
+    return torch.empty(shape, dtype=dtype, device="meta")

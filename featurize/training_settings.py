@@ -199,25 +199,33 @@ class Training:
     def _exclusions(self) -> list[str]:
         known = OPTIMIZERS[self.optimizer].implementations
         rules = (
-            (self.implementation not in (None, *known),
-             f"optimizer={self.optimizer} has no implementation={self.implementation}; it has {', '.join(known)}"),
+            (
+                self.implementation not in (None, *known),
+                f"optimizer={self.optimizer} has no implementation={self.implementation}; it has {', '.join(known)}",
+            ),
             (self.clip_norm is not None and self.clip_value is not None, "give either clip_norm or clip_value"),
             (self.checkpointing is None and self.checkpoint_every != 1, "checkpoint_every needs checkpointing"),
             (self.checkpointing is None and self.checkpoint_reentrant, "checkpoint_reentrant needs checkpointing"),
-            (self.checkpointing == "selective" and self.checkpoint_reentrant,
-             "checkpointing=selective is not reentrant: leave checkpoint_reentrant out"),
+            (
+                self.checkpointing == "selective" and self.checkpoint_reentrant,
+                "checkpointing=selective is not reentrant: leave checkpoint_reentrant out",
+            ),
             (self.quantize is None and self.quantize_skip is not None, "quantize_skip needs quantize"),
             (self.quantize is None and self.quantize_keeps_inputs, "quantize_keeps_inputs needs quantize"),
             (self.float8 is None and self.float8_skip is not None, "float8_skip needs float8"),
             (self.float8_all_gather and self.float8 != "tensorwise", "float8_all_gather needs float8=tensorwise"),
             (self.float8 is not None and self.quantize is not None, "give either float8 or quantize"),
-            (self.grad_scaler is True and self.precision == "fp16-true",
-             "grad_scaler refuses fp16 gradients: take precision=fp16 with it"),
-            (self.offload_optimizer and self.optimizer not in _ON_HOST,
-             f"offload_optimizer runs {', '.join(_ON_HOST)} on the host, not {self.optimizer}"),
+            (
+                self.grad_scaler is True and self.precision == "fp16-true",
+                "grad_scaler refuses fp16 gradients: take precision=fp16 with it",
+            ),
+            (
+                self.offload_optimizer and self.optimizer not in _ON_HOST,
+                f"offload_optimizer runs {', '.join(_ON_HOST)} on the host, not {self.optimizer}",
+            ),
             (self.offload_optimizer and self.scales_loss, "offload_optimizer has no GradScaler: take precision=bf16"),
             (self.offload_optimizer and self.implementation is not None, "offload_optimizer takes no implementation"),
-        )  # fmt: skip
+        )
         problems = [problem for broken, problem in rules if broken]
         if self.optimizer_in_backward:
             others = {
@@ -247,9 +255,18 @@ _CHOICES = {
 _MAY_BE_NONE = ("implementation", "checkpointing", "framework", "float8", "quantize")
 _LISTS = ("float8_skip", "quantize_skip")
 _BOOLEANS = (
-    "cudnn_benchmark", "channels_last", "set_to_none", "ema", "optimizer_in_backward", "checkpoint_reentrant",
-    "offload_activations", "offload_optimizer", "quantize_keeps_inputs", "holds_output", "float8_all_gather",
-)  # fmt: skip
+    "cudnn_benchmark",
+    "channels_last",
+    "set_to_none",
+    "ema",
+    "optimizer_in_backward",
+    "checkpoint_reentrant",
+    "offload_activations",
+    "offload_optimizer",
+    "quantize_keeps_inputs",
+    "holds_output",
+    "float8_all_gather",
+)
 
 
 def training_of(settings: TrainingSettings) -> Training:

@@ -63,8 +63,18 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # bf16 and fp16 are autocast over
 # Bits of a number as a product reads it: sign, exponent and mantissa.
 MATH_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "tf32": 19, "bf16": 16, "fp16": 16})
 ACTIVATIONS = (
-    "relu", "leaky_relu", "prelu", "elu", "selu", "gelu", "tanh", "silu", "softplus", "mish", "identity",
-)  # fmt: skip
+    "relu",
+    "leaky_relu",
+    "prelu",
+    "elu",
+    "selu",
+    "gelu",
+    "tanh",
+    "silu",
+    "softplus",
+    "mish",
+    "identity",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,20 +34,37 @@ NONZERO = torch.ops.aten.nonzero.default
 _DECIDED_BY_VALUES = frozenset(
     f"aten::{name}"
     for name in (
-        "_local_scalar_dense", "_to_copy", "_unique", "_unique2", "bincount", "equal", "is_nonzero", "masked_select",
-        "nonzero", "repeat_interleave", "unique_consecutive", "unique_dim",
+        "_local_scalar_dense",
+        "_to_copy",
+        "_unique",
+        "_unique2",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+        "repeat_interleave",
+        "unique_consecutive",
+        "unique_dim",
     )
-)  # fmt: skip
+)
 INDEXED_BY_MASKS = frozenset(
     f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")
 )
 # What an operator fills a new tensor with that takes no more of its argument than the shape. `empty` has no values that
 # a correct model reads: anything will do.
 _FILLED = {
-    "aten::zeros_like": 0, "aten::ones_like": 1, "aten::empty_like": 0, "aten::full_like": None,
-    "aten::new_zeros": 0, "aten::new_ones": 1, "aten::new_empty": 0, "aten::new_full": None,
-    "aten::empty": 0, "aten::empty_strided": 0,
-}  # fmt: skip
+    "aten::zeros_like": 0,
+    "aten::ones_like": 1,
+    "aten::empty_like": 0,
+    "aten::full_like": None,
+    "aten::new_zeros": 0,
+    "aten::new_ones": 1,
+    "aten::new_empty": 0,
+    "aten::new_full": None,
+    "aten::empty": 0,
+    "aten::empty_strided": 0,
+}
 _MISSING = object()
 _OURS = Path(__file__).resolve().parent
 # Whose lines are no model's code.

@@ -59,11 +59,9 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "source=gpumemnet": "needs GPUMemNet's files; tests/warehouse/test_ingest.py runs it on files like these",
     "source=dataset": "loads what measured runs lie in datasets/; tests/warehouse/test_dataset.py runs it",
     "farm.compare before=": "needs two environments or folders to compare; tests/farm/test_compare.py runs it",
-    "workspaces=cudnn": "needs cuDNN; tests/featurize/cudnn/test_workspaces.py runs it where it is installed",
-    "+arch=cudnn": "needs cuDNN; tests/workers/test_asking_cudnn.py runs a trial where it is installed",
+    "workspaces=cudnn": "needs cuDNN; tests/featurize/asking_cudnn/test_workspaces.py runs it where it is installed",
     "learn.fit_kernels": "needs a published file; tests/learn/test_fit_kernels.py fits on made-up rows",
     "learn.fit_bound": "needs answers beside measurements; tests/learn/test_fit_bound.py fits on made-up rows",
-    "learn.distil_cudnn": "needs cuDNN and runs of its family; tests/learn/test_distil_cudnn.py fits on others",
     "warehouse.export ": "needs runs with telemetry; tests/warehouse/test_dataset.py runs it",
 }
 # In a sentence these may stand without arguments.

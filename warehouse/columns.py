@@ -84,7 +84,7 @@ RUNS = {
     "collocation_rows": "rows of the run in collocations; NULL: it had the device to itself",
     "group_id": "the group of trials that shared a device, as in collocations; NULL: it had the device to itself",
     "worst_rank": "rank whose labels these are: the one with most memory, or the one that ended the run",
-    "convolutions": "JSON: engine and workspace that cuDNN names for each convolution of the step; NULL: not asked",
+    "convolutions": "JSON: what cuDNN named for each convolution, in runs of the former family cudnn; else NULL",
 }
 
 TELEMETRY = {

@@ -102,7 +102,7 @@ RUN_SCHEMA = pa.schema(
         ("prepared", pa.bool_()),  # whether its process was made ready while the trial before it ran
         # added in version 3
         ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported run was read from
-        ("convolutions", pa.string()),  # JSON: cuDNN's answers; see featurize.cudnn.recorded. NULL: it was not asked
+        ("convolutions", pa.string()),  # JSON: cuDNN's answers, in runs of the former family cudnn; NULL in all others
         # added in version 4
         ("kernel_rows", pa.int64()),  # rows of the run in `kernels`; NULL: its kernels were not asked for
         # added in version 5

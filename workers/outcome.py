@@ -14,7 +14,6 @@ from workers.failure import is_device_fault
 from workers.reports import (
     BrokenReport,
     Built,
-    ConvolutionsAsked,
     DeviceOpened,
     Failure,
     KernelsSeen,
@@ -72,8 +71,6 @@ def take(report: Report, observed: Observed) -> None:
             observed.values["parameters"] = parameters
         case DeviceOpened(cudnn_version):
             observed.values["cudnn_version"] = cudnn_version
-        case ConvolutionsAsked(answers):
-            observed.values["convolutions"] = answers
         case WarmupBegun(t_ns):
             observed.warmup_ns = t_ns
         case Warm():

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from featurize.cudnn.recorded import read_answers
 from warehouse.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
 from workers.safe_text import ERROR_CHARACTERS, quoted, safe_text
 from workers.trial_link import LINE_BYTES as LINE_BYTES
@@ -50,13 +49,6 @@ class Built:
 @dataclass(frozen=True, slots=True)
 class DeviceOpened:
     cudnn_version: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionsAsked:
-    """cuDNN's answers about the step's convolutions, as `featurize.cudnn.recorded` writes them."""
-
-    answers: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +146,6 @@ class Profiled:
 Report = (
     Built
     | DeviceOpened
-    | ConvolutionsAsked
     | WarmupBegun
     | Warm
     | WindowBegun
@@ -262,16 +253,6 @@ class ReportReader:
     def _environment(self, cudnn_version: Any) -> Report:
         self._once("environment")
         return DeviceOpened(None if cudnn_version is None else _name("cudnn_version", cudnn_version))
-
-    def _convolutions(self, answers: Any) -> Report:
-        self._once("convolutions")
-        if not self.virtual:
-            raise _Broken("only a simulated device reports what cuDNN answers")
-        try:
-            read_answers(answers)
-        except ValueError as error:
-            raise _Broken(str(error)) from None
-        return ConvolutionsAsked(answers)
 
     def _warmup(self, t_ns: Any) -> Report:
         if self.ranks > 1 and not self.virtual and "ranks" not in self._said:
@@ -404,7 +385,6 @@ class ReportReader:
 _EVENTS: dict[str, tuple[Callable[..., Report | None], frozenset[str]]] = {
     "built": (ReportReader._built, frozenset({"parameters"})),
     "environment": (ReportReader._environment, frozenset({"cudnn_version"})),
-    "convolutions": (ReportReader._convolutions, frozenset({"answers"})),
     "warmup": (ReportReader._warmup, frozenset({"t_ns"})),
     "warm": (ReportReader._warm, frozenset({"t_ns"})),
     "window": (ReportReader._window, frozenset({"t_ns"})),

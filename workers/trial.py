@@ -1,7 +1,6 @@
 """The body of a trial: runs in the forked child, reports over its socket in JSON lines, one event a line.
 
-Start reading at `run_trial`. Events: `built` (parameters), `convolutions` (what cuDNN answers, of families
-that ask it on a simulated device), `warmup`, `window` (their monotonic times), `result`
+Start reading at `run_trial`. Events: `built` (parameters), `warmup`, `window` (their monotonic times), `result`
 (labels, step times, telemetry), or `failed` (status, kind of memory, traceback); after `result` and `bye`, where they
 are asked for, `kernels` (rows of that table) and `profiled` (why there are none). A trial of several ranks also sends
 `ranks` (their processes), `rank` (one's labels) and `rank_ended`; its `step` and `failed` name their rank.

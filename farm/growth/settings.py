@@ -17,7 +17,7 @@ from farm.space_limits import require_within_limits
 from featurize.families import family_names
 
 CANARIES = ("compare", "accept", "skip")
-NEED_LIBRARIES = ("cudnn", "timm", "zoo")  # families that are measured only where they are named
+NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only where they are named
 # What decides a cycle and is written down with it; the other keys are of the command that works on it.
 WRITTEN = (
     "n", "hours", "policy", "families", "space", "pool", "seed", "canaries", "limits", "learn", "device", "window",

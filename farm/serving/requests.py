@@ -92,7 +92,7 @@ class HowFields(_Body):
     machine: Literal["current", "eager", "described"] | None = None
     loop: Literal["resident", "pipeline"] | None = None
     allocator: Text | None = Field(None, description="the caching allocator's settings, as PYTORCH_ALLOC_CONF has them")
-    workspaces: Literal["guessed", "distilled"] | None = None
+    workspaces: Literal["guessed"] | None = None
     method: Literal["auto", "fast", "full"] = Field(
         "auto", description="fast: at once, from a trial config of a common family; full: traced; auto: fast if it can"
     )

@@ -1,4 +1,4 @@
 """Asks cuDNN which engine and workspace it takes for a convolution, on a machine without a GPU.
 
-Start reading at `oracle.py`; `signature.py` has what is asked, `workspaces.py` what a trace makes of the answers.
+Start reading at `workspaces.py`, what a trace asks; `oracle.py` asks it of a process, `child.py`, which loads cuDNN.
 """

@@ -10,24 +10,40 @@ import ctypes
 import json
 import os
 import platform
+import struct
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from featurize.cudnn.driver_stand_in import SONAME, write_driver_stand_in
-from featurize.cudnn.signature import (
-    ConvolutionSignature,
-    EnginePlan,
-    OracleAnswer,
-    SearchSettings,
-    signature_of,
-)
+from conf.errors import EnvironmentProblem
+from featurize.cudnn.signature import ConvolutionSignature, EnginePlan, OracleAnswer, SearchSettings, signature_of
 
 # torch.backends.cudnn.benchmark_limit: how many plans PyTorch measures by default.
 BENCHMARK_LIMIT = 10
 NO_ENGINE = "cuDNN has no engine for it"
+
+# The shared object that stands in for a missing driver.
+SONAME = "libcuda.so.1"
+FUNCTIONS = (
+    "cuGetErrorString",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuTensorMapEncodeIm2col",
+    "cuTensorMapEncodeTiled",
+)
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+
+# Machine -> its number in an ELF header, the largest usual page, and the code of a function that returns NO_DEVICE.
+_MACHINES = {
+    "x86_64": (62, 0x1000, b"\xb8" + struct.pack("<I", NO_DEVICE) + b"\xc3"),  # mov eax, 100; ret
+    "aarch64": (183, 0x10000, struct.pack("<II", 0x52800000 | NO_DEVICE << 5, 0xD65F03C0)),  # mov w0, #100; ret
+}
+_HEADER, _PROGRAM_HEADER, _SYMBOL = 64, 56, 24  # sizes of ELF structures in bytes
+_LOAD, _DYNAMIC, _STACK = 1, 2, 0x6474E551
+_READ, _READ_EXECUTE, _READ_WRITE = 4, 5, 6
 
 
 def main() -> None:
@@ -64,7 +80,7 @@ def _opened(
     except OSError:
         with tempfile.TemporaryDirectory(prefix="gpufarm-cudnn-") as folder:
             stand_in = Path(folder, SONAME)
-            write_driver_stand_in(stand_in, platform.machine())
+            stand_in.write_bytes(driver_stand_in(platform.machine()))
             ctypes.CDLL(str(stand_in), mode=ctypes.RTLD_GLOBAL)  # stays loaded after its file is gone
     for library in libraries:
         loaded = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
@@ -85,8 +101,11 @@ class _Asking:
         self._cudnn, self._properties = cudnn, properties
         kinds = cudnn.data_type
         self._dtypes = {
-            "float32": kinds.FLOAT, "float16": kinds.HALF, "bfloat16": kinds.BFLOAT16, "float64": kinds.DOUBLE,
-        }  # fmt: skip
+            "float32": kinds.FLOAT,
+            "float16": kinds.HALF,
+            "bfloat16": kinds.BFLOAT16,
+            "float64": kinds.DOUBLE,
+        }
 
     def ask(self, signature: ConvolutionSignature, search: SearchSettings) -> OracleAnswer:
         """Return the plans that build: the first, or with `benchmark` those that PyTorch measures."""
@@ -157,6 +176,63 @@ class _Asking:
                 unwanted.append(notes.TENSOR_CORE)
         if unwanted:
             graph.deselect_numeric_notes(unwanted)
+
+
+def driver_stand_in(machine: str) -> bytes:
+    """Return the bytes of an ELF shared object that stands in for the CUDA driver where none is installed.
+
+    One of cuDNN's libraries is linked against the driver, and calls none of its functions before it has a GPU: they
+    need to exist, and say that there is no device. No compiler is needed to write it.
+
+    Args:
+        machine: The processor's architecture, as `platform.machine()` names it.
+
+    Raises:
+        EnvironmentProblem: An architecture for which there are no wheels of cuDNN either.
+    """
+    if machine not in _MACHINES:
+        raise EnvironmentProblem(f"cuDNN runs on {' and '.join(_MACHINES)}, this machine is {machine}")
+    number, page, code = _MACHINES[machine]
+    names = b"\0" + b"".join(name.encode() + b"\0" for name in (SONAME, *FUNCTIONS))
+    symbols_at = _HEADER + 4 * _PROGRAM_HEADER
+    symbol_count = 1 + len(FUNCTIONS)
+    hash_at = symbols_at + symbol_count * _SYMBOL
+    # One bucket, whose chain holds every symbol: whatever a name's hash is, it is found by comparing names.
+    hash_table = struct.pack("<4I", 1, symbol_count, 1, 0) + struct.pack(
+        f"<{symbol_count - 1}I", *range(2, symbol_count), 0
+    )
+    names_at = hash_at + len(hash_table)
+    code_at = -(-(names_at + len(names)) // 16) * 16
+    read_only_end = code_at + len(code)
+    dynamic_at = -(-read_only_end // page) * page  # a page of its own: the loader writes into it
+    entries = (
+        (14, 1),  # SONAME
+        (4, hash_at),  # HASH
+        (5, names_at),  # STRTAB
+        (10, len(names)),  # STRSZ
+        (6, symbols_at),  # SYMTAB
+        (11, _SYMBOL),  # SYMENT
+        (0, 0),  # NULL
+    )
+    dynamic = b"".join(struct.pack("<qQ", tag, value) for tag, value in entries)
+    symbols = bytes(_SYMBOL)
+    for name in FUNCTIONS:
+        offset = names.index(b"\0" + name.encode() + b"\0") + 1
+        # A global function; its section's index only has to be none of the reserved ones.
+        symbols += struct.pack("<IBBHQQ", offset, 1 << 4 | 2, 0, 1, code_at, len(code))
+    header = b"\x7fELF" + bytes((2, 1, 1)) + bytes(9)
+    header += struct.pack("<HHIQQQIHHHHHH", 3, number, 1, 0, _HEADER, 0, 0, _HEADER, _PROGRAM_HEADER, 4, 64, 0, 0)
+
+    def segment(kind: int, flags: int, at: int, size: int, align: int) -> bytes:
+        return struct.pack("<IIQQQQQQ", kind, flags, at, at, at, size, size, align)
+
+    header += segment(_LOAD, _READ_EXECUTE, 0, read_only_end, page)
+    header += segment(_LOAD, _READ_WRITE, dynamic_at, len(dynamic), page)
+    header += segment(_DYNAMIC, _READ_WRITE, dynamic_at, len(dynamic), 8)
+    header += segment(_STACK, _READ_WRITE, 0, 0, 16)  # without it, some systems refuse an executable stack
+    content = header + symbols + hash_table + names
+    content = content.ljust(code_at, b"\0") + code
+    return content.ljust(dynamic_at, b"\0") + dynamic
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Asks cuDNN in a process of its own, and remembers what it answers.
+"""Asks cuDNN in a process of its own, and keeps what it answers on disk.
 
-Start reading at `CudnnOracle.answers`; `oracle_for` gives the one of a GPU model. A crash or a hang of the library
-costs the query that caused it: the process is started anew for the next one.
+Start reading at `CudnnOracle.answers`; `oracle_for` gives the one of a GPU model, which `device_properties` describes
+to cuDNN. A crash or a hang of the library costs the query that caused it: the process is started anew for the next one.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import functools
 import json
 import os
 import select
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from conf.errors import EnvironmentProblem
-from featurize.cudnn.answer_cache import AnswerCache, cache_path
-from featurize.cudnn.device_properties import device_properties
+from conf.errors import EnvironmentProblem, UsageError
 from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings, answer_of
 from featurize.device_spec import DeviceSpec
@@ -34,6 +33,12 @@ CRASHED = "the query ended cuDNN's process"
 NOT_ASKED = "cuDNN's process ended too often"
 
 _CHILD = str(Path(__file__).with_name("child.py"))
+
+_BUSY_S = 5.0
+_AT_ONCE = 500  # parameters of one statement; SQLite allows at least 999
+_TABLE = """CREATE TABLE IF NOT EXISTS answers (
+    asked TEXT NOT NULL, signature TEXT NOT NULL, answer TEXT NOT NULL, PRIMARY KEY (asked, signature)
+) WITHOUT ROWID"""
 
 
 class CudnnOracle:
@@ -231,3 +236,137 @@ class _CudnnProcess:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+def cache_path() -> Path:
+    """Return the user's own file: `$XDG_CACHE_HOME/gpufarm/cudnn.sqlite`, else under `~/.cache`."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path("~/.cache").expanduser()) / "gpufarm" / "cudnn.sqlite"
+
+
+class AnswerCache:
+    """A file of answers, for all processes of this user: an answer never changes. One that cannot be opened or read is
+    as none. `asked` is all that an answer depends on besides its signature: cuDNN's version, the device
+    and how PyTorch searches."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, asked: str, signatures: Iterable[ConvolutionSignature]) -> dict[ConvolutionSignature, OracleAnswer]:
+        """Return the answers that are known, by signature."""
+        by_text = {signature.to_text(): signature for signature in signatures}
+        texts = list(by_text)
+        answers: dict[ConvolutionSignature, OracleAnswer] = {}
+        if not self.path.is_file():
+            return answers
+        with contextlib.suppress(sqlite3.Error, OSError), self._opened() as database:
+            for start in range(0, len(texts), _AT_ONCE):
+                some = texts[start : start + _AT_ONCE]
+                places = ",".join("?" * len(some))
+                rows = database.execute(
+                    f"SELECT signature, answer FROM answers WHERE asked = ? AND signature IN ({places})", (asked, *some)
+                )
+                for text, answer in rows:
+                    with contextlib.suppress(ValueError):  # a row that is none is asked anew
+                        answers[by_text[text]] = answer_of(json.loads(answer))
+        return answers
+
+    def has_any(self, asked: str) -> bool:
+        """Return whether an answer is known for any signature."""
+        if self.path.is_file():
+            with contextlib.suppress(sqlite3.Error, OSError), self._opened() as database:
+                return (
+                    database.execute("SELECT 1 FROM answers WHERE asked = ? LIMIT 1", (asked,)).fetchone() is not None
+                )
+        return False
+
+    def write(self, asked: str, answers: Mapping[ConvolutionSignature, OracleAnswer]) -> None:
+        """Keep answers. Of two processes that write the same one, the later one's stays."""
+        rows = [(asked, signature.to_text(), answer.to_json()) for signature, answer in answers.items()]
+        with contextlib.suppress(sqlite3.Error, OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self._opened() as database:
+                database.execute(_TABLE)
+                database.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", rows)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        database = sqlite3.connect(self.path, timeout=_BUSY_S)
+        try:
+            with database:  # one transaction
+                yield database
+        finally:
+            database.close()
+
+
+class _Multiprocessor(NamedTuple):
+    """What follows from the compute capability."""
+
+    fp32_cores: int
+    max_blocks: int
+    shared_memory_kib: int  # that a block can opt in to
+    reserved_bytes: int  # of shared memory, of each block
+
+
+# CUDA C++ Programming Guide 12.9, tables "Technical Specifications per Compute Capability" and "Arithmetic Throughput".
+_MULTIPROCESSORS = {
+    (7, 0): _Multiprocessor(64, 32, 96, 0),
+    (7, 5): _Multiprocessor(64, 16, 64, 0),
+    (8, 0): _Multiprocessor(64, 32, 163, 1024),
+    (8, 6): _Multiprocessor(128, 16, 99, 1024),
+    (8, 7): _Multiprocessor(128, 16, 163, 1024),
+    (8, 9): _Multiprocessor(128, 24, 99, 1024),
+    (9, 0): _Multiprocessor(128, 32, 227, 1024),
+    (10, 0): _Multiprocessor(128, 32, 227, 1024),
+    (12, 0): _Multiprocessor(128, 24, 99, 1024),
+}
+_MEMORY_BUS_BITS = 4096
+
+
+def device_properties(spec: DeviceSpec) -> dict[str, Any]:
+    """Return what cuDNN wants to know of a GPU model.
+
+    The clock is that at which the cores reach the described fp32 rate. The width of the memory bus is the same for all
+    models, and the memory's clock makes up the described bandwidth: neither changed an answer of cuDNN 9.28 for 60
+    random signatures on compute capability 8.0.
+
+    Raises:
+        UsageError: An AMD GPU, or a compute capability that the table does not have.
+    """
+    if spec.compute_capability is None:
+        raise UsageError(
+            f"cuDNN does not run on {spec.name}, an AMD GPU: pass workspaces=guessed, the default, or workspaces=auto"
+        )
+    major, minor = spec.compute_capability
+    sm = _MULTIPROCESSORS.get((major, minor))
+    if sm is None:
+        known = ", ".join(f"{known_major}.{known_minor}" for known_major, known_minor in _MULTIPROCESSORS)
+        raise UsageError(f"cuDNN cannot be asked about compute capability {major}.{minor}; known are {known}")
+    return {
+        "deviceName": spec.name,
+        "deviceVer": 100 * major + 10 * minor,
+        "multiProcessorCount": spec.sm_count,
+        "smCountOrigin": 0,
+        "warpSize": 32,
+        "maxThreadsPerBlock": 1024,
+        "maxBlockSize": [1024, 1024, 64],
+        "maxGridSize": [2**31 - 1, 65535, 65535],
+        "maxThreadsPerSM": spec.threads_per_sm,
+        "maxCtasPerSM": sm.max_blocks,
+        "regsPerBlock": 65536,
+        "maxRegistersPerSM": 65536,
+        "maxSharedMemoryPerBlock": 48 * 1024,
+        "maxSharedMemoryPerBlockOptin": sm.shared_memory_kib * 1024,
+        "oversizedSharedMemoryPerBlock": 0,
+        "reservedSharedMemoryPerBlock": sm.reserved_bytes,
+        "l2CacheSize": int(spec.l2_mib * 2**20),
+        "totalGlobalMem": int(spec.memory_mib * 2**20),
+        "smClockRateKHz": round(spec.peak_tflops.fp32 * 1e9 / (2 * sm.fp32_cores * spec.sm_count)),
+        "memClockRateKHz": round(spec.bandwidth_gb_s * 1e6 * 8 / (2 * _MEMORY_BUS_BITS)),
+        "memoryBusWidth": _MEMORY_BUS_BITS,
+        "supportCoopLaunch": 1,
+        "isTccDriver": 0,
+        "pciDeviceId": 0,
+        "cudaDeviceId": 0,
+        "driverVer": 0,  # the process that asks sets it to the runtime's
+    }

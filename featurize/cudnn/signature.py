@@ -6,7 +6,6 @@ Start reading at `ConvolutionSignature`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -125,10 +124,6 @@ class OracleAnswer:
 
     plans: tuple[EnginePlan, ...] = ()
     problem: str = ""
-
-    def largest_within(self, limit_bytes: float = math.inf) -> int | None:
-        """Return the largest workspace, in bytes, that is tried within a limit; None where no plan is within it."""
-        return max((plan.workspace_bytes for plan in self.plans if plan.workspace_bytes <= limit_bytes), default=None)
 
     def to_json(self) -> str:
         """Return the answer as one line."""

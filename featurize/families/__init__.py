@@ -9,7 +9,6 @@ A family module is imported without torch and holds
     repair(values, draw)          -> values: turns raw sampled values into a config that can be built (see below)
     identity(config)              -> str, optional: what tells its network from others, where `layers` takes long
     kind(config)                  -> str, optional: what its networks are grouped by; else family and topology
-    ASKS_CUDNN                    True, optional: its simulated runs hold cuDNN's answers (`featurize.cudnn.recorded`)
     loss(config)                  -> function of (output, targets) giving a scalar tensor, optional; else cross entropy
 
 `repair(values: dict, draw: Callable[[str], float]) -> dict` resolves dependent dimensions of a sampled point (heads
@@ -49,8 +48,3 @@ def loss_of(config: TrialConfig) -> Callable | None:
     """The loss that the config's family trains with; None: cross entropy, as `featurize.training` takes it."""
     loss = getattr(get_family(config.family), "loss", None)
     return None if loss is None else loss(config)
-
-
-def asks_cudnn(name: str) -> bool:
-    """Return whether simulated runs of the family hold cuDNN's answers about their convolutions."""
-    return getattr(get_family(name), "ASKS_CUDNN", False)

@@ -145,13 +145,13 @@ class EstimateSettings(TrainingKeys):
     )
     workspaces: str | None = key(
         None,
-        "of convolutions, in the trace: guessed; cudnn: asks cuDNN, without a GPU (extra cudnn); distilled: from "
-        "models of its answers; auto: cudnn where it is installed, else distilled; default guessed",
+        "of convolutions, in the trace: guessed; cudnn: asks cuDNN, without a GPU (extra cudnn); auto: cudnn where it "
+        "is installed and knows the GPU model, else guessed; default guessed",
     )
     torch_version: str | None = key(
         None,
         "release of PyTorch that the job runs, as 2.4; only cuDNN's workspaces follow it, with "
-        "workspaces=cudnn, distilled or auto; default the installed one",
+        "workspaces=cudnn or auto; default the installed one",
         "text | null",
     )
     coverage: float = key(

@@ -60,9 +60,7 @@ def notes_of_trace(
     notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
     if (mix := traced.trace.mix) is not None:
         notes.append(Note("batch-mix", INFO, _of_mix(mix, job.shape_text(), traced)))
-    notes += workspace_notes(
-        memory.workspaces, job.search, cudnn_benchmark=job.settings.cudnn_benchmark, torch_version=torch_version
-    )
+    notes += workspace_notes(memory.workspaces, torch_version)
     if device.architecture.vendor == AMD:
         notes.append(Note(AMD_GPU, WARNING, _of_amd(traced.trace, on)))
     if gathered.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > traced.step.step_time_ms:

@@ -118,9 +118,9 @@ def estimate(
             loaded at once, as before CUDA 12), `described` (as the device's description says), or a profile or its
             file. None: the profile that `learn.calibrate` made of this GPU model in the data folder, else `current`.
         workspaces: What convolutions take while they run: `guessed` (the default); `cudnn`: cuDNN itself is asked,
-            without a GPU (extra `cudnn`); `distilled`: models that were fitted on its answers; `auto`:
-            `cudnn` where it is installed, else `distilled`, else `guessed`. It changes the trace's figures; models were
-            fitted on guessed ones. The job is taken to allow TF32 in convolutions, PyTorch's default.
+            without a GPU (extra `cudnn`); `auto`: `cudnn` where it is installed and knows the GPU model, else
+            `guessed`. It changes the trace's figures; models were fitted on guessed ones. The job is taken to allow
+            TF32 in convolutions, PyTorch's default.
         torch_version: The release of PyTorch that the job runs, as "2.4"; None: the installed one. Only cuDNN's
             workspaces follow it: with `workspaces` other than `guessed`.
         coverage: Share of jobs that stay below `Estimate.upper_mib`: above 0.5 and at most 0.99.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +26,7 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
     from warehouse.folder import DataFolder
 
-GUESSED, CUDNN, DISTILLED, AUTO = WORKSPACES = (
-    "guessed",
-    "cudnn",
-    "distilled",
-    "auto",
-)  # who says what convolutions take
+GUESSED, CUDNN, AUTO = WORKSPACES = ("guessed", "cudnn", "auto")  # who says what convolutions take
 
 
 def profile_path(folder: DataFolder, device: DeviceSpec) -> Path:
@@ -79,14 +74,14 @@ def placed(
 ) -> TracedStep:
     """Return the traced step on a machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
 
-    The step is replayed anew only where the capacity that differs can matter, and with `workspaces`: cuDNN, or what was
-    distilled from it, is asked here about its convolutions, as `search` says, or else as this process searches, for the
-    cuDNN of the release `torch_version`, or else of the installed one. `communication_mib` is what communication
-    libraries keep outside the allocator.
+    The step is replayed anew only where the capacity that differs can matter, and with `workspaces`: cuDNN is asked
+    here about its convolutions, as `search` says, or else as this process searches, for the cuDNN of the release
+    `torch_version`, or else of the installed one. `communication_mib` is what communication libraries keep outside the
+    allocator.
 
     Raises:
         EnvironmentProblem: cuDNN cannot be asked.
-        UsageError: A GPU model that the source does not know.
+        UsageError: A GPU model that cuDNN cannot be asked about, with `workspaces="cudnn"`.
     """
     from featurize.replay import loads_cudnn, replay
     from learn.traced import breakdown
@@ -175,49 +170,33 @@ def _answers(
     search: SearchSettings | None,
     torch_version: str | None,
 ) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
-    """The answers about the trace's convolutions; None, with `auto`, where neither source knows the GPU model."""
-    from featurize.cudnn.distilled import distilled_for
-    from featurize.cudnn.distilled_step import distilled_workspaces
+    """Return cuDNN's answers about the trace's convolutions; None, with `auto`, where it cannot be asked."""
     from featurize.cudnn.oracle import oracle_for
-    from featurize.cudnn.releases import for_release
-    from featurize.cudnn.workspaces import convolution_workspaces
+    from featurize.cudnn.workspaces import convolution_workspaces, for_release
 
     chosen = search or _search_of_job(benchmark)
-    sources: dict[str, Callable[[], Mapping[LibraryCall, ConvolutionWorkspace]]] = {
-        CUDNN: lambda: convolution_workspaces(traced.trace, device, oracle_for(device), chosen),
-        DISTILLED: lambda: distilled_workspaces(traced.trace, device, distilled_for(device), chosen),
-    }
-    for name, answers in sources.items():
-        if workspaces not in (name, AUTO):
-            continue
-        with contextlib.suppress(CommandError) if workspaces == AUTO else contextlib.nullcontext():
-            return for_release(answers(), device, torch_version=torch_version, benchmark=chosen.benchmark)
-    return None
+    try:
+        answers = convolution_workspaces(traced.trace, device, oracle_for(device), chosen)
+    except CommandError:
+        if workspaces == AUTO:
+            return None
+        raise
+    return for_release(answers, device, torch_version=torch_version, benchmark=chosen.benchmark)
 
 
-def workspace_notes(
-    workspaces: Mapping[LibraryCall, ConvolutionWorkspace],
-    search: SearchSettings | None,
-    *,
-    cudnn_benchmark: bool,
-    torch_version: str | None,
-) -> list[Note]:
-    """Return the notes on a step's workspaces: who answered, for which cuDNN, and what that source does not know.
+def workspace_notes(workspaces: Mapping[LibraryCall, ConvolutionWorkspace], torch_version: str | None) -> list[Note]:
+    """Return the notes on a step's workspaces: who answered, and for which cuDNN.
 
     Args:
         workspaces: The answers that the step was replayed with; empty where none was asked for.
-        search, cudnn_benchmark, torch_version: As in `placed`.
+        torch_version: As in `placed`.
     """
-    from featurize.cudnn.distilled_step import unlike_distilled_note
-    from featurize.cudnn.releases import release_note, traced_release_note
-    from featurize.cudnn.workspaces import workspaces_note
+    from featurize.cudnn.workspaces import release_note, traced_release_note, workspaces_note
 
-    texts: list[tuple[str, str, str | None]] = [("torch-version", INFO, traced_release_note(torch_version))]
+    texts = [("torch-version", INFO, traced_release_note(torch_version))]
     if workspaces:
-        chosen = search or _search_of_job(cudnn_benchmark)
         texts.append(("workspaces", INFO, workspaces_note(workspaces)))
         texts.append(("cudnn-version", WARNING, release_note(workspaces, torch_version=torch_version)))
-        texts.append(("unlike-distilled", WARNING, unlike_distilled_note(workspaces, chosen)))
     return [Note(code, severity, text) for code, severity, text in texts if text is not None]
 
 

@@ -102,7 +102,7 @@ def question_of(
     Raises:
         UsageError: As in `estimate`.
     """
-    from featurize.cudnn.releases import require_release
+    from featurize.cudnn.workspaces import require_release
     from learn.workload import of_config
 
     if isinstance(allocator, str):

@@ -5,9 +5,9 @@ Start reading at `cnn_program`. `featurize.trace` records the same of a real ste
 
 from __future__ import annotations
 
-from featurize.cudnn.workspace_formulas import winograd_bytes
 from featurize.device_spec import DeviceSpec
 from featurize.families import cnn
+from featurize.library_calls import winograd_bytes
 from featurize.trial import OPTIMIZERS
 from learn.fastpath.fast_blocks import SMALL_REQUEST, Program, units
 from learn.fastpath.fast_tape import NONE, Tape

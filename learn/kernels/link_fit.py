@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from conf.errors import UsageError
-from featurize.cudnn.workspace_formulas import ELEMENT_BYTES
 from featurize.device_spec import DeviceSpec
+from featurize.opgraph import DTYPE_BYTES
 from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.parallel.layout import Parallel
 from learn.kernels.fitting import held_out_by
@@ -114,7 +114,7 @@ def _measured(device_name: str | None, dims: str, dtype: str, duration_us: float
     return MeasuredAllReduce(
         device=device,
         ranks=ranks,
-        nbytes=math.prod(shape["shapes"][0]) * ELEMENT_BYTES[dtype],
+        nbytes=math.prod(shape["shapes"][0]) * DTYPE_BYTES[dtype],
         seconds=duration_us * 1e-6,
     )
 

@@ -18,7 +18,7 @@ from conf.children.running import ChildRunner
 from conf.errors import UsageError, shown
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
-from featurize.cudnn.releases import require_release
+from featurize.cudnn.workspaces import require_release
 from featurize.device_spec import device_of_user
 from featurize.machine import MachineProfile
 from featurize.model_flops import precision_in_words

@@ -229,7 +229,6 @@ REFUSED_BY_THE_COMMAND = {
         "trace=/nope/x.json", "device=none", "report=/nope/x"),
     "fit_kernels": ("out=/nope/x", "data=nope", "steps=0"),
     "fit_bound": ("rows=/nope/x", "rows=nope out=/nope/x"),
-    "distil_cudnn": ("out=/nope/x", "answers=/nope/x", "variants=-1", "rounds=0", "judged=0", "workers=0", "data=nope"),
     "plan": ("format=x", "gpus=1", "gpus=[]", "device=cpu", "parallel=ddp=8", "checkpointing=x", "report=/nope/x"),
     "estimate": (
         "format=x", "method=x", "estimator=x", "device=cpu", "config={}", "input=[1]", "run=a/b", "report=/nope/x",

@@ -368,13 +368,11 @@ def test_an_emptied_expandable_segment_gives_its_addresses_back():
 # ---- use and misuse
 
 
-def test_peaks_are_kept_until_reset():
+def test_peaks_are_kept_where_memory_is_given_back():
     simulated = allocator()
     simulated.free(mib(simulated, 30))
     simulated.empty_cache()
     assert (simulated.peak_allocated_bytes, simulated.peak_reserved_bytes) == (30 * MIB, 30 * MIB)
-    simulated.reset_peaks()
-    assert (simulated.peak_allocated_bytes, simulated.peak_reserved_bytes) == (0, 0)
 
 
 def test_a_stale_or_foreign_handle_is_refused():

@@ -11,6 +11,7 @@ from featurize.families import cnn, mlp
 from featurize.machine import MachineProfile
 from learn import devices_that_fit, estimate, estimate_many, estimate_script
 from learn.estimation.memory_causes import CONTEXT, KERNELS, WORKSPACES
+from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 
 CNN = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)
 MLP = mlp.Config(batch_size=64, input_size=4096, classes=10, depth=4)
@@ -47,16 +48,12 @@ def test_the_bound_is_wider_by_what_is_not_known():
     assert on_amd.upper_mib > on_amd.peak_memory_mib
 
 
-@pytest.mark.parametrize("workspaces", ["cudnn", "distilled"])
-def test_cudnn_is_refused_in_one_message_with_the_choices(workspaces, monkeypatch):
-    monkeypatch.setattr("featurize.cudnn.libraries.installed_libraries", lambda: None)
-    with pytest.raises(UsageError, match="cuDNN does not run on MI300X, an AMD GPU: pass workspaces=guessed"):
-        if workspaces == "cudnn":
-            from featurize.cudnn.device_properties import device_properties
-
-            device_properties(load_device("MI300X"))
-        else:
-            estimate(net, (8, 3, 32, 32), device="MI300X", workspaces=workspaces)
+def test_cudnn_is_refused_in_one_message_with_the_choices(monkeypatch):
+    with (
+        stand_in_for_cudnn(monkeypatch),
+        pytest.raises(UsageError, match="cuDNN does not run on MI300X, an AMD GPU: pass workspaces=guessed"),
+    ):
+        estimate(net, (8, 3, 32, 32), device="MI300X", workspaces="cudnn")
 
 
 def test_auto_takes_the_guess():
@@ -77,7 +74,8 @@ def test_a_table_of_both_vendors_has_an_answer_or_a_reason_in_each_row(capsys, m
     names = ["A100-SXM4-80GB", "MI300X", "MI250-GCD", "MI100"]
     rows = {row.device: row for row in devices_that_fit(net, (64, 3, 32, 32), devices=names)}
     assert all(rows[name].fits for name in names)
-    rows = {row.device: row for row in devices_that_fit(net, (64, 3, 32, 32), devices=names, workspaces="distilled")}
+    with stand_in_for_cudnn(monkeypatch):
+        rows = {row.device: row for row in devices_that_fit(net, (64, 3, 32, 32), devices=names, workspaces="cudnn")}
     assert rows["A100-SXM4-80GB"].fits and rows["MI300X"].fits is None
     assert "cuDNN does not run on MI300X" in rows["MI300X"].problem
 

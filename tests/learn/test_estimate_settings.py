@@ -11,6 +11,7 @@ from conf.errors import UsageError
 from featurize.families import mlp
 from featurize.training import Training
 from learn import estimate
+from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 
 CONFIG = mlp.Config(batch_size=8, input_size=8, classes=2, depth=1)
 SHAPE = (256, 512)
@@ -104,7 +105,7 @@ def test_a_run_is_not_estimated_with_its_own_measurement(capsys):
     assert "known=runs would take run=ID itself" in capsys.readouterr().err
 
 
-def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces():
+def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces(monkeypatch):
     from featurize.cudnn.workspaces import GUESSED
 
     convolutions = nn.Sequential(
@@ -112,7 +113,8 @@ def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces():
     )
     answers = {}
     for release in ("2.4", "2.13"):
-        done = estimate(convolutions, (8, 64, 8, 8), workspaces="distilled", torch_version=release)
+        with stand_in_for_cudnn(monkeypatch):
+            done = estimate(convolutions, (8, 64, 8, 8), workspaces="cudnn", torch_version=release)
         answers[release] = " ".join(done.warnings)
         assert f"torch_version={release}: only cuDNN's workspaces follow it" in answers[release]
     assert "PyTorch 2.4 comes with cuDNN 9.1.0" in answers["2.4"] and f"stay {GUESSED}" in answers["2.4"]

@@ -15,6 +15,7 @@ from featurize.families import mlp
 from learn import devices_that_fit, estimate, largest_batch
 from learn.batch_sizes import with_batch_size
 from learn.estimation.batch_search import MOST_SAMPLES, largest_fitting
+from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 
 A100 = load_device("A100-SXM4-40GB")
 CONFIG = mlp.Config(batch_size=8, input_size=64, classes=4, depth=2)
@@ -177,18 +178,24 @@ def convolutions():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14**2, 4))
 
 
-def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(module_of_nets, capsys, monkeypatch):
-    options = {"workspaces": "distilled", "precision": "bf16"}
+@pytest.fixture
+def cudnn(monkeypatch):
+    with stand_in_for_cudnn(monkeypatch):
+        yield
+
+
+def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, module_of_nets, capsys, monkeypatch):
+    options = {"workspaces": "cudnn", "precision": "bf16"}
     fits = devices_that_fit(convolutions, [8, 3, 16, 16], devices=["K80", "A100", "T4"], **options)
     by_name = {one.device: one for one in fits}
     without = by_name["K80"]
     assert (without.fits, without.room_mib, without.estimate) == (None, None, None)
-    assert "workspaces=distilled knows compute capabilities" in without.problem and "\n" not in without.problem
+    assert "cuDNN cannot be asked about compute capability 3.7" in without.problem and "\n" not in without.problem
     for name in ("A100-SXM4-40GB", "T4"):
         alone = estimate(convolutions, [8, 3, 16, 16], device=name, **options)
         assert by_name[name].estimate == dataclasses.replace(alone, seconds=by_name[name].estimate.seconds)
     monkeypatch.setattr("learn.estimation.fits.device_names", lambda: ("K80", "T4"))
-    job = [f"model={module_of_nets}:convolutions", "input=[8,3,16,16]", "find=devices", "workspaces=distilled"]
+    job = [f"model={module_of_nets}:convolutions", "input=[8,3,16,16]", "find=devices", "workspaces=cudnn"]
     assert run(*job, "format=json") == 0
     rows = {row["device"]: row for row in json.loads(capsys.readouterr().out)["devices"]}
     assert rows["K80"]["fits"] is rows["K80"]["estimate"] is None and rows["K80"]["problem"] == without.problem
@@ -198,9 +205,9 @@ def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(module_of_n
     assert f"note: K80: {without.problem}" in shown
 
 
-def test_a_table_without_any_answer_is_one_message():
-    with pytest.raises(UsageError, match=r"K80 has 3\.7"):
-        devices_that_fit(convolutions, [8, 3, 16, 16], devices=["P100-PCIE-16GB", "K80"], workspaces="distilled")
+def test_a_table_without_any_answer_is_one_message(cudnn):
+    with pytest.raises(UsageError, match=r"compute capability 3\.7"):
+        devices_that_fit(convolutions, [8, 3, 16, 16], devices=["P100-PCIE-16GB", "K80"], workspaces="cudnn")
 
 
 def test_a_job_that_cannot_be_traced_is_tried_on_one_gpu_model_only():

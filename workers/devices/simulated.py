@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from featurize.shared_gpu import GpuLoad, speeds_of_loads
 from workers.devices.base import DeviceChoice, Link, MemberAlone, Place, Slot, Together
@@ -80,8 +80,6 @@ class SimulatedDevice:
         link.wait_for_go()
         link.report("built", parameters=step.parameters)
         shown = step
-        if answers := _asked(trace, self.spec, config):
-            link.report("convolutions", answers=answers)
         if not step.fits:
             raise SimulatedOutOfMemoryError(
                 f"{self.spec.name} (simulated): the step needs {step.peak_memory_mib:.0f} MiB, "
@@ -238,23 +236,6 @@ def _limited(trace, spec, config, fraction: float | None):
 
     settings = AllocatorSettings(per_process_memory_fraction=fraction)
     return replay(trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings)
-
-
-def _asked(trace: StepTrace, spec: DeviceSpec, config: TrialConfig) -> dict[str, Any]:
-    """Return what cuDNN answers about the step's convolutions, where the family asks it; else nothing."""
-    from featurize.families import asks_cudnn
-
-    if not asks_cudnn(config.family):
-        return {}
-    from featurize.cudnn.oracle import oracle_for
-    from featurize.cudnn.recorded import answers_to_record
-    from featurize.cudnn.workspaces import search_settings
-
-    oracle = oracle_for(spec)
-    try:
-        return answers_to_record(trace, oracle, search_settings(benchmark=config.cudnn_benchmark))
-    finally:
-        oracle.close()
 
 
 def _share(slot: Slot) -> str:

@@ -3,9 +3,8 @@
 import pytest
 from torch import nn
 
-from featurize.cudnn.releases import cudnn_of, for_release, release_note
 from featurize.cudnn.signature import SearchSettings
-from featurize.cudnn.workspaces import convolution_workspaces
+from featurize.cudnn.workspaces import convolution_workspaces, cudnn_of, for_release, release_note
 from tests.featurize.asking_cudnn.test_workspaces import A100, Answering, calls_of
 
 

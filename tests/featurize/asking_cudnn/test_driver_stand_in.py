@@ -7,12 +7,12 @@ import struct
 import pytest
 
 from conf.errors import EnvironmentProblem
-from featurize.cudnn.driver_stand_in import FUNCTIONS, NO_DEVICE, SONAME, driver_stand_in, write_driver_stand_in
+from featurize.cudnn.child import FUNCTIONS, NO_DEVICE, SONAME, driver_stand_in
 
 
 def test_the_loader_takes_it_and_each_function_says_that_there_is_no_device(tmp_path):
     path = tmp_path / "a'; echo driver.so"
-    write_driver_stand_in(path, platform.machine())
+    path.write_bytes(driver_stand_in(platform.machine()))
     library = ctypes.CDLL(str(path))
     assert [getattr(library, name)() for name in FUNCTIONS] == [NO_DEVICE] * 6
     with pytest.raises(AttributeError):

@@ -4,23 +4,19 @@ The folder is not called `cudnn`: pytest puts its parent on the path, where it w
 """
 
 import sys
-from pathlib import Path
 
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.cudnn import libraries
-from featurize.cudnn.answer_cache import AnswerCache
-from featurize.cudnn.device_properties import device_properties
 from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
-from featurize.cudnn.oracle import CRASHED, HUNG, NOT_ASKED, CudnnOracle
+from featurize.cudnn.oracle import CRASHED, HUNG, NOT_ASKED, AnswerCache, CudnnOracle, device_properties
 from featurize.cudnn.signature import ConvolutionSignature, SearchSettings
 from featurize.device_spec import device_names, load_device
-from tests.featurize.asking_cudnn.cudnn_library import needs_cudnn
+from tests.featurize.asking_cudnn.cudnn_library import CHILD, VERSION, needs_cudnn
 from tests.featurize.asking_cudnn.stand_in_child import CRASHES, HANGS, NONSENSE
 
 A100 = load_device("A100-SXM4-40GB")
-CHILD = Path(__file__).with_name("stand_in_child.py")
 SEARCH = SearchSettings()
 
 
@@ -36,7 +32,7 @@ def oracle_of(tmp_path):
     """Makes oracles with the stand-in process, which appends what it was asked to the file `asked`."""
     opened = []
 
-    def make(version="9.28.0", cache=None, query_s=20.0):
+    def make(version=VERSION, cache=None, query_s=20.0):
         command = (sys.executable, str(CHILD), str(tmp_path / "asked"))
         opened.append(CudnnOracle(CudnnLibraries(version, ()), A100, cache, command=command, query_s=query_s))
         return opened[-1]
@@ -207,7 +203,6 @@ def test_cudnn_itself_answers_for_a_gpu_that_is_not_there():
     assert answers[half].plans[0].workspace_bytes < answers[plain].plans[0].workspace_bytes  # nothing to transpose
     assert exact.plans[0].engine != answers[plain].plans[0].engine
     assert 1 < len(measured.plans) <= 10 and measured.plans[0] == answers[plain].plans[0]
-    assert measured.largest_within(0) in (0, None) and measured.largest_within() >= measured.plans[0].workspace_bytes
 
 
 def test_the_process_starts_early_only_where_nothing_is_known(oracle_of, tmp_path):

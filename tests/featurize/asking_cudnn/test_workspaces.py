@@ -114,7 +114,7 @@ def test_a_benchmark_takes_the_largest_workspace_that_fits():
 
 
 def test_an_unknown_source_lists_the_known_ones():
-    with pytest.raises(UsageError, match="known: auto, cudnn, distilled, guessed"):
+    with pytest.raises(UsageError, match="known: auto, cudnn, guessed"):
         estimate(nn.Linear(4, 4), [2, 4], workspaces="roofline")
 
 
