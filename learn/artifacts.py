@@ -77,15 +77,13 @@ class Artifact:
 
     def check(self) -> None:
         """Verify the files, without parsing them. Raises `DamagedArtifact`."""
-        checked(self.path, self.meta, ours=self.path.is_relative_to(DEFAULT_MODELS))
+        checked(self.path, self.meta)
 
     def require(self) -> Artifact:
-        """The artifact, if it can answer: verified, and loaded where no checksum says that it is whole. Raises
+        """The artifact, if it can answer: verified, and loaded where this code computes its features. Raises
         `DamagedArtifact`."""
         self.check()
-        if "files" not in self.meta and is_current(
-            self.meta["feature_version"]
-        ):  # one that is not will never be loaded
+        if is_current(self.meta["feature_version"]):
             _ = self.estimator
         return self
 

@@ -31,7 +31,7 @@ ESTIMATORS: dict[str, str] = {
     "gpumemnet_transformer": "learn.learned.gpumemnet:GPUMemNetTransformer",
     "horus": "learn.analytical.horus:HorusEstimator",
     "hybrid": "learn.learned.hybrid:HybridEstimator",
-    "lightgbm": "learn.learned.lightgbm_estimator:LightGBMEstimator",
+    "lightgbm": "learn.learned.tabular:LightGBMEstimator",
     "llmem": "learn.analytical.llmem:LLMemEstimator",
     "trace": "learn.analytical.trace:TraceEstimator",
     "xmem": "learn.analytical.xmem:XMemEstimator",

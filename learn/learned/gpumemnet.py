@@ -36,8 +36,7 @@ from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, Estimator, open_state, require_rows, require_target, too_few_for, write_state
 from learn.learned.binned import BinnedPrediction, cumulative
-from learn.learned.features import config_features
-from learn.learned.tabular import group_folds
+from learn.learned.tabular import config_features, group_folds
 from learn.step_store import StepStore
 from learn.targets import MIB_PER_GB, Target, default_bin_gb, utilization_bins
 
