@@ -18,12 +18,20 @@ from conf.errors import UsageError
 from featurize.device_spec import plain_device
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, Estimator, conformal_score, open_state, to_space, too_few_for, write_state
+from learn.estimators import (
+    LEVEL,
+    Estimator,
+    ResidualPrediction,
+    conformal_score,
+    open_state,
+    to_space,
+    too_few_for,
+    write_state,
+)
 from learn.learned.boosting import Boosters, Settings, boost
 from learn.learned.conformal_groups import Held, group_score, held_of
 from learn.learned.evidence import LEAST_KNOWN, Evidence, LeftOut, kinds_to_leave_out, share_of_known
 from learn.learned.familiarity import DEVICE, FAMILY, Familiarity, Unfamiliar, torch_release
-from learn.learned.scaled_prediction import ScaledPrediction
 from learn.learned.tabular import group_folds
 from learn.learned.trees import Trees
 from learn.step_record import StepRecord, traced_column
@@ -130,7 +138,7 @@ class HybridEstimator(Estimator):
         self._familiarity = Familiarity.learn(rows, records)
         return self
 
-    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ScaledPrediction:
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         if self._correction is None:
             raise RuntimeError("fit or load the estimator before predicting")
         steps = StepStore() if steps is None else steps
@@ -162,10 +170,19 @@ class HybridEstimator(Estimator):
                         outside.add(i)
                     scale[i] *= self._widening(self._wanted(unlike), scale[i], kind[i])
         warning = too_few_for(LEVEL, self._held_out_rows)
-        return ScaledPrediction(
-            centre, scale, self._scores, kind, self.target.space, least, (warning,) if warning else (), refusals,
-            unfamiliar, frozenset(outside), self._held,
-        )  # fmt: skip
+        return ResidualPrediction(
+            centre,
+            self._scores,
+            self.target.space,
+            (warning,) if warning else (),
+            refusals,
+            unfamiliar,
+            scale=scale,
+            kind=kind,
+            least=least,
+            outside=frozenset(outside),
+            held=self._held,
+        )
 
     def _widening(self, wanted: float, scale: float, kind: int) -> float:
         if self.target.space != "log":

@@ -193,7 +193,7 @@ def _nodes_of_text(text: str) -> dict[str, np.ndarray]:
     inner = leaves - 1
 
     def figures(name: str, kind: type, counts: np.ndarray) -> np.ndarray:
-        values = np.array(" ".join(tree.get(name, "") for tree in trees).split(), dtype=kind)
+        values: np.ndarray = np.array(" ".join(tree.get(name, "") for tree in trees).split(), dtype=kind)
         if len(values) != counts.sum():
             raise ValueError(f"LightGBM's text has {len(values)} values of {name} instead of {counts.sum()}")
         return values
@@ -250,7 +250,7 @@ def _with_searches(nodes: Mapping[str, np.ndarray], sets: Mapping[int, Sequence[
 
     def search(node: int, of: int, limits: Sequence[float], goals: Sequence[int]) -> None:
         middle = len(limits) // 2
-        children = []
+        children: list[int] = []
         placed[node] = of, limits[middle], children
         for some, theirs in (
             (limits[:middle], goals[: middle + 1]), (limits[middle + 1 :], goals[middle + 1 :])

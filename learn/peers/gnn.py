@@ -1,6 +1,6 @@
 """A graph network over the operators of the forward pass, with a conformal bound from held-out groups.
 
-Start reading at `GNNEstimator.fit`; the network is in `learn/learned/gnn_nets.py`.
+Start reading at `GNNEstimator.fit`; the network is in `learn/peers/gnn_nets.py`.
 
 After DNNPerf (Gao et al., ICSE-SEIP 2023), which learns memory and time from a computation graph's node and edge
 features, and PerfSeer, which adds features of the whole graph. Ours: operators of the traced step, residual GINE
@@ -37,7 +37,7 @@ from learn.step_store import StepStore
 from learn.targets import Target
 
 if TYPE_CHECKING:
-    from learn.learned.gnn_nets import Graph, GraphNet
+    from learn.peers.gnn_nets import Graph, GraphNet
 
 FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out: more of them where rows are few
 LEAST_ROWS = 10
@@ -87,8 +87,8 @@ class GNNEstimator(Estimator):
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the rows that can be traced; at least 10 with exact labels, in 2 groups, or `UsageError`."""
-        from learn.learned.gnn_nets import GraphNet, train
-        from learn.learned.torch_fit import arrays_of, quiet_torch
+        from learn.peers.gnn_nets import GraphNet, train
+        from learn.peers.torch_fit import arrays_of, quiet_torch
 
         require_rows(rows, least=LEAST_ROWS)
         rows = rows.trusted
@@ -174,8 +174,8 @@ class GNNEstimator(Estimator):
         return loaded
 
     def _centre(self, graphs: Sequence[Graph]) -> np.ndarray:
-        from learn.learned.gnn_nets import GraphNet, answers
-        from learn.learned.torch_fit import quiet_torch, steady, with_arrays
+        from learn.peers.gnn_nets import GraphNet, answers
+        from learn.peers.torch_fit import quiet_torch, steady, with_arrays
 
         with quiet_torch(0):
             net = self._net or with_arrays(GraphNet(**self._shape), self._weights)
@@ -212,7 +212,7 @@ class _Raw:
                    mib * (2 + values["net_states"]))  # fmt: skip
 
     def scaled(self, scaling: Scaling) -> Graph:
-        from learn.learned.gnn_nets import Graph
+        from learn.peers.gnn_nets import Graph
 
         if self.node_columns != scaling.node_columns:
             raise UsageError("the operator graph has other columns than when this was fitted: fit it again")

@@ -20,7 +20,7 @@ from conf.plain_text import exception_line
 from featurize.batches import Inputs, call, own_loss, tensors_of
 from featurize.skeleton import build_on_meta, kept_results
 from featurize.training import AUTOCAST_DTYPES, cross_entropy, make_optimizer, targets_for
-from learn.analytical.base import CannotEstimate
+from learn.peers.base import CannotEstimate
 from learn.workload import Workload
 
 

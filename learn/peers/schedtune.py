@@ -1,4 +1,4 @@
-"""Extremely randomised trees over the scalar features: SchedTune's shape, where device features are among them.
+"""`forest`: SchedTune's shape, extremely randomised trees over features of the model and of the GPU.
 
 Start reading at `learn.learned.tabular.TabularEstimator.fit`.
 """
@@ -17,7 +17,7 @@ MIN_LEAF = 2
 MAX_DEPTH = 24
 
 
-class ForestEstimator(TabularEstimator):
+class SchedTune(TabularEstimator):
     """Extra trees (Geurts et al. 2006) over the config's and the device's features, as SchedTune (Albahar et al.,
     CCGrid 2022) learns from a model's and a GPU's features. Words are codes; a missing value takes a side of its own.
     """
