@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 import numpy as np
 
 from conf.errors import UsageError, unknown_name
+from learn.bounds import LEVEL, Held, conformal_score
 from learn.cases import Case
 from learn.data import Rows
-from learn.learned.conformal_groups import Held
 from learn.step_store import StepStore
 from learn.targets import Target, get_target
 
@@ -40,7 +39,6 @@ ESTIMATORS: dict[str, str] = {
 TRAINING_FREE = ("deepspeed", "dnnmem", "faketensor", "horus", "llmem", "trace", "xmem")
 PREFERRED = "hybrid"  # of several fitted models
 OF_CONFIGS = "lightgbm"  # reads configurations only
-LEVEL = 0.99  # of the bounds that are told and judged
 
 
 @runtime_checkable
@@ -278,28 +276,6 @@ def class_masses(below: np.ndarray, edges: np.ndarray, centre: np.ndarray, space
     mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
     mass[np.isnan(centre)] = np.nan
     return mass
-
-
-def conformal_score(scores: np.ndarray, level: float) -> float:
-    """What `level` of new scores stay under, by these ascending ones of held-out rows; never below 0."""
-    rank = min(conformal_rank(len(scores), level), len(scores))
-    return max(float(scores[rank - 1]), 0.0) if scores.size else 0.0
-
-
-def conformal_rank(m: int, level: float) -> int:
-    """1-based rank of the calibration residual that bounds a new one with probability `level`; may exceed m."""
-    return math.ceil((m + 1) * level - 1e-9)
-
-
-def too_few_for(level: float, m: int) -> str | None:
-    """The warning a bound from m residuals has to carry at `level`, or None."""
-    if conformal_rank(m, level) <= m:
-        return None
-    needed = math.ceil(level / (1 - level) - 1e-9)
-    return (
-        f"{m} calibration rows are too few for a {level:.0%} bound (it takes {needed}): the bound is the largest "
-        f"error seen, which holds for about {m / (m + 1):.1%}"
-    )
 
 
 def require_rows(rows: Rows, least: int = 1) -> Rows:

@@ -18,22 +18,23 @@ from conf.errors import UsageError
 from featurize.device_spec import plain_device
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import (
-    LEVEL,
-    Estimator,
-    ResidualPrediction,
-    conformal_score,
-    open_state,
-    to_space,
-    too_few_for,
-    write_state,
+from learn.bounds import conformal_score, too_few_for
+from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, to_space, write_state
+from learn.bounds import Held, group_score, held_of
+from learn.learned.familiarity import (
+    DEVICE,
+    FAMILY,
+    LEAST_KNOWN,
+    Evidence,
+    Familiarity,
+    LeftOut,
+    Unfamiliar,
+    kinds_to_leave_out,
+    share_of_known,
+    torch_release,
 )
-from learn.learned.boosting import Boosters, Settings, boost
-from learn.learned.conformal_groups import Held, group_score, held_of
-from learn.learned.evidence import LEAST_KNOWN, Evidence, LeftOut, kinds_to_leave_out, share_of_known
-from learn.learned.familiarity import DEVICE, FAMILY, Familiarity, Unfamiliar, torch_release
 from learn.learned.tabular import group_folds
-from learn.learned.trees import Trees
+from learn.learned.trees import Boosters, Settings, Trees, boost
 from learn.step_record import StepRecord, traced_column
 from learn.step_store import StepStore
 from learn.targets import Target
@@ -354,7 +355,7 @@ class HybridEstimator(Estimator):
             "held_out_rows": self._held_out_rows,
             "scores": [scores.tolist() for scores in self._scores],
             "familiarity": self._familiarity.to_mapping(),
-            "evidence": self._evidence.to_mapping(),
+            "evidence": asdict(self._evidence),
         }
         write_state(folder, self, state)
 
@@ -366,12 +367,11 @@ class HybridEstimator(Estimator):
         loaded._knots = np.asarray(state["knots"], dtype=float)
         loaded._floor = float(state["floor"])
         loaded._kinds = dict(state["kinds"])
-        loaded._held = {int(kind): Held(**held) for kind, held in state.get("held", {}).items()}
+        loaded._held = {int(kind): Held(**held) for kind, held in state["held"].items()}
         loaded._held_out_rows = int(state["held_out_rows"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
         loaded._familiarity = Familiarity.from_mapping(state["familiarity"])
-        if "evidence" in state:  # models fitted before it was taken: the trace's figure stands for every new kind
-            loaded._evidence = Evidence.from_mapping(state["evidence"])
+        loaded._evidence = Evidence(**state["evidence"])
         loaded._correction = Trees.load(folder, "correction")
         loaded._scale = Trees.load(folder, "scale")
         return loaded

@@ -19,16 +19,8 @@ from featurize.device_spec import DeviceSpec
 from featurize.trial import TrialConfig
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import (
-    LEVEL,
-    Estimator,
-    ResidualPrediction,
-    open_state,
-    require_rows,
-    to_space,
-    too_few_for,
-    write_state,
-)
+from learn.bounds import too_few_for
+from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, require_rows, to_space, write_state
 from learn.learned.trees import Trees
 from learn.step_store import StepStore
 from learn.targets import Target

@@ -19,15 +19,7 @@ from conf.plain_text import exception_line
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import (
-    Estimator,
-    ResidualPrediction,
-    open_state,
-    require_rows,
-    require_target,
-    to_space,
-    write_state,
-)
+from learn.estimators import Estimator, ResidualPrediction, open_state, require_rows, require_target, to_space, write_state
 from learn.step_store import StepStore
 from learn.targets import Target
 from learn.workload import Workload

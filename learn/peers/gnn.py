@@ -21,16 +21,8 @@ import numpy as np
 from conf.errors import UsageError
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import (
-    LEVEL,
-    Estimator,
-    ResidualPrediction,
-    open_state,
-    require_rows,
-    to_space,
-    too_few_for,
-    write_state,
-)
+from learn.bounds import too_few_for
+from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, require_rows, to_space, write_state
 from learn.learned.tabular import group_folds
 from learn.step_record import StepRecord
 from learn.step_store import StepStore

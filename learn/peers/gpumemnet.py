@@ -34,16 +34,8 @@ from featurize.features import KINDS
 from featurize.trial import ACTIVATIONS, TrialConfig
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import (
-    LEVEL,
-    Estimator,
-    conformal_rank,
-    open_state,
-    require_rows,
-    require_target,
-    too_few_for,
-    write_state,
-)
+from learn.bounds import conformal_rank, too_few_for
+from learn.estimators import LEVEL, Estimator, open_state, require_rows, require_target, write_state
 from learn.learned.tabular import config_features, group_folds
 from learn.step_store import StepStore
 from learn.targets import MIB_PER_GB, Target, default_bin_gb, utilization_bins

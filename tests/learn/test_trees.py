@@ -9,8 +9,7 @@ import pytest
 from sklearn.ensemble import ExtraTreesRegressor
 
 from learn.artifacts import DEFAULT_MODELS
-from learn.learned.boosting import Boosters
-from learn.learned.trees import Trees
+from learn.learned.trees import Boosters, Trees
 
 SHIPPED = [
     (DEFAULT_MODELS / target / "model", name) for target in ("memory", "smact") for name in ("correction", "scale")
