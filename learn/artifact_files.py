@@ -138,7 +138,7 @@ def _problem(folder: Path, named: Mapping[str, Any] | None, files: list[Path]) -
 
 
 def _structure(path: Path) -> str | None:
-    """Why a file of a model must not be parsed, or None."""
+    """Return why a file of a model must not be parsed, or None."""
     if path.suffix == ".npz":
         try:
             with zipfile.ZipFile(path) as archive:

@@ -20,7 +20,7 @@ LEVEL = 0.99  # of the bounds that are told and judged
 
 
 def conformal_score(scores: np.ndarray, level: float) -> float:
-    """What `level` of new scores stay under, by these ascending ones of held-out rows; never below 0."""
+    """Return what `level` of new scores stay under, by these ascending ones of held-out rows; never below 0."""
     rank = min(conformal_rank(len(scores), level), len(scores))
     return max(float(scores[rank - 1]), 0.0) if scores.size else 0.0
 
@@ -43,7 +43,7 @@ def too_few_for(level: float, m: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What share of left-out rows a bound held.
+    """Share of left-out rows that a bound held.
 
     Args:
         share: Of the rows, each judged by a bound that had seen none of its group.

@@ -47,7 +47,7 @@ class Prediction(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader of the figures has to know."""
+        """Warnings that a reader of the figures has to know."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class Prediction(Protocol):
         ...
 
     def held_of(self, row: int) -> Held | None:
-        """What the row's bound at `LEVEL` held of left-out groups; None where that was not measured for its kind."""
+        """Return what the row's bound at `LEVEL` held of left-out groups; None where that was not measured."""
         ...
 
 
@@ -119,7 +119,7 @@ class Estimator(Protocol):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """What `save` wrote, predicting the same figures."""
+        """Return what `save` wrote, predicting the same figures."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Whether a case is like what an estimator was fitted on, and how much of a learned correction holds for what is not.
+"""Familiar and unfamiliar cases of a fit, and how much of a learned correction holds for the latter.
 
 Start reading at `Familiarity.judge` and `Evidence`, which the hybrid measures by leaving out one kind of its rows after
 the other.
@@ -49,7 +49,7 @@ _WIDEST = 4.0
 
 
 class Unfamiliar(NamedTuple):
-    """Why a case is unlike what was fitted on.
+    """Reasons why a case is unlike what was fitted on.
 
     reasons   for people
     axes      along which the case is of a new kind
@@ -82,7 +82,7 @@ class Familiarity:
 
     @classmethod
     def learn(cls, rows: Rows, records: Sequence[StepRecord]) -> Self:
-        """Of the rows fitted on, and their records in the same order."""
+        """Take the ranges and kinds of the rows fitted on, whose records come in the same order."""
         columns = {name: np.array([record.values[name] for record in records]) for name in _RANGES}
         kinds = frozenset[str]().union(*(kinds_of(record.values) for record in records))
         settings = list(AXES_OF_SETTINGS)
@@ -99,7 +99,7 @@ class Familiarity:
         )
 
     def judge(self, case: Case, record: StepRecord) -> Unfamiliar | None:
-        """Why the case is unlike what was fitted on; None where it is not."""
+        """Return why the case is unlike what was fitted on; None where it is not."""
         values, reasons = record.values, list[str]()
         axes, wider = set[str](), list[str]()
         for name, (words, write) in _RANGES.items():
@@ -144,7 +144,7 @@ class Familiarity:
         return fitted and module_of(case.config) not in self.modules
 
     def settings_said(self, values: Mapping[str, float]) -> list[str]:
-        """What of the training settings, by the names of their features, nothing was fitted on."""
+        """Return reasons: training settings, by the names of their features, that nothing was fitted on."""
         reasons = []
         for name, words in (("net_math_bits", _BITS), ("net_states", _STATES)):
             if values[name] not in self.settings[name]:
@@ -211,7 +211,7 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What leaving out one kind after the other showed, by axis: a setting's feature, `device`, `operators`, `family`.
+    """Results of leaving out one kind after the other, by axis: a setting's feature, `device`, `operators`, `family`.
 
     shares    axis -> share of the correction that makes the error on left-out kinds smallest, 0 to 1
     widening  axis -> how many times wider the error on them is than on held-out rows of known kinds

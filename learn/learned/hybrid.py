@@ -16,11 +16,10 @@ import numpy as np
 
 from conf.errors import UsageError
 from featurize.device_spec import plain_device
+from learn.bounds import Held, conformal_score, group_score, held_of, too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.bounds import conformal_score, too_few_for
 from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, to_space, write_state
-from learn.bounds import Held, group_score, held_of
 from learn.learned.familiarity import (
     DEVICE,
     FAMILY,
@@ -221,7 +220,7 @@ class HybridEstimator(Estimator):
         return np.array([[row[name] for name in self._columns] for row in rows], dtype=float)
 
     def _of_network(self, table: np.ndarray) -> np.ndarray:
-        """What the scale is learned from: for memory nothing that the batch size changes, so that bounds grow too."""
+        """Return what the scale is learned from: for memory nothing that the batch changes, so that bounds grow too."""
         return table[:, :-1] if self.target.is_memory else table
 
     def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
@@ -406,7 +405,7 @@ def _place(case: Case) -> tuple[str, str]:
 
 
 def _units(rows: Rows) -> np.ndarray:
-    """What is held out together: near-copies; in a family of many modules, a module."""
+    """Return what is held out together: near-copies; in a family of many modules, a module."""
     units = rows.group.astype(object).copy()
     for family in set(map(str, rows.family)):
         if _of_many_modules(rows, family):

@@ -17,9 +17,9 @@ import numpy as np
 from conf.errors import CommandError, UsageError
 from featurize.device_spec import DeviceSpec
 from featurize.trial import TrialConfig
+from learn.bounds import too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.bounds import too_few_for
 from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, require_rows, to_space, write_state
 from learn.learned.trees import Trees
 from learn.step_store import StepStore
@@ -183,8 +183,8 @@ def config_features(config: TrialConfig) -> Mapping[str, object]:
 
 
 def case_features(case: Case) -> Mapping[str, object]:
-    """What is known of a case without tracing it: its config's features, and its device's description where there is
-    one (`gpu_*`). A module has no config: `UsageError`."""
+    """Return the features of a case that take no trace: its config's, and its device's (`gpu_*`) where that is
+    described. A module has no config: `UsageError`."""
     if case.config is None:
         raise UsageError("it reads trial configs only, and this is a module")
     features = config_features(case.config)
@@ -192,7 +192,7 @@ def case_features(case: Case) -> Mapping[str, object]:
 
 
 def why_not(case: Case) -> str | None:
-    """Why a case has no such features, or None: a module, or a config whose layers cannot be had."""
+    """Return why a case has no such features, or None: a module, or a config whose layers cannot be had."""
     try:
         case_features(case)
     except CommandError as error:

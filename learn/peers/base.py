@@ -1,4 +1,4 @@
-"""What every estimator that learns nothing has in common: an answer or a reason, and the time it took.
+"""The base of estimators that learn nothing: an answer or a reason, and the time it took.
 
 Start reading at `Peer`.
 """
@@ -19,7 +19,15 @@ from conf.plain_text import exception_line
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import Estimator, ResidualPrediction, open_state, require_rows, require_target, to_space, write_state
+from learn.estimators import (
+    Estimator,
+    ResidualPrediction,
+    open_state,
+    require_rows,
+    require_target,
+    to_space,
+    write_state,
+)
 from learn.step_store import StepStore
 from learn.targets import Target
 from learn.workload import Workload

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from conf.errors import UsageError
+from learn.bounds import too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.bounds import too_few_for
 from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, require_rows, to_space, write_state
 from learn.learned.tabular import group_folds
 from learn.step_record import StepRecord
@@ -46,7 +46,7 @@ _SUMMED = ("log_bytes_written", "log_flops")  # node columns that are also summe
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """What inputs are made of and standardised by. Columns by name, (columns, 2) mean and scale."""
+    """Columns of the inputs, and how they are standardised. Columns by name, (columns, 2) mean and scale."""
 
     node_columns: tuple[str, ...]
     scalar_columns: tuple[str, ...]

@@ -32,9 +32,9 @@ from conf.errors import CommandError, UsageError
 from featurize.families import get_family
 from featurize.features import KINDS
 from featurize.trial import ACTIVATIONS, TrialConfig
+from learn.bounds import conformal_rank, too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.bounds import conformal_rank, too_few_for
 from learn.estimators import LEVEL, Estimator, open_state, require_rows, require_target, write_state
 from learn.learned.tabular import config_features, group_folds
 from learn.step_store import StepStore
@@ -54,7 +54,7 @@ _SIZES = ("batch_size", "parameters", "output_elements", "batch_output_elements"
 
 @dataclass(frozen=True, eq=False)
 class Ensemble:
-    """What was fitted for one family.
+    """An ensemble fitted to one family.
 
     edges    (k + 1,) of its bins; mean, scale (s,) of its scalars; weights: arrays by name, of each member
     scores   (m,) ascending: see `BinnedPrediction.scores`
@@ -68,7 +68,7 @@ class Ensemble:
 
 
 class GPUMemNetEstimator(Estimator):
-    """What both have in common. A family that was not fitted, and what is no trial config, is refused by row.
+    """Base of both estimators. A family that was not fitted, and what is no trial config, is refused by row.
 
     Since the rows that a member is trained without choose its epoch and calibrate the bound, the bound leans a little
     low: it is no bound from rows that fitting never looked at.
@@ -363,7 +363,7 @@ def cumulative(edges: np.ndarray, probabilities: np.ndarray, values: np.ndarray)
 
 
 def why_not(case: Case) -> str | None:
-    """Why there is no layer plan of a case, or None."""
+    """Return why there is no layer plan of a case, or None."""
     if case.config is None:
         return "it reads the layer plans of trial configs, and this is a module"
     try:

@@ -90,7 +90,7 @@ class _Shape:
 
 
 def _shape_of(workload: Workload, model) -> _Shape:
-    """What the formulas need. `CannotEstimate` names what makes the model no transformer language model."""
+    """Return what the formulas need. `CannotEstimate` names what makes the model no transformer language model."""
     import torch
     from torch import nn
 
@@ -162,7 +162,7 @@ def _attends(module) -> bool:
 
 
 def _checkpoints(model) -> bool:
-    """Whether a model of `transformers` has its gradient checkpointing on."""
+    """Return whether a model of `transformers` has its gradient checkpointing on."""
     return bool(getattr(model, "is_gradient_checkpointing", False)) or any(
         getattr(m, "gradient_checkpointing", False) is True for m in model.modules()
     )
