@@ -6,9 +6,8 @@ itself without that key, as `json.dumps(..., sort_keys=True, separators=(",", ":
 version with a JSON parser and a SHA-256.
 
 What is refused: a named file that is absent, of another size or content; a file below `model/` that the JSON does not
-name (others are ignored: nothing reads them); links that lead out of the version's folder; files beyond `MOST_BYTES`;
-LightGBM's text that is not whole (`learn.learned.lightgbm_text`). Versions from before there were checksums have no
-`"files"`: their text is checked all the same.
+name (others are ignored: nothing reads them); links that lead out of the version's folder; files beyond `MOST_BYTES`.
+Versions from before there were checksums have no `"files"`; whoever loads arrays checks that they make a model.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import Any
 from conf.errors import EnvironmentProblem
 from conf.identity import OWN_SHA256, own_sha256, sha256_of
 from featurize.row_config import printable
-from learn.learned.lightgbm_text import problem_of_text, vouch
 
 FILES = "files"
 MODEL = "model"  # folder of what `Estimator.load` reads
@@ -69,20 +67,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return described
 
 
-def checked(folder: Path, meta: Mapping[str, Any], name: str = "meta.json", *, ours: bool = False) -> None:
+def checked(folder: Path, meta: Mapping[str, Any], name: str = "meta.json") -> None:
     """Verify a version's files before anything parses them; `DamagedArtifact` says what is wrong.
 
-    Files that have not changed since are not read again. `ours`: it came with this code, so that right checksums are
-    enough; else the structure is checked as well, since whoever made a file may have made its checksum.
+    Files that have not changed since are not read again.
     """
     try:
         named = _files(folder, meta, name)
         state = [path.stat() for path in named]
     except OSError as error:
         raise DamagedArtifact(f"{_shown(folder)}: {printable(str(error))}") from error
-    key = (str(folder), ours, str(meta.get(OWN_SHA256)), *((s.st_size, s.st_mtime_ns, s.st_ino) for s in state))
+    key = (str(folder), str(meta.get(OWN_SHA256)), *((s.st_size, s.st_mtime_ns, s.st_ino) for s in state))
     if key not in _verified:
-        _verified[key] = _problem(folder, meta.get(FILES), named, ours)
+        _verified[key] = _problem(folder, meta.get(FILES), named)
     if (problem := _verified[key]) is not None:
         raise DamagedArtifact(f"{_shown(folder)} is damaged: {problem}")
     if FILES not in meta:
@@ -125,7 +122,7 @@ def _files(folder: Path, meta: Mapping[str, Any], name: str) -> list[Path]:
     return files
 
 
-def _problem(folder: Path, named: Mapping[str, Any] | None, files: list[Path], ours: bool) -> str | None:
+def _problem(folder: Path, named: Mapping[str, Any] | None, files: list[Path]) -> str | None:
     for path in files:
         relative = path.relative_to(folder).as_posix()
         size = path.stat().st_size
@@ -135,22 +132,13 @@ def _problem(folder: Path, named: Mapping[str, Any] | None, files: list[Path], o
             about = named[relative]
             if not isinstance(about, Mapping) or about.get("bytes") != size or about.get("sha256") != sha256_of(path):
                 return f"{_inside(folder, path)} is not what was written: its checksum or size is another"
-        if not relative.startswith(f"{MODEL}/"):
-            continue
-        if ours and named is not None:
-            vouch(named[relative]["sha256"])
-        elif (problem := _structure(path)) is not None:
+        if relative.startswith(f"{MODEL}/") and (problem := _structure(path)) is not None:
             return f"{_inside(folder, path)}: {problem}"
     return None
 
 
 def _structure(path: Path) -> str | None:
-    """Why a file of a model must not be parsed, or None."""
-    if path.suffix == ".txt":
-        try:
-            return problem_of_text(path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            return "it is no text"
+    """Return why a file of a model must not be parsed, or None."""
     if path.suffix == ".npz":
         try:
             with zipfile.ZipFile(path) as archive:
@@ -158,7 +146,7 @@ def _structure(path: Path) -> str | None:
         except (OSError, zipfile.BadZipFile, ValueError) as error:
             return f"it is no archive of arrays ({printable(str(error))})"
         return None if unpacked <= MOST_UNPACKED_BYTES else f"it unpacks to {unpacked:,} bytes"
-    return None if path.suffix == ".json" else "a model has no such file"
+    return None if path.suffix in (".json", ".txt") else "a model has no such file"
 
 
 def _shown(path: Path) -> str:

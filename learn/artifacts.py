@@ -41,7 +41,7 @@ _PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric", "t
 
 
 class Savable(Protocol):
-    """What writes its files into the folder of a version."""
+    """Writes its files into the folder of a version."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -77,15 +77,13 @@ class Artifact:
 
     def check(self) -> None:
         """Verify the files, without parsing them. Raises `DamagedArtifact`."""
-        checked(self.path, self.meta, ours=self.path.is_relative_to(DEFAULT_MODELS))
+        checked(self.path, self.meta)
 
     def require(self) -> Artifact:
-        """The artifact, if it can answer: verified, and loaded where no checksum says that it is whole. Raises
+        """The artifact, if it can answer: verified, and loaded where this code computes its features. Raises
         `DamagedArtifact`."""
         self.check()
-        if "files" not in self.meta and is_current(
-            self.meta["feature_version"]
-        ):  # one that is not will never be loaded
+        if is_current(self.meta["feature_version"]):
             _ = self.estimator
         return self
 
@@ -117,8 +115,8 @@ class Artifact:
 def described(
     estimator: str, rows: Rows, evaluation: Evaluation, bins: Bins, seed: int, now: datetime
 ) -> dict[str, Any]:
-    """What `meta.json` says of a model by the estimator of that name: what it was fitted on and with, and how good it
-    was. `now` is time-zone aware."""
+    """Return what `meta.json` says of a model by the estimator of that name: what it was fitted on and with, and how
+    good it was. `now` is time-zone aware."""
     return {
         "created_at": now.astimezone(UTC).isoformat(timespec="seconds"),
         "target": rows.target.name,
@@ -217,7 +215,7 @@ def open_artifact(path: Path) -> Artifact:
 
 
 class Wanted(TypedDict, total=False):
-    """What `newest` chooses by."""
+    """Properties that `newest` chooses by."""
 
     estimator: str | None
     family: str | None

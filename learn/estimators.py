@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
@@ -16,30 +15,30 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 import numpy as np
 
 from conf.errors import UsageError, unknown_name
+from learn.bounds import LEVEL, Held, conformal_score
 from learn.cases import Case
 from learn.data import Rows
 from learn.step_store import StepStore
 from learn.targets import Target, get_target
 
 ESTIMATORS: dict[str, str] = {
-    "deepspeed": "learn.analytical.deepspeed:DeepSpeedEstimator",
-    "dnnmem": "learn.analytical.dnnmem:DNNMemEstimator",
-    "faketensor": "learn.analytical.faketensor:FakeTensorEstimator",
-    "forest": "learn.learned.forest:ForestEstimator",
-    "gnn": "learn.learned.gnn:GNNEstimator",
-    "gpumemnet_mlp": "learn.learned.gpumemnet:GPUMemNetMLP",
-    "gpumemnet_transformer": "learn.learned.gpumemnet:GPUMemNetTransformer",
-    "horus": "learn.analytical.horus:HorusEstimator",
+    "deepspeed": "learn.peers.deepspeed:DeepSpeed",
+    "dnnmem": "learn.peers.dnnmem:DNNMem",
+    "faketensor": "learn.peers.faketensor:FakeTensor",
+    "forest": "learn.peers.schedtune:SchedTune",
+    "gnn": "learn.peers.gnn:GNNEstimator",
+    "gpumemnet_mlp": "learn.peers.gpumemnet:GPUMemNetMLP",
+    "gpumemnet_transformer": "learn.peers.gpumemnet:GPUMemNetTransformer",
+    "horus": "learn.peers.horus:Horus",
     "hybrid": "learn.learned.hybrid:HybridEstimator",
-    "lightgbm": "learn.learned.lightgbm_estimator:LightGBMEstimator",
-    "llmem": "learn.analytical.llmem:LLMemEstimator",
-    "trace": "learn.analytical.trace:TraceEstimator",
-    "xmem": "learn.analytical.xmem:XMemEstimator",
+    "lightgbm": "learn.learned.tabular:LightGBMEstimator",
+    "llmem": "learn.peers.llmem:LLMem",
+    "trace": "learn.peers.trace:Trace",
+    "xmem": "learn.peers.xmem:XMem",
 }
+TRAINING_FREE = ("deepspeed", "dnnmem", "faketensor", "horus", "llmem", "trace", "xmem")
 PREFERRED = "hybrid"  # of several fitted models
 OF_CONFIGS = "lightgbm"  # reads configurations only
-LEVEL = 0.99  # of the bounds that are told and judged
-TRAINING_FREE = tuple(name for name, where in ESTIMATORS.items() if where.startswith("learn.analytical."))
 
 
 @runtime_checkable
@@ -48,7 +47,7 @@ class Prediction(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader of the figures has to know."""
+        """Warnings that a reader of the figures has to know."""
         ...
 
     @property
@@ -59,6 +58,11 @@ class Prediction(Protocol):
     @property
     def unfamiliar(self) -> Mapping[int, tuple[str, ...]]:
         """Row -> why it is unlike what was fitted on; its bound is wider."""
+        ...
+
+    @property
+    def outside(self) -> frozenset[int]:
+        """Rows that no held-out rows speak for."""
         ...
 
     @property
@@ -76,6 +80,10 @@ class Prediction(Protocol):
 
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
         """(n,) a bound, never below the point, that `level` of new labels stay under; None: none was calibrated."""
+        ...
+
+    def held_of(self, row: int) -> Held | None:
+        """Return what the row's bound at `LEVEL` held of left-out groups; None where that was not measured."""
         ...
 
 
@@ -111,7 +119,7 @@ class Estimator(Protocol):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """What `save` wrote, predicting the same figures."""
+        """Return what `save` wrote, predicting the same figures."""
         ...
 
 
@@ -187,44 +195,75 @@ def from_space(values: np.ndarray, space: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ResidualPrediction:
-    """Point plus the residuals that the estimator made on rows it had not seen.
+    """`centre + scale * residual` in the target's space, with the residuals of held-out rows as the distribution.
 
-    centre (n,) is the point in the target's space; residuals (m,), ascending, `label - point` in that space; m = 0
-    means a bare point: all mass on it, and no bound. Rows in `refusals` have a NaN centre.
+    centre      (n,) the point in that space; NaN in the rows of `refusals`
+    residuals   ascending: (label - centre) / scale of rows that no fit had seen; one array, or one for each kind of
+                case. An empty one means a bare point: all mass on it, and no bound
+    unfamiliar  row -> why it is unlike what was fitted on
+    scale       (n,); kind (n,) int: which of `residuals` is a row's own; least (n,) in the target's unit: no figure of
+                a row lies below it
+    outside     rows that no held-out residuals speak for: their scale is wider, or no row of their family or their
+                module was fitted on
+    held        index in `residuals` -> what the bound at `LEVEL` held of left-out rows
     """
 
     centre: np.ndarray
-    residuals: np.ndarray
+    residuals: np.ndarray | Sequence[np.ndarray]
     space: str
     warnings: tuple[str, ...] = ()
     refusals: Mapping[int, str] = field(default_factory=dict)
     unfamiliar: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    scale: np.ndarray | float = 1.0
+    kind: np.ndarray | int = 0
+    least: np.ndarray | float = 0.0
+    outside: frozenset[int] = frozenset()
+    held: Mapping[int, Held] = field(default_factory=dict)
 
     @property
     def point(self) -> np.ndarray:
-        return from_space(self.centre, self.space)
+        return self._figure(self.centre)
 
     def quantile(self, q: float) -> np.ndarray:
         if not 0 < q < 1:
             raise ValueError(f"a quantile lies between 0 and 1, got {q}")
-        shift = np.quantile(self.residuals, q) if self.residuals.size else 0.0
-        return from_space(self.centre + shift, self.space)
+        return self._at(lambda residuals: float(np.quantile(residuals, q)) if residuals.size else 0.0)
 
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
+        n = len(self.centre)
         edges = np.asarray(edges, dtype=float)
-        if edges.ndim == 1:
-            edges = np.broadcast_to(edges, (len(self.centre), len(edges)))
-        residuals = self.residuals if self.residuals.size else np.zeros(1)
-        gap = to_space(edges, self.space) - self.centre[:, None]
-        below = np.searchsorted(residuals, gap, side="left") / len(residuals)
+        edges = np.broadcast_to(edges, (n, edges.shape[-1]))
+        scale, kind, least = (np.broadcast_to(values, n) for values in (self.scale, self.kind, self.least))
+        gap = (to_space(edges, self.space) - self.centre[:, None]) / scale[:, None]
+        below = np.zeros(edges.shape)
+        for index, residuals in enumerate(self._by_kind):
+            known = residuals if residuals.size else np.zeros(1)
+            below[kind == index] = np.searchsorted(known, gap[kind == index], side="left") / len(known)
+        below = np.where(edges <= least[:, None], 0.0, below)  # no figure lies below it
         return class_masses(below, edges, self.centre, self.space)
 
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
-        """Split-conformal: the ceil((m + 1) * level)-th smallest residual (Vovk; Lei et al. 2018, eq. 8). With
-        fewer than level / (1 - level) residuals no such rank exists and the largest residual stands in."""
-        if not self.residuals.size:
+        """Split-conformal, by kind of case: the ceil((m + 1) * level)-th smallest of m residuals (Vovk; Lei et al.
+        2018, eq. 8; scaled ones: section 5.2). With fewer than level / (1 - level) residuals no such rank exists and
+        the largest residual stands in."""
+        if not any(residuals.size for residuals in self._by_kind):
             return None
-        return from_space(self.centre + conformal_score(self.residuals, level), self.space)
+        return self._at(lambda residuals: conformal_score(residuals, level))
+
+    def held_of(self, row: int) -> Held | None:
+        return None if row in self.outside else self.held.get(int(np.broadcast_to(self.kind, len(self.centre))[row]))
+
+    @property
+    def _by_kind(self) -> Sequence[np.ndarray]:
+        return (self.residuals,) if isinstance(self.residuals, np.ndarray) else self.residuals
+
+    def _at(self, score_of: Callable[[np.ndarray], float]) -> np.ndarray:
+        asked = set(np.ravel(self.kind).tolist())
+        scores = [score_of(residuals) if index in asked else 0.0 for index, residuals in enumerate(self._by_kind)]
+        return self._figure(self.centre + self.scale * np.asarray(scores, dtype=float)[self.kind])
+
+    def _figure(self, values: np.ndarray) -> np.ndarray:
+        return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space), self.least))
 
 
 def class_masses(below: np.ndarray, edges: np.ndarray, centre: np.ndarray, space: str) -> np.ndarray:
@@ -237,28 +276,6 @@ def class_masses(below: np.ndarray, edges: np.ndarray, centre: np.ndarray, space
     mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
     mass[np.isnan(centre)] = np.nan
     return mass
-
-
-def conformal_score(scores: np.ndarray, level: float) -> float:
-    """What `level` of new scores stay under, by these ascending ones of held-out rows; never below 0."""
-    rank = min(conformal_rank(len(scores), level), len(scores))
-    return max(float(scores[rank - 1]), 0.0) if scores.size else 0.0
-
-
-def conformal_rank(m: int, level: float) -> int:
-    """1-based rank of the calibration residual that bounds a new one with probability `level`; may exceed m."""
-    return math.ceil((m + 1) * level - 1e-9)
-
-
-def too_few_for(level: float, m: int) -> str | None:
-    """The warning a bound from m residuals has to carry at `level`, or None."""
-    if conformal_rank(m, level) <= m:
-        return None
-    needed = math.ceil(level / (1 - level) - 1e-9)
-    return (
-        f"{m} calibration rows are too few for a {level:.0%} bound (it takes {needed}): the bound is the largest "
-        f"error seen, which holds for about {m / (m + 1):.1%}"
-    )
 
 
 def require_rows(rows: Rows, least: int = 1) -> Rows:

@@ -18,10 +18,9 @@ from conf.cli import command
 from conf.errors import UsageError
 from conf.reports.page_text import count_of
 from conf.settings import key
-from learn.estimation.bound_shares import BoundShares, bound_shares, packaged_path
+from learn.bounds import BoundShares, bound_shares, group_score, held_of, packaged_path
 from learn.estimation.memory_causes import CONTEXT, COVERAGES, FRAGMENTATION, KERNELS, MEASURED, WORKSPACES
 from learn.estimators import LEVEL
-from learn.learned.conformal_groups import group_score, held_of
 
 AXES = {"family": "families", "source": "sources", "device": "GPU models"}  # each value is left out in turn
 LEAST_ROWS = 30

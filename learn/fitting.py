@@ -106,7 +106,7 @@ def foreign_keys(settings: Any, taken: Sequence[str], of: str = f"target={SLOWDO
 
 @dataclass(frozen=True)
 class Fit:
-    """What a fit leaves: the artifact's folder, its `meta.json`, and the evaluation behind the figures."""
+    """Result of a fit: the artifact's folder, its `meta.json`, and the evaluation behind the figures."""
 
     path: Path
     meta: dict[str, Any]
@@ -208,7 +208,7 @@ def fit(
 
 
 def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
-    """What a reader of the figures has to know of the rows that are fitted on and judged."""
+    """Return what a reader of the figures has to know of the rows that are fitted on and judged."""
     from learn.estimators import OF_CONFIGS, PREFERRED
     from learn.evaluation.evaluate import classes_of
 

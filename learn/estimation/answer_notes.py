@@ -93,7 +93,7 @@ def notes_of_memory(
         limit_mib: What the job may take of the card, in MiB.
         allocator: The settings that were asked for.
     """
-    from learn.analytical.trace import NO_BOUND
+    from learn.peers.trace import NO_BOUND
 
     peak_mib, upper_mib = gathered.values["peak_memory_mib"], gathered.values.get("upper_mib")
     by, room = gathered.by["memory"], _room(device, limit_mib)

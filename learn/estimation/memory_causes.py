@@ -16,10 +16,9 @@ from conf.units import MIB
 from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, DESCRIBED, EAGER, MachineProfile
-from learn.estimation.bound_shares import bound_shares
+from learn.bounds import Held, bound_shares, least_held
 from learn.estimation.notes import BOUND, INFO, Note
 from learn.estimators import LEVEL
-from learn.learned.conformal_groups import Held, least_held
 
 if TYPE_CHECKING:
     from featurize.library_calls import LibraryCall

@@ -94,7 +94,6 @@ def ask_fitted(
     answer; memory, which hardly depends on the loop, is answered by any.
     """
     from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
-    from learn.learned.scaled_prediction import ScaledPrediction
     from learn.targets import get_target
     from warehouse.folder import DataFolder
 
@@ -143,7 +142,7 @@ def ask_fitted(
                 above_mib = quantiles_mib[coverage] - float(prediction.point[0])
                 held_out = _held_out(prediction, artifact) if coverage == LEVEL else {}
                 gathered.bound(quantiles_mib, coverage, {HELD_OUT: above_mib}, held_out=held_out)
-            gathered.beyond_fit = default and isinstance(prediction, ScaledPrediction) and 0 in prediction.outside
+            gathered.beyond_fit = default and 0 in prediction.outside
         of_target = (target,)
         notes += [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
         notes += [
@@ -163,9 +162,7 @@ def ask_fitted(
 
 def _held_out(prediction: Prediction, artifact: Artifact) -> Mapping[str, Any]:
     """Return what the bound of one case held of left-out groups, or of held-out rows where its fit left out none."""
-    from learn.learned.scaled_prediction import ScaledPrediction
-
-    held = prediction.held_of(0) if isinstance(prediction, ScaledPrediction) else None
+    held = prediction.held_of(0)
     return artifact.bound_held_out() if held is None else asdict(held)
 
 
@@ -218,15 +215,15 @@ def in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack, tr
 
 def ask_method(gathered: Gathered, job: Workload, device: DeviceSpec, estimator: str) -> None:
     """Memory by a training-free method. `UsageError` with the method's reason."""
-    from learn.analytical.base import AnalyticalEstimator, analyse
     from learn.estimators import get_estimator
+    from learn.peers.base import Peer, analyse
     from learn.traced import wants_values
 
     if beyond := training_of(job.settings).beyond_trials():
         raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
     known = get_estimator(estimator)
-    assert issubclass(known, AnalyticalEstimator), estimator
-    by_method = analyse(known.method(), job, device)
+    assert issubclass(known, Peer), estimator
+    by_method = analyse(known(), job, device)
     if by_method.mib is None:
         stuck = wants_values(str(by_method.reason)) and f"estimator={estimator}" not in WITHOUT_TRACE
         advice = f"; {WITHOUT_TRACE}" if stuck else ""

@@ -189,8 +189,8 @@ def _given(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list
 def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: StepStore) -> float | None:
     """Median seconds of a single case's answer, its features not remembered (but of timm's models, the layers are); the
     first one warms up."""
-    from learn.learned.features import config_features
-    from learn.learned.gpumemnet import tokens_of
+    from learn.learned.tabular import config_features
+    from learn.peers.gpumemnet import tokens_of
 
     seconds = []
     for case in cases:

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection, wait
 
 from conf.plain_text import exception_line
 from featurize.device_spec import DeviceSpec
-from learn.analytical.base import Answer, CannotEstimate, analyse
 from learn.cases import Case
+from learn.peers.base import Answer, CannotEstimate, analyse
 from warehouse.published import PublishedRow
 
 _NOTHING_KEPT = 64  # jobs after which a process is replaced: what models and libraries leave behind adds up
@@ -57,7 +57,7 @@ def _answer(job: PoolJob) -> Answer:
     if not isinstance(case, Case):
         case = Case(module=workload_of(case), described=job.device)
     if job.target == "memory":
-        return analyse(estimator.method(), case.workload, job.device)
+        return analyse(estimator(), case.workload, job.device)
     asked = estimator()
     asked.target = get_target(job.target)
     began = time.monotonic_ns()

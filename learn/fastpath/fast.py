@@ -250,7 +250,7 @@ class FastPath:
         and where it is not what was written (`learn.artifact_files`)."""
         folder = Path(folder)
         state = read_json(folder / "fast.json")
-        checked(folder, state, "fast.json", ours=True)
+        checked(folder, state, "fast.json")
         if not is_current(state["features"]):
             raise EnvironmentProblem(
                 f"{folder}: distilled with other features than this code computes; distil it again"

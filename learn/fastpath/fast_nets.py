@@ -57,7 +57,7 @@ def train_nets(inputs: np.ndarray, labels: np.ndarray, seed: int) -> Nets:
     are as they were afterwards, and the same arguments give the same networks."""
     import torch
 
-    from learn.learned.torch_fit import quiet_torch
+    from learn.peers.torch_fit import quiet_torch
 
     centre, scale = inputs.mean(0), inputs.std(0)
     scale = np.where(scale < 1e-6, 1.0, scale)

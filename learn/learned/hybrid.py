@@ -16,15 +16,24 @@ import numpy as np
 
 from conf.errors import UsageError
 from featurize.device_spec import plain_device
+from learn.bounds import Held, conformal_score, group_score, held_of, too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, Estimator, conformal_score, open_state, to_space, too_few_for, write_state
-from learn.learned.conformal_groups import Held, group_score, held_of
-from learn.learned.evidence import LEAST_KNOWN, Evidence, LeftOut, kinds_to_leave_out, share_of_known
-from learn.learned.familiarity import DEVICE, FAMILY, Familiarity, Unfamiliar, torch_release
-from learn.learned.hybrid_boosting import Boosted, Settings
-from learn.learned.scaled_prediction import ScaledPrediction
+from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, to_space, write_state
+from learn.learned.familiarity import (
+    DEVICE,
+    FAMILY,
+    LEAST_KNOWN,
+    Evidence,
+    Familiarity,
+    LeftOut,
+    Unfamiliar,
+    kinds_to_leave_out,
+    share_of_known,
+    torch_release,
+)
 from learn.learned.tabular import group_folds
+from learn.learned.trees import Boosters, Settings, Trees, boost
 from learn.step_record import StepRecord, traced_column
 from learn.step_store import StepStore
 from learn.targets import Target
@@ -69,13 +78,13 @@ class HybridEstimator(Estimator):
     needs_trace: ClassVar[bool] = True
     uses_out_of_memory: ClassVar[bool] = True
     target: Target  # with the next two, once it is fitted or loaded
-    _scale: Boosted
+    _scale: Trees
     _familiarity: Familiarity
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = int(seed)
         self._columns: tuple[str, ...] = ()
-        self._correction: Boosted | None = None
+        self._correction: Trees | None = None
         self._kinds: dict[str, int] = {}
         self._scores: list[np.ndarray] = []
         self._held: dict[int, Held] = {}
@@ -114,7 +123,7 @@ class HybridEstimator(Estimator):
             low, high = math.floor(traced_memory.min()), math.ceil(traced_memory.max())
             self._knots = np.linspace(low, high, (high - low) * KNOTS_PER_DOUBLING + 1)
         held_out = self._held_out(rows, table, label - base, weight, base)
-        self._correction = self._boosted().fit(table, label - base, rows.censored, weight)
+        self._correction = boost(self._settings(), self.seed, table, label - base, rows.censored, weight).trees()
 
         exact = ~rows.censored
         if self.target.is_memory:
@@ -123,14 +132,13 @@ class HybridEstimator(Estimator):
         gap = label - held_out
         residual = gap[exact]
         self._floor = max(_SCALE_SHARE * float(np.quantile(np.abs(residual), 0.9)), 1e-6)
-        self._scale = Boosted(_SCALE, self.seed).fit(
-            self._of_network(table)[exact], np.abs(residual), None, weight[exact]
-        )
+        network = self._of_network(table)[exact]
+        self._scale = boost(_SCALE, self.seed, network, np.abs(residual), None, weight[exact]).trees()
         self._kinds, self._scores = self._calibrated(rows, table, gap)
         self._familiarity = Familiarity.learn(rows, records)
         return self
 
-    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ScaledPrediction:
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         if self._correction is None:
             raise RuntimeError("fit or load the estimator before predicting")
         steps = StepStore() if steps is None else steps
@@ -162,10 +170,19 @@ class HybridEstimator(Estimator):
                         outside.add(i)
                     scale[i] *= self._widening(self._wanted(unlike), scale[i], kind[i])
         warning = too_few_for(LEVEL, self._held_out_rows)
-        return ScaledPrediction(
-            centre, scale, self._scores, kind, self.target.space, least, (warning,) if warning else (), refusals,
-            unfamiliar, frozenset(outside), self._held,
-        )  # fmt: skip
+        return ResidualPrediction(
+            centre,
+            self._scores,
+            self.target.space,
+            (warning,) if warning else (),
+            refusals,
+            unfamiliar,
+            scale=scale,
+            kind=kind,
+            least=least,
+            outside=frozenset(outside),
+            held=self._held,
+        )
 
     def _widening(self, wanted: float, scale: float, kind: int) -> float:
         if self.target.space != "log":
@@ -203,25 +220,25 @@ class HybridEstimator(Estimator):
         return np.array([[row[name] for name in self._columns] for row in rows], dtype=float)
 
     def _of_network(self, table: np.ndarray) -> np.ndarray:
-        """What the scale is learned from: for memory nothing that the batch size changes, so that bounds grow too."""
+        """Return what the scale is learned from: for memory nothing that the batch changes, so that bounds grow too."""
         return table[:, :-1] if self.target.is_memory else table
 
     def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
         name = traced_column(self.target)
         return to_space(np.array([record.values[name] for record in records]), self.target.space)
 
-    def _boosted(self) -> Boosted:
-        return Boosted(_MEMORY if self.target.is_memory else _OTHERS, self.seed)
+    def _settings(self) -> Settings:
+        return _MEMORY if self.target.is_memory else _OTHERS
 
-    def _centre(self, boosted: Boosted, table: np.ndarray, base: np.ndarray) -> np.ndarray:
+    def _centre(self, trees: Trees | Boosters, table: np.ndarray, base: np.ndarray) -> np.ndarray:
         if not self.target.is_memory:
-            raw = base + boosted.predict(table)
+            raw = base + trees.predict(table)
             return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
         # From traced to estimated memory, network by network: a curve through knots that never falls.
         knots, count = self._knots, len(self._knots)
         at_knots = np.repeat(table, count, axis=0)
         at_knots[:, -1] = np.tile(knots, len(table))
-        curve = knots * math.log(2) + boosted.predict(at_knots).reshape(len(table), count)
+        curve = knots * math.log(2) + trees.predict(at_knots).reshape(len(table), count)
         curve = np.maximum.accumulate(curve, axis=1)
         asked = np.log2(np.exp(base))
         place = np.clip(asked, knots[0], knots[-1])
@@ -236,8 +253,10 @@ class HybridEstimator(Estimator):
         points = np.empty(len(rows))
         for k in range(fold.max() + 1):
             inside = fold != k
-            boosted = self._boosted().fit(table[inside], correction[inside], rows.censored[inside], weight[inside])
-            points[~inside] = self._centre(boosted, table[~inside], base[~inside])
+            boosters = boost(
+                self._settings(), self.seed, table[inside], correction[inside], rows.censored[inside], weight[inside]
+            )
+            points[~inside] = self._centre(boosters, table[~inside], base[~inside])
         return points
 
     def _weighed(
@@ -260,9 +279,16 @@ class HybridEstimator(Estimator):
                 points = held_out[judged]
             else:
                 inside = ~mask
-                boosted = Boosted(_MEMORY, self.seed, members=1)
-                boosted.fit(table[inside], correction[inside], rows.censored[inside], weight[inside])
-                points = self._centre(boosted, table[judged], base[judged])
+                boosters = boost(
+                    _MEMORY,
+                    self.seed,
+                    table[inside],
+                    correction[inside],
+                    rows.censored[inside],
+                    weight[inside],
+                    members=1,
+                )
+                points = self._centre(boosters, table[judged], base[judged])
             left_out.setdefault(axis, []).append(LeftOut(correction[judged], points - base[judged]))
         of_known = {}
         for family in sorted(set(map(str, rows.family))):
@@ -290,8 +316,8 @@ class HybridEstimator(Estimator):
         scale = np.empty(len(rows))
         for k in range(fold.max() + 1):
             inside = (fold != k) & ~rows.censored
-            boosted = Boosted(_SCALE, self.seed).fit(network[inside], np.abs(gap[inside]), None, weight[inside])
-            scale[fold == k] = np.maximum(boosted.predict(network[fold == k]), self._floor)
+            boosters = boost(_SCALE, self.seed, network[inside], np.abs(gap[inside]), None, weight[inside])
+            scale[fold == k] = np.maximum(boosters.predict(network[fold == k]), self._floor)
         score = gap / scale
         self._held_out_rows = len(rows)
         self._held = {}
@@ -328,7 +354,7 @@ class HybridEstimator(Estimator):
             "held_out_rows": self._held_out_rows,
             "scores": [scores.tolist() for scores in self._scores],
             "familiarity": self._familiarity.to_mapping(),
-            "evidence": self._evidence.to_mapping(),
+            "evidence": asdict(self._evidence),
         }
         write_state(folder, self, state)
 
@@ -340,14 +366,13 @@ class HybridEstimator(Estimator):
         loaded._knots = np.asarray(state["knots"], dtype=float)
         loaded._floor = float(state["floor"])
         loaded._kinds = dict(state["kinds"])
-        loaded._held = {int(kind): Held(**held) for kind, held in state.get("held", {}).items()}
+        loaded._held = {int(kind): Held(**held) for kind, held in state["held"].items()}
         loaded._held_out_rows = int(state["held_out_rows"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
         loaded._familiarity = Familiarity.from_mapping(state["familiarity"])
-        if "evidence" in state:  # models fitted before it was taken: the trace's figure stands for every new kind
-            loaded._evidence = Evidence.from_mapping(state["evidence"])
-        loaded._correction = Boosted.load(folder, "correction")
-        loaded._scale = Boosted.load(folder, "scale")
+        loaded._evidence = Evidence(**state["evidence"])
+        loaded._correction = Trees.load(folder, "correction")
+        loaded._scale = Trees.load(folder, "scale")
         return loaded
 
 
@@ -380,7 +405,7 @@ def _place(case: Case) -> tuple[str, str]:
 
 
 def _units(rows: Rows) -> np.ndarray:
-    """What is held out together: near-copies; in a family of many modules, a module."""
+    """Return what is held out together: near-copies; in a family of many modules, a module."""
     units = rows.group.astype(object).copy()
     for family in set(map(str, rows.family)):
         if _of_many_modules(rows, family):

@@ -1,31 +1,27 @@
-"""What estimators over the table of scalar features share: fitting, and a conformal bound from out-of-fold residuals.
+"""Estimators over the table of a configuration's scalar features, with a conformal bound from out-of-fold residuals.
 
-Start reading at `TabularEstimator.fit`; a subclass brings the model.
+Start reading at `TabularEstimator.fit`; a subclass fits the trees, as `LightGBMEstimator` does.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import ClassVar, Self
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
+from featurize.device_spec import DeviceSpec
+from featurize.trial import TrialConfig
+from learn.bounds import too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import (
-    LEVEL,
-    Estimator,
-    ResidualPrediction,
-    open_state,
-    require_rows,
-    to_space,
-    too_few_for,
-    write_state,
-)
-from learn.learned.features import FeatureTable, why_not
+from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, require_rows, to_space, write_state
+from learn.learned.trees import Trees
 from learn.step_store import StepStore
 from learn.targets import Target
 
@@ -39,28 +35,19 @@ class TabularEstimator(Estimator, ABC):
     ratios. The result does not depend on the rows' order, nor on the number of cores. Modules are refused by row.
     """
 
-    target: Target  # with the table, once it is fitted or loaded
+    model_name: ClassVar[str]  # of the file of its trees
+    dtype: ClassVar[type[np.floating]] = np.float64  # in which the trees compare features
+    target: Target  # with the next two, once it is fitted or loaded
     _table: FeatureTable
+    _trees: Trees | None = None
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = int(seed)
-        self._model: Any = None
         self._residuals = np.empty(0)
 
     @abstractmethod
-    def _train(self, features: np.ndarray, label: np.ndarray) -> Any:
-        """A model of (n, columns) features, NaN where missing, and (n,) labels in the target's space."""
-
-    @abstractmethod
-    def _raw(self, model: Any, features: np.ndarray) -> np.ndarray:
-        """(n,) what the model says, in the target's space."""
-
-    @abstractmethod
-    def _save_model(self, folder: Path) -> None: ...
-
-    @classmethod
-    @abstractmethod
-    def _load_model(cls, folder: Path) -> Any: ...
+    def _train(self, features: np.ndarray, label: np.ndarray) -> Trees:
+        """Fit trees to (n, columns) features, NaN where missing, and (n,) labels in the target's space."""
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the rows with exact labels; at least 10 of them, in at least 2 groups, or `UsageError`.
@@ -73,7 +60,7 @@ class TabularEstimator(Estimator, ABC):
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
         self.target = rows.target
         self._table = FeatureTable.learn(rows.cases)
-        features = self._table.matrix(rows.cases)
+        features = self._features(rows.cases)
         label = to_space(rows.label, rows.target.space)
         if rows.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
@@ -82,14 +69,13 @@ class TabularEstimator(Estimator, ABC):
         held_out = np.empty(len(rows))
         for k in range(fold.max() + 1):
             inside = fold != k
-            model = self._train(features[inside], label[inside])
-            held_out[~inside] = self._centre(model, features[~inside])
+            held_out[~inside] = self._centre(self._train(features[inside], label[inside]), features[~inside])
         self._residuals = np.sort(label - held_out)
-        self._model = self._train(features, label)
+        self._trees = self._train(features, label)
         return self
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
-        if self._model is None:
+        if self._trees is None:
             raise RuntimeError("fit or load the estimator before predicting")
         warning = too_few_for(LEVEL, len(self._residuals))
         refusals: dict[int, str] = {}
@@ -99,12 +85,14 @@ class TabularEstimator(Estimator, ABC):
         known = [i for i in range(len(cases)) if i not in refusals]
         centre = np.full(len(cases), np.nan)
         if known:
-            centre[known] = self._centre(self._model, self._table.matrix([cases[i] for i in known]))
+            centre[known] = self._centre(self._trees, self._features([cases[i] for i in known]))
         return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else (), refusals)
 
     def save(self, folder: Path) -> None:
+        if self._trees is None:
+            raise RuntimeError("fit or load the estimator before saving it")
         folder = Path(folder)
-        self._save_model(folder)
+        self._trees.save(folder, self.model_name)
         state = {
             "features": self._table.to_mapping(),
             "residuals": self._residuals.tolist(),
@@ -117,12 +105,57 @@ class TabularEstimator(Estimator, ABC):
         loaded, state = open_state(cls, folder)
         loaded._table = FeatureTable.from_mapping(state["features"])
         loaded._residuals = np.asarray(state["residuals"], dtype=float)
-        loaded._model = cls._load_model(folder)
+        loaded._trees = Trees.load(folder, cls.model_name)
         return loaded
 
-    def _centre(self, model: Any, features: np.ndarray) -> np.ndarray:
-        raw = self._raw(model, features)
+    def _features(self, cases: Sequence[Case]) -> np.ndarray:
+        return self._table.matrix(cases).astype(self.dtype)
+
+    def _centre(self, trees: Trees, features: np.ndarray) -> np.ndarray:
+        raw = trees.predict(features)
         return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
+
+
+class LightGBMEstimator(TabularEstimator):
+    """400 rounds of small trees; categorical columns as such."""
+
+    name: ClassVar[str] = "lightgbm"
+    model_name: ClassVar[str] = "model"
+
+    def _train(self, features: np.ndarray, label: np.ndarray) -> Trees:
+        import lightgbm
+
+        table = lightgbm.Dataset(
+            features,
+            label,
+            feature_name=[f"f{i}" for i in range(features.shape[1])],  # its names may hold no JSON characters
+            categorical_feature=self._table.categorical,
+            params={"verbosity": -1, "min_data_in_bin": 1, "num_threads": 1},
+        )
+        booster = lightgbm.train(self._parameters(len(label)), table, num_boost_round=400)
+        return Trees.of_lightgbm([booster.model_to_string()])
+
+    def _parameters(self, n: int) -> dict:
+        """LightGBM's defaults want 20 rows a leaf and 100 a category, which is a stump on 60 rows."""
+        return {
+            "objective": "regression",
+            "learning_rate": 0.05,
+            "num_leaves": 15 if n < 1000 else 31,
+            "min_data_in_leaf": int(np.clip(n // 50, 3, 10)),
+            "min_data_in_bin": 1,
+            "min_data_per_group": 5,
+            "cat_smooth": 2.0,
+            "cat_l2": 2.0,
+            "lambda_l2": 0.5,
+            "feature_fraction": 0.8,
+            "bagging_fraction": 0.8,
+            "bagging_freq": 1,
+            "seed": self.seed,
+            "deterministic": True,
+            "force_row_wise": True,
+            "num_threads": 1,  # a sum's order depends on the threads; and small tables are faster on one
+            "verbosity": -1,
+        }
 
 
 def group_folds(groups: np.ndarray, folds: int, seed: int) -> np.ndarray:
@@ -139,3 +172,85 @@ def group_folds(groups: np.ndarray, folds: int, seed: int) -> np.ndarray:
         fold_of[group] = np.argmin(load)
         load[fold_of[group]] += sizes[group]
     return fold_of[member]
+
+
+@lru_cache(maxsize=100_000)
+def config_features(config: TrialConfig) -> Mapping[str, object]:
+    """`featurize.features.scalar_features`, remembered: cross-validation asks for each config many times."""
+    from featurize.features import scalar_features
+
+    return scalar_features(config)
+
+
+def case_features(case: Case) -> Mapping[str, object]:
+    """Return the features of a case that take no trace: its config's, and its device's (`gpu_*`) where that is
+    described. A module has no config: `UsageError`."""
+    if case.config is None:
+        raise UsageError("it reads trial configs only, and this is a module")
+    features = config_features(case.config)
+    return {**features, **_device_features(case.spec)} if case.spec is not None else features
+
+
+def why_not(case: Case) -> str | None:
+    """Return why a case has no such features, or None: a module, or a config whose layers cannot be had."""
+    try:
+        case_features(case)
+    except CommandError as error:
+        return str(error)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _device_features(spec: DeviceSpec) -> Mapping[str, float]:
+    from featurize.device_spec import device_features
+
+    return device_features(spec)
+
+
+@dataclass(frozen=True)
+class FeatureTable:
+    """Which columns, in which order, and the words of the categorical ones.
+
+    A column that a config lacks (another family's field) or a word never seen is NaN: missing, not 0.
+    """
+
+    columns: tuple[str, ...]
+    words: Mapping[str, tuple[str, ...]]  # categorical column -> its words; code = position
+
+    @classmethod
+    def learn(cls, cases: Sequence[Case]) -> FeatureTable:
+        """Columns in alphabetical order, so that the order of the rows changes nothing."""
+        columns: set[str] = set()
+        words: dict[str, set[str]] = {}
+        for case in cases:
+            for name, value in case_features(case).items():
+                columns.add(name)
+                if isinstance(value, str):
+                    words.setdefault(name, set()).add(value)
+        return cls(tuple(sorted(columns)), {name: tuple(sorted(seen)) for name, seen in sorted(words.items())})
+
+    @property
+    def categorical(self) -> list[int]:
+        """Positions of the categorical columns."""
+        return [i for i, name in enumerate(self.columns) if name in self.words]
+
+    def matrix(self, cases: Sequence[Case]) -> np.ndarray:
+        """(n, columns) float64; NaN is missing."""
+        codes = {name: {word: i for i, word in enumerate(seen)} for name, seen in self.words.items()}
+        table = np.full((len(cases), len(self.columns)), np.nan)
+        for i, case in enumerate(cases):
+            features = case_features(case)
+            for j, name in enumerate(self.columns):
+                value = features.get(name)
+                if name in codes:
+                    table[i, j] = codes[name].get(str(value), np.nan) if isinstance(value, str) else np.nan
+                elif isinstance(value, int | float | np.number):
+                    table[i, j] = float(value)
+        return table
+
+    def to_mapping(self) -> dict:
+        return {"columns": list(self.columns), "words": {k: list(v) for k, v in self.words.items()}}
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping) -> FeatureTable:
+        return cls(tuple(mapping["columns"]), {k: tuple(v) for k, v in mapping["words"].items()})

@@ -26,8 +26,7 @@ from featurize.trial import TrialConfig, config_hash
 from learn.cases import Case
 from learn.data import Rows, load_rows, make_rows
 from learn.estimators import from_space, to_space
-from learn.learned.features import FeatureTable
-from learn.learned.lightgbm_estimator import LightGBMEstimator
+from learn.learned.tabular import FeatureTable, LightGBMEstimator
 from learn.step_store import StepStore
 from learn.targets import Target, get_target, utilization_bins
 
@@ -85,11 +84,11 @@ class Points(LightGBMEstimator):
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Points:
         self.target, self._table = rows.target, FeatureTable.learn(rows.cases)
-        self._model = self._train(self._table.matrix(rows.cases), to_space(rows.label, rows.target.space))
+        self._trees = self._train(self._table.matrix(rows.cases), to_space(rows.label, rows.target.space))
         return self
 
     def point(self, cases: Sequence[Case]) -> np.ndarray:
-        return from_space(self._centre(self._model, self._table.matrix(cases)), self.target.space)
+        return from_space(self._centre(self._trees, self._table.matrix(cases)), self.target.space)
 
 
 class Corrected:

@@ -1,11 +1,11 @@
-"""Methods for the benchmark's tests, importable by its worker processes. Their answers hang on the batch size only."""
+"""Estimators for the benchmark's tests, importable by its worker processes. The batch size makes their answers."""
 
 import os
 
-from learn.analytical.base import AnalyticalEstimator, CannotEstimate
+from learn.peers.base import CannotEstimate, Peer
 
 
-class Hundreds:
+class HundredsEstimator(Peer):
     """100 MiB a sample, refusing batches of 3, failing at 5, taking its process down at 7."""
 
     name = "hundreds"
@@ -20,12 +20,7 @@ class Hundreds:
         return {"samples": 100.0 * workload.batch_size}
 
 
-class HundredsEstimator(AnalyticalEstimator):
-    name = Hundreds.name
-    method = Hundreds
-
-
-class Endless:
+class EndlessEstimator(Peer):
     name = "endless"
 
     def parts_mib(self, workload, device):
@@ -33,20 +28,10 @@ class Endless:
             pass
 
 
-class EndlessEstimator(AnalyticalEstimator):
-    name = Endless.name
-    method = Endless
-
-
-class Hoarder:
+class HoarderEstimator(Peer):
     """Takes 8 GiB."""
 
     name = "hoarder"
 
     def parts_mib(self, workload, device):
         return {"held": float(len(bytearray(8 * 2**30)) // 2**20)}
-
-
-class HoarderEstimator(AnalyticalEstimator):
-    name = Hoarder.name
-    method = Hoarder

@@ -9,14 +9,14 @@ from featurize.device_spec import describe_device
 from featurize.families import mlp, transformer
 from featurize.training import Training
 from learn import estimate
-from learn.analytical.base import CannotEstimate, analyse
-from learn.analytical.deepspeed import DeepSpeed
-from learn.analytical.dnnmem import DNNMem
-from learn.analytical.faketensor import FakeTensor
-from learn.analytical.horus import Horus
-from learn.analytical.llmem import LLMem
-from learn.analytical.xmem import ProfiledBlock, ProfilerEvent, XMem, pair, replay
 from learn.estimators import TRAINING_FREE, get_estimator, make_estimator
+from learn.peers.base import CannotEstimate, analyse
+from learn.peers.deepspeed import DeepSpeed
+from learn.peers.dnnmem import DNNMem
+from learn.peers.faketensor import FakeTensor
+from learn.peers.horus import Horus
+from learn.peers.llmem import LLMem
+from learn.peers.xmem import ProfiledBlock, ProfilerEvent, XMem, pair, replay
 from learn.workload import Workload, of_config
 
 MIB = 2**20
@@ -71,19 +71,19 @@ def test_horus_sees_what_runs_inside_attention_as_one_module():
     [(0, 1, "fp32", 16), (0, 8, "bf16", 16), (1, 4, "fp16", 4 + 12 / 4), (1, 4, "fp32", 8 + 8 / 4), (2, 4, "bf16", 8)],
 )
 def test_deepspeed_model_states_by_stage(stage, gpus, precision, bytes_each):
-    answer = analyse(DeepSpeed(stage, gpus), workload(small_mlp, precision=precision), DEVICE)
+    answer = analyse(DeepSpeed(stage=stage, gpus=gpus), workload(small_mlp, precision=precision), DEVICE)
     assert answer.mib == pytest.approx(PARAMETERS * bytes_each / MIB)
 
 
 def test_deepspeed_stage_3_gathers_the_largest_layer():
-    answer = analyse(DeepSpeed(3, 4), workload(small_mlp, precision="bf16"), DEVICE)
+    answer = analyse(DeepSpeed(stage=3, gpus=4), workload(small_mlp, precision="bf16"), DEVICE)
     assert answer.mib == pytest.approx((4 * (WIDTH * WIDTH + WIDTH) + 18 * PARAMETERS / 4) / MIB)
 
 
 def test_deepspeed_refuses_by_name_what_it_does_not_cover():
     for method, settings, named in [
         (DeepSpeed(), {"optimizer": "momentum"}, "optimizer=momentum"),
-        (DeepSpeed(2), {"precision": "tf32"}, "precision=tf32 is not covered at stage 2"),
+        (DeepSpeed(stage=2), {"precision": "tf32"}, "precision=tf32 is not covered at stage 2"),
     ]:
         answer = analyse(method, workload(small_mlp, **settings), DEVICE)
         assert answer.mib is None and named in answer.reason
@@ -358,7 +358,7 @@ CONFIG = mlp.Config(batch_size=32, input_size=128, classes=10, depth=2)
 def test_estimate_takes_memory_from_a_training_free_estimator_by_name(name):
     done = estimate(CONFIG, estimator=name)
     assert done.peak_memory_mib == pytest.approx(
-        analyse(get_estimator(name).method(), of_config(CONFIG), DEVICE).mib, rel=0.02
+        analyse(get_estimator(name)(), of_config(CONFIG), DEVICE).mib, rel=0.02
     )
     assert done.answered_by["memory"] == name and done.answered_by["drama"] == "trace"
     assert any("bound" in text for text in done.warnings)
@@ -380,7 +380,7 @@ def test_a_scripted_model_is_refused_as_such(name):
 
 @pytest.mark.parametrize("name", ["faketensor", "xmem", "deepspeed"])
 def test_what_no_method_expects_of_a_model_is_a_reason_too(name):
-    said = analyse(get_estimator(name).method(), workload(lambda: nn.LazyLinear(3), (4, 8)), DEVICE)
+    said = analyse(get_estimator(name)(), workload(lambda: nn.LazyLinear(3), (4, 8)), DEVICE)
     assert said.mib is None and "uninitialized parameter" in said.reason
 
 

@@ -20,7 +20,6 @@ from learn.fastpath.fast import FastPath, Taught
 from learn.fastpath.fast_bound import calibrate
 from learn.fastpath.fast_configs import DISTILLED_DEVICES, FAMILIES, distillation_cases, distillation_configs
 from learn.fastpath.fast_features import step_sketch
-from learn.learned.scaled_prediction import ScaledPrediction
 from learn.model_card import write_card
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB")
@@ -45,7 +44,7 @@ def teacher(cases) -> dict[str, Taught]:
     unsure = np.array([case.config.optimizer == "momentum" for case in cases])
     scale = (0.04 + 0.01 * batch) * np.where(unsure, 10.0, 1.0)
     kind = np.zeros(len(cases), dtype=int)
-    said = ScaledPrediction(np.log(point), scale, [SCORES], kind, "log", np.zeros(len(cases)))
+    said = ResidualPrediction(np.log(point), [SCORES], "log", scale=scale, kind=kind)
     return {"memory": Taught.of(said), "smact": Taught(smact)}
 
 
@@ -92,7 +91,7 @@ def test_its_bound_is_about_as_wide_as_the_teachers_where_that_is_sure_and_where
 def test_a_bound_is_above_99_of_100_needs_or_above_all_where_cases_are_few(n):
     rng = np.random.default_rng(0)
     point, scale = np.exp(rng.normal(8, 1, n)), np.exp(rng.normal(-2, 1, n))
-    said = ScaledPrediction(np.log(point), scale, [SCORES], np.zeros(n, dtype=int), "log", np.zeros(n))
+    said = ResidualPrediction(np.log(point), SCORES, "log", scale=scale)
     taught, off = Taught.of(said), np.exp(rng.normal(0, 0.05, n))
     bound, figures = calibrate(point * off, taught.log_ratio, taught)
     above = point * off * np.exp(bound.log_ratio(taught.log_ratio))

@@ -7,10 +7,9 @@ import pytest
 
 from conf import cli
 from conf.errors import UsageError
-from learn.estimation.bound_shares import BoundShares, bound_shares
+from learn.bounds import BoundShares, bound_shares, group_score, held_of
 from learn.estimation.memory_causes import CONTEXT, KERNELS, WORKSPACES
 from learn.fit_bound import MOST_OVER, entry, fit_bound, read_answers
-from learn.learned.conformal_groups import group_score, held_of
 
 
 def answers(families=12, rows=40, spread=0.02, of_family=0.03):

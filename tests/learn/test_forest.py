@@ -1,16 +1,14 @@
-"""Extra trees as arrays: the same figures as scikit-learn's, missing values included."""
+"""Estimators over the table of scalar features: what they read, and what they refuse."""
 
 import json
 
 import numpy as np
 import pytest
 from learn_rows import DEVICE, labels_of, make_configs
-from sklearn.ensemble import ExtraTreesRegressor
 
 from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import make_estimator
-from learn.learned.forest import TreeArrays
 
 
 @pytest.fixture(scope="module")
@@ -22,21 +20,6 @@ def rows():
 @pytest.fixture(scope="module")
 def fitted(rows):
     return make_estimator("forest", seed=1).fit(rows)
-
-
-def test_arrays_predict_what_scikit_learn_predicts(tmp_path):
-    rng = np.random.default_rng(0)
-    table = rng.standard_normal((300, 6))
-    table[rng.random(table.shape) < 0.2] = np.nan
-    table[:, 5] = np.float32(0.1)  # a threshold that float32 can't hold lies between equal values
-    table[::2, 5] = np.nextafter(np.float32(0.1), np.float32(1))
-    label = np.nansum(table[:, :5], axis=1) + 1e6 * (table[:, 5] > np.float32(0.1))
-    forest = ExtraTreesRegressor(20, random_state=0).fit(table, label)
-    arrays = TreeArrays.of(forest.estimators_)
-    asked = np.vstack([table, np.full((1, 6), np.nan), 100 * rng.standard_normal((200, 6))])
-    np.testing.assert_array_equal(arrays.predict(asked), forest.predict(asked))
-    arrays.save(tmp_path / "forest.npz")
-    np.testing.assert_array_equal(TreeArrays.load(tmp_path / "forest.npz").predict(asked), forest.predict(asked))
 
 
 def test_two_families_in_one_table_are_told_apart_by_what_each_lacks(fitted, rows):

@@ -13,8 +13,7 @@ from featurize.families import cnn, get_family, mlp
 from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import get_estimator, make_estimator
-from learn.learned.binned import BinnedPrediction
-from learn.learned.gpumemnet import MAX_TOKENS, bin_edges, classes_of, scalars_of, tokens_of
+from learn.peers.gpumemnet import MAX_TOKENS, BinnedPrediction, bin_edges, classes_of, scalars_of, tokens_of
 from learn.workload import of_module
 
 NAMES = ("gpumemnet_mlp", "gpumemnet_transformer")

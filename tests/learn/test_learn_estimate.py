@@ -22,11 +22,11 @@ from featurize.families import get_family, mlp
 from featurize.trace import TraceError
 from featurize.version import FEATURES_STAMP
 from learn import FitSettings, estimate, fit, step_record
-from learn.analytical.base import analyse
 from learn.artifacts import default_artifact, find_latest, load_latest
 from learn.cases import Case, of_configs
 from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
+from learn.peers.base import analyse
 from learn.step_store import StepStore
 from learn.workload import of_module
 from warehouse.folder import DataFolder
@@ -483,7 +483,7 @@ def test_every_training_free_estimator_answers_modules(name):
             estimate(module, (128, 64), estimator=name)
         return
     done = estimate(module, (128, 64), estimator=name, machine="described")
-    expected = analyse(get_estimator(name).method(), job, describe_device(DEVICE)).mib
+    expected = analyse(get_estimator(name)(), job, describe_device(DEVICE)).mib
     assert done.peak_memory_mib == pytest.approx(expected, rel=0.02)
     assert done.answered_by["memory"] == name and done.answered_by["step_time"] == "trace"
     assert done.breakdown == estimate(module, (128, 64), machine="described").breakdown

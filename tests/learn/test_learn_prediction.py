@@ -5,8 +5,9 @@ import pytest
 from learn_rows import make_configs
 
 from conf.errors import UsageError
+from learn.bounds import conformal_rank, too_few_for
 from learn.data import make_rows
-from learn.estimators import ResidualPrediction, conformal_rank, too_few_for
+from learn.estimators import ResidualPrediction
 from learn.evaluation.evaluate import classes_of, score
 from learn.learned.tabular import group_folds
 from learn.targets import TARGETS, get_target, make_bins, memory_bins

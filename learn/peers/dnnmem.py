@@ -11,14 +11,14 @@ from typing import ClassVar
 
 from featurize.device_spec import DeviceSpec
 from featurize.trial_config import OPTIMIZERS
-from learn.analytical.base import AnalyticalEstimator
+from learn.peers.base import Peer
 from learn.workload import Workload
 
 BLOCK = 512  # PyTorch's allocator rounds every tensor up to this
 RESERVED_MIB = 64.0  # resident buffer of the framework's memory management, the published constant
 
 
-class DNNMem:
+class DNNMem(Peer):
     """Peak of weights, gradients, optimizer state, operator outputs, their gradients and workspaces, by liveness, plus
     CUDA context and a reserved buffer.
 
@@ -38,7 +38,7 @@ class DNNMem:
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
         from conf.units import MIB
-        from learn.analytical.modules import batch_tensors, explained, meta_model, unique_bytes
+        from learn.peers.modules import batch_tensors, explained, meta_model, unique_bytes
 
         model = meta_model(workload)
         with explained("the forward pass", model):
@@ -104,7 +104,7 @@ def _record(workload: Workload, model, inputs, targets) -> list[_Operator]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from featurize.batches import call, tensors_of
-    from learn.analytical.modules import loss_of
+    from learn.peers.modules import loss_of
 
     operators: list[_Operator] = []
     held = {}  # storage -> itself: what is kept alive keeps its identity, and meta storages cost nothing
@@ -155,8 +155,3 @@ def _workspace(func, args) -> int:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
-
-
-class DNNMemEstimator(AnalyticalEstimator):
-    name: ClassVar[str] = DNNMem.name
-    method = DNNMem

@@ -15,7 +15,7 @@ from typing import ClassVar
 from featurize.allocator import CachingAllocator
 from featurize.device_spec import DeviceSpec
 from featurize.trial import OPTIMIZERS
-from learn.analytical.base import AnalyticalEstimator, CannotEstimate
+from learn.peers.base import CannotEstimate, Peer
 from learn.workload import Workload
 
 STEPS = 2
@@ -44,7 +44,7 @@ class ProfiledBlock:
     kind: str
 
 
-class XMem:
+class XMem(Peer):
     """Peak of the segments that PyTorch's caching allocator reserves when the CPU's memory events are replayed on it.
 
     Source: Shi, Pezaros, Elkhatib, xMem, Middleware 2025 (arXiv 2510.21048); its predecessor is VeritasEst. Two
@@ -63,6 +63,7 @@ class XMem:
     """
 
     name: ClassVar[str] = "xmem"
+    warning: ClassVar[str] = f"{Peer.warning}; xmem leaves the CUDA context out"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
         from conf.units import MIB
@@ -152,7 +153,7 @@ def _require_memory(workload: Workload) -> None:
 
     from conf.units import MIB
     from featurize.batches import call, tensors_of
-    from learn.analytical.modules import LeafCalls, explained, meta_model, real_model, unique_bytes
+    from learn.peers.modules import LeafCalls, explained, meta_model, real_model, unique_bytes
 
     model = meta_model(workload)
     weights = sum(unique_bytes(model.parameters()))
@@ -194,7 +195,7 @@ def _profile(workload: Workload) -> tuple[list[int], list[int], list[ProfilerEve
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from learn.analytical.modules import PlainStep, batch_tensors, explained, real_model, unique_bytes
+    from learn.peers.modules import PlainStep, batch_tensors, explained, real_model, unique_bytes
 
     if torch.autograd._profiler_enabled():
         raise CannotEstimate("a torch profiler is running in this process, and there can be only one")
@@ -255,9 +256,3 @@ def _events(roots: Iterable) -> list[ProfilerEvent]:
         step, _, phase = marks[at][1].partition(":") if at >= 0 else ("0", "", None)
         events.append(ProfilerEvent(address, nbytes, phase, int(step), in_operator))
     return events
-
-
-class XMemEstimator(AnalyticalEstimator):
-    name: ClassVar[str] = XMem.name
-    warning: ClassVar[str] = f"{AnalyticalEstimator.warning}; {XMem.name} leaves the CUDA context out"
-    method = XMem

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec
-from learn.analytical.base import AnalyticalEstimator, CannotEstimate
+from learn.peers.base import CannotEstimate, Peer
 from learn.workload import Workload
 
 MIXED = ("bf16", "fp16")
@@ -18,7 +18,7 @@ OPTIMIZERS = ("adam", "adamw")
 MODEL_STATES_ONLY = "deepspeed counts model states only: activations, workspaces and the context come on top"
 
 
-class DeepSpeed:
+class DeepSpeed(Peer):
     """Model states of one GPU under ZeRO stage `stage` on `gpus` GPUs, without offloading. Bytes, with P parameters:
 
     stage  mixed precision                                    fp32
@@ -35,8 +35,10 @@ class DeepSpeed:
     """
 
     name: ClassVar[str] = "deepspeed"
+    warning: ClassVar[str] = f"{Peer.warning}; {MODEL_STATES_ONLY}"
 
-    def __init__(self, stage: int = 0, gpus: int = 1) -> None:
+    def __init__(self, seed: int = 0, *, stage: int = 0, gpus: int = 1) -> None:
+        super().__init__(seed)
         if stage not in (0, 1, 2, 3):
             raise UsageError(f"stage must be one of 0, 1, 2, 3, got {stage!r}")
         if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
@@ -45,7 +47,7 @@ class DeepSpeed:
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
         from conf.units import MIB
-        from learn.analytical.modules import meta_model
+        from learn.peers.modules import meta_model
 
         settings = workload.settings
         if settings.optimizer not in OPTIMIZERS:
@@ -72,9 +74,3 @@ class DeepSpeed:
             parts = {"parameters": each * count, "gradients": each * trained}
             parts["optimizer state"] = state * trained / (n if self.stage else 1)
         return {name: nbytes / MIB for name, nbytes in parts.items()}
-
-
-class DeepSpeedEstimator(AnalyticalEstimator):
-    name: ClassVar[str] = DeepSpeed.name
-    warning: ClassVar[str] = f"{AnalyticalEstimator.warning}; {MODEL_STATES_ONLY}"
-    method = DeepSpeed

@@ -1,6 +1,6 @@
 """Our own: the traced step, replayed and simulated on one GPU model. It takes every target.
 
-Start reading at `Trace` and `TraceEstimator.figure`; `learn.traced` does the work.
+Start reading at `Trace.figure`; `learn.traced` does the work.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from conf.errors import CommandError
 from featurize.device_spec import DeviceSpec
-from learn.analytical.base import AnalyticalEstimator, CannotEstimate, described
 from learn.cases import Case
+from learn.peers.base import CannotEstimate, Peer, described
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NO_BOUND = "the trace alone has no calibrated bound: it gives a point, not a guarantee"
 
 
-class Trace:
+class Trace(Peer):
     """Peak of what the caching allocator reserves for the traced step's tensors and workspaces, plus the context.
 
     Source: ours; `featurize.trace`, `featurize.replay` and `featurize.library_calls` state what is modelled and
@@ -29,6 +29,8 @@ class Trace:
     """
 
     name: ClassVar[str] = "trace"
+    targets: ClassVar[tuple[str, ...] | None] = None
+    warning: ClassVar[str] = NO_BOUND
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
         from learn.traced import step_of
@@ -37,15 +39,6 @@ class Trace:
             return step_of(workload, device).breakdown
         except CommandError as error:
             raise CannotEstimate(str(error)) from error
-
-
-class TraceEstimator(AnalyticalEstimator):
-    """`fit` learns nothing but the target."""
-
-    name: ClassVar[str] = Trace.name
-    targets: ClassVar[tuple[str, ...] | None] = None
-    warning: ClassVar[str] = NO_BOUND
-    method = Trace
 
     def figure(self, case: Case) -> float:
         return getattr(_step(case), self.fitted_target.column)

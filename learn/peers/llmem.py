@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from featurize.device_spec import DeviceSpec
-from learn.analytical.base import AnalyticalEstimator, CannotEstimate
+from learn.peers.base import CannotEstimate, Peer
 from learn.workload import Workload
 
 PAGE = 2 * 2**20  # bytes; CUDA's memory page
@@ -20,7 +20,7 @@ PRECISIONS = ("bf16", "fp16")
 OPTIMIZERS = ("adam", "adamw")
 
 
-class LLMem:
+class LLMem(Peer):
     """m_base + m_p + m_os + m_out + m_lm, each rounded up to pages of 2 MiB:
 
     m_p     (embedding + other parameters in whole chunks) * (2 + 4) bytes: fp16, where the gradients go too, and fp32
@@ -41,7 +41,7 @@ class LLMem:
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
         from conf.units import MIB
-        from learn.analytical.modules import meta_model
+        from learn.peers.modules import meta_model
 
         settings = workload.settings
         if settings.precision not in PRECISIONS:
@@ -90,12 +90,12 @@ class _Shape:
 
 
 def _shape_of(workload: Workload, model) -> _Shape:
-    """What the formulas need. `CannotEstimate` names what makes the model no transformer language model."""
+    """Return what the formulas need. `CannotEstimate` names what makes the model no transformer language model."""
     import torch
     from torch import nn
 
     from featurize.batches import call, tensors_of
-    from learn.analytical.modules import LeafCalls, explained
+    from learn.peers.modules import LeafCalls, explained
 
     def refuse(why: str) -> CannotEstimate:
         return CannotEstimate(f"{type(model).__name__} is not covered: it is no transformer language model ({why})")
@@ -162,7 +162,7 @@ def _attends(module) -> bool:
 
 
 def _checkpoints(model) -> bool:
-    """Whether a model of `transformers` has its gradient checkpointing on."""
+    """Return whether a model of `transformers` has its gradient checkpointing on."""
     return bool(getattr(model, "is_gradient_checkpointing", False)) or any(
         getattr(m, "gradient_checkpointing", False) is True for m in model.modules()
     )
@@ -170,8 +170,3 @@ def _checkpoints(model) -> bool:
 
 def _pages(nbytes: float) -> int:
     return -(-int(nbytes) // PAGE) * PAGE
-
-
-class LLMemEstimator(AnalyticalEstimator):
-    name: ClassVar[str] = LLMem.name
-    method = LLMem

@@ -1,6 +1,6 @@
 """A graph network over the operators of the forward pass, with a conformal bound from held-out groups.
 
-Start reading at `GNNEstimator.fit`; the network is in `learn/learned/gnn_nets.py`.
+Start reading at `GNNEstimator.fit`; the network is in `learn/peers/gnn_nets.py`.
 
 After DNNPerf (Gao et al., ICSE-SEIP 2023), which learns memory and time from a computation graph's node and edge
 features, and PerfSeer, which adds features of the whole graph. Ours: operators of the traced step, residual GINE
@@ -19,25 +19,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from conf.errors import UsageError
+from learn.bounds import too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import (
-    LEVEL,
-    Estimator,
-    ResidualPrediction,
-    open_state,
-    require_rows,
-    to_space,
-    too_few_for,
-    write_state,
-)
+from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, require_rows, to_space, write_state
 from learn.learned.tabular import group_folds
 from learn.step_record import StepRecord
 from learn.step_store import StepStore
 from learn.targets import Target
 
 if TYPE_CHECKING:
-    from learn.learned.gnn_nets import Graph, GraphNet
+    from learn.peers.gnn_nets import Graph, GraphNet
 
 FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out: more of them where rows are few
 LEAST_ROWS = 10
@@ -54,7 +46,7 @@ _SUMMED = ("log_bytes_written", "log_flops")  # node columns that are also summe
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """What inputs are made of and standardised by. Columns by name, (columns, 2) mean and scale."""
+    """Columns of the inputs, and how they are standardised. Columns by name, (columns, 2) mean and scale."""
 
     node_columns: tuple[str, ...]
     scalar_columns: tuple[str, ...]
@@ -87,8 +79,8 @@ class GNNEstimator(Estimator):
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the rows that can be traced; at least 10 with exact labels, in 2 groups, or `UsageError`."""
-        from learn.learned.gnn_nets import GraphNet, train
-        from learn.learned.torch_fit import arrays_of, quiet_torch
+        from learn.peers.gnn_nets import GraphNet, train
+        from learn.peers.torch_fit import arrays_of, quiet_torch
 
         require_rows(rows, least=LEAST_ROWS)
         rows = rows.trusted
@@ -174,8 +166,8 @@ class GNNEstimator(Estimator):
         return loaded
 
     def _centre(self, graphs: Sequence[Graph]) -> np.ndarray:
-        from learn.learned.gnn_nets import GraphNet, answers
-        from learn.learned.torch_fit import quiet_torch, steady, with_arrays
+        from learn.peers.gnn_nets import GraphNet, answers
+        from learn.peers.torch_fit import quiet_torch, steady, with_arrays
 
         with quiet_torch(0):
             net = self._net or with_arrays(GraphNet(**self._shape), self._weights)
@@ -212,7 +204,7 @@ class _Raw:
                    mib * (2 + values["net_states"]))  # fmt: skip
 
     def scaled(self, scaling: Scaling) -> Graph:
-        from learn.learned.gnn_nets import Graph
+        from learn.peers.gnn_nets import Graph
 
         if self.node_columns != scaling.node_columns:
             raise UsageError("the operator graph has other columns than when this was fitted: fit it again")

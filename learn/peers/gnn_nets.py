@@ -165,7 +165,7 @@ def train(
 
 
 def answers(net: GraphNet, graphs: Sequence[Graph]) -> np.ndarray:
-    """(n,) labels in their space, of a net from `learn.learned.torch_fit.with_arrays`."""
+    """(n,) labels in their space, of a net from `learn.peers.torch_fit.with_arrays`."""
     with torch.inference_mode():
         parts = [Batch.of(graphs[i : i + 128], torch.float64) for i in range(0, len(graphs), 128)]
         return np.concatenate([net(batch).numpy() for batch in parts]) if parts else np.empty(0)

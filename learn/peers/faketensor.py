@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from featurize.device_spec import DeviceSpec
-from learn.analytical.base import AnalyticalEstimator, CannotEstimate
+from learn.peers.base import CannotEstimate, Peer
 from learn.workload import Workload
 
 
-class FakeTensor:
-    """Peak of what `torch.distributed._tools.mem_tracker.MemTracker` sees of `steps` training steps under
+class FakeTensor(Peer):
+    """Peak of what `torch.distributed._tools.mem_tracker.MemTracker` sees of one training step under
     `FakeTensorMode`, by its own kinds (parameters, activations, gradients, optimizer state, temporaries, ...).
 
     Source: PyTorch; used as in its class documentation: model, optimizer and batch are made under the mode and
@@ -28,9 +28,7 @@ class FakeTensor:
     """
 
     name: ClassVar[str] = "faketensor"
-
-    def __init__(self, steps: int = 1) -> None:
-        self.steps = steps
+    warning: ClassVar[str] = f"{Peer.warning}; faketensor leaves the CUDA context out"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
         import torch
@@ -38,7 +36,7 @@ class FakeTensor:
         from torch.distributed._tools.mem_tracker import MemTracker
 
         from conf.units import MIB
-        from learn.analytical.modules import PlainStep, batch_tensors, explained
+        from learn.peers.modules import PlainStep, batch_tensors, explained
 
         # A model may hold plain tensors besides its buffers.
         with _quiet_failures(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -50,8 +48,7 @@ class FakeTensor:
                 tracker = MemTracker()
                 tracker.track_external(model, step.optimizer, *batch_tensors(inputs, targets))
                 with tracker:
-                    for _ in range(self.steps):
-                        step(inputs, targets)
+                    step(inputs, targets)
         peak: dict[str, float] = {}
         for kinds in tracker.get_tracker_snapshot("peak").values():
             for kind, nbytes in kinds.items():
@@ -83,7 +80,7 @@ def _fake_model(workload: Workload):
     from torch._subclasses.fake_tensor import FakeTensor as Fake
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from learn.analytical.modules import explained, meta_model, on_device
+    from learn.peers.modules import explained, meta_model, on_device
 
     try:
         with explained("building the model"), torch.device("cpu"):
@@ -94,9 +91,3 @@ def _fake_model(workload: Workload):
     if not all(isinstance(t, Fake) and t.device.type == "cpu" for t in [*model.parameters(), *model.buffers()]):
         model = on_device(model, "cpu")
     return model.train()
-
-
-class FakeTensorEstimator(AnalyticalEstimator):
-    name: ClassVar[str] = FakeTensor.name
-    warning: ClassVar[str] = f"{AnalyticalEstimator.warning}; {FakeTensor.name} leaves the CUDA context out"
-    method = FakeTensor

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from featurize.device_spec import DeviceSpec
-from learn.analytical.base import AnalyticalEstimator
+from learn.peers.base import Peer
 from learn.workload import Workload
 
 FRAMEWORK_MIB = 800.0
@@ -17,7 +17,7 @@ BYTES = 4  # the formula is of fp32, whatever the precision
 _NOT_COUNTED = ("Pool", "Drop", "StochasticDepth", "Identity", "Flatten")
 
 
-class Horus:
+class Horus(Peer):
     """MiB = 800 + P + b (A + P): P parameters and A activations of one sample, both in fp32 MiB, b the batch size.
 
     Source: Yeung et al., Horus: Interference-aware and prediction-based scheduling in deep learning systems, IEEE TPDS
@@ -35,7 +35,7 @@ class Horus:
 
         from conf.units import MIB
         from featurize.batches import call, tensors_of
-        from learn.analytical.modules import LeafCalls, explained, meta_model
+        from learn.peers.modules import LeafCalls, explained, meta_model
 
         model = meta_model(workload)
         elements = 0
@@ -60,8 +60,3 @@ class Horus:
 def _counts(module) -> bool:
     kind = type(module).__name__
     return kind.startswith("Adaptive") or not any(word in kind for word in _NOT_COUNTED)
-
-
-class HorusEstimator(AnalyticalEstimator):
-    name: ClassVar[str] = Horus.name
-    method = Horus

@@ -1,6 +1,6 @@
 """GPUMemNet's estimators (arXiv 2602.17817): ensembles of small classifiers over memory or utilization bins.
 
-Start reading at `GPUMemNetEstimator.fit`; the networks are in `learn/learned/gpumemnet_nets.py`.
+Start reading at `GPUMemNetEstimator.fit`; the networks are in `learn/peers/gpumemnet_nets.py`.
 
 As published: classifiers over bins of 1 GB for MLPs and 8 GB else, and over low, medium, high utilization; one
 ensemble a kind of network; counts of layers, batch size, parameters, activations (alone and times the batch), the
@@ -20,8 +20,8 @@ members of its bin or any above.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -32,17 +32,16 @@ from conf.errors import CommandError, UsageError
 from featurize.families import get_family
 from featurize.features import KINDS
 from featurize.trial import ACTIVATIONS, TrialConfig
+from learn.bounds import conformal_rank, too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, Estimator, open_state, require_rows, require_target, too_few_for, write_state
-from learn.learned.binned import BinnedPrediction, cumulative
-from learn.learned.features import config_features
-from learn.learned.tabular import group_folds
+from learn.estimators import LEVEL, Estimator, open_state, require_rows, require_target, write_state
+from learn.learned.tabular import config_features, group_folds
 from learn.step_store import StepStore
 from learn.targets import MIB_PER_GB, Target, default_bin_gb, utilization_bins
 
 if TYPE_CHECKING:
-    from learn.learned.gpumemnet_nets import Inputs
+    from learn.peers.gpumemnet_nets import Inputs
 
 FOLDS = 5
 LEAST_ROWS = 10  # of a family, for an ensemble of its own
@@ -55,7 +54,7 @@ _SIZES = ("batch_size", "parameters", "output_elements", "batch_output_elements"
 
 @dataclass(frozen=True, eq=False)
 class Ensemble:
-    """What was fitted for one family.
+    """An ensemble fitted to one family.
 
     edges    (k + 1,) of its bins; mean, scale (s,) of its scalars; weights: arrays by name, of each member
     scores   (m,) ascending: see `BinnedPrediction.scores`
@@ -69,7 +68,7 @@ class Ensemble:
 
 
 class GPUMemNetEstimator(Estimator):
-    """What both have in common. A family that was not fitted, and what is no trial config, is refused by row.
+    """Base of both estimators. A family that was not fitted, and what is no trial config, is refused by row.
 
     Since the rows that a member is trained without choose its epoch and calibrate the bound, the bound leans a little
     low: it is no bound from rows that fitting never looked at.
@@ -112,8 +111,8 @@ class GPUMemNetEstimator(Estimator):
         return self
 
     def _fit_family(self, family: str, rows: Rows) -> Ensemble:
-        from learn.learned.gpumemnet_nets import train_member
-        from learn.learned.torch_fit import arrays_of, quiet_torch
+        from learn.peers.gpumemnet_nets import train_member
+        from learn.peers.torch_fit import arrays_of, quiet_torch
 
         readable = np.array([why_not(case) is None for case in rows.cases], dtype=bool)
         rows = rows.subset(readable)
@@ -215,15 +214,15 @@ class GPUMemNetEstimator(Estimator):
         return self._nets[family]
 
     def _ready(self, one: Ensemble, member: int, weights: dict[str, np.ndarray]) -> Any:
-        from learn.learned.torch_fit import quiet_torch, with_arrays
+        from learn.peers.torch_fit import quiet_torch, with_arrays
 
         with quiet_torch(0):  # a net draws weights before it is given its own
             return with_arrays(self._net(member, len(one.mean), len(one.edges) - 1), weights)
 
     def _probabilities(self, one: Ensemble, nets: list, configs: Sequence[TrialConfig]) -> np.ndarray:
         """(n, k), the mean over the nets."""
-        from learn.learned.gpumemnet_nets import probabilities
-        from learn.learned.torch_fit import quiet_torch, steady
+        from learn.peers.gpumemnet_nets import probabilities
+        from learn.peers.torch_fit import quiet_torch, steady
 
         inputs = self._inputs(configs, one.mean, one.scale, np.float64)
         with quiet_torch(0):
@@ -231,7 +230,7 @@ class GPUMemNetEstimator(Estimator):
         return mass / mass.sum(axis=1, keepdims=True)
 
     def _inputs(self, configs, mean: np.ndarray, scale: np.ndarray, dtype=np.float32) -> Inputs:
-        from learn.learned.gpumemnet_nets import Inputs
+        from learn.peers.gpumemnet_nets import Inputs
 
         scalars = ((scalars_of(configs) - mean) / scale).astype(dtype)
         if not self.reads_sequence:
@@ -252,12 +251,12 @@ class GPUMemNetMLP(GPUMemNetEstimator):
     reads_sequence: ClassVar[bool] = False
 
     def _net(self, member: int, scalars: int, classes: int) -> Any:
-        from learn.learned.gpumemnet_nets import CountsNet
+        from learn.peers.gpumemnet_nets import CountsNet
 
         return CountsNet(scalars, classes, hidden_layers=1 + member, width=64)
 
     def _training(self) -> Any:
-        from learn.learned.gpumemnet_nets import NetTraining
+        from learn.peers.gpumemnet_nets import NetTraining
 
         return NetTraining(steps=3000, most_epochs=60, learning_rate=5e-3)
 
@@ -270,18 +269,101 @@ class GPUMemNetTransformer(GPUMemNetEstimator):
     reads_sequence: ClassVar[bool] = True
 
     def _net(self, member: int, scalars: int, classes: int) -> Any:
-        from learn.learned.gpumemnet_nets import SequenceNet
+        from learn.peers.gpumemnet_nets import SequenceNet
 
         return SequenceNet(scalars, len(KINDS) + 3, classes, encoders=1 + member, width=6, heads=3)
 
     def _training(self) -> Any:
-        from learn.learned.gpumemnet_nets import NetTraining
+        from learn.peers.gpumemnet_nets import NetTraining
 
         return NetTraining(steps=600, most_epochs=70, learning_rate=8e-3)
 
 
+@dataclass(frozen=True, eq=False)
+class BinnedPrediction:
+    """Probabilities of bins by row, mass spread evenly inside a bin. Rows in `refusals` are NaN throughout.
+
+    edges          (n, k + 1), ascending, in the target's unit; rows with fewer bins repeat their last edge
+    probabilities  (n, k), each row sums to 1
+    point_share    where in the likeliest bin the point lies: 0 its lower edge, 1 its upper
+    scores         ascending, in [0, 1]: where in their predicted distribution held-out labels lay, by kind of row
+    kind           (n,) int, whose scores bound the row; -1 in refused rows
+    """
+
+    edges: np.ndarray
+    probabilities: np.ndarray
+    point_share: float
+    scores: Sequence[np.ndarray]
+    kind: np.ndarray
+    warnings: tuple[str, ...] = ()
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    unfamiliar: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    outside: frozenset[int] = frozenset()
+
+    def held_of(self, row: int) -> None:
+        """None was left out: see `GPUMemNetEstimator`."""
+
+    @property
+    def point(self) -> np.ndarray:
+        likeliest = self.probabilities.argmax(axis=1)
+        row = np.arange(len(likeliest))
+        low, high = self.edges[row, likeliest], self.edges[row, likeliest + 1]
+        return low + self.point_share * (high - low)
+
+    def quantile(self, q: float) -> np.ndarray:
+        if not 0 < q < 1:
+            raise ValueError(f"a quantile lies between 0 and 1, got {q}")
+        return self._quantile(np.full(len(self.kind), q))
+
+    def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
+        edges = np.asarray(edges, dtype=float)
+        n = len(self.kind)
+        if edges.ndim == 1:
+            edges = np.broadcast_to(edges, (n, len(edges)))
+        below = cumulative(self.edges, self.probabilities, edges)
+        mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
+        mass[np.isnan(self.edges[:, 0])] = np.nan
+        return mass
+
+    def upper(self, level: float = LEVEL) -> np.ndarray | None:
+        """Distributional conformal prediction (Chernozhukov et al. 2021): the quantile of each row's own distribution
+        at the ceil((m + 1) * level)-th smallest of the m held-out scores; the largest where there are too few."""
+        if not any(scores.size for scores in self.scores):
+            return None
+        q = np.full(len(self.kind), np.nan)
+        for kind, scores in enumerate(self.scores):
+            if scores.size:
+                rank = min(conformal_rank(len(scores), level), len(scores))
+                q[self.kind == kind] = scores[rank - 1]
+            else:
+                q[self.kind == kind] = 1.0
+        return np.maximum(self._quantile(q), self.point)
+
+    def _quantile(self, q: np.ndarray) -> np.ndarray:
+        """(n,) where each row's distribution reaches q, by linear interpolation inside the bin."""
+        row = np.arange(len(q))
+        reached = np.cumsum(self.probabilities, axis=1)
+        reached[:, -1] = np.where(np.isnan(reached[:, -1]), np.nan, 1.0)
+        bin_index = (reached >= q[:, None]).argmax(axis=1)
+        before = np.where(bin_index > 0, reached[row, np.maximum(bin_index - 1, 0)], 0.0)
+        mass = np.maximum(reached[row, bin_index] - before, 1e-300)
+        low, high = self.edges[row, bin_index], self.edges[row, bin_index + 1]
+        return low + np.clip((q - before) / mass, 0.0, 1.0) * (high - low)
+
+
+def cumulative(edges: np.ndarray, probabilities: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """(n, v) mass below each of the values (n, v), under bins (n, k + 1) of the probabilities (n, k)."""
+    below = np.zeros(values.shape)
+    for k in range(probabilities.shape[1]):
+        low, width = edges[:, k, None], edges[:, k + 1, None] - edges[:, k, None]
+        share = np.clip((values - low) / np.maximum(width, 1e-300), 0.0, 1.0)
+        below = below + probabilities[:, k, None] * share
+    # Above the last edge there is nothing, whatever the sum was rounded to.
+    return np.where(values >= edges[:, -1:], 1.0, np.minimum(below, 1.0))
+
+
 def why_not(case: Case) -> str | None:
-    """Why there is no layer plan of a case, or None."""
+    """Return why there is no layer plan of a case, or None."""
     if case.config is None:
         return "it reads the layer plans of trial configs, and this is a module"
     try:

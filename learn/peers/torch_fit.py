@@ -1,4 +1,4 @@
-"""What estimators that are neural networks share: quiet, repeatable use of torch, and weights as plain arrays.
+"""Tools of estimators that are neural networks: quiet, repeatable use of torch, and weights as plain arrays.
 
 Start reading at `quiet_torch`. Torch-only: import it inside functions.
 """

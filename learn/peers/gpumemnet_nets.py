@@ -150,7 +150,7 @@ def train_member(
 
 
 def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
-    """(n, classes) of a net from `learn.learned.torch_fit.with_arrays`."""
+    """(n, classes) of a net from `learn.peers.torch_fit.with_arrays`."""
     batches = []
     order = np.arange(len(inputs.length_N))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What the analyses share in handling a model: building it unharmed, watching it run, naming what fails.
+"""Handling of a model that several estimators share: building it unharmed, watching it run, naming what fails.
 
 Start reading at `meta_model` and `explained`. Everything is undone on leaving, whatever happened.
 """
@@ -20,7 +20,7 @@ from conf.plain_text import exception_line
 from featurize.batches import Inputs, call, own_loss, tensors_of
 from featurize.skeleton import build_on_meta, kept_results
 from featurize.training import AUTOCAST_DTYPES, cross_entropy, make_optimizer, targets_for
-from learn.analytical.base import CannotEstimate
+from learn.peers.base import CannotEstimate
 from learn.workload import Workload
 
 
@@ -83,7 +83,7 @@ def loss_of(workload: Workload, output: Any, targets: Tensor | None) -> Tensor:
 
 
 def batch_tensors(inputs: Inputs, targets: Tensor | None) -> list[Tensor]:
-    """What of a batch lies on the device."""
+    """Return the tensors of a batch that lie on the device."""
     return list(tensors_of((inputs, targets)))
 
 

@@ -1,0 +1,161 @@
+"""Trees as arrays answer without LightGBM and scikit-learn, with their very figures; what makes no trees is refused."""
+
+import subprocess
+import sys
+
+import lightgbm
+import numpy as np
+import pytest
+from sklearn.ensemble import ExtraTreesRegressor
+
+from learn.artifacts import DEFAULT_MODELS
+from learn.learned.trees import Boosters, Trees
+
+SHIPPED = [
+    (DEFAULT_MODELS / target / "model", name) for target in ("memory", "smact") for name in ("correction", "scale")
+]
+QUIET = {"verbosity": -1, "num_threads": 1, "min_data_in_leaf": 2}
+
+
+def table_of(columns, rows=300, seed=0):
+    rng = np.random.default_rng(seed)
+    table = rng.normal(size=(rows, columns)) * 10.0 ** rng.uniform(-3, 5, size=(rows, columns))
+    table[rng.random(table.shape) < 0.1] = np.nan
+    table[rng.random(table.shape) < 0.2] = 0.0
+    table[rng.random(table.shape) < 0.02] = np.inf
+    return table
+
+
+def booster_of(seed=1, **about):
+    rows = table_of(6, seed=seed)
+    label = np.nan_to_num(rows[:, 0]) % 7 + np.isnan(rows[:, 1])
+    about = {**QUIET, "objective": "quantile", **about}
+    return lightgbm.train(about, lightgbm.Dataset(rows, label), num_boost_round=30)
+
+
+@pytest.mark.parametrize("about", [
+    {}, {"use_missing": False}, {"num_leaves": 2}, {"num_leaves": 63, "max_depth": 20}, {"objective": "regression"},
+    {"min_data_in_leaf": 10_000},  # no tree has a second leaf
+])  # fmt: skip
+def test_trees_answer_as_lightgbm_does(about):
+    booster = booster_of(**about)
+    table = table_of(6, rows=3000, seed=2)
+    assert np.array_equal(Trees.of_lightgbm([booster.model_to_string()]).predict(table), booster.predict(table))
+
+
+@pytest.mark.parametrize("categories", [2, 5, 90])
+def test_splits_by_categories_answer_as_lightgbm_does(categories):
+    rng = np.random.default_rng(0)
+
+    def drawn(most):
+        table = rng.integers(0, most, size=(2000, 3)).astype(float)
+        table[rng.random(table.shape) < 0.1] = np.nan
+        return table
+
+    rows = drawn(categories)
+    about = {**QUIET, "min_data_per_group": 2, "cat_smooth": 0}
+    label = 5 * (np.nan_to_num(rows[:, 0]) % 2) + (rows[:, 1] % 3 == 1)
+    data = lightgbm.Dataset(rows, label, params=about, categorical_feature=[0, 1])
+    booster = lightgbm.train(about, data, num_boost_round=10)
+    assert "cat_threshold" in booster.model_to_string()
+    table = drawn(categories + 40)
+    assert np.array_equal(Trees.of_lightgbm([booster.model_to_string()]).predict(table), booster.predict(table))
+
+
+def test_the_mean_of_boosters_is_kept_with_its_start(tmp_path):
+    boosters = Boosters([booster_of(seed) for seed in (1, 2, 3)], start=-0.3)
+    boosters.trees().save(tmp_path, "three")
+    table = table_of(6)
+    assert np.array_equal(Trees.load(tmp_path, "three").predict(table), boosters.predict(table))
+    for place, booster in enumerate(boosters.boosters):  # as older versions kept them
+        (tmp_path / f"old-{place}.txt").write_text(f"{boosters.start!r}\n{booster.model_to_string()}")
+    assert np.array_equal(Trees.load(tmp_path, "old").predict(table), boosters.predict(table))
+
+
+def test_a_forest_answers_as_scikit_learn_does(tmp_path):
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((300, 6)).astype(np.float32)
+    table[rng.random(table.shape) < 0.2] = np.nan
+    table[:, 5] = np.float32(0.1)  # a threshold that float32 can't hold lies between equal values
+    table[::2, 5] = np.nextafter(np.float32(0.1), np.float32(1))
+    label = np.nansum(table[:, :5], axis=1) + 1e6 * (table[:, 5] > np.float32(0.1))
+    forest = ExtraTreesRegressor(20, random_state=0).fit(table, label)
+    Trees.of_scikit_learn(forest.estimators_).save(tmp_path, "forest")
+    asked = np.vstack([table, np.full((1, 6), np.nan), 100 * rng.standard_normal((200, 6))]).astype(np.float32)
+    assert np.array_equal(Trees.load(tmp_path, "forest").predict(asked), forest.predict(asked))
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), SHIPPED, ids=lambda part: getattr(part, "parent", part) and str(part)[-20:]
+)
+def test_a_row_of_a_model_that_comes_along_does_not_depend_on_its_neighbours(folder, name):
+    trees = Trees.load(folder, name)
+    table = table_of(int(trees.feature.max()) + 1, rows=50)
+    assert np.array_equal(trees.predict(table), np.concatenate([trees.predict(row[None]) for row in table]))
+
+
+def test_answering_imports_neither_lightgbm_nor_scikit_learn():
+    code = """
+import sys
+import numpy as np
+from learn.artifacts import default_artifact
+from learn.learned.trees import Trees
+Trees.load(default_artifact("memory").path / "model", "scale").predict(np.zeros((3, 99)))
+print("lightgbm" in sys.modules, "sklearn" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def stored(tmp_path, **changed):
+    Trees.of_lightgbm([booster_of().model_to_string()]).save(tmp_path, "t")
+    with np.load(tmp_path / "t.npz") as arrays:
+        kept = {name: arrays[name] for name in arrays.files}
+    kept |= {name: change(kept[name]) for name, change in changed.items()}
+    np.savez_compressed(tmp_path / "t.npz", **{name: array for name, array in kept.items() if array is not None})
+
+
+def with_first(value):
+    def change(array):
+        array = array.copy()
+        array[0] = value
+        return array
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("children", with_first(10**6), "do not exist"),
+        ("children", with_first(-1), "do not exist"),
+        ("children", lambda array: np.concatenate([array[:1], [[0, 0]], array[2:]]), "no end"),
+        ("children", lambda array: array[:, 0], "shapes"),
+        ("root", with_first(10**6), "do not exist"),
+        ("root", lambda array: array[:0], "do not exist"),
+        ("first", with_first(3), "no tree"),
+        ("feature", with_first(-1), "do not exist"),
+        ("feature", lambda array: array.astype(float), "type float64"),
+        ("threshold", with_first(np.nan), "not a number"),
+        ("value", with_first(np.inf), "not a number"),
+        ("value", lambda array: array[:-1], "shapes"),
+        ("start", lambda array: None, "instead of"),
+    ],
+)
+def test_arrays_that_make_no_trees_are_refused(tmp_path, name, change, message):
+    stored(tmp_path, **{name: change})
+    with pytest.raises(ValueError, match=message):
+        Trees.load(tmp_path, "t")
+
+
+def test_a_table_with_too_few_columns_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="columns"):
+        Trees.of_lightgbm([booster_of().model_to_string()]).predict(np.zeros((1, 1)))
+
+
+def test_a_cut_text_is_refused():
+    text = booster_of(objective="regression").model_to_string()
+    end = text.index("end of trees")
+    for at in range(0, end, 997):
+        with pytest.raises((ValueError, KeyError)):
+            Trees.of_lightgbm([text[:at]])
