@@ -17,6 +17,7 @@ from conf.errors import CommandError, kept_from_exit
 from conf.plain_text import exception_line
 from featurize.batches import Inputs
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.light_imports import compiler_aside
 from featurize.module_stack import origin
 from featurize.parallel.layout import Parallel
 from featurize.parallel.repeated_passes import DoesNotRepeat
@@ -138,7 +139,7 @@ def trace_step(
         inputs=inputs, target=target, loss=loss, settings=settings, spec=spec, training_loop=training_loop,
         batches=batches, parallel=parallel, rank=rank or 0, every_pass=every_pass is not False,
     )  # fmt: skip
-    with _without_collection(), contextlib.ExitStack() as entered:
+    with _without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
         tracing = Tracing(request, entered)
         try:
             with kept_from_exit():
