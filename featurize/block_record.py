@@ -176,31 +176,36 @@ class BlockRecord:
         live = self._live.get(storage)
         return None if live is None else live[0]
 
-    def final_blocks(self) -> list[Block]:
+    def blocks_in(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Return the blocks of those tensors that are recorded."""
+        keys = [tensor.untyped_storage()._cdata for tensor in meta_tensors(tensors)]
+        return {self._live[key][0] for key in keys if key in self._live}
+
+    def final_blocks(self) -> tuple[Block, ...]:
         """The blocks, those without a name classified by their lifetime."""
+        pooled = self.graphs.blocks if self.graphs is not None else ()
+        blocks = [
+            Block(size, kind or "", *maker, block in pooled, stream, self._waiting.until(block, len(self.events)))
+            for block, (size, kind, maker, stream) in enumerate(
+                zip(self._sizes, self._kinds, self._makers, self._streams, strict=True)
+            )
+        ]
+        return self.named_by_lifetime(blocks, self.events)
+
+    def named_by_lifetime(self, blocks: Sequence[Block], events: Iterable[Event]) -> tuple[Block, ...]:
+        """Return the blocks, those that nobody named classified by their lifetime in these events."""
         kept: dict[int, int] = {}  # taken in a forward pass and not given back in the same -> its step
-        for event in self.events:
+        for event in events:
             if event.phase == "forward":
                 if event.nbytes > 0:
                     kept[event.block] = event.step
                 elif kept.get(event.block) == event.step:
                     del kept[event.block]
-        pooled = self.graphs.blocks if self.graphs is not None else ()
-        return [
-            Block(
-                size,
-                kind or ("activation" if block in kept else "temporary"),
-                operator,
-                module,
-                call,
-                block in pooled,
-                stream,
-                self._waiting.until(block, len(self.events)),
-            )
-            for block, (size, kind, (operator, module, call), stream) in enumerate(
-                zip(self._sizes, self._kinds, self._makers, self._streams, strict=True)
-            )
-        ]
+        unnamed = {at for at, kind in enumerate(self._kinds) if not kind}
+        return tuple(
+            block._replace(kind="activation" if at in kept else "temporary") if at in unnamed else block
+            for at, block in enumerate(blocks)
+        )
 
     # -- blocks that stand for others
 

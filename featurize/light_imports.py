@@ -5,9 +5,10 @@ Start reading at `without_compiler`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -23,6 +24,30 @@ def without_compiler() -> None:
     """
     _stand_in("torch._dynamo", {"disable": _as_it_is, "graph_break": _nothing, "is_compiling": lambda: False})
     _stand_in("torch._dynamo.utils", {"is_compile_supported": lambda _device: False})  # asked for by torchvision
+
+
+@contextlib.contextmanager
+def compiler_aside() -> Iterator[None]:
+    """Let torch run without its compiler within, in a process that may be anybody's: no mark is left afterwards."""
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    marked: list[Callable] = []
+
+    def disable(fn: Callable | None = None, *_: Any, **__: Any) -> Callable:
+        if fn is not None:
+            marked.append(fn)
+        return _as_it_is(fn)
+
+    _stand_in("torch._dynamo", {"disable": disable, "graph_break": _nothing, "is_compiling": lambda: False})
+    try:
+        yield
+    finally:
+        for function in marked:  # torch keeps there what it was given (torch/_compile.py: `_disable_dynamo`)
+            vars(function).pop("__dynamo_disable", None)
+        if isinstance(stand_in := sys.modules.get("torch._dynamo"), _StandIn):
+            stand_in._leave()
+        sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Parts)]
 
 
 def _as_it_is(fn: Callable | None = None, *_: Any, **__: Any) -> Callable:

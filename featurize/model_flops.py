@@ -9,7 +9,6 @@ import math
 from typing import TYPE_CHECKING
 
 from featurize.kernel_constants import SCALED_PRODUCT
-from featurize.trace_memo import of_trace
 from featurize.training_settings import uses_tf32
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
     Known limitations:
         Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.
     """
-    flops = of_trace(trace, "model FLOPs", lambda: _flops_by_type(trace))
+    flops = trace.remembered("model FLOPs", lambda: _flops_by_type(trace))
     seconds = []
     for (dtype, is_convolution), count in flops.items():
         rate_tflops = _rate_tflops(spec, settings.precision, dtype, is_convolution=is_convolution)
@@ -95,7 +94,7 @@ def precision_in_words(trace: StepTrace, precision: str) -> str:
         trace: One step.
         precision: The setting that the step was traced with.
     """
-    flops = of_trace(trace, "model FLOPs", lambda: _flops_by_type(trace))
+    flops = trace.remembered("model FLOPs", lambda: _flops_by_type(trace))
     most = max(flops, key=lambda kind: flops[kind], default=("float32", False))[0]
     if precision not in ("fp32", "tf32") or most not in ("bfloat16", "float16"):
         return precision

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from featurize.parallel.sharded_rank import ShardedRank
     from featurize.parallel.zero_rank import ZeroRank
     from featurize.parallel.zero_sharded_rank import ZeroShardedRank
+    from featurize.steps_in_a_loop import StepsInALoop
 
     Wrapper = DataParallel | ShardedRank | ZeroRank | ZeroShardedRank
 
@@ -52,6 +53,7 @@ class StepRunner:
         loop: Each step's batch is copied to the device.
         wrapper: Of a job on several GPUs.
         pipeline: Which runs the step, where there is one.
+        in_a_loop: Hears what tells how the steps go in a usual loop, where they are run without one.
     """
 
     def __init__(
@@ -62,12 +64,15 @@ class StepRunner:
         loop: bool,
         wrapper: Wrapper | None,
         pipeline: PipelineRank | None,
+        in_a_loop: StepsInALoop | None,
     ) -> None:
-        self._pipeline = pipeline
+        self._pipeline, self._in_a_loop = pipeline, in_a_loop
         self._recorder, self._step, self._training_loop, self._wrapper = recorder, step, loop, wrapper
         parameters = list(step.model.parameters())
 
         def enter(phase: str) -> None:
+            if in_a_loop is not None and phase == "backward":
+                in_a_loop.dropped()
             if wrapper is not None:
                 wrapper.begin_phase(phase)
             recorder.begin_phase(phase)
@@ -76,6 +81,8 @@ class StepRunner:
                 recorder.name((p.grad for p in parameters if p.grad is not None), "gradient")
 
         step.on_phase = enter
+        if in_a_loop is not None:
+            step.on_hold, step.on_updated = in_a_loop.hold, in_a_loop.drops
 
     def run(
         self,
@@ -101,10 +108,14 @@ class StepRunner:
         recorder.begin_step(number, keep_operators=keep_operators)
         if self._wrapper is not None:
             self._wrapper.begin_step()
+        if self._in_a_loop is not None:
+            self._in_a_loop.begin()
         if number == 1 or self._training_loop or mixed:
             recorder.new_batch(batch)
         with recorder:
             run(inputs, target)
+        if self._in_a_loop is not None:
+            self._in_a_loop.dropped()
         recorder.name(step.optimizer_tensors(), "optimizer_state")
 
 

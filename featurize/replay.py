@@ -17,7 +17,6 @@ from featurize.device_spec import DeviceSpec
 from featurize.kernel_constants import CUDNN_MIB
 from featurize.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
 from featurize.step_trace import BLOCK_KINDS, StepTrace
-from featurize.trace_memo import of_trace
 
 if TYPE_CHECKING:
     from featurize.cudnn.workspaces import ConvolutionWorkspace
@@ -65,9 +64,8 @@ class MemoryProfile:
 
 def loads_cudnn(trace: StepTrace) -> bool:
     """Return whether a step runs cuDNN's layers."""
-    return of_trace(
-        trace, "cuDNN", lambda: any(block.call is not None and block.call.loads_cudnn for block in trace.blocks)
-    )
+    calls = (block.call for block in trace.blocks)
+    return trace.remembered("cuDNN", lambda: any(call is not None and call.loads_cudnn for call in calls))
 
 
 def outside_mib(trace: StepTrace, spec: DeviceSpec) -> float:
@@ -106,7 +104,7 @@ def replay(
         profile = unlimited()
     else:
         key = ("replay", guesses_of(spec), cudnn_benchmark, allocator)
-        profile = of_trace(trace, key, unlimited)
+        profile = trace.remembered(key, unlimited)
     taken_mib = outside_mib(trace, spec) if taken_mib is None else taken_mib
     capacity = int((spec.memory_mib - taken_mib) * MIB)
     # Below the card's limit, only what the settings make of a limit differs.

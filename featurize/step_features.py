@@ -17,7 +17,6 @@ from featurize.kernel_model.step_time import time_step
 from featurize.opgraph import VOCABULARY, category, product_dims
 from featurize.replay import MemoryProfile, outside_mib
 from featurize.step_trace import BATCH, StepTrace
-from featurize.trace_memo import of_trace
 from featurize.training import TrainingSettings
 from featurize.trial_config import MATH_BITS, OPTIMIZERS
 from featurize.workspace_scenarios import scenario_features
@@ -41,7 +40,7 @@ def step_features(
     where the job runs in one.
     """
     return {
-        **of_trace(trace, ("network", batch_size), lambda: _network(trace, batch_size)),
+        **trace.remembered(("network", batch_size), lambda: _network(trace, batch_size)),
         "net_states": OPTIMIZERS[settings.optimizer].states,
         "net_math_bits": MATH_BITS.get(settings.precision, 32),
         "net_channels_last": float(settings.channels_last),

@@ -6,12 +6,15 @@ Start reading at `StepTrace`; `featurize.trace` makes one, `featurize.recorder` 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from featurize.cudnn.signature import ConvolutionSignature
 from featurize.library_calls import LibraryCall
+
+Value = TypeVar("Value")
 
 PHASES = ("setup", "forward", "backward", "optimizer")
 BLOCK_KINDS = (
@@ -191,6 +194,20 @@ class StepTrace:
     graph_input_bytes: int | None = None  # of inputs that are copied into CUDA graphs; None: none run
     collectives: tuple[Collective, ...] = ()
     pipeline: PipelinePart | None = None  # of a rank that has a part of the model
+    # Of steps without a loop's variables: how they go in a usual loop, where the trace shows it.
+    in_a_loop: StepTrace | None = field(default=None, compare=False, repr=False)
+    _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def remembered(self, key: Hashable, compute: Callable[[], Value]) -> Value:
+        """Return what `compute` gave for this key, or call it now.
+
+        Args:
+            key: All that the value depends on besides the trace; a tuple that begins with the value's name.
+            compute: Gives the value, which nobody may change afterwards.
+        """
+        if key not in self._computed:
+            self._computed[key] = compute()
+        return self._computed[key]
 
     @property
     def flops(self) -> int:

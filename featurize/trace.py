@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from conf.errors import CommandError, kept_from_exit
 from conf.plain_text import exception_line
 from featurize.batches import Inputs
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
+from featurize.light_imports import compiler_aside
 from featurize.module_stack import origin
 from featurize.parallel.layout import Parallel
 from featurize.parallel.repeated_passes import DoesNotRepeat
@@ -55,18 +56,18 @@ def trace_config(
 ) -> StepTrace:
     """The trace of one training step of a family's model, run as the farm's devices do; of a trial on several GPUs the
     step of one rank. Raises `TraceError`."""
+    from featurize import trace_cache
     from featurize.families import get_family, loss_of
 
-    family = get_family(config.family)
-    return trace_step(
-        lambda: family.build(config),
-        lambda on: family.batch(config, on),
-        loss=loss_of(config),
-        settings=config,
-        device=device,
-        training_loop=training_loop,
-        parallel=config.layout,
-    )
+    family, spec = get_family(config.family), describe_device(device)
+
+    def trace() -> StepTrace:
+        return trace_step(
+            lambda: family.build(config), lambda on: family.batch(config, on), loss=loss_of(config), settings=config,
+            device=spec, training_loop=training_loop, parallel=config.layout,
+        )  # fmt: skip
+
+    return trace_cache.traced(trace_cache.config_key(config, config.layout), spec, training_loop, trace)
 
 
 def trace_step(
@@ -121,7 +122,7 @@ def trace_step(
         settings = Training(optimizer=optimizer or "adam", precision=precision or "fp32")
     elif optimizer is not None or precision is not None:
         raise TypeError("optimizer and precision are part of settings: give either")
-    spec = device if isinstance(device, DeviceSpec) else load_device(device)
+    spec = describe_device(device)
     if parallel is not None and parallel.pp > 1 and every_pass is None:
         from featurize.parallel.pipeline_ranks import built_once, trace_ranks
 
@@ -138,7 +139,7 @@ def trace_step(
         inputs=inputs, target=target, loss=loss, settings=settings, spec=spec, training_loop=training_loop,
         batches=batches, parallel=parallel, rank=rank or 0, every_pass=every_pass is not False,
     )  # fmt: skip
-    with _without_collection(), contextlib.ExitStack() as entered:
+    with _without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
         tracing = Tracing(request, entered)
         try:
             with kept_from_exit():

@@ -32,6 +32,7 @@ from featurize.recorder import Recorder
 from featurize.skeleton import build_on_meta, on_meta
 from featurize.step_mix import StepSequence
 from featurize.step_trace import BatchMix, StepTrace
+from featurize.steps_in_a_loop import StepsInALoop
 from featurize.training import AUTOCAST_DTYPES, TrainingStep
 from featurize.training_settings import TrainingSettings, training_of
 from featurize.wrappers import compiled_modules, remarks, unwrapped
@@ -120,7 +121,7 @@ class Tracing:
         """Return what the steps showed."""
         recorder, graphs = self._recorder, self._graphs
         pipeline = self._sharded.part() if self._sharded is not None else None
-        blocks = tuple(recorder.final_blocks())
+        blocks = recorder.final_blocks()
         events, operators, mix = tuple(recorder.events), tuple(recorder.operators), None
         if self._sequence is not None:
             events, blocks = self._sequence.joined(blocks)
@@ -131,7 +132,7 @@ class Tracing:
             )
         self._notes.update(dict.fromkeys([PRICED] * multiplies_8_bits(operators)))
         mixed = [COMPILED_SHAPES] if mix is not None and self._compiled else ()
-        return StepTrace(
+        trace = StepTrace(
             operators=operators,
             events=events,
             blocks=blocks,
@@ -146,6 +147,7 @@ class Tracing:
             collectives=self._wrapper.collectives() if self._wrapper is not None else (),
             pipeline=pipeline,
         )
+        return trace if self._in_a_loop is None else replace(trace, in_a_loop=self._in_a_loop.looped(trace))
 
     # -- the model
 
@@ -252,7 +254,10 @@ class Tracing:
         """Run the steps: two on a batch, or those of a job whose batches have several shapes."""
         recorder = self._recorder
         stages = self._sharded.pipeline if self._sharded is not None else None
-        runner = StepRunner(recorder, self._step, enter_policy, self._request.training_loop, wrapper, stages)
+        self._in_a_loop = StepsInALoop(recorder) if len(of_shape) == 1 and self._shows_a_loop() else None
+        runner = StepRunner(
+            recorder, self._step, enter_policy, self._request.training_loop, wrapper, stages, self._in_a_loop
+        )
         self._sequence: StepSequence | None = None
         if len(of_shape) == 1:
             for number in range(1, STEPS + 1):
@@ -260,6 +265,12 @@ class Tracing:
             return
         self._sequence = StepSequence(recorder, lambda number, shape: runner.run(number, *of_shape[shape], mixed=True))
         self._longest = self._sequence.play(self._order)
+
+    def _shows_a_loop(self) -> bool:
+        """Return whether the trace shows how its steps go in a usual loop, too."""
+        training = training_of(self._settings)
+        alone = self._request.parallel is None and self._accumulation == 1 and training.zero_grad != "after_forward"
+        return not self._request.training_loop and alone and training.holds_output and not self._compiled
 
     def _parameters(self) -> int:
         if self._zero is not None:

@@ -80,9 +80,11 @@ class TrainingStep:
     weights; fp16 on CUDA scales the loss; `bf16-true` and `fp16-true` convert the model. Sets torch's global TF32 and
     cuDNN flags (not for the meta device), so one process should train one model. `loss(output, targets)` is cross
     entropy by default. With `holds_output`, output and loss live until the next step assigns its own, as the variables
-    of a usual loop do. `on_phase(name)` is called as `forward`, `backward` and `optimizer` begin, `on_batch()` before
-    every further micro-step of an accumulated step. Settings of `Training` that concern the model (precision,
-    checkpointing, quantization) change it; `wrap` is given the changed model, and returns what trains.
+    of a usual loop do; `on_hold(inputs, output, loss)` is called where they are assigned, without output and loss where
+    those of the step before are let go, and `on_updated()` at the step's end. `on_phase(name)` is called as `forward`,
+    `backward` and `optimizer` begin, `on_batch()` before every further micro-step of an accumulated step. Settings of
+    `Training` that concern the model (precision, checkpointing, quantization) change it; `wrap` is given the changed
+    model, and returns what trains.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class TrainingStep:
         self.loss = loss or cross_entropy
         self.holds_output = holds_output and self.settings.holds_output
         self._held: tuple = ()
+        self.on_hold: Callable[..., None] = lambda *variables: None
+        self.on_updated: Callable[[], None] = lambda: None
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.compiled` does it
             model.compile(mode=self.settings.compile_mode)
         model = _prepared(model, self.settings)
@@ -144,6 +148,7 @@ class TrainingStep:
                 self.on_phase("backward")
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         self.update()
+        self.on_updated()
         return loss.detach()
 
     def update(self) -> None:
@@ -229,8 +234,10 @@ class TrainingStep:
         with self._autocast(), self._saving():
             output = call(self.model, inputs)
             self.hold(output, None)
+            self.on_hold(inputs)
             loss = self.loss(output, targets)
             self.hold(output, loss)
+            self.on_hold(inputs, output, loss)
             del output
         return loss
 

@@ -16,7 +16,6 @@ from featurize.allocator import CachingAllocator
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
 from featurize.step_trace import StepTrace
-from featurize.trace_memo import of_trace
 
 # Scenario -> elements of the workspace, by operation, by whether the kernel is pointwise (of one element), and by the
 # elements of image, kernel and response. Engines for the tensor cores work on copies in channels-last layout; in
@@ -73,7 +72,7 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     `settled` takes the guessed workspaces, as the replay does, and repeats the last step until reserved memory stays.
     The others take copies of image, kernel and response for some convolutions, over the replay's own steps.
     """
-    return of_trace(trace, ("scenarios", guesses_of(spec)), lambda: _reserved_by_scenario(trace, spec))
+    return trace.remembered(("scenarios", guesses_of(spec)), lambda: _reserved_by_scenario(trace, spec))
 
 
 def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:

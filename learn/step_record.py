@@ -1,11 +1,15 @@
 """What is known of one training job before it runs, from its traced step, and how it is computed.
 
-Start reading at `StepRecord` and `compute`; `learn.step_store` keeps records.
+Start reading at `StepRecord` and `compute`; `learn.step_store` keeps records, in the data folder as `to_bytes` writes
+them.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +20,9 @@ import numpy as np
 
 from conf.errors import CommandError
 from conf.plain_text import exception_line
+from featurize.disk_cache import libraries
 from featurize.own_code import NotTrusted
+from featurize.version import FEATURES_VERSION
 from learn.cases import Case
 
 if TYPE_CHECKING:
@@ -50,6 +56,21 @@ class StepRecord:
         """Return the packed graph, which is packed now where it has not been."""
         return self.graph() if callable(self.graph) else self.graph
 
+    def to_bytes(self) -> bytes:
+        """Return the record as it is stored."""
+        graph = base64.b64encode(self.packed_graph()).decode()
+        stored = {"values": dict(self.values), "graph": graph, "error": self.error, "seconds": self.seconds}
+        return json.dumps(stored).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> StepRecord:
+        """Return the record that `to_bytes` wrote. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+        stored = json.loads(content)
+        values, graph, error = dict(stored["values"]), base64.b64decode(stored["graph"]), stored["error"]
+        if error is None and not (values and graph):
+            raise ValueError("no record of a step")
+        return cls(values=values, graph=graph, error=error, seconds=stored["seconds"])
+
     def operator_graph(self) -> dict[str, np.ndarray]:
         """categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward pass."""
         with np.load(io.BytesIO(self.packed_graph()), allow_pickle=False) as arrays:
@@ -61,6 +82,11 @@ class StepRecord:
         """The kind of operator that makes the largest share of what the forward pass makes; None without features."""
         shares = {name: share for name, share in self.values.items() if name.startswith(_SHARE)}
         return max(sorted(shares), key=lambda name: shares[name]).removeprefix(_SHARE) if shares else None
+
+
+def record_version() -> str:
+    """Return the name of stored records: the features' version and the libraries' releases, hashed."""
+    return f"{FEATURES_VERSION}-{hashlib.sha256(libraries().encode()).hexdigest()[:12]}"
 
 
 def traced_column(target: Target) -> str:

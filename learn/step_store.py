@@ -1,22 +1,22 @@
 """Records of traced steps: computed once per case, in parallel, and kept in memory and in the data folder.
 
 Start reading at `StepStore`: whoever fits, predicts or judges makes one and passes it on. `learn.step_record` computes
-a record, `learn.step_files` has those on disk.
+a record, and writes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from featurize.disk_cache import DiskCache
 from featurize.own_code import refusal
 from learn.cases import Case
-from learn.step_files import StepFiles
-from learn.step_record import StepRecord, compute, record_of
+from learn.step_record import StepRecord, compute, record_of, record_version
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
@@ -67,7 +67,7 @@ class StepStore:
     def recall(self, cases: Sequence[Case]) -> None:
         """Have the records at hand that the data folder holds of these cases; nothing is computed or written."""
         if wanted := {case.key for case in cases if case.key is not None and self._at_hand(case) is None}:
-            self._records.update(self._files.read(wanted))
+            self._read(wanted)
 
     def prepare(
         self,
@@ -79,7 +79,7 @@ class StepStore:
         """Have every case's record at hand, and in the data folder; return how many had to be computed.
 
         What is finished is written every 20 s and however the call ends, so that an interrupted one goes on where it
-        was. A damaged part is left out with a warning, and what it held is computed again.
+        was. What is damaged is computed again.
 
         Args:
             cases: of trial configs; those of modules are left out
@@ -90,7 +90,7 @@ class StepStore:
         wanted = {case.key: case for case in cases if case.key is not None and self._at_hand(case) is None}
         if not wanted:
             return 0
-        self._records.update(self._files.read(set(wanted)))
+        self._read(wanted)
         missing = {key: case for key, case in wanted.items() if self._at_hand(case) is None}
         if not missing:
             return 0
@@ -104,10 +104,10 @@ class StepStore:
                 waiting.append((key, record))
                 progress(done, len(missing))
                 if time.monotonic() - written_s > _WRITTEN_EVERY_S:
-                    self._files.write(waiting)
+                    self._write(waiting)
                     waiting, written_s = [], time.monotonic()
         finally:
-            self._files.write(waiting)
+            self._write(waiting)
         return len(missing)
 
     def keep(self, case: Case, record: StepRecord) -> None:
@@ -120,7 +120,7 @@ class StepStore:
             others = [known for known in self._of_modules if known[0] is not case.module or known[1] != case.spec]
             self._of_modules = [*others[-(_MODULES_KEPT - 1) :], (case.module, case.spec, record)]
 
-    @contextmanager
+    @contextlib.contextmanager
     def lent(self, case: Case, traced: TracedStep | None) -> Iterator[None]:
         """Inside, the case's record comes from a trace that is at hand, replayed with the default allocator (None:
         there is none). Its graph is packed when somebody reads it. Afterwards the trace is let go, and so is a module.
@@ -138,10 +138,20 @@ class StepStore:
                 del self._records[case.key]
 
     @cached_property
-    def _files(self) -> StepFiles:
+    def _file(self) -> DiskCache:
         from warehouse.folder import DataFolder
 
-        return StepFiles(DataFolder.resolve(self._data).features)
+        return DiskCache(DataFolder.resolve(self._data).features / f"{record_version()}.sqlite")
+
+    def _read(self, keys: Iterable[str]) -> None:
+        for key, content in self._file.read(keys).items():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                self._records[key] = StepRecord.from_bytes(content)
+
+    def _write(self, records: Iterable[tuple[str, StepRecord]]) -> None:
+        """Write these, without those that may change without the case (`passing`)."""
+        if lasting := [(key, record.to_bytes()) for key, record in records if not record.passing]:
+            self._file.write(lasting)
 
     def _at_hand(self, case: Case) -> StepRecord | None:
         """A record that is still true: code that could not be run when it was computed may be allowed by now."""

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
 from conf.units import MIB
@@ -19,14 +19,10 @@ from featurize.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDU
 from learn.workload import Workload
 
 if TYPE_CHECKING:
-    from featurize.architecture import AttentionKernels
     from featurize.replay import MemoryProfile
     from featurize.simulate import SimulatedStep
     from featurize.trace import StepTrace, TraceError
-
-    # One job's traces, by the GPU's attention kernels and by training loop: all that a trace depends on besides the
-    # job.
-    Traces: TypeAlias = dict[tuple[AttentionKernels, bool], StepTrace]
+    from featurize.trace_cache import Traces
 
 
 class CannotTrace(UsageError):
@@ -69,8 +65,8 @@ def step_of(
 ) -> TracedStep:
     """Trace a job's training step, replay its memory and price it on `device`.
 
-    `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` keeps the job's traces from
-    one call to the next, so that GPU models with the same attention kernels share theirs. Raises `CannotTrace`, and
+    `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` are those of the job that
+    the caller has at hand, and keeps. Raises `CannotTrace`, and
     `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
     """
     from featurize.parallel.simulated_rank import ranks_of_stages
@@ -95,23 +91,36 @@ def step_of(
 
 
 def trace_of(job: Workload, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:
-    """Trace a job's training step, or take it from `traces`, which keeps it. Raises as `step_of`."""
+    """Return the trace of a job's training step: its own, the cache's, or one that is made now.
+
+    Args:
+        job: The job.
+        spec: The GPU model.
+        traces: Traces of the job that the caller has at hand, and keeps.
+
+    Raises:
+        UsageError: As `step_of`.
+        featurize.trace_cache.NotTraced: The job is not known, and nothing may be traced.
+    """
+    from featurize import trace_cache
     from featurize.float8 import multiplies_8_bits, require_8_bits
     from featurize.trace import TraceError, trace_step
+    from learn.estimation.job_key import key_of
 
-    trace, kind = job.recorded, (spec.architecture.attention, job.training_loop)
-    if trace is None and traces is not None:
-        trace = traces.get(kind) or _of_other_kernels(kind, traces)
+    trace = job.recorded
     if trace is None:
-        try:
-            trace = trace_step(
-                job.build, None if job.batches else job.batch, loss=job.loss, device=spec, settings=job.settings,
+        key, build = key_of(job)
+
+        def made() -> StepTrace:
+            return trace_step(
+                build, None if job.batches else job.batch, loss=job.loss, device=spec, settings=job.settings,
                 training_loop=job.training_loop, batches=job.batches, parallel=job.parallel,
             )  # fmt: skip
+
+        try:
+            trace = trace_cache.traced(key, spec, job.training_loop, made, traces)
         except TraceError as error:
             raise _explained(error) from error
-        if traces is not None:
-            traces[kind] = trace
     if multiplies_8_bits(trace.operators):
         require_8_bits(spec)
     return trace
@@ -144,24 +153,6 @@ def breakdown(
         **({"communication": communication_mib} if communication_mib else {}),
         **({"other users": others_mib} if others_mib else {}),
     }
-
-
-def _of_other_kernels(kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace | None:
-    """Return a trace of the same loop in which these kernels of attention differ nowhere; None if there is none."""
-    for (kernels, loop), trace in traces.items():
-        if loop == kind[1] and _are_alike(trace, kernels, kind[0]):
-            return trace
-    return None
-
-
-def _are_alike(trace: StepTrace, one: AttentionKernels, other: AttentionKernels) -> bool:
-    """Return whether both take the same of the trace's heads. Flash attention computes in half precision only."""
-    widest = trace.widest_head
-    if widest is None:
-        return False
-    halves = any(op.dtype in ("float16", "bfloat16") for op in trace.operators)
-    flash = not halves or min(one.flash, widest) == min(other.flash, widest)
-    return flash and min(one.efficient, widest) == min(other.efficient, widest)
 
 
 def _explained(error: TraceError) -> CannotTrace:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,8 @@ class Workload:
     search      how cuDNN searches in the process that was traced, where that is another one; None: as in this process
     batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
     parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
+    given       a module's model, inputs and the like, as they were given: what tells the job from others
+    key         what tells it, where `learn.estimation.job_key` has found that out
     """
 
     name: str
@@ -59,12 +61,14 @@ class Workload:
     search: SearchSettings | None = None
     batches: tuple[Callable[[str], tuple[Inputs, Tensor | None]], ...] = ()
     parallel: Parallel | None = None
+    given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    key: str | None = field(default=None, compare=False, repr=False)
 
     def alone(self, at: int) -> Workload:
         """Return the job with the batch at this place of `batches` in every step."""
         batch = self.batches[at]
         inputs, _target = batch("meta")
-        return replace(self, batch=batch, batches=(), batch_size=_batch_size(inputs))
+        return replace(self, batch=batch, batches=(), batch_size=_batch_size(inputs), given=(), key=None)
 
     @property
     def longest(self) -> int:
@@ -154,6 +158,7 @@ def of_module(
         batch_size=_batch_size(batches[at][0] if batches else inputs),
         loss=loss,
         batches=tuple(makers) if mixed else (),
+        given=(model, inputs, input_dtype, target, loss, None if not batches else list(batches)),
     )
 
 

@@ -16,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Trials choose their threads themselves: where others have the cores, these would spin until all of them had a turn.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# What one test replaces in this project's code must not answer for another: tests of the cache name a folder of theirs.
+os.environ["GPUFARM_CACHE"] = "off"
+
 # Hundreds of processes are started: without compiled files each would compile the project anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -67,6 +70,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in of_test:
             if item.nodeid not in kept:
                 item.add_marker(pytest.mark.wide)
+
+
+@pytest.fixture(autouse=True)
+def no_answers_of_other_tests():
+    """Forget traces and answers: tests replace parts of what makes them."""
+    for name in ("featurize.trace_cache", "learn.estimation.answer_cache"):
+        if (module := sys.modules.get(name)) is not None:
+            module.clear()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -41,7 +41,6 @@ from featurize.kernel_model.times import (
     traffic_s,
 )
 from featurize.step_trace import GATHERED, StepTrace
-from featurize.trace_memo import of_trace
 from featurize.training_settings import MEGATRON, TrainingSettings, uses_tf32
 
 VERSION = 2
@@ -143,13 +142,13 @@ def time_step(
         EnvironmentProblem: The file of efficiencies is missing or damaged.
     """
     flags = uses_tf32(settings.precision)
-    calls = of_trace(trace, ("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
+    calls = trace.remembered(("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
     if learned is None:
         learned = coming_along = load_efficiencies()
         # An estimate asks twice of a GPU model: for its own figures, and for what fitted models read.
         choices = settings.channels_last, settings.cudnn_benchmark, _half_of(settings), *flags.values()
         key = ("timed kernels", spec, *choices)
-        timed = of_trace(trace, key, lambda: timed_kernels(calls, spec, settings, coming_along))
+        timed = trace.remembered(key, lambda: timed_kernels(calls, spec, settings, coming_along))
     else:
         timed = timed_kernels(calls, spec, settings, learned)
     framework = framework_of(trace, settings)

@@ -43,9 +43,10 @@ from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
+    from featurize.trace_cache import Traces
     from learn.estimation.known_runs import KnownRun
     from learn.estimation.own_runs import OwnRuns
-    from learn.traced import TracedStep, Traces
+    from learn.traced import TracedStep
     from warehouse.folder import DataFolder
 
     Data: TypeAlias = str | os.PathLike[str] | DataFolder

@@ -17,6 +17,7 @@ from featurize.trial import TrialConfig, config_from_mapping
 from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
+from learn.estimation.answer_cache import answer
 from learn.estimation.answers import is_of_job
 from learn.estimation.batch_search import MOST_SAMPLES, largest_fitting
 from learn.estimation.job_estimate import Estimate
@@ -25,9 +26,9 @@ from learn.estimation.questions import checked, question_from
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
+    from featurize.trace_cache import Traces
     from learn.estimation.own_runs import MeasuredRow
     from learn.estimation.questions import Inputs, Job, Model, Tensors
-    from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
 
@@ -161,7 +162,7 @@ def largest_batch(
             question = question_from(model, scaled, of_scaled, {**options, "batches": at_size})
         try:
             own_runs = None if question.own_runs is None else replace(question.own_runs, remembered=own_rows)
-            estimates[batch], _ = replace(question, known_traces=known_traces, own_runs=own_runs).answered(spec)
+            estimates[batch] = answer(replace(question, known_traces=known_traces, own_runs=own_runs), spec)
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         done = estimates[batch]
@@ -221,7 +222,7 @@ def devices_that_fit(
     fits, problems = [], []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
         try:
-            done, _ = question.answered(spec, traces=traces)
+            done = answer(question, spec, traces)
         except CommandError as error:
             if is_of_job(error):
                 raise

@@ -149,12 +149,11 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
 def _workspaces(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:
     """Return the largest workspace of a convolution, and the most bytes alive with `_WORKSPACES_AT_LIMIT` times it."""
     from featurize.library_calls import guesses_of
-    from featurize.trace_memo import of_trace
 
     if traced.memory.workspaces:
         return _largest_and_most_live(traced, device)
     key = ("largest workspace", guesses_of(device))
-    return of_trace(traced.trace, key, lambda: _largest_and_most_live(traced, device))
+    return traced.trace.remembered(key, lambda: _largest_and_most_live(traced, device))
 
 
 def _largest_and_most_live(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:

@@ -24,10 +24,10 @@ from learn.estimators import LEVEL
 from learn.workload import Workload
 
 if TYPE_CHECKING:
+    from featurize.trace_cache import Traces
     from learn.artifacts import Artifact, Wanted
     from learn.estimators import Prediction
     from learn.step_store import StepStore
-    from learn.traced import Traces
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
 # Target -> the stored feature of a step that is the trace's own figure.

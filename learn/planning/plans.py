@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.layout import Parallel
+    from featurize.trace_cache import Traces
     from learn.estimation.questions import Inputs, Model, Tensors
-    from learn.traced import Traces
 
 NONE = "none"
 WAYS = (NONE, *reversed(CHECKPOINTING))  # in the order of what is recomputed

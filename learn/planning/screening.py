@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from featurize.device_spec import DeviceSpec
+    from featurize.trace_cache import Traces
     from learn.estimation.answers import Question
-    from learn.traced import Traces
 
 FEWEST = 8  # blocks: shallower models are traced whole
 SHALLOW = 4  # blocks of the shallow copy: the first and the last, and two between to compare

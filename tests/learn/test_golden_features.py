@@ -19,7 +19,7 @@ from featurize.version import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_curr
 from learn.artifact_files import stamped
 from learn.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current
 from learn.fastpath.fast import FastPath
-from learn.step_files import record_version
+from learn.step_record import record_version
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = golden()
@@ -138,7 +138,7 @@ def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):
         "import featurize, learn.fastpath.fast as fast\n"
         "from featurize.version import FEATURES_STAMP\n"
         "from learn.artifacts import DEFAULT_MODELS, open_artifact, require_current\n"
-        "from learn.step_files import record_version\n"
+        "from learn.step_record import record_version\n"
         "fast.FastPath.load(DEFAULT_MODELS / 'fast'), require_current(open_artifact(DEFAULT_MODELS / 'memory'))\n"
         "print(featurize.__file__, FEATURES_STAMP, record_version(), sep='\\n')\n"
     )

@@ -1,24 +1,23 @@
 """Features of traced steps: computed once per case, kept in the data folder, resumed, and known by their version."""
 
+import contextlib
 import math
 import os
-import random
 import signal
+import sqlite3
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
+from featurize.disk_cache import DiskCache
 from featurize.families import cnn, mlp, timm
-from learn import step_files, step_store
+from learn import step_store
 from learn.cases import Case, of_configs
-from learn.step_files import record_version
+from learn.step_record import record_version
 from learn.step_store import StepStore
 from learn.traced import step_of
 from learn.workload import of_module
@@ -53,12 +52,13 @@ def traced(monkeypatch):
     return found
 
 
-def parts(data):
-    return sorted((data / "features" / record_version()).iterdir())
+def kept_file(data):
+    return data / "features" / f"{record_version()}.sqlite"
 
 
 def kept_keys(data):
-    return sorted(key for path in parts(data) for key in pq.read_table(path)["key"].to_pylist())
+    with contextlib.closing(sqlite3.connect(kept_file(data))) as database:
+        return sorted(key for (key,) in database.execute("SELECT key FROM entries"))
 
 
 def test_each_case_is_traced_once_kept_and_read_by_the_next_process(data, steps, traced):
@@ -71,10 +71,9 @@ def test_each_case_is_traced_once_kept_and_read_by_the_next_process(data, steps,
     assert steps.prepare(CASES, workers=0) == 0, "at hand"
 
     steps = StepStore(data)
-    before = parts(data)
     assert steps.prepare(CASES, workers=0, progress=lambda *_: pytest.fail("nothing is to be done")) == 0
     assert [steps.record(case) for case in CASES] == first
-    assert len(traced) == len(CASES) and parts(data) == before
+    assert len(traced) == len(CASES)
 
 
 def test_what_is_read_is_what_was_computed_the_operator_graph_too(data, steps):
@@ -96,7 +95,7 @@ def test_only_new_cases_are_traced_and_added(data, steps, traced):
     steps.prepare(CASES[:3], workers=0)
     steps = StepStore(data)
     assert steps.prepare(CASES, workers=0) == len(CASES) - 3
-    assert traced == list(CASES) and len(parts(data)) == 2
+    assert traced == list(CASES)
     assert kept_keys(data) == sorted(case.key for case in CASES)
 
 
@@ -136,87 +135,48 @@ def test_nothing_that_was_computed_is_lost_however_the_call_ends(data, steps, tr
 
     with pytest.raises(stop):
         steps.prepare(CASES, workers=0, progress=interrupted)
-    assert len(parts(data)) == 1 and kept_keys(data) == sorted(case.key for case in CASES[:2])
+    assert kept_keys(data) == sorted(case.key for case in CASES[:2])
     steps = StepStore(data)
     assert steps.prepare(CASES[:2], workers=0) == 0
 
 
-def test_what_a_killed_writer_left_half_written_does_not_count(data, steps, traced):
-    steps.prepare(CASES[:2], workers=0)
-    (whole,) = parts(data)
-    (whole.parent / f".{whole.name}.123-abc.tmp").write_bytes(whole.read_bytes()[:100])
-    steps = StepStore(data)
-    assert steps.prepare(CASES[:2], workers=0) == 0 and len(traced) == 2
-
-
 def torn(path):
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def empty(path):
-    path.write_bytes(b"")
+    path.write_bytes(path.read_bytes()[:5000])
 
 
 def foreign(path):
-    pq.write_table(pa.table({"x": [1]}), path)
+    path.write_text("not a database")
 
 
 def of_other_types(path):
-    table = pq.read_table(path)
-    pq.write_table(table.set_column(table.column_names.index("features"), "features", pa.nulls(len(table))), path)
+    DiskCache(path).write((case.key, b"[]") for case in CASES)
 
 
 def without_values(path):
-    table = pq.read_table(path)
-    nothing = pa.array(["{}"] * len(table))
-    pq.write_table(table.set_column(table.column_names.index("features"), "features", nothing), path)
+    DiskCache(path).write((case.key, b'{"values": {}, "graph": "", "error": null, "seconds": 1}') for case in CASES)
 
 
-def a_folder(path):
-    path.unlink()
-    path.mkdir()
-    (path / "notes.txt").write_text("not a table")
+def flipped(path):
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE entries SET content = substr(content, 1, 40) || x'00' || substr(content, 42)")
 
 
-@pytest.mark.parametrize("harm", [torn, empty, foreign, of_other_types, without_values, a_folder])
-def test_a_damaged_part_is_left_out_with_a_warning_and_computed_again(data, steps, traced, harm):
+@pytest.mark.parametrize("harm", [torn, foreign, of_other_types, without_values, flipped])
+def test_what_is_damaged_is_computed_again_and_kept(data, steps, traced, harm):
     steps.prepare(CASES[:3], workers=0)
-    (damaged,) = parts(data)
-    steps = StepStore(data)
-    steps.prepare(CASES[3:], workers=0)
-    harm(damaged)
+    true = [(dict(steps.record(case).values), steps.record(case).graph) for case in CASES[:3]]
+    harm(kept_file(data))
     steps = StepStore(data)
     traced.clear()
-    with pytest.warns(UserWarning) as said:
-        assert steps.prepare(CASES[:5], workers=0) == 3
-        assert steps.prepare(CASES, workers=0) == 0
-    assert len(said) == 1 and str(said[0].message).startswith(f"{damaged} holds no features that can be read (")
-    assert traced == list(CASES[:3]) and damaged.exists()
-
+    assert steps.prepare(CASES[:3], workers=0) == 3 and traced == list(CASES[:3])
+    assert [(dict(steps.record(case).values), steps.record(case).graph) for case in CASES[:3]] == true
     steps = StepStore(data)
-    with pytest.warns(UserWarning, match="holds no features"):
-        assert steps.prepare(CASES, workers=0) == 0, "what was computed again is kept"
-    assert all(steps.record(case).error is None for case in CASES) and len(traced) == 3
+    assert steps.prepare(CASES[:3], workers=0) == 0, "what was computed again is kept"
 
 
-def test_no_flipped_bit_of_a_part_changes_a_feature_without_a_word(data, steps):
-    steps.prepare(CASES[:1], workers=0)
-    true = {case.key: (dict(steps.record(case).values), steps.record(case).graph) for case in CASES[:1]}
-    (part,) = parts(data)
-    content = part.read_bytes()
-    draw = random.Random(11)
-    noticed = 0
-    for at in [draw.randrange(len(content)) for _ in range(150)]:
-        steps = StepStore(data)
-        part.write_bytes(content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :])
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            steps.recall(CASES[:1])
-        for key, record in steps._records.items():
-            assert (dict(record.values), record.graph) == true[key], at
-        noticed += bool(said)
-        assert said or len(steps._records) == 1, "what is missing is said"
-    assert noticed
+def test_a_folder_in_the_files_place_keeps_nothing_and_stops_nobody(data, steps, traced):
+    kept_file(data).mkdir(parents=True)
+    assert steps.prepare(CASES[:2], workers=0) == 2 and steps.record(CASES[0]).error is None
 
 
 def test_a_case_that_cannot_be_traced_is_kept_with_its_reason_and_not_tried_again(data, steps, traced):
@@ -233,18 +193,17 @@ def test_a_case_that_cannot_be_traced_is_kept_with_its_reason_and_not_tried_agai
     assert not steps.record(unknown).values and not steps.record(undescribed).values
 
 
-def test_features_of_another_version_are_kept_in_another_folder(data, steps, traced, monkeypatch):
+def test_features_of_another_version_are_kept_in_another_file(data, steps, traced, monkeypatch):
     steps.prepare(CASES[:2], workers=0)
-    before, version = parts(data), record_version()
+    before = kept_file(data).read_bytes()
     steps = StepStore(data)
-    monkeypatch.setattr(step_files, "record_version", lambda: "0123456789ab")
+    monkeypatch.setattr(step_store, "record_version", lambda: "0123456789ab")
     assert steps.prepare(CASES[:2], workers=0) == 2 and len(traced) == 4
-    assert {path.name for path in (data / "features").iterdir()} == {version, "0123456789ab"}
-    assert parts(data) == before, "what the other code reads is as it was"
+    assert kept_file(data).read_bytes() == before, "what the other code reads is as it was"
 
 
 def test_the_version_is_the_same_in_every_process():
-    code = "from learn.step_files import record_version; print(record_version())"
+    code = "from learn.step_record import record_version; print(record_version())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"},

@@ -8,7 +8,6 @@ from torch import nn
 import learn.traced
 from featurize.device_spec import device_names, load_device
 from featurize.trace import trace_step
-from featurize.trace_memo import of_trace
 from learn import devices_that_fit, estimate
 from learn.workload import of_module
 
@@ -69,6 +68,6 @@ def test_what_is_kept_of_a_trace_ends_with_it():
 
     one, other = traced(), traced()
     for asked in (one, other, one):
-        assert of_trace(asked, "key", lambda asked=asked: calls.append(1) or id(asked)) == id(asked)
+        assert asked.remembered("key", lambda asked=asked: calls.append(1) or id(asked)) == id(asked)
     assert len(calls) == 2
-    assert of_trace(one, "other key", lambda: calls.append(1)) is None and len(calls) == 3
+    assert one.remembered("other key", lambda: calls.append(1)) is None and len(calls) == 3

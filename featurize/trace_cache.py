@@ -1,0 +1,183 @@
+"""Traces of steps that were traced before: in this process, and on disk for all processes of this user.
+
+Start reading at `traced`. A job without a key is one that no text tells: its traces live as long as whoever keeps them.
+A stale trace is worse than a slow one, so that a key holds all that a trace follows from, and what cannot be told has
+none: `config_key` for trial configs, `learn.estimation.job_key` for modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from conf.identity import canonical_json
+from featurize.device_spec import DeviceSpec
+from featurize.disk_cache import code_version, user_cache
+from featurize.own_code import code_fields, data_refusal
+
+if TYPE_CHECKING:
+    from featurize.architecture import AttentionKernels
+    from featurize.step_trace import StepTrace
+    from featurize.trial_config import TrialConfig
+
+    # One job's traces, by the GPU's attention kernels and by training loop: all that a trace depends on besides the
+    # job.
+    Traces: TypeAlias = dict[tuple[AttentionKernels, bool], StepTrace]
+
+MOST_EVENTS = 500_000  # of all traces in memory: some 150 MB
+_jobs: OrderedDict[str, Traces] = OrderedDict()  # the one asked for last comes last
+_tracing: ContextVar[bool] = ContextVar("tracing", default=True)
+
+
+class NotTraced(Exception):
+    """The job has not been traced before, and may not be traced now."""
+
+
+@contextlib.contextmanager
+def nothing_is_traced() -> Iterator[None]:
+    """Have `traced` raise `NotTraced` within, where a job would have to be traced."""
+    before = _tracing.set(False)
+    try:
+        yield
+    finally:
+        _tracing.reset(before)
+
+
+def may_trace() -> bool:
+    """Return whether a job may be traced, or a model built for it."""
+    return _tracing.get()
+
+
+def config_key(config: TrialConfig, parallel: object = None) -> str | None:
+    """Return the text that tells a trial config's step from all others; None where it names somebody's own code, which
+    may change."""
+    if code_fields(config.family) and data_refusal(config) is not None:
+        return None
+    return f"{canonical_json(config.to_mapping())} {parallel!r} {torch_state()}"
+
+
+def torch_state() -> str:
+    """Return what this process has set in torch that a trace may follow."""
+    import torch
+
+    cuda = torch.backends.cuda
+    sdp = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    flags = torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled("cuda")
+    return f"{torch.get_default_dtype()} {torch.get_float32_matmul_precision()} {sdp} {flags}"
+
+
+def traced(
+    key: str | None, spec: DeviceSpec, training_loop: bool, trace: Callable[[], StepTrace], kept: Traces | None = None
+) -> StepTrace:
+    """Return a job's trace: from memory, from disk, or as `trace` makes it now.
+
+    Args:
+        key: Of the job; None: only `kept` is asked.
+        spec: The GPU model. Models whose attention kernels are alike for the job share a trace.
+        training_loop: As in `featurize.trace.trace_step`.
+        trace: Traces the job.
+        kept: Traces of the job that the caller has at hand, and keeps.
+
+    Raises:
+        NotTraced: Within `nothing_is_traced`.
+    """
+    kind = (spec.architecture.attention, training_loop)
+    traces = _traces_of(key)
+    known = _serving(kind, kept) if kept else None
+    known = known or _serving(kind, traces)
+    if known is None and key is not None:
+        known = _from_disk(key, kind, traces)
+    if known is None:
+        if not may_trace():
+            raise NotTraced
+        known = trace()
+        made = {kind: known}
+        if known.in_a_loop is not None:
+            made[kind[0], True] = known.in_a_loop
+        traces |= made
+        if kept is not None:
+            kept |= made
+        if key is not None:
+            _to_disk(key, made)
+            _forget_oldest()
+    if kept is not None:
+        kept.setdefault(kind, known)
+    return known
+
+
+def clear() -> None:
+    """Forget all traces in memory."""
+    _jobs.clear()
+
+
+def _traces_of(key: str | None) -> Traces:
+    if key is None:
+        return {}
+    traces = _jobs.setdefault(key, {})
+    _jobs.move_to_end(key)
+    return traces
+
+
+def _forget_oldest() -> None:
+    events = sum(len(trace.events) for traces in _jobs.values() for trace in traces.values())
+    while events > MOST_EVENTS and len(_jobs) > 1:
+        _, oldest = _jobs.popitem(last=False)
+        events -= sum(len(trace.events) for trace in oldest.values())
+
+
+def _serving(kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace | None:
+    """Return a trace of the same loop in which these kernels of attention differ nowhere; None if there is none."""
+    if kind in traces:
+        return traces[kind]
+    for (kernels, loop), trace in traces.items():
+        if loop == kind[1] and _are_alike(trace, kernels, kind[0]):
+            return trace
+    return None
+
+
+def _are_alike(trace: StepTrace, one: AttentionKernels, other: AttentionKernels) -> bool:
+    """Return whether both take the same of the trace's heads. Flash attention computes in half precision only."""
+    widest = trace.widest_head
+    if widest is None:
+        return False
+    halves = any(op.dtype in ("float16", "bfloat16") for op in trace.operators)
+    flash = not halves or min(one.flash, widest) == min(other.flash, widest)
+    return flash and min(one.efficient, widest) == min(other.efficient, widest)
+
+
+def _disk_key(key: str, loop: bool) -> str:
+    return f"{code_version()} trace {loop} {key}"
+
+
+def _from_disk(key: str, kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace | None:
+    """Return the job's trace on disk where it serves this kind; it is then in memory, too."""
+    from featurize.architecture import AttentionKernels
+    from featurize.stored_trace import trace_of_json
+
+    on_disk = _disk_key(key, kind[1])
+    cache = user_cache()
+    content = None if cache is None else cache.read([on_disk]).get(on_disk)
+    if content is None:
+        return None
+    try:
+        stored: dict[str, Any] = json.loads(content)
+        kernels, trace = AttentionKernels(**stored["kernels"]), trace_of_json(stored["trace"])
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return None
+    traces[kernels, kind[1]] = trace
+    return _serving(kind, traces)
+
+
+def _to_disk(key: str, made: Traces) -> None:
+    from featurize.stored_trace import trace_to_json
+
+    cache = user_cache()
+    if cache is not None and all(trace.pipeline is None and trace.mix is None for trace in made.values()):
+        cache.write(
+            (_disk_key(key, loop), json.dumps({"kernels": kernels._asdict(), "trace": trace_to_json(trace)}).encode())
+            for (kernels, loop), trace in made.items()
+        )

@@ -1,0 +1,117 @@
+"""Answers that were given before: in this process, and on disk for all processes of this user.
+
+Start reading at `answer` and `cached_estimate`. An answer follows from its question, the GPU model, the machine, what
+the data folder holds (its models, its measured runs of the job) and the code: all of it is in its key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from conf.errors import CommandError
+from featurize import trace_cache
+from featurize.device_spec import DeviceSpec
+from featurize.disk_cache import code_version, user_cache
+from learn.estimation.job_estimate import Estimate
+
+if TYPE_CHECKING:
+    from featurize.trace_cache import Traces
+    from learn.estimation.answers import Question
+    from warehouse.folder import DataFolder
+
+MOST_ANSWERS = 5000
+_answers: OrderedDict[str, Estimate] = OrderedDict()  # oldest first
+
+
+def answer(question: Question, device: DeviceSpec, traces: Traces | None = None) -> Estimate:
+    """Return the answer of `Question.answered`, made now where it was not given before. Raises as there."""
+    key, question = _key(question, device)
+    known = None if key is None else _answers.get(key) or _from_disk(key)
+    if known is None:
+        known, _ = question.answered(device, traces=traces)
+        if key is not None and (cache := user_cache()) is not None:
+            cache.write([(_disk_key(key), json.dumps(known.to_mapping()).encode())])
+    if key is not None:
+        _answers[key] = known
+        if len(_answers) > MOST_ANSWERS:
+            _answers.popitem(last=False)
+    own = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
+    return replace(known, **own)  # whoever changes these changes no later answer
+
+
+def cached_estimate(question: Question, device: DeviceSpec) -> Estimate | None:
+    """Return the estimate if this was answered before, or if the job's trace is known; None: not yet known.
+
+    No model is built and nothing is traced. Raises as `Question.answered`.
+    """
+    try:
+        with trace_cache.nothing_is_traced():
+            return answer(question, device)
+    except trace_cache.NotTraced:
+        return None
+
+
+def clear() -> None:
+    """Forget all answers in memory."""
+    _answers.clear()
+
+
+def _disk_key(key: str) -> str:
+    return f"{code_version()} answer {key}"
+
+
+def _from_disk(key: str) -> Estimate | None:
+    cache, on_disk = user_cache(), _disk_key(key)
+    content = None if cache is None else cache.read([on_disk]).get(on_disk)
+    if content is None:
+        return None
+    try:
+        return Estimate.from_mapping(json.loads(content))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _key(question: Question, device: DeviceSpec) -> tuple[str | None, Question]:
+    """Return what tells the answer, and the question as it is then answered: its job is built once. No key with
+    workspaces, which depend on this process's cuDNN."""
+    from learn.estimation.job_key import key_of
+    from learn.estimation.on_machine import machine_for
+    from warehouse.folder import DataFolder
+
+    if question.workspaces is not None:
+        return None, question
+    job_key, build = key_of(question.job)
+    question = replace(question, job=replace(question.job, build=build, key=job_key))
+    if job_key is None:
+        return None, question
+    job, folder, own = question.job, DataFolder.resolve(question.data), question.own_runs
+    try:
+        runs = None if own is None or job.config is None else own.of(job.config, device)
+    except CommandError:  # which the answer itself says
+        return None, question
+    told = (
+        job_key, job.name, job.training_loop, device, device.interconnect, question.allocator, question.estimator,
+        question.loop, machine_for(question.machine, device, question.data), question.torch_version, question.coverage,
+        question.known, own and own.asked_for, runs, str(folder.root), tuple(_models_of(folder)),
+    )  # fmt: skip
+    return hashlib.sha256(repr(told).encode()).hexdigest(), question
+
+
+def _models_of(folder: DataFolder) -> Iterator[tuple[str, int, int]]:
+    """Yield the files of the folder's fitted models, and its marker."""
+    paths = [str(folder.format_marker)]
+    for home, _, names in os.walk(folder.models):
+        paths += [os.path.join(home, name) for name in names]
+    for path in sorted(paths):
+        try:
+            status = Path(path).stat()
+        except OSError:
+            continue
+        yield path, status.st_size, status.st_mtime_ns
