@@ -17,7 +17,6 @@ from importlib import resources
 from pathlib import Path
 
 from conf.identity import version_of
-from featurize.cudnn.answer_cache import cache_path
 
 MOST_BYTES = 256 * 2**20
 _BUSY_S = 1.0
@@ -46,6 +45,13 @@ def code_version() -> str:
             else:
                 digest.update(f"{entry.path} {entry.stat().st_size} {entry.stat().st_mtime_ns} ".encode())
     return digest.hexdigest()
+
+
+def cache_folder() -> Path:
+    """Return the user's own folder: `$XDG_CACHE_HOME/gpufarm`, else `~/.cache/gpufarm`. Raises `RuntimeError` of a user
+    without a home."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path("~/.cache").expanduser()) / "gpufarm"
 
 
 class DiskCache:
@@ -116,6 +122,6 @@ def user_cache() -> DiskCache | None:
     if given == "off":
         return None
     with contextlib.suppress(RuntimeError):
-        folder = Path(given) if given else cache_path().parent
-        return DiskCache(folder.expanduser() / "traces.sqlite", MOST_BYTES)
+        folder = Path(given).expanduser() if given else cache_folder()
+        return DiskCache(folder / "traces.sqlite", MOST_BYTES)
     return None

@@ -24,6 +24,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings, answer_of
 from featurize.device_spec import DeviceSpec
+from featurize.disk_cache import cache_folder
 
 START_S = 60.0  # for the process to load its libraries; an idle machine takes one second
 QUERY_S = 20.0  # for one query; an idle machine takes milliseconds
@@ -239,9 +240,8 @@ class _CudnnProcess:
 
 
 def cache_path() -> Path:
-    """Return the user's own file: `$XDG_CACHE_HOME/gpufarm/cudnn.sqlite`, else under `~/.cache`."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path("~/.cache").expanduser()) / "gpufarm" / "cudnn.sqlite"
+    """Return the user's own file, `cudnn.sqlite`."""
+    return cache_folder() / "cudnn.sqlite"
 
 
 class AnswerCache:
