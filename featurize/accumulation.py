@@ -75,7 +75,7 @@ def references_of_the_last_holder() -> tuple[int, int] | None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory without gaps or overlaps, in whatever order of dimensions."""
+    """Return whether its elements fill its memory without gaps or overlaps, in whatever order of dimensions."""
     expected = 1
     for step, size in sorted(
         (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1

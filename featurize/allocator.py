@@ -240,7 +240,7 @@ class CachingAllocator:
         return segments_of(itertools.chain(free, self._live.values()), expandable=self._expandable)
 
     def gives_back_for(self, nbytes: int, stream: int = 0) -> bool:
-        """Whether a request would make the allocator give cached segments back, or try to. Changes no block."""
+        """Return whether a request would make the allocator give cached segments back, or try to. Changes no block."""
         size = self.settings.size_rounding()(nbytes)
         pool = (self._pools.get(stream) or self._new_pools(stream))[size > SMALL_REQUEST]
         counted = self._large_requests

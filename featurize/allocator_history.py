@@ -125,7 +125,7 @@ def _in_words(event: SegmentEvent | None) -> str:
 
 
 def _explains(allocator: CachingAllocator, nbytes: int, stream: int, given_back: list[int]) -> bool:
-    """Whether the request itself may have given these segments back, rather than `empty_cache` before it."""
+    """Return whether the request itself may have given these segments back, rather than `empty_cache` before it."""
     if not allocator.gives_back_for(nbytes, stream):
         return False
     settings = allocator.settings

@@ -111,7 +111,7 @@ def _is_block(module: nn.Module, nested: bool) -> bool:
 
 
 def _by_own_switches(model: nn.Module, every: int, reentrant: bool) -> bool:
-    """Whether the model, or else any of its members, has a switch that can do it, which is on now."""
+    """Return whether the model, or else any of its members, has a switch that can do it, which is on now."""
     variant = {"use_reentrant": reentrant}
     if getattr(model, "supports_gradient_checkpointing", True):
         enable = getattr(model, "activation_checkpointing_enable", None)  # of transformers from 5 on

@@ -303,7 +303,7 @@ class GraphReplay:
         return None
 
     def _keep(self, node: Node, result: Any, values: dict[Node, Any]) -> None:
-        """Of several results each has its own end."""
+        """Hold each of several results until its own end."""
         if isinstance(result, tuple | list):
             for user in node.users:
                 place = user.args[1] if user.target is operator.getitem else None
@@ -408,7 +408,7 @@ class _Meant(NamedTuple):
 
 
 def _meant(result: Any) -> Any:
-    """What an operator gives, without the compiler's own tensors."""
+    """Return an operator's result, without the compiler's own tensors."""
     if isinstance(result, Tensor):
         storage = result.untyped_storage().nbytes()
         return _Meant(tuple(result.shape), result.stride(), result.dtype, result.device, storage)

@@ -1,4 +1,4 @@
-"""Whether two compiled modules run the same graph, so that one capture serves both: the blocks of a transformer.
+"""Compares compiled modules: where two run the same graph, as a transformer's blocks, one capture serves both.
 
 Start reading at `AttributeReads`. A module's forward pass is its class, its parameters and inputs, and the attributes
 that it reads. A capture notes which ones it read; another module is alike where it has the same values there. An index
@@ -94,7 +94,7 @@ class AttributeReads:
 
 
 def _bound(function: FunctionType) -> tuple[object, ...]:
-    """What a function computes with besides its code: a factory makes another one for each layer."""
+    """Return what a function computes with besides its code: a factory makes another one for each layer."""
     cells = []
     for cell in function.__closure__ or ():
         try:

@@ -146,7 +146,7 @@ def workspace_bytes(args: Sequence) -> int:
 
 
 def flops(args: Sequence) -> int:
-    """Of the forward operator: every weight matrix times every time step of every sample. Backward: twice as many."""
+    """Count the forward operator's FLOPs: each weight matrix times each time step of each sample. Backward: twice."""
     return 2 * _rows(args[0]) * _products(args[1])
 
 

@@ -142,7 +142,7 @@ class DeviceSpec:
 
     @property
     def multiplies_fp32(self) -> bool:
-        """Whether units for matrices take float32 operands, in TF32 or in full."""
+        """Return whether units for matrices take float32 operands, in TF32 or in full."""
         return self.peak_tflops.tf32 is not None or self.peak_tflops.fp32_matrix is not None
 
     def tflops(self, math: str) -> float:

@@ -30,7 +30,7 @@ def whole_elements(models: Iterable[nn.Module], *, on_meta: bool = False) -> int
 
 
 def _is_flat(parameter: Tensor) -> bool:
-    """Whether it is a flat parameter, or a view of one."""
+    """Return whether it is a flat parameter, or a view of one."""
     return hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "_is_flat_param")
 
 

@@ -1,4 +1,4 @@
-"""What kernels and CUDA's libraries take for their own use while an operator runs: which do, and how much is assumed.
+"""Memory that kernels and CUDA's libraries take for their own use while an operator runs.
 
 Start reading at `library_calls` (what a trace notes of an operator) and `workspace_bytes` (what a replay takes for it).
 """
@@ -48,12 +48,12 @@ class LibraryCall(NamedTuple):
 
     @property
     def spare(self) -> bool:
-        """Whether the library has a slower algorithm that takes none, to which PyTorch falls back."""
+        """Return whether the library has a slower algorithm that takes none, to which PyTorch falls back."""
         return self.kind.startswith("conv_")
 
     @property
     def loads_cudnn(self) -> bool:
-        """Whether the call is cuDNN's."""
+        """Return whether the call is cuDNN's."""
         return self.spare or self.kind == "recurrent"
 
 
@@ -64,7 +64,7 @@ def library_calls(name: str, args: Sequence, outputs: Sequence[Tensor]) -> tuple
 
 
 def has_library_calls(name: str) -> bool:
-    """Whether `library_calls` finds any for the operator."""
+    """Return whether `library_calls` finds any for the operator."""
     return name in _CALLS
 
 
@@ -117,7 +117,7 @@ def guesses_of(spec: DeviceSpec) -> tuple[bool, int, str]:
 
 
 def channels_last(x: Tensor, weight: Tensor) -> bool:
-    """Whether cuDNN runs this convolution in channels-last layout, as it does if either tensor has it."""
+    """Return whether cuDNN runs this convolution in channels-last layout, as it does if either tensor has it."""
     return x.dim() == 4 and x.dtype is not torch.float64 and (_is_channels_last(x) or _is_channels_last(weight))
 
 
@@ -207,7 +207,7 @@ def _operation(
 def _cudnn_takes_depthwise(
     dtype: str, image: tuple[int, ...], kernel: tuple[int, ...], geometry: list[tuple[int, ...]]
 ) -> bool:
-    """Whether a depthwise convolution that is not channels last is cuDNN's: some of fp16 are
+    """Return whether a depthwise convolution that is not channels last is cuDNN's: some of fp16 are
     (`check_cudnn_depthwise_workload_with_filter`, as it was before it depended on the GPU)."""
     stride, _padding, dilation = geometry
     if dtype != "float16" or len(image) != 4 or set(dilation) != {1} or image[1] < 32:

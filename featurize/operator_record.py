@@ -33,7 +33,7 @@ class OperatorRecord(BlockRecord):
         self._traits: dict[OpOverload, Traits] = {}
 
     def traits_of(self, func: OpOverload) -> Traits:
-        """What is known of an operator overload."""
+        """Return the traits of an operator overload."""
         traits = self._traits.get(func)
         if traits is None:
             traits = self._traits[func] = Traits(func)

@@ -192,7 +192,7 @@ class OpGraph:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> OpGraph:
-        """What `to_arrays` gave. Raises `ValueError` for arrays of another version of the features."""
+        """Read what `to_arrays` gave. Raises `ValueError` for arrays of another version of the features."""
         version = int(arrays["version"])
         if version != FEATURE_VERSION:
             raise ValueError(f"operator graph has features of version {version}, this code makes {FEATURE_VERSION}")

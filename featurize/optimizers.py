@@ -161,7 +161,7 @@ _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class BlockwiseAdamW(_TensorByTensor):
-    """What bitsandbytes' AdamW takes of the device; it updates nothing, so it is for meta tensors.
+    """Memory that bitsandbytes' AdamW takes of the device; it updates nothing, so it is for meta tensors.
 
     Two states of one byte an element and a float for every 256 of them; tensors of fewer than 4096 elements keep
     32-bit states. All share two code books of 256 floats. The kernels work in place. Paged state lies in managed

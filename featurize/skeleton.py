@@ -112,7 +112,7 @@ class _ParametersToMeta:
         self._hooks = contextlib.ExitStack()
 
     def saw(self, model: nn.Module) -> bool:
-        """Whether something was registered with this very module."""
+        """Return whether something was registered with this very module."""
         seen = self._modules.get(id(model))
         return seen is not None and seen() is model
 
@@ -184,7 +184,7 @@ class _Construction(TorchFunctionMode):
 
 
 def _made(func: Callable, args: tuple, kwargs: dict, largest: int) -> Tensor:
-    """What a function that makes a tensor gives: on the CPU up to `largest` elements, else on meta."""
+    """Make the tensor of a function that makes one: on the CPU up to `largest` elements, else on meta."""
     if kwargs.get("out") is not None or _some(args, _is_tensor) or str(kwargs.get("device")) == "meta":
         return func(*args, **kwargs)
     meant = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "generator")}
@@ -218,7 +218,7 @@ def _emptied(tensor: Tensor) -> Tensor:
 
 
 def _writes_into_real(func: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether an in-place function of a real tensor is given meta ones."""
+    """Return whether an in-place function of a real tensor is given meta ones."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return in_place and bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta

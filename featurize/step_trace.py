@@ -1,4 +1,4 @@
-"""What a trace of a training step holds: its operators, its blocks of memory, when they are taken and given back.
+"""Trace of a training step: its operators, its blocks of memory, when they are taken and given back.
 
 Start reading at `StepTrace`; `featurize.trace` makes one, `featurize.recorder` sees the step happen.
 """
@@ -106,7 +106,7 @@ class Block(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What the ranks of a job send each other at one moment of the steady step."""
+    """Data that the ranks of a job send each other at one moment of the steady step."""
 
     kind: str  # of featurize.parallel.collectives.KINDS
     nbytes: int  # of a rank's larger tensor: what is gathered, what is scattered
@@ -126,7 +126,7 @@ class StagePass(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelinePart:
-    """What one rank of a pipeline does of a step.
+    """One rank's part of a pipeline's step.
 
     kinds    of all stages of the pipeline: stages of the same kind hold modules that are alike
     starts   paths of the modules at which all stages but the first begin
@@ -243,7 +243,7 @@ class StepTrace:
 
     @property
     def cudnn_convolutions(self) -> tuple[ConvolutionSignature, ...]:
-        """What cuDNN is asked for, each once, in its order."""
+        """Return the operations that cuDNN is asked for, each once, in their order."""
         signatures = (call.convolution for call in self.convolution_calls)
         return tuple(dict.fromkeys(signature for signature in signatures if signature is not None))
 

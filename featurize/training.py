@@ -168,7 +168,7 @@ class TrainingStep:
         self._take(wrapper(self.model), update)
 
     def _between_updates(self) -> contextlib.AbstractContextManager[object]:
-        """What micro-steps but the last run in."""
+        """Return the context of all micro-steps but the last."""
         return self.model.between_updates() if isinstance(self.model, OwnUpdates) else contextlib.nullcontext()
 
     def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], AnyUpdate] | None = None) -> None:

@@ -30,7 +30,7 @@ QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 
 
 class TrainingSettings(Protocol):
-    """What every training job states besides its model; each `featurize.trial.TrialConfig` has it."""
+    """Settings that every training job states besides its model; each `featurize.trial.TrialConfig` has it."""
 
     @property
     def optimizer(self) -> str: ...  # one of OPTIMIZERS
@@ -130,7 +130,7 @@ class Training:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a `GradScaler` takes part."""
+        """Return whether a `GradScaler` takes part."""
         return self.precision == "fp16" if self.grad_scaler is None else self.grad_scaler
 
     @property
@@ -140,12 +140,12 @@ class Training:
 
     @property
     def runs_graphs(self) -> bool:
-        """Whether the compiled model runs as CUDA graphs."""
+        """Return whether the compiled model runs as CUDA graphs."""
         return self.compile_mode in GRAPH_MODES
 
     @property
     def autotunes(self) -> bool:
-        """Whether Inductor searches for kernels."""
+        """Return whether Inductor searches for kernels."""
         return (self.compile_mode or "").startswith("max-autotune")
 
     def beyond_trials(self) -> tuple[str, ...]:

@@ -301,7 +301,7 @@ class Values:
             known.pop(key, None)
 
     def _computed(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> object:
-        """What the operator gives on the CPU; `_MISSING` if an argument is not known, or the CPU cannot run it."""
+        """Return the operator's result on the CPU; `_MISSING` if an argument is not known, or the CPU cannot run it."""
         given, named = self._on_cpu(args), self._on_cpu(kwargs)
         if given is _MISSING or named is _MISSING:
             return _MISSING
@@ -322,7 +322,7 @@ class Values:
                 torch.set_rng_state(state)
 
     def _follow_truths(self, name: str, args: tuple, out: object) -> bool:
-        """Whether the result is a truth about finite numbers, which is then noted."""
+        """Return whether the result is a truth about finite numbers, which is then noted."""
         truth = self._truths.of(name, args)
         if truth is None or not isinstance(out, Tensor):
             return False

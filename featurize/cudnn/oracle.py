@@ -300,7 +300,7 @@ class AnswerCache:
 
 
 class _Multiprocessor(NamedTuple):
-    """What follows from the compute capability."""
+    """Limits of a multiprocessor that follow from the compute capability."""
 
     fp32_cores: int
     max_blocks: int

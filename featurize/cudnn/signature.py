@@ -1,4 +1,4 @@
-"""What cuDNN is asked about one convolution, and what it answers: plain values, without torch.
+"""A question to cuDNN about one convolution, and its answer: plain values, without torch.
 
 Start reading at `ConvolutionSignature`.
 """
@@ -41,12 +41,12 @@ class ConvolutionSignature(NamedTuple):
 
     @property
     def depthwise(self) -> bool:
-        """Whether each channel is a group of its own."""
+        """Return whether each channel is a group of its own."""
         return self.groups > 1 and self.kernel[1] == 1
 
     @property
     def pointwise(self) -> bool:
-        """Whether the kernel has one place."""
+        """Return whether the kernel has one place."""
         return set(self.kernel[2:]) == {1}
 
     @property
@@ -115,7 +115,7 @@ class EnginePlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OracleAnswer:
-    """What cuDNN answered about one signature.
+    """cuDNN's answer about one signature.
 
     plans     the configurations that build, in the order in which PyTorch tries them: the first alone, or with
               `benchmark` as many as PyTorch measures

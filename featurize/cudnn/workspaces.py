@@ -1,4 +1,4 @@
-"""What a traced step's convolutions take while they run, on one GPU model, and how that is known.
+"""Workspaces of a traced step's convolutions on one GPU model, and how they are known.
 
 Start reading at `convolution_workspaces`; `for_release` turns its answers into those of a PyTorch release's own cuDNN.
 """
