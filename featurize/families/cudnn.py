@@ -88,7 +88,7 @@ def layers(config: Config) -> list[Layer]:
     places = places_in if config.transposed else places_out  # at which the kernel is applied
     kind = f"conv_transpose{config.spatial}d" if config.transposed else f"conv{config.spatial}d"
     return [
-        parts.activation("prelu", config.channels * places_in),
+        Layer("prelu", config.channels * places_in, 1),
         Layer(kind, config.filters * places_out, weights + config.filters, 2 * weights * places),
         Layer(f"adaptive_avg_pool{config.spatial}d", config.filters),
     ]

@@ -28,7 +28,7 @@ from featurize.families._zoo_texts import (
     parse_tensors,
     tensor_problems,
 )
-from featurize.layers import Layer
+from featurize.layers import SAMPLES, Layer
 from featurize.near_names import library_names, near_names
 from featurize.own_code import NotTrusted, library_problem, require_model, require_settings
 from featurize.trial_config import TrialConfig
@@ -332,43 +332,23 @@ def _reading(config: Config) -> _Reading:
 
 @lru_cache(maxsize=4096)
 def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Reading:
-    from torch import nn
-
     from featurize.cuda_policy import fused_kernels
-    from featurize.plan_of_module import SAMPLES, plan_of_module
+    from featurize.plan_of_module import plan_of_module
     from featurize.recorder import Recorder
     from featurize.skeleton import build_on_meta
 
     tensors = parse_tensors(inputs)
-
-    class Fed(nn.Module):
-        """Takes as many numbers as there are samples, and gives the model inputs of its own kind."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = build_on_meta(lambda: _hooked(_create(model, arguments), tensors))
-            self.targets = ""
-            self.given: list[torch.Tensor] | None = None
-
-        def forward(self, samples: torch.Tensor) -> Any:
-            given = self.given or [one.make(len(samples), "meta") for one in tensors]
-            output = self.model(*given)
-            self.targets = target or _targets_of(output)
-            return output
-
-        def plan(self) -> list[Layer]:
-            try:
-                return plan_of_module(self, ())
-            except Exception:  # it may read its inputs back, or run an operator that only CUDA's rules allow on meta
-                recorder = Recorder(self.model)
-                self.given = [one.make(SAMPLES, "meta") for one in tensors]
-                recorder.values.learn(self.given, default=1)
-                with fused_kernels(), recorder.modules(), recorder.watched():
-                    return plan_of_module(self, ())
-
+    given = [one.make(SAMPLES, "meta") for one in tensors]
     try:
-        fed = Fed()
-        return _Reading(tuple(fed.plan()), fed.targets)
+        network = build_on_meta(lambda: _hooked(_create(model, arguments), tensors))
+        try:
+            plan, output = plan_of_module(network, given)
+        except Exception:  # it may read its inputs back, or run an operator that only CUDA's rules allow on meta
+            recorder = Recorder(network)
+            recorder.values.learn(given, default=1)
+            with fused_kernels(), recorder.modules(), recorder.watched():
+                plan, output = plan_of_module(network, given)
+        return _Reading(tuple(plan), target or _targets_of(output))
     except CommandError:
         raise
     except Exception as error:  # a model may raise anything, and no memory can run out here
