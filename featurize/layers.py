@@ -1,4 +1,4 @@
-"""The layer plan: what a family's forward pass is made of, per sample, without torch.
+"""The layer plan: what a family's forward pass is made of, per sample.
 
 The same granularity as GPUMemNet's `Activations-Params` tuples (arXiv 2602.17817), with true sizes.
 """
@@ -64,7 +64,7 @@ def totals(plan: Iterable[Layer]) -> Totals:
 
 
 def rough_memory_mib(plan: Iterable[Layer], batch_size: int, optimizer: str) -> float:
-    """A quick upper-side guess for the sampling ceiling: fp32 weights, gradients, optimizer state, and every
+    """Return a quick upper-side guess for the sampling ceiling: fp32 weights, gradients, optimizer state, and every
     layer's output kept once. No context, no workspace, no allocator. Not an estimator: see `learn`."""
     sums = totals(plan)
     copies = 2 + OPTIMIZERS[optimizer].states  # with weights and gradients

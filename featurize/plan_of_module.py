@@ -144,7 +144,7 @@ class _Reader(TorchFunctionMode):
         return output
 
     def count(self, kind: str, output: Tensor, parameters: Iterable[Tensor]) -> None:
-        """Hear of a layer in the model's own code; a sum or join that gave the very tensor is that layer."""
+        """Take down a layer of the model's own code; a sum or join that gave the very tensor is that layer."""
         if self._last is output:
             self._plan.pop()
         self._plan.append(Layer(kind, _elements(output), self._take(parameters)))

@@ -57,7 +57,7 @@ def config_of_one_gpu(text: object, trust: Sequence[str] = ()) -> TrialConfig:
 
 
 def problem_of(config: TrialConfig) -> str | None:
-    """Why the layers of a row's config cannot be had, or None. Builds a library's model, without memory."""
+    """Return why the layers of a row's config cannot be had, or None. Builds a library's model, without memory."""
     if (reason := refusal(config)) is not None:
         return reason
     family = get_family(config.family)
@@ -73,8 +73,8 @@ def printable(text: str, most: int = 80) -> str:
 
 
 def code_problem(config: TrialConfig) -> str | None:
-    """Why this config must not become a task, which may import whatever it names; None for what the user named, and
-    for models of libraries that data may name."""
+    """Return why this config must not become a task, which may import whatever it names; None for what the user
+    named, and for models of libraries that data may name."""
     named = [getattr(config, name) for name in code_fields(config.family)]
     return None if all(isinstance(name, CodeName) for name in named) else problem_of(config)
 

@@ -1,4 +1,4 @@
-"""What families share: checks of fields, batches, and repair of sampled values. Start reading at `rates`.
+"""Check fields, make batches and repair sampled values, as families share it. Start reading at `rates`.
 
 torch is imported when a batch is made.
 """

@@ -74,6 +74,12 @@ class Config(TrialConfig):
                 problems.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
         return problems
 
+    @property
+    def padding(self) -> tuple[int, int]:
+        """Zeros before and after each side, so that stride 1 keeps the map's size."""
+        total = self.dilation * (self.kernel_size - 1)
+        return total // 2, total - total // 2
+
 
 @dataclass(frozen=True, slots=True)
 class ConvBlock:
@@ -157,12 +163,6 @@ def _dense_blocks(config: Config) -> list[ConvBlock]:
             conv_blocks.append(ConvBlock("transition", inputs, inputs // 2, side, after))
             inputs, side = inputs // 2, after
     return conv_blocks
-
-
-def padding(config: Config) -> tuple[int, int]:
-    """Zeros before and after each side, so that stride 1 keeps the map's size."""
-    total = config.dilation * (config.kernel_size - 1)
-    return total // 2, total - total // 2
 
 
 def build(config: Config) -> torch.nn.Module:

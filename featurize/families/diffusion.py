@@ -62,15 +62,14 @@ class Config(TrialConfig):
             problems.append(f"image_size must be a multiple of 2**(levels - 1) = {step}, got {self.image_size}")
         return problems
 
+    def attends(self, side: int) -> bool:
+        """Return whether self-attention follows the blocks on a map of that size."""
+        return self.attention_size_min <= side <= self.attention_size
 
-def attends(config: Config, side: int) -> bool:
-    """Whether self-attention follows the blocks on a map of that size."""
-    return config.attention_size_min <= side <= config.attention_size
-
-
-def widths(config: Config) -> list[int]:
-    """Channels of each level, the image's own size first."""
-    return [config.base_channels * min(2**i, config.widest) for i in range(config.levels)]
+    @property
+    def widths(self) -> list[int]:
+        """Channels of each level, the image's own size first."""
+        return [self.base_channels * min(2**i, self.widest) for i in range(self.levels)]
 
 
 def build(config: Config) -> torch.nn.Module:

@@ -59,15 +59,15 @@ class Config(TrialConfig):
             problems.append(f"sparse_gradients needs optimizer {' or '.join(SPARSE_OPTIMIZERS)}, got {self.optimizer}")
         return problems
 
+    @property
+    def bottom_widths(self) -> list[int]:
+        """Widths of the hidden layers for the dense features."""
+        return [max(self.bottom_width >> i, self.embedding_size) for i in range(self.bottom_depth)]
 
-def bottom(config: Config) -> list[int]:
-    """Widths of the hidden layers for the dense features."""
-    return [max(config.bottom_width >> i, config.embedding_size) for i in range(config.bottom_depth)]
-
-
-def top(config: Config) -> list[int]:
-    """Widths of the hidden layers after the interaction."""
-    return [max(config.top_width >> i, 1) for i in range(config.top_depth)]
+    @property
+    def top_widths(self) -> list[int]:
+        """Widths of the hidden layers after the interaction."""
+        return [max(self.top_width >> i, 1) for i in range(self.top_depth)]
 
 
 def build(config: Config) -> torch.nn.Module:

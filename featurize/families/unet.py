@@ -1,6 +1,6 @@
 """U-Nets for segmentation: an encoder that halves the map, a decoder that doubles it, joined at every size.
 
-Start reading at `widths`; the network is that of Ronneberger et al. (arXiv 1505.04597) with padded convolutions, so
+Start reading at `Config`; the network is that of Ronneberger et al. (arXiv 1505.04597) with padded convolutions, so
 that every pixel gets logits.
 """
 
@@ -56,10 +56,10 @@ class Config(TrialConfig):
             problems.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
         return problems
 
-
-def widths(config: Config) -> list[int]:
-    """Channels of each level, the image's own size first: `depth` + 1 of them."""
-    return [min(config.base_channels * 2**i, MAX_CHANNELS) for i in range(config.depth + 1)]
+    @property
+    def widths(self) -> list[int]:
+        """Channels of each level, the image's own size first: `depth` + 1 of them."""
+        return [min(self.base_channels * 2**i, MAX_CHANNELS) for i in range(self.depth + 1)]
 
 
 def build(config: Config) -> torch.nn.Module:

@@ -5,24 +5,20 @@ Shape suffixes: N batch, C channels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 
-from featurize.families.cnn import padding
 from featurize.modules import activation, dropout
 
-if TYPE_CHECKING:
-    from featurize.families.cnn import Config
 
-
-def conv_block(config: Config, inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+def conv_block(config: Any, inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
     """[N, C_in, H, W] -> [N, C_out, ceil(H / stride), ceil(W / stride)]: convolution, norm, activation, dropout.
 
     Uneven padding (even kernels) is a module of its own: `padding="same"` does the same, but not with a stride.
     """
-    before, after = padding(config)
+    before, after = config.padding
     even = before == after
     return nn.Sequential(
         *([] if even else [nn.ZeroPad2d((before, after, before, after))]),
@@ -40,14 +36,14 @@ def conv_block(config: Config, inputs: int, outputs: int, stride: int = 1) -> nn
     )
 
 
-def _norm(config: Config, channels: int) -> list[nn.Module]:
+def _norm(config: Any, channels: int) -> list[nn.Module]:
     return [nn.BatchNorm2d(channels)] if config.batch_norm else []
 
 
 class ResidualBlock(nn.Module):
     """Two convolution blocks, the first with the stride, plus the input; a 1x1 convolution fits it where it must."""
 
-    def __init__(self, config: Config, inputs: int, outputs: int, stride: int):
+    def __init__(self, config: Any, inputs: int, outputs: int, stride: int):
         super().__init__()
         if inputs == outputs and stride == 1:
             self.shortcut: nn.Module = nn.Identity()
@@ -64,7 +60,7 @@ class ResidualBlock(nn.Module):
 class DenseBlock(nn.Module):
     """Each convolution block reads the block's input and all earlier outputs: C_in + count * growth channels out."""
 
-    def __init__(self, config: Config, inputs: int, count: int):
+    def __init__(self, config: Any, inputs: int, count: int):
         super().__init__()
         growth = config.growth_rate
         self.convolutions = nn.ModuleList(conv_block(config, inputs + i * growth, growth) for i in range(count))
@@ -76,7 +72,7 @@ class DenseBlock(nn.Module):
         return torch.cat(features, dim=1)
 
 
-def transition(config: Config, inputs: int, outputs: int, *, shrink: bool) -> nn.Sequential:
+def transition(config: Any, inputs: int, outputs: int, *, shrink: bool) -> nn.Sequential:
     """Between dense blocks: 1x1 convolution, norm, ReLU (whatever the network's activation, as published), 2x2 mean."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 1),

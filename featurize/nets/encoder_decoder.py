@@ -6,16 +6,18 @@ Start reading at `UNet` and `DenoisingUNet`. Shape suffixes: N batch, C channels
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featurize.families import diffusion, unet
 from featurize.modules import Stack, activation, counted, dropout
 
+GROUPS = 32  # of every group norm
 
-def double_convolution(config: unet.Config, inputs: int, outputs: int) -> nn.Sequential:
+
+def double_convolution(config: Any, inputs: int, outputs: int) -> nn.Sequential:
     """[N, C_in, H, W] -> [N, C_out, H, W]: twice a 3x3 convolution (without bias before a norm), norm, activation."""
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
@@ -37,9 +39,9 @@ class UNet(nn.Module):
     decoder reads the encoder's map of the same size, joined to the enlarged one (Ronneberger et al., arXiv 1505.04597,
     with padded convolutions)."""
 
-    def __init__(self, config: unet.Config):
+    def __init__(self, config: Any):
         super().__init__()
-        widths = unet.widths(config)
+        widths = config.widths
 
         def level(inputs: int, outputs: int) -> Stack:
             return Stack([double_convolution(config, inputs, outputs)], recompute=config.activation_checkpointing)
@@ -79,8 +81,9 @@ class TimeEmbedding(nn.Module):
 
     def forward(self, steps_N: torch.Tensor) -> torch.Tensor:
         angles = steps_N[:, None] * self.frequencies
-        waves_NE = counted("position", torch.cat([angles.sin(), angles.cos()], dim=1))
-        return self.second(self.activation(self.first(waves_NE)))
+        return self.second(
+            self.activation(self.first(counted("position", torch.cat([angles.sin(), angles.cos()], dim=1))))
+        )
 
 
 class DenoisingBlock(nn.Module):
@@ -89,12 +92,12 @@ class DenoisingBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, time: int, *, rate: float, heads: int | None):
         super().__init__()
-        self.norm_in = nn.GroupNorm(diffusion.GROUPS, inputs)
+        self.norm_in = nn.GroupNorm(GROUPS, inputs)
         self.activation_in = nn.SiLU()
         self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.time = nn.Sequential(nn.SiLU(), nn.Linear(time, outputs))
         self.rest = nn.Sequential(
-            nn.GroupNorm(diffusion.GROUPS, outputs),
+            nn.GroupNorm(GROUPS, outputs),
             nn.SiLU(),
             *dropout(rate),
             nn.Conv2d(outputs, outputs, 3, padding=1),
@@ -114,7 +117,7 @@ class MapAttention(nn.Module):
     def __init__(self, channels: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.norm = nn.GroupNorm(diffusion.GROUPS, channels)
+        self.norm = nn.GroupNorm(GROUPS, channels)
         self.query, self.key, self.value, self.out = (nn.Linear(channels, channels) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,9 +142,9 @@ class DenoisingUNet(nn.Module):
     `encoder` and `decoder` hold a `Stack` for each denoising block and a plain module where the map changes its size.
     Every result of the encoder is read again by one block of the decoder, the last first."""
 
-    def __init__(self, config: diffusion.Config):
+    def __init__(self, config: Any):
         super().__init__()
-        base, side, levels = config.base_channels, config.image_size, diffusion.widths(config)
+        base, side, levels = config.base_channels, config.image_size, config.widths
 
         def block(inputs: int, outputs: int, attends: bool) -> DenoisingBlock:
             heads = config.heads if attends else None
@@ -158,13 +161,13 @@ class DenoisingUNet(nn.Module):
                 encoder.append(nn.Conv2d(inputs, inputs, 3, stride=2, padding=1))
                 skips.append(inputs)
             for _ in range(config.blocks):
-                encoder.append(stack(block(inputs, width, diffusion.attends(config, side))))
+                encoder.append(stack(block(inputs, width, config.attends(side))))
                 skips.append(inputs := width)
         middle = stack(block(inputs, inputs, True), block(inputs, inputs, False))
         decoder: list[nn.Module] = []
         for level, width in reversed(list(enumerate(levels))):
             for _ in range(config.blocks + 1):
-                decoder.append(stack(block(inputs + skips.pop(), width, diffusion.attends(config, side))))
+                decoder.append(stack(block(inputs + skips.pop(), width, config.attends(side))))
                 inputs = width
             if level:
                 side *= 2
@@ -172,9 +175,7 @@ class DenoisingUNet(nn.Module):
         self.time = TimeEmbedding(base)
         self.first = nn.Conv2d(config.channels, base, 3, padding=1)
         self.encoder, self.middle, self.decoder = nn.ModuleList(encoder), middle, nn.ModuleList(decoder)
-        self.last = nn.Sequential(
-            nn.GroupNorm(diffusion.GROUPS, base), nn.SiLU(), nn.Conv2d(base, config.channels, 3, padding=1)
-        )
+        self.last = nn.Sequential(nn.GroupNorm(GROUPS, base), nn.SiLU(), nn.Conv2d(base, config.channels, 3, padding=1))
 
     def forward(self, x: torch.Tensor, steps_N: torch.Tensor) -> torch.Tensor:
         time_ND = self.time(steps_N)

@@ -7,16 +7,13 @@ features, E edges, H heads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from featurize.modules import Stack, activation, counted, dropout
-
-if TYPE_CHECKING:
-    from featurize.families.gnn import Config
 
 
 def with_loops(edges: torch.Tensor, nodes: int) -> torch.Tensor:
@@ -74,8 +71,8 @@ class SampleConvolution(nn.Module):
     def forward(self, x_VF: torch.Tensor, edges_2E: torch.Tensor) -> torch.Tensor:
         nodes = len(x_VF)
         source, target = edges_2E
-        read_EF = counted("gather", x_VF.index_select(0, source))
-        total = counted("scatter", sum_by_target(read_EF, target, nodes))
+        # without a name for what is gathered, which is free as soon as it is summed
+        total = counted("scatter", sum_by_target(counted("gather", x_VF.index_select(0, source)), target, nodes))
         count = sum_by_target(torch.ones(len(target), device=x_VF.device), target, nodes)
         mean = total / count.clamp(min=1)[:, None]
         return self.neighbours(mean) + self.own(x_VF)
@@ -119,7 +116,7 @@ class GraphBlock(nn.Module):
         return self.rest(self.convolution(x_VF, edges_2E))
 
 
-def _convolution(config: Config, inputs: int) -> nn.Module:
+def _convolution(config: Any, inputs: int) -> nn.Module:
     if config.operator == "gat":
         return AttentionConvolution(inputs, config.hidden, config.heads)
     if config.operator == "sage":
@@ -130,7 +127,7 @@ def _convolution(config: Config, inputs: int) -> nn.Module:
 class GraphClassifier(nn.Module):
     """Nodes [V, F], edges [2, E] (row 0 the sources, row 1 the targets) -> logits of every node [V, classes]."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Any):
         super().__init__()
         widths = [config.features, *[config.hidden] * (config.depth - 1)]
         self.body = Stack(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,6 @@ from torch import Tensor, nn
 
 from featurize.modules import Stack, activation, counted
 from featurize.modules import dropout as dropouts
-
-if TYPE_CHECKING:
-    from featurize.families import gpt, moe, vit
 
 
 class Conv1D(nn.Module):
@@ -78,7 +75,7 @@ def feed_forward(
 
 
 class _Residual(nn.Module):
-    """What the blocks have in common: the two norms, attention, the feed-forward part, dropout before each sum."""
+    """The common parts of the blocks: the two norms, attention, the feed-forward part, dropout before each sum."""
 
     def __init__(self, width: int, attention: nn.Module, forward_part: nn.Module, *, dropout: float, eps: float = 1e-5):
         super().__init__()
@@ -176,7 +173,7 @@ class RoutedBlock(_Residual):
 
 
 class _OfTokens(nn.Module):
-    """What transformers of tokens have in common: the embedding, a stack of blocks and how logits are read off it.
+    """The common parts of transformers of tokens: the embedding, a stack of blocks and how logits are read off it.
 
     Args:
         config: Its sizes.
@@ -185,9 +182,7 @@ class _OfTokens(nn.Module):
         tied: The output layer has the embedding's weights, whose vocabulary V then is.
     """
 
-    def __init__(
-        self, config: gpt.Config | moe.Config, blocks: Iterable[nn.Module], outputs: int, *, per_token: bool, tied: bool
-    ):
+    def __init__(self, config: Any, blocks: Iterable[nn.Module], outputs: int, *, per_token: bool, tied: bool):
         super().__init__()
         width = config.embedding_size
         self.embedding = nn.Embedding(config.vocabulary_size, width)
@@ -204,8 +199,7 @@ class _OfTokens(nn.Module):
     def embed(self, tokens_NL: Tensor) -> Tensor:
         length = tokens_NL.shape[1]
         positions_LE = self.positions_LE if length == len(self.positions_LE) else self.positions_LE[:length]
-        x_NLE = counted("position", self.embedding(tokens_NL) + positions_LE, self.positions_LE)
-        return self.dropout(x_NLE)
+        return self.dropout(counted("position", self.embedding(tokens_NL) + positions_LE, self.positions_LE))
 
     def read(self, x_NLE: Tensor) -> Tensor:
         x_NLE = self.norm(x_NLE)
@@ -231,7 +225,7 @@ class RoutedTransformer(_OfTokens):
 class VisionTransformer(nn.Module):
     """Images [N, channels, side, side] -> [N, V], read off a class token (ViT, arXiv 2010.11929)."""
 
-    def __init__(self, config: vit.Config, blocks: Iterable[nn.Module]):
+    def __init__(self, config: Any, blocks: Iterable[nn.Module]):
         super().__init__()
         width, patch = config.embedding_size, config.patch_size
         self.patches = nn.Conv2d(config.channels, width, patch, stride=patch)

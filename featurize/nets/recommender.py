@@ -7,11 +7,11 @@ tables' and one of the dense features), E embedding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from featurize.families import dlrm
 from featurize.modules import Stack
 
 
@@ -28,10 +28,10 @@ class Recommender(nn.Module):
     The dense features become a vector like those of the tables, each the sum over a bag of rows; then come the dot
     products of all pairs of vectors, and a second row of layers over these and the dense vector."""
 
-    def __init__(self, config: dlrm.Config):
+    def __init__(self, config: Any):
         super().__init__()
         size, vectors = config.embedding_size, len(config.rows) + 1
-        bottom, top = dlrm.bottom(config), dlrm.top(config)
+        bottom, top = config.bottom_widths, config.top_widths
         self.bottom = hidden_layers(config.dense_features, [*bottom, size], recompute=config.activation_checkpointing)
         self.tables = nn.ModuleList(
             nn.EmbeddingBag(count, size, mode="sum", sparse=config.sparse_gradients) for count in config.rows

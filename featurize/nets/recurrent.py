@@ -6,7 +6,7 @@ Imported only inside a family's `build`. Shape suffixes: N batch, L length, E em
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,14 +15,11 @@ from featurize.modules import dropout as dropouts
 
 _CELLS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
-if TYPE_CHECKING:
-    from featurize.families.rnn import Config
-
 
 class RecurrentStack(nn.Module):
     """[N, L, E] -> outputs [N, L, D * H] of the last layer and its states [N, D * H] where each direction ends."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Any):
         super().__init__()
         self.directions = 2 if config.bidirectional else 1
         self.layers = _CELLS[config.cell](
@@ -45,7 +42,7 @@ class RecurrentModel(nn.Module):
     state where each direction ends. Activation checkpointing runs the whole stack, which is one call of cuDNN, again in
     the backward pass."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Any):
         super().__init__()
         self.embedding = nn.Sequential(
             nn.Embedding(config.vocabulary_size, config.embedding_size), *dropouts(config.dropout)

@@ -5,22 +5,19 @@ Start reading at `TransformerClassifier`. Shape suffixes: N batch, L sequence le
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 
 from featurize.modules import Stack, activation, counted
 
-if TYPE_CHECKING:
-    from featurize.families.transformer import Config
-
 
 class TransformerClassifier(nn.Module):
     """Tokens [N, L] -> [N, classes]. Layers of self-attention; in a `decoder`, each position sees those before it. In a
     `hybrid`, causal layers then read these layers' output and start from the embedded tokens again."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Any):
         super().__init__()
         width = config.embedding_size
         plain, crossed = config.depth, 0  # layers of self-attention alone, and with cross-attention
