@@ -11,7 +11,7 @@ import pytest
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import load_device
 from featurize.families import get_family
-from featurize.layers import totals
+from featurize.layers import plan_of, totals
 from learn.artifact_files import stamped
 from learn.cases import DEFAULT_DEVICE, Case
 from learn.estimators import ResidualPrediction
@@ -129,7 +129,7 @@ def test_memory_is_no_smaller_than_weights_what_the_optimizer_keeps_and_context(
     for config in (large, *distillation_configs(30, seed=7)):
         config = dataclasses.replace(config, optimizer=optimizer)
         found = distilled[1].answer([config], SPEC)
-        parameters = totals(get_family(config.family).layers(config)).parameters
+        parameters = totals(plan_of(config)).parameters
         least = SPEC.context_mib + 4 * parameters * (1 + STATES[optimizer]) / 2**20
         assert least * (1 - 1e-9) <= found.figures["memory"][0] < found.upper_mib[0]
 
@@ -210,7 +210,7 @@ def test_what_it_sees_of_a_config_sums_to_the_layer_plan(family):
     sketch = step_sketch(configs, SPEC)
     assert np.isfinite(sketch.values).all()
     for config, found in zip(configs, sketch.totals, strict=True):
-        plan = totals(get_family(family).layers(config))
+        plan = totals(plan_of(config))
         assert tuple(found) == (plan.layers, plan.parameters, plan.output_elements, plan.flops)
 
 
