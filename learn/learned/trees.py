@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MEMBERS = 3  # fits that differ in their random choices; the mean of them is smoother than one
 _ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wrong
 _NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
-_CELLS = 40_000  # rows times trees that are followed at a time: their arrays stay in the processor's cache
+_CELLS = 20_000  # rows times trees that are followed at a time: their arrays stay in the processor's cache
 _DEEPEST = 1000
 _OBJECTIVES = ("none", "custom", "quantile", "regression")  # of LightGBM, whose value is the plain sum of the trees
 _CATEGORICAL, _DEFAULT_LEFT = 1, 2  # bits of its decision_type; the next two say what is missing
