@@ -63,6 +63,23 @@ def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
             raise error from None
 
 
+class BuiltOnMeta:
+    """A factory whose model was built on meta already: it gives that one away, and builds others after it."""
+
+    def __init__(self, model: nn.Module, factory: Callable[[], nn.Module]) -> None:
+        self._model: nn.Module | None = model
+        self._factory = factory
+
+    def __call__(self) -> nn.Module:
+        """Build another one."""
+        return self._factory()
+
+    def taken(self) -> nn.Module | None:
+        """Return the one that was built, the first time."""
+        model, self._model = self._model, None
+        return model
+
+
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy with every parameter and buffer on the meta device, ties kept; the original is untouched and unread."""
     memo: dict[int, Any] = {}

@@ -29,7 +29,7 @@ from featurize.parallel.zero_sharded_rank import zero_rank
 from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorded_steps import StepRunner, batch_on_meta, target_for
 from featurize.recorder import Recorder
-from featurize.skeleton import build_on_meta, on_meta
+from featurize.skeleton import BuiltOnMeta, build_on_meta, on_meta
 from featurize.step_mix import StepSequence
 from featurize.step_trace import BatchMix, StepTrace
 from featurize.steps_in_a_loop import StepsInALoop
@@ -182,6 +182,8 @@ class Tracing:
 
         if isinstance(model, nn.Module):
             built = on_meta(noted(model))
+        elif isinstance(model, BuiltOnMeta) and (taken := model.taken()) is not None:
+            built = noted(taken)
         else:
             built = flash_attention.building(lambda: build_on_meta(factory))
         if not isinstance(built, nn.Module):

@@ -58,6 +58,14 @@ def cached_estimate(question: Question, device: DeviceSpec) -> Estimate | None:
         return None
 
 
+def with_key(question: Question) -> Question:
+    """Return the question with its job's key, for which a factory is built once for all that is asked of it."""
+    from learn.estimation.job_key import key_of
+
+    job_key, build = key_of(question.job)
+    return replace(question, job=replace(question.job, build=build, key=job_key or ""))
+
+
 def clear() -> None:
     """Forget all answers in memory."""
     _answers.clear()
@@ -81,15 +89,13 @@ def _from_disk(key: str) -> Estimate | None:
 def _key(question: Question, device: DeviceSpec) -> tuple[str | None, Question]:
     """Return what tells the answer, and the question as it is then answered: its job is built once. No key with
     workspaces, which depend on this process's cuDNN."""
-    from learn.estimation.job_key import key_of
     from learn.estimation.on_machine import machine_for
     from warehouse.folder import DataFolder
 
     if question.workspaces is not None:
         return None, question
-    job_key, build = key_of(question.job)
-    question = replace(question, job=replace(question.job, build=build, key=job_key))
-    if job_key is None:
+    question = with_key(question)
+    if not question.job.key:
         return None, question
     job, folder, own = question.job, DataFolder.resolve(question.data), question.own_runs
     try:
@@ -97,7 +103,7 @@ def _key(question: Question, device: DeviceSpec) -> tuple[str | None, Question]:
     except CommandError:  # which the answer itself says
         return None, question
     told = (
-        job_key, job.name, job.training_loop, device, device.interconnect, question.allocator, question.estimator,
+        job.key, job.name, job.training_loop, device, device.interconnect, question.allocator, question.estimator,
         question.loop, machine_for(question.machine, device, question.data), question.torch_version, question.coverage,
         question.known, own and own.asked_for, runs, str(folder.root), tuple(_models_of(folder)),
     )  # fmt: skip

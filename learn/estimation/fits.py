@@ -17,7 +17,7 @@ from featurize.trial import TrialConfig, config_from_mapping
 from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answer_cache import answer
+from learn.estimation.answer_cache import answer, with_key
 from learn.estimation.answers import is_of_job
 from learn.estimation.batch_search import MOST_SAMPLES, largest_fitting
 from learn.estimation.job_estimate import Estimate
@@ -218,6 +218,7 @@ def devices_that_fit(
             "known: a run without a device would speak for every GPU model; name its own, as in "
             "known=[{batch_size: 32, memory_mib: 10240, device: A100-SXM4-40GB}]"
         )
+    question = with_key(question)
     traces: Traces = {}
     fits, problems = [], []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):

@@ -57,10 +57,11 @@ class _Untold(Exception):
 def key_of(job: Workload) -> tuple[str | None, Build]:
     """Return a job's key, and what builds its model: a factory that was built to tell its key is not built again.
 
-    Within `featurize.trace_cache.nothing_is_traced`, a factory that is not a library's has no key.
+    Within `featurize.trace_cache.nothing_is_traced`, a factory that is not a library's has no key, nor has that of a
+    job on several GPUs.
     """
     if job.key is not None or job.recorded is not None:
-        return job.key, job.build
+        return job.key or None, job.build
     if job.config is not None:
         return trace_cache.config_key(job.config, job.parallel), job.build
     if not job.given or job.batches:
@@ -69,7 +70,7 @@ def key_of(job: Workload) -> tuple[str | None, Build]:
     build = job.build
     try:
         if not isinstance(model, nn.Module) and not _is_of_library(model):
-            if not trace_cache.may_trace():
+            if job.parallel is not None or not trace_cache.may_trace():  # a rank's factory builds in its rank's place
                 return None, build
             model, build = _built(build)
         walk = _Walk()
@@ -81,7 +82,7 @@ def key_of(job: Workload) -> tuple[str | None, Build]:
 
 def _built(build: Build) -> tuple[nn.Module, Build]:
     from featurize import flash_attention
-    from featurize.skeleton import build_on_meta
+    from featurize.skeleton import BuiltOnMeta, build_on_meta
 
     try:
         built = flash_attention.building(lambda: build_on_meta(build))
@@ -89,8 +90,7 @@ def _built(build: Build) -> tuple[nn.Module, Build]:
         raise _Untold from error
     if not isinstance(built, nn.Module):
         raise _Untold
-    once = [built]
-    return built, lambda: once.pop() if once else build()
+    return built, BuiltOnMeta(built, build)
 
 
 def _is_of_library(value: object) -> bool:

@@ -1,0 +1,165 @@
+"""Traces and answers that are found again: by whom, and what makes another job of one."""
+
+import contextlib
+import dataclasses
+import sqlite3
+
+import pytest
+import torch
+from torch import nn
+
+import featurize.trace
+from featurize import trace_cache
+from featurize.device_spec import load_device
+from featurize.disk_cache import DiskCache
+from featurize.families import cnn
+from featurize.trace import trace_step
+from learn import estimate
+from learn.estimation import answer_cache
+from learn.estimation.answer_cache import cached_estimate
+from learn.estimation.job_key import key_of
+from learn.estimation.questions import question_of
+from learn.workload import of_module
+
+A100, V100 = load_device("A100-SXM4-40GB"), load_device("V100-SXM2-32GB")
+CONFIG = cnn.Config(batch_size=2, image_size=16, channels=3, classes=4, base_filters=8, depth=2)
+WIDTH = 8
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of the cache on disk."""
+    monkeypatch.setenv("GPUFARM_CACHE", str(tmp_path / "a'; echo cache"))
+    return tmp_path / "a'; echo cache"
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The steps that were traced."""
+    steps = []
+
+    def counted(*args, **kwargs):
+        steps.append(args)
+        return trace_step(*args, **kwargs)
+
+    monkeypatch.setattr(featurize.trace, "trace_step", counted)
+    return steps
+
+
+def as_another_process():
+    trace_cache.clear()
+    answer_cache.clear()
+
+
+def figures(done):
+    return dataclasses.replace(done, seconds=0.0)
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
+
+
+def key(model, inputs=(2, 4), **more):
+    return key_of(of_module(model, inputs, **more))[0]
+
+
+@pytest.mark.parametrize("job", [lambda: {"model": CONFIG}, lambda: {"model": net, "inputs": (2, 4)}])
+def test_a_repeated_question_is_answered_without_a_trace_also_by_the_next_process(cache, traced, job):
+    first = estimate(**job(), device=A100)
+    assert figures(estimate(**job(), device=A100)) == figures(first) and len(traced) == 1
+    as_another_process()
+    assert figures(estimate(**job(), device=A100)) == figures(first) and len(traced) == 1
+    elsewhere = estimate(**job(), device=V100)
+    as_another_process()
+    (cache / "traces.sqlite").unlink()
+    assert figures(estimate(**job(), device=V100)) == figures(elsewhere) and len(traced) == 2, "a trace serves both"
+
+
+def test_what_is_not_known_is_neither_built_nor_traced(cache, traced):
+    question = question_of(CONFIG, training={})
+    assert cached_estimate(question, A100) is None and not traced
+    done = estimate(CONFIG, device=A100)
+    assert figures(cached_estimate(question, A100)) == figures(done)
+    assert cached_estimate(question, V100).device == V100.name and len(traced) == 1
+    assert cached_estimate(question_of(net, (2, 4), training={}), A100) is None
+
+
+def test_an_answer_that_the_caller_changes_changes_no_later_one(cache):
+    estimate(CONFIG, device=A100).breakdown["context"] = 0.0
+    assert estimate(CONFIG, device=A100).breakdown["context"] > 0
+
+
+@pytest.mark.parametrize("content", [b"not a database", b""])
+def test_a_damaged_file_is_as_none_and_is_replaced(cache, traced, content):
+    cache.mkdir()
+    (cache / "traces.sqlite").write_bytes(content)
+    estimate(CONFIG)
+    as_another_process()
+    estimate(CONFIG)
+    assert len(traced) == 1
+
+
+def test_entries_of_others_are_traced_anew(cache, traced):
+    first = estimate(CONFIG)
+    with contextlib.closing(sqlite3.connect(cache / "traces.sqlite")) as database:
+        keys = [name for (name,) in database.execute("SELECT key FROM entries")]
+    DiskCache(cache / "traces.sqlite").write((name, b'{"trace": [1]}') for name in keys)
+    as_another_process()
+    assert figures(estimate(CONFIG)) == figures(first) and len(traced) == 2
+
+
+def test_a_file_stays_below_its_limit(tmp_path):
+    disk = DiskCache(tmp_path / "small.sqlite", most_bytes=100_000)
+    for at in range(40):
+        disk.write([(str(at), torch.randint(0, 256, (10_000,), dtype=torch.uint8).numpy().tobytes())])
+    assert disk.path.stat().st_size < 200_000 and disk.read(["39"]) and not disk.read(["0"])
+
+
+def test_modules_that_are_made_alike_have_one_key():
+    assert key(net) == key(net) == key(lambda: net()) != key(net())
+    module = net()
+    assert key(module) == key(module)
+
+
+def test_whatever_a_trace_follows_from_is_in_the_key(monkeypatch):
+    keys = [key(net), key(net, (3, 4)), key(net, target=(2,)), key(net, loss=lambda output, target: output.sum())]
+    monkeypatch.setitem(globals(), "WIDTH", 16)  # a global that the factory reads
+    keys.append(key(net))
+    module = net()
+    keys.append(key(module))
+    module[0] = nn.Linear(4, 16, bias=False)
+    keys.append(key(module))
+    module.forward = lambda x: module[2](module[0](x))
+    keys.append(key(module))
+    assert None not in keys and len(set(keys)) == len(keys)
+
+
+def test_the_code_of_a_module_is_in_the_key_with_what_it_names(monkeypatch):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.mask = nn.Linear(4, 4), torch.zeros(4)
+
+        def forward(self, x):
+            return self.layer(x) * WIDTH + self.mask
+
+    module = Own()
+    keys = [key(module)]
+    monkeypatch.setitem(globals(), "WIDTH", 16)
+    keys.append(key(module))
+    module.mask[0] = 1
+    keys.append(key(module))
+    monkeypatch.setattr(Own, "forward", lambda self, x: self.layer(self.layer(x)))
+    keys.append(key(module))
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight)
+    keys.append(key(module))
+    assert None not in keys and len(set(keys)) == len(keys)
+
+
+def test_what_no_text_stands_for_has_no_key(tmp_path):
+    module = net()
+    module.generator = torch.Generator()
+    assert key(module) is None
+    module = net()
+    with open(tmp_path / "log", "w") as module.log:
+        assert key(module) is None
