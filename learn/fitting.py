@@ -49,7 +49,9 @@ class FitSettings:
         "the name of one; an unknown one lists them all; default hybrid, or lightgbm where all rows are simulated",
     )
     family: str = key("all", "one family, or all")
-    source: str | None = key(None, "measured, simulated or imported; needed where the rows are of several")
+    source: str | tuple[str, ...] | None = key(
+        None, "measured, simulated or imported; needed where the rows are of several", "text | list of text | null"
+    )
     device_name: str | None = key(
         None, "as in runs.device_name; default all, needed where conf/device does not describe them all"
     )

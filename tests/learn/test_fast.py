@@ -21,7 +21,6 @@ from learn.fastpath.fast_bound import calibrate
 from learn.fastpath.fast_configs import DISTILLED_DEVICES, FAMILIES, distillation_cases, distillation_configs
 from learn.fastpath.fast_features import step_sketch
 from learn.learned.scaled_prediction import ScaledPrediction
-from learn.model_card import write_card
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB")
 SPEC = load_device(DEVICES[0])
@@ -133,18 +132,6 @@ def test_memory_is_no_smaller_than_weights_what_the_optimizer_keeps_and_context(
         parameters = totals(get_family(config.family).layers(config)).parameters
         least = SPEC.context_mib + 4 * parameters * (1 + STATES[optimizer]) / 2**20
         assert least * (1 - 1e-9) <= found.figures["memory"][0] < found.upper_mib[0]
-
-
-def test_the_card_says_how_the_bound_compares_with_the_teachers(distilled, tmp_path):
-    rows = {"source": {"imported": 3}, "device": {"A100-SXM4-40GB": 3}, "family": {"mlp": 3}, "censored": 0}
-    meta = {"environment": {}, "estimator": "hybrid", "seed": 0, "feature_version": "0", "rows": rows, "metrics": {},
-            "unit": "MiB"}  # fmt: skip
-    write_card(tmp_path / "card.md", {"memory": meta}, distilled[1])
-    lines = (tmp_path / "card.md").read_text().splitlines()
-    for family, said in distilled[1].bounds.items():
-        (line,) = [line for line in lines if line.startswith(f"| {family} |") and line.endswith("% |")]
-        assert f"| {said['median']:.2f} / {said['p90']:.2f} | {said['teacher_median']:.2f} / " in line
-        assert f"{said['covered']:.1%} | {said['above_teacher']:.1%}" in line
 
 
 def test_saved_and_loaded_it_answers_the_same(distilled, tmp_path):
