@@ -24,7 +24,7 @@ WHERE = "GPUMemNet's files come from https://github.com/itu-rad/GPUMemNet: clone
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """What to build from. Raises `UsageError` that names every bad key together.
+    """Files to build from. Raises `UsageError` that names every bad key together.
 
       git clone https://github.com/itu-rad/GPUMemNet
       python -m learn.build_defaults path=GPUMemNet/Datasets out=models
