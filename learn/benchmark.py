@@ -12,20 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from conf.cli import command
 from conf.errors import UsageError
-from learn.evaluation.benchmark_result import Benchmark
+from learn.evaluation.benchmark_figures import TRUSTED_ALONE, Asked, Benchmark, Figures, Given, Scored, judged
 from learn.evaluation.benchmark_settings import STEP_FORMULAS, BenchmarkSettings
 from learn.step_store import StepStore
 from learn.targets import SLOWDOWN, Bins, get_target
 
 if TYPE_CHECKING:
-    from learn.evaluation.benchmark_answers import Learned, Tally
-    from learn.evaluation.benchmark_figures import Figures, Given, Scored
+    from learn.evaluation.benchmark_answers import Tally
     from learn.evaluation.benchmark_rows import RowSelection
     from learn.evaluation.splits import Part
     from warehouse.folder import DataFolder
@@ -59,7 +58,6 @@ def benchmark(
         )
     from learn.estimators import TRAINING_FREE, get_estimator
     from learn.evaluation.benchmark_answers import Tally, ask_free, ask_learned
-    from learn.evaluation.benchmark_figures import TRUSTED_ALONE
     from learn.evaluation.benchmark_rows import of_published, of_runs
     from learn.evaluation.published_figures import published_figures
 
@@ -86,22 +84,19 @@ def benchmark(
     elif selection.rows.target.is_memory:
         notes.append("labels were not compared with traces, which no learned estimator that is asked reads")
     tally.add(len(index) * len(names) + len(parts) * len(learned))
-    counted = partial(_counted, settings, selection, index, bins)
-    asked: dict[str, Mapping[int, Given]] = {}
-    fitted: dict[str, Learned] = {}
+    counted = partial(_judged, settings, selection, index, bins, steps)
+    asked: dict[str, Asked] = {}
     for name in learned:
-        fitted[name] = ask_learned(name, selection, parts, bins, settings.seed, tally, steps)
-        asked[name] = fitted[name].answers
-        finished(counted({name: asked[name]}, fitted, steps)[0])
+        asked[name] = ask_learned(name, selection, parts, bins, settings.seed, tally, steps)
+        finished(counted({name: asked[name]})[0])
     for name, given in ask_free(selection, index, free, settings, tally, steps):
         asked[name] = given
-        finished(counted({name: given}, fitted, steps)[0])
-    answers = {name: asked[name] for name in names} | _published_estimates(selection, index)
+        finished(counted({name: given})[0])
 
     notes = [*_said_of_parts(settings, parts, learned), *notes]
-    for name, of_fits in fitted.items():
-        notes += [f"{name}: {text}" for text in _alike(of_fits.warnings)]
-    figures, scored = counted(answers, fitted, steps)
+    for name in learned:
+        notes += [f"{name}: {text}" for text in _alike(asked[name].warnings)]
+    figures, scored = counted({name: asked[name] for name in names} | _published_estimates(selection, index))
     rows = selection.rows.subset(index)
     cards = set(rows.card_mib.tolist())
     return Benchmark(
@@ -109,7 +104,7 @@ def benchmark(
         device=", ".join(dict.fromkeys(map(str, rows.device))),
         card_mib=cards.pop() if rows.target.is_memory and len(cards) == 1 else None,
         bins={of.file: bins[of.file.removesuffix(TRUSTED_ALONE)] for of in figures},
-        figures=figures,
+        figures=tuple(figures),
         scored=scored,
         published=published_figures(settings.target),
         notes=tuple(dict.fromkeys(notes)),
@@ -132,9 +127,15 @@ def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping) 
             inside = selection.file == file
             strata[inside] = strata.max() + 1 + classes_of(rows.subset(inside), own["published"])
     return parts_of(
-        rows, strata, how=settings.split, folds=settings.folds, by=settings.by, seed=settings.seed,
-        fitted_on=selection.fitted_on, asked=selection.asked,
-    )  # fmt: skip
+        rows,
+        strata,
+        how=settings.split,
+        folds=settings.folds,
+        by=settings.by,
+        seed=settings.seed,
+        fitted_on=selection.fitted_on,
+        asked=selection.asked,
+    )
 
 
 def _prepared(steps: StepStore, settings: BenchmarkSettings, selection: RowSelection, tally: Tally) -> list[str]:
@@ -165,20 +166,20 @@ def cache_folder(settings: BenchmarkSettings) -> DataFolder:
     return DataFolder.resolve(Path(cache).expanduser() / "gpufarm")
 
 
-def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str, dict[int, Given]]:
-    """Other people's estimates of these very rows, where a file holds them."""
-    from learn.evaluation.benchmark_figures import Given
+def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str, Asked]:
+    """Return other people's estimates of these very rows, where a file holds them."""
     from learn.evaluation.benchmark_view import OTHERS
 
     names = sorted({name for i in index for name in selection.estimates[i]})
-    estimates: dict[str, dict[int, Given]] = {}
+    estimates = {}
     for name in names:
         with_it = {selection.file[i] for i in index if name in selection.estimates[i]}
-        estimates[f"{name} {OTHERS}"] = {
+        answers = {
             i: Given(estimate=selection.estimates[i].get(name), reason="not published for this row")
             for i in index.tolist()
             if selection.file[i] in with_it
         }
+        estimates[f"{name} {OTHERS}"] = Asked(answers=answers)
     return estimates
 
 
@@ -221,58 +222,51 @@ def _alike(warnings: Sequence[str]) -> list[str]:
     return list(notes_by_shape.values())
 
 
-def _counted(
-    settings: BenchmarkSettings,
-    selection: RowSelection,
-    index: np.ndarray,
-    bins: Mapping[str, Mapping[str, Bins]],
-    answers: Mapping[str, Mapping[int, Given]],
-    fitted: Mapping[str, Learned],
-    steps: StepStore,
-) -> tuple[tuple[Figures, ...], dict[tuple[str, str], list[Scored]]]:
-    from learn.evaluation.benchmark_figures import TRUSTED_ALONE, Scored, figures_of
+def _described(
+    settings: BenchmarkSettings, selection: RowSelection, index: np.ndarray, steps: StepStore
+) -> dict[int, dict[str, Any]]:
+    """Return of each row that is asked what `Scored` says of it."""
     from learn.evaluation.splits import keys_of
 
     rows = selection.rows
     groups = keys_of(rows, settings.by or "module")
-    operators = {i: steps.main_operator(rows.cases[i]) for i in index.tolist()}
-    figures, scored = [], {}
+    return {
+        i: {
+            "name": str(selection.name[i]),
+            "group": str(groups[i]),
+            "label": None if rows.censored[i] else float(rows.label[i]),
+            "doubt": str(rows.doubt[i]) or None,
+            "family": str(rows.family[i]),
+            "batch_size": rows.cases[i].batch_size,
+            "card": float(rows.device_memory_mib[i]) if rows.target.is_memory else None,
+            "operator": steps.main_operator(rows.cases[i]),
+            "source": str(rows.source[i]),
+        }
+        for i in index.tolist()
+    }
+
+
+def _judged(
+    settings: BenchmarkSettings,
+    selection: RowSelection,
+    index: np.ndarray,
+    bins: Mapping[str, Mapping[str, Bins]],
+    steps: StepStore,
+    asked: Mapping[str, Asked],
+) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
+    """Judge the estimators on each file, and where some of its rows are in doubt also on the others alone."""
+    described = _described(settings, selection, index, steps)
+    figures: list[Figures] = []
+    scored: dict[tuple[str, str], list[Scored]] = {}
     for file in dict.fromkeys(selection.file[index].tolist()):
-        members = [i for i in index.tolist() if selection.file[i] == file]
-        for name, given in answers.items():
-            if members[0] not in given:  # a published estimator that this file has no figures of
-                continue
-            learned = fitted.get(name)
-            own = [
-                Scored(
-                    **vars(given[i]),
-                    name=str(selection.name[i]),
-                    group=str(groups[i]),
-                    label=None if rows.censored[i] else float(rows.label[i]),
-                    doubt=str(rows.doubt[i]) or None,
-                    family=str(rows.family[i]),
-                    batch_size=rows.cases[i].batch_size,
-                    card=float(rows.device_memory_mib[i]) if rows.target.is_memory else None,
-                    operator=operators[i],
-                    source=str(rows.source[i]),
-                )
-                for i in members
-            ]
-            trusted = [row for row in own if row.doubt is None]
-            tables = {file: own}
-            if 0 < len(trusted) < len(own):
-                tables[f"{file}{TRUSTED_ALONE}"] = trusted
-            for title, of_table in tables.items():
-                scored[title, name] = of_table
-                figures.append(
-                    figures_of(
-                        title, name, of_table, bins=bins[file], space=rows.target.space, learned=learned is not None,
-                        median_seconds=learned.latency.get(file) if learned else None,
-                        fit_seconds=learned.fit_seconds if learned else None,
-                        fits=learned.fits if learned else 0,
-                    )
-                )  # fmt: skip
-    return tuple(figures), scored
+        rows = {i: about for i, about in described.items() if selection.file[i] == file}
+        trusted = {i: about for i, about in rows.items() if about["doubt"] is None}
+        for title, members in ((file, rows), (f"{file}{TRUSTED_ALONE}", trusted)):
+            if members and (members is rows or len(trusted) < len(rows)):
+                of_members, own = judged(title, members, asked, bins[file], selection.rows.target.space)
+                figures += of_members
+                scored |= own
+    return figures, scored
 
 
 def entry(settings: BenchmarkSettings) -> int:
@@ -281,7 +275,12 @@ def entry(settings: BenchmarkSettings) -> int:
         from learn.collocation.command import benchmark_entry
 
         return benchmark_entry(settings)
-    from learn.evaluation.benchmark_view import BenchmarkProgress, print_benchmark, write_json
+    from learn.evaluation.benchmark_view import (
+        BenchmarkProgress,
+        print_benchmark,
+        write_benchmark_report,
+        write_json,
+    )
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:
         with BenchmarkProgress(settings.target) as progress:
@@ -296,8 +295,6 @@ def entry(settings: BenchmarkSettings) -> int:
     if settings.out is not None:
         write_json(settings.out, done, settings)
     if settings.report is not None:
-        from learn.evaluation.benchmark_report import write_benchmark_report
-
         write_benchmark_report(settings.report, done, settings)
     return 0
 

@@ -40,7 +40,7 @@ _MOVED_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class FitBoundSettings:
-    """What to fit on. Raises `UsageError` that names every bad key together.
+    """Rows to fit on. Raises `UsageError` that names every bad key together.
 
       python -m learn.fit_bound rows=answers.jsonl out=bound_by_causes.json
 

@@ -139,7 +139,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
     from conf.bars import StepBar
-    from learn.kernels.score_tables import activity_table, power_table, time_table
+    from learn.kernels.judging import activity_table, power_table, time_table
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)

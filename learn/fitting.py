@@ -35,7 +35,7 @@ class FitSettings:
 
     30 % of the rows are held out, the rest is cross-validated in 3 folds; near-copies of a configuration stay on one
     side of every split. The artifact, models/TARGET/VERSION/ in the data folder, holds the model (fitted on all rows),
-    meta.json, report.json, report.html and two plots.
+    meta.json, report.json and report.html with two plots.
 
     target=slowdown learns from the table collocations how much jobs slow each other down on one GPU; it takes data,
     source and device_name alone.
@@ -49,7 +49,9 @@ class FitSettings:
         "the name of one; an unknown one lists them all; default hybrid, or lightgbm where all rows are simulated",
     )
     family: str = key("all", "one family, or all")
-    source: str | None = key(None, "measured, simulated or imported; needed where the rows are of several")
+    source: str | tuple[str, ...] | None = key(
+        None, "measured, simulated or imported; needed where the rows are of several", "text | list of text | null"
+    )
     device_name: str | None = key(
         None, "as in runs.device_name; default all, needed where conf/device does not describe them all"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,13 +27,22 @@ if TYPE_CHECKING:
     from learn.evaluation.benchmark_settings import BenchmarkSettings
     from learn.fitting import FitSettings
 
-_HEADS = ("estimator", "groups", "speed MAE", "MAE as measured", "MAE of the group's mean", "median", "p90",
-          "AUC keep 85 %", "below p90")  # fmt: skip
+_HEADS = (
+    "estimator",
+    "groups",
+    "speed MAE",
+    "MAE as measured",
+    "MAE of the group's mean",
+    "median",
+    "p90",
+    "AUC keep 85 %",
+    "below p90",
+)
 
 
 @dataclass(frozen=True)
 class FittedSlowdowns:
-    """What a fit leaves: the artifact's folder, the estimator, and what it was fitted on."""
+    """Result of a fit: the artifact's folder, the estimator, and what it was fitted on."""
 
     path: Path
     slowdowns: LearnedSlowdowns
@@ -43,7 +52,7 @@ class FittedSlowdowns:
 def fit_slowdowns(
     data: str | os.PathLike[str] | None = None,
     *,
-    source: str | None = None,
+    source: str | Sequence[str] | None = None,
     device_name: str | None = None,
     now: datetime | None = None,
 ) -> FittedSlowdowns:
@@ -51,7 +60,7 @@ def fit_slowdowns(
 
     Args:
         data: Data folder; None: the default one.
-        source: measured, simulated or imported; needed where groups are of several.
+        source: measured, simulated or imported, or several of them; needed where groups are of several.
         device_name: GPU model; None: all.
         now: Time that names the version; time-zone aware. None is the current time.
 
@@ -148,25 +157,17 @@ def benchmark_entry(settings: BenchmarkSettings) -> int:
 
 
 def _print(done: SlowdownBenchmark) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from learn.evaluation.benchmark_view import print_table, screen_of
 
-    screen = Console(highlight=False)
-    screen = screen if screen.is_terminal else Console(highlight=False, width=140)
     for title in dict.fromkeys(score.title for score in done.scores):
-        table = Table(title=f"{title}: groups with a {done.split} left out", title_justify="left")
-        for head in _HEADS:
-            table.add_column(head, justify="left" if head == "estimator" else "right")
-        for score in done.scores:
-            if score.title == title:
-                figures = (score.speed_mae, score.raw_mae, score.pair_mae, score.median, score.p90, score.auc)
-                table.add_row(
-                    score.estimator,
-                    f"{score.groups:,}",
-                    *("-" if figure is None else f"{figure:.3f}" for figure in figures),
-                    "-" if score.covered is None else f"{score.covered:.1%}",
-                )
-        screen.print(table)
+        rows = []
+        for score in (score for score in done.scores if score.title == title):
+            figures = (score.speed_mae, score.raw_mae, score.pair_mae, score.median, score.p90, score.auc)
+            texts = ["-" if figure is None else f"{figure:.3f}" for figure in figures]
+            covered = "-" if score.covered is None else f"{score.covered:.1%}"
+            rows.append([score.estimator, f"{score.groups:,}", *texts, covered])
+        print_table((f"{title}: groups with a {done.split} left out", list(_HEADS), rows))
+    screen = screen_of(140)
     if not done.scores:
         screen.print(f"no estimator was judged: of one {done.split} alone there are no groups to learn from")
     for title, of in done.memory_errors.items():

@@ -128,8 +128,9 @@ def judged(
     Members that did not train at the same time are never fitted on, and are judged in rows of their own.
     """
     titles = sorted({(group.title, group.series) for group in groups})
-    parts = {title: _parts([group for group in groups if (group.title, group.series) == title], split)
-             for title in titles}  # fmt: skip
+    parts = {
+        title: _parts([group for group in groups if (group.title, group.series) == title], split) for title in titles
+    }
     total, done = sum(map(len, parts.values())), 0
     scores = []
     for (title, series), own_parts in parts.items():
@@ -187,8 +188,9 @@ def _score(title: str, name: str, given: Sequence[tuple[MeasuredGroup, list[Slow
     expected = [np.array([1.0 / one.median for one in answer]) for _, answer in answered]
     errors = np.concatenate([np.abs(ours - np.minimum(1.0, own)) for ours, own in zip(expected, raw, strict=True)])
     kept = np.array([own.min() >= BOTH_KEEP for own in raw])
-    bounds = [(slowdown, one) for group, answer in answered
-              for slowdown, one in zip(group.slowdowns, answer, strict=True)]  # fmt: skip
+    bounds = [
+        (slowdown, one) for group, answer in answered for slowdown, one in zip(group.slowdowns, answer, strict=True)
+    ]
     has_bound = any(one.p90 > one.median for _, one in bounds)
     return SlowdownScore(
         title=title,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +58,13 @@ class MeasuredGroup:
 
 
 def measured_groups(
-    data: str | os.PathLike[str] | None, source: str | None = None, device_name: str | None = None
+    data: str | os.PathLike[str] | None, source: str | Sequence[str] | None = None, device_name: str | None = None
 ) -> tuple[list[MeasuredGroup], dict[str, int]]:
     """Return the groups in which every member has a slowdown, and how many groups are left out for which reason.
 
     Args:
         data: Data folder; None: the default one.
-        source: measured, simulated or imported; None: whichever there is, if there is one.
+        source: measured, simulated or imported, or several of them; None: whichever there is, if there is one.
         device_name: GPU model; None: all.
 
     Raises:
@@ -82,9 +83,10 @@ def measured_groups(
     sources = sorted({row["source"] for row in members})
     if source is None and len(sources) > 1:
         raise UsageError(f"source=... is needed: collocations holds {', '.join(sources)}")
+    wanted = sources if source is None else [source] if isinstance(source, str) else source
     by_group: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in members:
-        if source in (None, row["source"]):
+        if row["source"] in wanted:
             by_group[row["group_id"]].append(row)
     if not by_group:
         chosen = "".join(f" of {name}={value}" for name, value in (("source", source), ("device_name", device_name))

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from featurize.device_spec import describe_device
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, Estimator, Prediction, get_estimator, make_estimator
-from learn.evaluation.benchmark_figures import RELIABILITY, Given
+from learn.evaluation.benchmark_figures import RELIABILITY, Asked, Given
 from learn.evaluation.benchmark_rows import RowSelection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.evaluation.scores import median
@@ -47,17 +47,6 @@ class Tally:
         self._progress(self.done, self.of)
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What one learned estimator gave: answers by row, seconds of one answer by file, median of `fits` fits."""
-
-    answers: Mapping[int, Given]
-    latency: Mapping[str, float]
-    fit_seconds: float | None
-    fits: int
-    warnings: tuple[str, ...]
-
-
 def ask_free(
     selection: RowSelection,
     index: np.ndarray,
@@ -65,8 +54,8 @@ def ask_free(
     settings: BenchmarkSettings,
     tally: Tally,
     steps: StepStore,
-) -> Iterator[tuple[str, dict[int, Given]]]:
-    """Yield (estimator, row -> answer) of estimators that learn nothing, each when all its rows have an answer.
+) -> Iterator[tuple[str, Asked]]:
+    """Yield each estimator that learns nothing with its answers, when all its rows have one.
 
     The slow ones come last. Where `steps` has a row's record, `trace` answers from that and traces nothing again.
     """
@@ -90,14 +79,14 @@ def ask_free(
     for name, given_rows in answers.items():
         tally.step(len(given_rows))
         if len(given_rows) == len(index):
-            yield name, given_rows
+            yield name, Asked(answers=given_rows)
     workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
     for number, answer in run_all(jobs, workers=workers, limit_s=settings.limit_s, memory_gib=settings.memory_gib):
         name, i = places[number]
         answers[name][i] = Given(estimate=answer.mib, reason=answer.reason, seconds=answer.seconds)
         tally.step()
         if len(answers[name]) == len(index):
-            yield name, answers[name]
+            yield name, Asked(answers=answers[name])
 
 
 def _of_record(case: Case, target: Target, steps: StepStore) -> Given | None:
@@ -110,9 +99,14 @@ def _of_record(case: Case, target: Target, steps: StepStore) -> Given | None:
 
 
 def ask_learned(
-    name: str, selection: RowSelection, parts: Sequence[Part], bins: Mapping[str, Mapping[str, Bins]], seed: int,
-    tally: Tally, steps: StepStore,
-) -> Learned:  # fmt: skip
+    name: str,
+    selection: RowSelection,
+    parts: Sequence[Part],
+    bins: Mapping[str, Mapping[str, Bins]],
+    seed: int,
+    tally: Tally,
+    steps: StepStore,
+) -> Asked:
     """Fit on the inside of each part and ask the rows outside. A part that it cannot be fitted to is refused whole."""
     answers: dict[int, Given] = {}
     warnings: dict[str, None] = {}
@@ -140,7 +134,14 @@ def ask_learned(
                 latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], get_estimator(name).needs_trace, steps)
     known = {file: value for file, value in latency.items() if value is not None}
     # The first fit of all also computes features that later ones, also of other estimators, find remembered.
-    return Learned(answers, known, median(np.array(seconds)), len(seconds), tuple(warnings))
+    return Asked(
+        answers=answers,
+        learns=True,
+        latency=known,
+        fit_seconds=median(np.array(seconds)),
+        fits=len(seconds),
+        warnings=tuple(warnings),
+    )
 
 
 def _ask(

@@ -1,6 +1,6 @@
-"""How far answers lie from labels: the figures of one file and one estimator.
+"""How far answers lie from labels: the figures of each estimator on each set of rows.
 
-Start reading at `Scored`, then `figures_of`.
+Start reading at `Scored`, then `figures_of`, then `Benchmark`, which has all of them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
+from learn.evaluation.published_figures import PublishedFigure
 from learn.evaluation.scores import (
     RELATIVE_FLOOR,
     BoundScores,
@@ -25,7 +27,7 @@ from learn.evaluation.scores import (
     median,
     p90,
 )
-from learn.targets import Bins
+from learn.targets import Bins, Target
 
 TRUSTED_ALONE = ", doubted rows apart"  # behind a file's name: the same estimates, without these rows
 RELIABILITY = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # quantiles that are checked against the labels
@@ -49,6 +51,23 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One estimator's answers by row.
+
+    learns       it was fitted to rows like these; `fit_seconds` is the median over `fits` fits
+    latency      seconds of one answer by file, where they were timed apart
+    warnings     its own
+    """
+
+    answers: Mapping[int, Given]
+    learns: bool = False
+    latency: Mapping[str, float] = field(default_factory=dict)
+    fit_seconds: float | None = None
+    fits: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scored(Given):
     """One row and one estimator's answer. `label` None: out of memory, the job needs more than the card.
 
@@ -69,7 +88,7 @@ class Scored(Given):
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Of the errors, and the share of labels above their estimate; None without rows."""
+    """Mean, median and p90 of the errors, and the share of labels above their estimate; None without rows."""
 
     mean: float | None
     median: float | None
@@ -185,6 +204,60 @@ def _bound(rows: Sequence[Scored], space: str) -> BoundScores | None:
     return bound_scores(label, np.array([row.upper for row in rows], dtype=float), censored, space)
 
 
+@dataclass(frozen=True)
+class Benchmark:
+    """The figures of every file and estimator, the answers behind them in the same order of rows, and what to know.
+
+    bins       file -> name -> the classes that its rows were judged by
+    published  what others published for this target, on their own rows
+    """
+
+    target: Target
+    device: str
+    card_mib: float | None
+    bins: Mapping[str, Mapping[str, Bins]]
+    figures: tuple[Figures, ...]
+    scored: Mapping[tuple[str, str], Sequence[Scored]]
+    published: tuple[PublishedFigure, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def relative(self) -> bool:
+        return self.target.space == "log"
+
+
+def judged(
+    title: str,
+    rows: Mapping[int, Mapping[str, Any]],
+    asked: Mapping[str, Asked],
+    bins: Mapping[str, Bins],
+    space: str,
+) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
+    """Judge every estimator on some rows: row -> what `Scored` says of it. One without an answer or a reason for any of
+    them is left out."""
+    figures, scored = [], {}
+    for name, of in asked.items():
+        own = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
+        if not own:
+            continue
+        scored[title, name] = own
+        seconds = of.latency.get(title.removesuffix(TRUSTED_ALONE))
+        figures.append(
+            figures_of(
+                title,
+                name,
+                own,
+                bins=bins,
+                space=space,
+                learned=of.learns,
+                median_seconds=seconds,
+                fit_seconds=of.fit_seconds,
+                fits=of.fits,
+            )
+        )
+    return figures, scored
+
+
 def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> dict[str, tuple[int, Errors]]:
     """group -> (ok rows answered, errors with the whole file's constant added), groups in alphabetical order."""
     groups: dict[str, list[Scored]] = defaultdict(list)
@@ -220,14 +293,6 @@ def signed_errors(rows: Sequence[Scored], constant: float | None, *, space: str 
     return errors
 
 
-def class_labels(rows: Sequence[Scored], bins: Bins) -> np.ndarray:
-    """(n,) int: the class of each row; of those out of memory the card's, the top one unless they had a share of it."""
-    label = np.array([row.card if row.label is None else row.label for row in rows], dtype=float)
-    classes = bins.classify(label, [row.family for row in rows])
-    classes[np.isnan(label)] = len(bins.labels) - 1
-    return classes
-
-
 def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
     """`n` positions, ascending, each group in proportion to its size; all for None. The same seed, the same choice; a
     larger `n` only adds to it."""
@@ -246,18 +311,27 @@ def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
     return sorted(index for _, index in sorted(ranked)[:n])
 
 
-def _classes(rows: Sequence[Scored], name: str, bins: Bins, shift: float | None) -> ClassScores | None:
-    """`shift` None: the classes as told; else those of the estimates with it added."""
-    if not rows:
-        return None
+def told_classes(
+    rows: Sequence[Scored], name: str, bins: Bins, shift: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (n,) int twice: the classes that answered rows belong to, and those that they were told to belong to.
+
+    `shift` None: the classes as told; else those of the estimates with it added. A job that ran out of memory needs at
+    least so much: it belongs to any higher class that it was told to belong to.
+    """
     estimates = [np.nan if row.estimate is None else row.estimate + (shift or 0.0) for row in rows]
-    told_classes = bins.classify(estimates, [row.family for row in rows])
+    told = bins.classify(estimates, [row.family for row in rows])
     if shift is None:
-        told_classes = np.array([row.classes.get(name, k) for row, k in zip(rows, told_classes.tolist(), strict=True)])
-    true = class_labels(rows, bins)
+        told = np.array([row.classes.get(name, k) for row, k in zip(rows, told.tolist(), strict=True)], dtype=int)
+    label = np.array([row.card if row.label is None else row.label for row in rows], dtype=float)
+    true = bins.classify(label, [row.family for row in rows])
+    true[np.isnan(label)] = len(bins.labels) - 1
     oom = np.array([row.label is None for row in rows], dtype=bool)
-    # What is known of these is "at least this much": a higher class that was told is not wrong.
-    return class_scores(np.where(oom, np.maximum(true, told_classes), true), told_classes, bins.labels)
+    return np.where(oom, np.maximum(true, told), true), told
+
+
+def _classes(rows: Sequence[Scored], name: str, bins: Bins, shift: float | None) -> ClassScores | None:
+    return class_scores(*told_classes(rows, name, bins, shift), bins.labels) if rows else None
 
 
 def _right(rows: Sequence[Scored], shift: float = 0.0) -> float | None:

@@ -97,9 +97,7 @@ def of_runs(settings: BenchmarkSettings) -> RowSelection:
         notes.append("the labels are of simulated devices: the figures say nothing about real GPUs")
     n = len(rows)
     everything = np.ones(n, dtype=bool)
-    return RowSelection(
-        rows, rows.family, rows.run_ids, everything, everything, rows.cases, ({},) * n, tuple(notes)
-    )  # fmt: skip
+    return RowSelection(rows, rows.family, rows.run_ids, everything, everything, rows.cases, ({},) * n, tuple(notes))
 
 
 # ---- published files

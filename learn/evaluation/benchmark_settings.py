@@ -14,7 +14,7 @@ from learn.targets import SLOWDOWN, check_target
 
 ONLY_IF_NAMED = ("xmem",)  # it trains on this machine's CPU, with the model's memory
 DOUBTFUL = ("keep", "drop")
-# Of `learn.kernels.formulas`, beside the trace, and of `learn.evaluation.published_ranks`.
+# Of `learn.kernels.formulas`, beside the trace, and of `learn.evaluation.benchmark_steps`.
 STEP_FORMULAS = ("kernels", "roofline", "habitat", "neusight", "ranks")
 PUBLISHED_TARGETS = ("memory", "smact", "smocc", "drama", "gpu_util")  # what published files can hold
 
@@ -80,24 +80,30 @@ class BenchmarkSettings:
         "text | list of text | null",
     )
     split: str = key("cv", "cv, holdout (30 %, as learn.fit), or leave_one_out: each group of by= in turn")
-    folds: int = key(3, "of split=cv: stratified by class, near-copies together")
+    folds: int = key(3, "of split=cv: stratified by class, near-copies together", "int >= 2")
     by: str | None = key(
         None,
         "module, family, device or source: what split=leave_one_out leaves out; errors are printed by it as well. Of "
         "target=slowdown: model or device",
     )
-    rows: int | None = key(None, "how many rows of each file (family) take part, spread over its modules; default all")
-    seed: int = key(0, "of the choice of rows, and of splits and fits")
+    rows: int | None = key(
+        None, "how many rows of each file (family) take part, spread over its modules; default all", "int >= 1"
+    )
+    seed: int = key(0, "of the choice of rows, and of splits and fits", "int >= 0")
     family: str = key("all", "one family, or all")
     source: str | None = key(
         None, "measured, simulated or imported; for the warehouse's rows, where they are of several"
     )
     device_name: str | None = key(None, "which GPU; default all; for published rows A100-SXM4-40GB")
-    worst: int = key(0, "print this many of the rows furthest off, by estimator")
-    workers: int | None = key(None, "processes; default the number of CPUs; 0 works in this process, without any limit")
-    limit_s: float = key(600, "longest time an estimate may take, in seconds; of estimators that learn nothing")
+    worst: int = key(0, "print this many of the rows furthest off, by estimator", "int >= 0")
+    workers: int | None = key(
+        None, "processes; default the number of CPUs; 0 works in this process, without any limit", "int >= 0"
+    )
+    limit_s: float = key(
+        600, "longest time an estimate may take, in seconds; of estimators that learn nothing", "number > 0"
+    )
     memory_gib: float | None = key(
-        None, "what each process may allocate; beyond it, its estimates fail with that as their reason"
+        None, "what each process may allocate; beyond it, its estimates fail with that as their reason", "number > 0"
     )
     out: str | None = key(None, "write all figures and estimates into this JSON file", "new path")
     report: str | None = key(None, "write tables and plots into this HTML file", "new path")
@@ -133,10 +139,11 @@ class BenchmarkSettings:
         if self.estimators is not None:
             return self.estimators
         return tuple(
-            name for name in ESTIMATORS
+            name
+            for name in ESTIMATORS
             if name not in ONLY_IF_NAMED
             and ((targets := get_estimator(name).targets) is None or self.target in targets)
-        )  # fmt: skip
+        )
 
     def _problems_of_slowdown(self) -> list[str]:
         """Return the problems of target=slowdown, which takes few of the keys."""
@@ -216,18 +223,6 @@ class BenchmarkSettings:
                 problems.append(str(error))
         if self.estimators is not None and not self.estimators:
             problems.append(f"estimators must name at least one of {', '.join(ESTIMATORS)}")
-        for name, least in (("folds", 2), ("rows", 1), ("seed", 0), ("worst", 0), ("workers", 0)):
-            value = getattr(self, name)
-            if value is None and name in ("rows", "workers"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                problems.append(f"{name} must be an integer >= {least}, got {value!r}")
-        for name in ("limit_s", "memory_gib"):
-            value = getattr(self, name)
-            if value is None and name == "memory_gib":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                problems.append(f"{name} must be a number > 0, got {value!r}")
         for name, like in (("out", "report.json"), ("report", "report.html")):
             if getattr(self, name) is not None:  # told now, not after an hour
                 try:

@@ -1,50 +1,55 @@
 """`learn.benchmark target=step_time` on measured and imported steps: every formula and estimator on the same rows.
 
-Start reading at `benchmark_steps`. Rows, formulas and what is left out are those of `learn.fit_kernels`.
+Start reading at `benchmark_steps`. Rows, formulas and what is left out are those of `learn.fit_kernels`. A `RankJob` is
+one of LLM Foundry's jobs on several GPUs, sharded by FSDP: `learn.estimate` is asked about it with its ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError, unknown_name
-from featurize.device_spec import same_device
+from conf.errors import CommandError, UsageError, shown, unknown_name
+from conf.plain_text import first_line
+from featurize.device_spec import DeviceSpec, same_device
+from featurize.families import gpt
+from learn.estimation.estimating import estimate
+from learn.estimation.job_estimate import Estimate
 from learn.estimators import ESTIMATORS
 from learn.evaluation.benchmark_answers import Tally, ask_learned
-from learn.evaluation.benchmark_figures import Figures, Given, Scored, figures_of
-from learn.evaluation.benchmark_result import Benchmark
+from learn.evaluation.benchmark_figures import Asked, Benchmark, Figures, Given, Scored, judged
 from learn.evaluation.benchmark_rows import RowSelection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
-from learn.evaluation.published_ranks import RANKS, ask_ranks
 from learn.evaluation.scores import median
 from learn.evaluation.splits import TEST_TENTHS, Part
-from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit, held_out_by
+from learn.kernels.fitting import MeasuredTime, TimeFit
 from learn.kernels.formulas import AS_IT_COMES, FORMULAS
-from learn.kernels.judging import left_out_ratios, subsets
+from learn.kernels.judging import labels_by, left_out_by, left_out_ratios, subsets
+from learn.kernels.mpt import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.kernels.rows import FARM, WEIGHTS, measured_rows
 from learn.step_store import StepStore
 from learn.targets import Bins, get_target, make_bins
 
+RANKS = "ranks"  # name of this estimator
+_PRECISIONS = ("amp_bf16", "bf16")  # Composer's newer and older name for the same
+# FSDP's strategies: whether weights are given back between forward and backward pass.
+_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+# Composer's mixed precision with amp_bf16 -> types of gathered weights and reduced gradients (`get_mixed_precision`).
+_TYPES = {"PURE": ("bf16", "bf16"), "DEFAULT": ("bf16", "fp32")}
 _TARGET = "step_time"
 _DEFAULTS = (*FORMULAS, "hybrid")
 _OPERATORS = 60  # rows of the table `kernels`, of each operator on each GPU model
 _OF_SOURCE = {"measured": lambda source: source == FARM, "imported": lambda source: source != FARM}
+STEP_GROUPINGS = ("device", "family", "source")
 _NO_CONFIG = "no trial config describes the row"
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """One estimator's answers by row, and what its fits took."""
-
-    answers: Mapping[int, Given]
-    fit_seconds: float | None = None
-    fits: int = 0
-    warnings: tuple[str, ...] = field(default=())
 
 
 def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
@@ -78,9 +83,13 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
     """
     tally = Tally(progress)
     rows, left_out = measured_rows(
-        settings.data, _heard(tally), steps=settings.rows, kernels=_OPERATORS, same_shapes=True,
+        settings.data,
+        _heard(tally),
+        steps=settings.rows,
+        kernels=_OPERATORS,
+        same_shapes=True,
         wanted=lambda row: _is_wanted(row, settings),
-    )  # fmt: skip
+    )
     fit = TimeFit(rows, WEIGHTS)
     masks = _masks(fit, settings)
     asked = {}
@@ -92,10 +101,10 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
             asked[name] = _ask_formula(name, fit, masks, tally)
     if RANKS in names:
         outside = np.any(masks, axis=0) & fit.steps
-        asked[RANKS] = _Asked(ask_ranks(fit.rows, outside, settings.data, tally))
+        asked[RANKS] = Asked(answers=ask_ranks(fit.rows, outside, settings.data, tally))
     asked |= _ask_estimators(learned, fit, masks, settings, tally)
     notes = [f"{number:,} rows are left out: {reason}" for reason, number in left_out.items()]
-    figures, scored, bins = _counted(fit, {name: asked[name] for name in names}, settings)
+    figures, scored, bins = _judged(fit, {name: asked[name] for name in names}, settings)
     return Benchmark(
         target=get_target(_TARGET),
         device=", ".join(dict.fromkeys(fit.devices[fit.steps].tolist())),
@@ -134,7 +143,7 @@ def _masks(fit: TimeFit, settings: BenchmarkSettings) -> list[np.ndarray]:
         families = np.unique(fit.groups[steps])
         few = len(families) <= settings.folds  # then parts of several families could leave nothing to learn from
         folds = 10 if settings.split == "holdout" else None if few else settings.folds
-        masks = [mask for _, mask in held_out_by(fit.groups, folds)]
+        masks = left_out_by(fit, "family", folds)
         masks = [np.any(masks[:TEST_TENTHS], axis=0)] if settings.split == "holdout" else masks
         masks = [mask for mask in masks if mask.any()]
         if not masks or any(mask[steps].all() for mask in masks):
@@ -142,22 +151,17 @@ def _masks(fit: TimeFit, settings: BenchmarkSettings) -> list[np.ndarray]:
                 f"split={settings.split}: the steps are of too few families ({', '.join(families)}) to leave some out"
             )
         return masks
-    labels = {
-        "device": fit.devices,
-        "family": fit.groups,
-        "source": np.where(steps, fit.sources, KERNELS),
-    }
-    if settings.by not in labels:
-        raise unknown_name("by of measured step times", settings.by, labels)
-    of_steps = np.unique(labels[settings.by][steps])
+    if settings.by not in STEP_GROUPINGS:
+        raise unknown_name("by of measured step times", settings.by, STEP_GROUPINGS)
+    of_steps = np.unique(labels_by(fit, settings.by)[steps])
     if len(of_steps) < 2:
         raise UsageError(
             f"split=leave_one_out by={settings.by}: all steps are of {settings.by} {of_steps[0]}; it takes two or more"
         )
-    return [mask for _, mask in held_out_by(labels[settings.by])]
+    return left_out_by(fit, settings.by)
 
 
-def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Tally) -> _Asked:
+def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Tally) -> Asked:
     marks: list[int] = []  # ns, before each fit and after the last one
 
     def heard() -> None:
@@ -175,13 +179,14 @@ def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Ta
         for at, row in enumerate(fit.rows)
         if outside[at]
     }
-    learns = name != AS_IT_COMES
-    return _Asked(answers, median(np.diff(marks) / 1e9) if learns else None, len(masks) if learns else 0)
+    if name == AS_IT_COMES:
+        return Asked(answers=answers)
+    return Asked(answers=answers, learns=True, fit_seconds=median(np.diff(marks) / 1e9), fits=len(masks))
 
 
 def _ask_estimators(
     names: Sequence[str], fit: TimeFit, masks: Sequence[np.ndarray], settings: BenchmarkSettings, tally: Tally
-) -> dict[str, _Asked]:
+) -> dict[str, Asked]:
     """Fit estimators of trial configs on the same rows, as far as these have one."""
     if not names:
         return {}
@@ -191,7 +196,8 @@ def _ask_estimators(
         selection, place = _selection(fit, settings)
     except CommandError as error:
         reason = f"cannot be fitted: {error}"
-        return {name: _Asked(dict.fromkeys(outside, Given(estimate=None, reason=reason))) for name in names}
+        answers = dict.fromkeys(outside, Given(estimate=None, reason=reason))
+        return {name: Asked(answers=answers, learns=True) for name in names}
     parts = [
         Part(f"part {number}", np.flatnonzero(~mask[place]), np.flatnonzero(mask[place]))
         for number, mask in enumerate(masks, start=1)
@@ -204,8 +210,8 @@ def _ask_estimators(
     for name in names:
         tally.add(sum(1 + len(part.outside) for part in parts))
         learned = ask_learned(name, selection, parts, bins, settings.seed, tally, steps)
-        answers = refused | {int(place[at]): given for at, given in learned.answers.items()}
-        asked[name] = _Asked(answers, learned.fit_seconds, learned.fits, learned.warnings)
+        answers = {int(place[at]): replace(given, classes={}) for at, given in learned.answers.items()}
+        asked[name] = replace(learned, answers=refused | answers, latency={})
     return asked
 
 
@@ -226,12 +232,14 @@ def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection,
     return selection, place
 
 
-def _counted(
-    fit: TimeFit, asked: Mapping[str, _Asked], settings: BenchmarkSettings
+def _judged(
+    fit: TimeFit, asked: Mapping[str, Asked], settings: BenchmarkSettings
 ) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]], dict[str, dict[str, Bins]]]:
     target = get_target(_TARGET)
     groups = {"device": fit.devices, "source": fit.sources}.get(settings.by or "", fit.groups)
-    figures, scored, bins = [], {}, {}
+    figures: list[Figures] = []
+    scored: dict[tuple[str, str], list[Scored]] = {}
+    bins = {}
     outside = np.zeros(len(fit.rows), dtype=bool)
     outside[[at for of in asked.values() for at in of.answers]] = True
     for title, mask in subsets(fit):
@@ -240,33 +248,26 @@ def _counted(
             continue
         labels = np.array([fit.rows[at].measured_ms for at in members])
         bins[title] = {"published": make_bins(target, labels, fit.groups[members])}
-        for name, of in asked.items():
-            own = [
-                _scored(fit.rows[at], str(groups[at]), of.answers[at])
-                for at in members
-                if at in of.answers
-            ]  # fmt: skip
-            if not own:  # single operators are no training jobs, which is all that estimators answer for
-                continue
-            scored[title, name] = own
-            figures.append(
-                figures_of(
-                    title, name, own, bins=bins[title], space=target.space, learned=name not in (AS_IT_COMES, RANKS),
-                    fit_seconds=of.fit_seconds, fits=of.fits,
-                )
-            )  # fmt: skip
+        # Single operators are no training jobs, which is all that estimators answer for: they have no answers there.
+        rows = {at: _described(fit.rows[at], str(groups[at])) for at in members}
+        of_title, own = judged(title, rows, asked, bins[title], target.space)
+        figures += of_title
+        scored |= own
     return figures, scored, bins
 
 
-def _scored(row: MeasuredTime, group: str, given: Given) -> Scored:
-    return Scored(
-        **{**vars(given), "classes": {}}, name=row.run_id or row.name, group=group, label=row.measured_ms,
-        family=row.group, source="measured" if row.source == FARM else "imported",
-    )  # fmt: skip
+def _described(row: MeasuredTime, group: str) -> dict[str, Any]:
+    return {
+        "name": row.run_id or row.name,
+        "group": group,
+        "label": row.measured_ms,
+        "family": row.group,
+        "source": "measured" if row.source == FARM else "imported",
+    }
 
 
 def _notes(
-    settings: BenchmarkSettings, masks: Sequence[np.ndarray], names: Sequence[str], asked: Mapping[str, _Asked]
+    settings: BenchmarkSettings, masks: Sequence[np.ndarray], names: Sequence[str], asked: Mapping[str, Asked]
 ) -> list[str]:
     from featurize.kernel_model.step_time import load_efficiencies
 
@@ -286,3 +287,117 @@ def _notes(
         if name in ESTIMATORS:
             notes += [f"{name}: {text}" for text in dict.fromkeys(of.warnings)]
     return notes
+
+
+# ---- jobs on several GPUs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankJob:
+    """One rank of a published job.
+
+    config        the model and a micro-batch
+    accumulation  micro-steps of a step
+    parallel      the ranks, as `learn.estimate` takes them
+    """
+
+    config: gpt.Config
+    accumulation: int
+    parallel: Mapping[str, Any]
+
+    def micro_step_ms(self, device: DeviceSpec) -> float:
+        """Return the step's time by its micro-steps, as published throughput has it. Raises `UsageError` where the
+        layout is not estimated."""
+        done = self.estimated(device)
+        if done.step_time_ms is None:
+            raise UsageError("the step has no time")
+        return done.step_time_ms / self.accumulation
+
+    def estimated(self, device: DeviceSpec) -> Estimate:
+        """Return the estimate of one rank.
+
+        MPT's layer norms compute in the type of what they are given (`low_precision_layernorm`), as everything does
+        where FSDP's types alone decide: there is no autocast.
+        """
+        (tokens,), target = gpt.batch(self.config, "meta")
+        return estimate(
+            lambda: gpt.build(self.config),
+            tokens,
+            target=target,
+            loss=fused_mpt_loss,
+            device=device,
+            parallel=self.parallel,
+            optimizer="adamw",
+            accumulation=self.accumulation,
+            estimator="trace",
+        )
+
+
+def rank_job_of(cells: Mapping[str, str]) -> RankJob:
+    """Return the job of a row of LLM Foundry.
+
+    Args:
+        cells: Of the published file, by column.
+
+    Raises:
+        UsageError: A model, precision, strategy or type that is not known.
+    """
+    choices = {
+        "Model": (cells["Model"].lower(), SIZES),
+        "Precision": (cells["Precision"], _PRECISIONS),
+        "Sharding Strategy": (cells.get("Sharding Strategy"), _RESHARDS),
+        "MP Mode": (cells.get("MP Mode"), _TYPES),
+    }
+    if unknown := [f"{name} {shown(value)}" for name, (value, known) in choices.items() if value not in known]:
+        raise UsageError(f"{LLM_FOUNDRY}: no job is known with {', '.join(unknown)}")
+    weights, gradients = _TYPES[cells["MP Mode"]]
+    return RankJob(
+        config=mpt_config(
+            cells["Model"].lower(),
+            int(cells["SeqLen (T)"]),
+            int(cells["MicroBatchSize"]),
+            recompute=cells["Activation Checkpointing"] == "True",
+        ),
+        accumulation=int(cells["GradAccum"]),
+        parallel={
+            "fsdp": int(cells["# GPUs"]),
+            "reshard_after_forward": _RESHARDS[cells["Sharding Strategy"]],
+            "param_dtype": weights,
+            "reduce_dtype": gradients,
+        },
+    )
+
+
+def ask_ranks(
+    rows: Sequence[MeasuredTime], outside: np.ndarray, data: str | os.PathLike[str] | None, tally: Tally
+) -> dict[int, Given]:
+    """Return the time of each row's micro-step, by the place of the row.
+
+    Args:
+        rows: The measured steps.
+        outside: Mask of those that are asked about.
+        data: The data folder, whose column `origin` has the published cells.
+        tally: Hears of each row.
+    """
+    import warehouse
+
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        asked = connection.execute("SELECT run_id, origin FROM runs WHERE job_id = ?", [f"import-{LLM_FOUNDRY}"])
+        cells_of = dict(asked.fetchall())
+    answers = {}
+    places = np.flatnonzero(outside).tolist()
+    tally.add(len(places))
+    for at in places:
+        row = rows[at]
+        answers[at] = Given(estimate=None, reason="no ranks are published of the row")
+        if row.run_id in cells_of:
+            answers[at] = _given_of(json.loads(cells_of[row.run_id]), row.device)
+        tally.step()
+    return answers
+
+
+def _given_of(cells: Mapping[str, str], device: DeviceSpec) -> Given:
+    try:
+        return Given(estimate=rank_job_of(cells).micro_step_ms(device))
+    except CommandError as error:
+        return Given(estimate=None, reason=first_line(error))

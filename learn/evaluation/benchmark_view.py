@@ -1,6 +1,6 @@
-"""How a benchmark is shown: a bar while it runs, tables for people, JSON for programs.
+"""How a benchmark is shown: a bar while it runs, tables and a page for people, JSON for programs.
 
-Start reading at `print_benchmark`.
+Start reading at `print_benchmark`, then `write_benchmark_report`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,28 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.bars import start_bar
 from conf.outputs import write_output
+from conf.reports.blocks import (
+    Block,
+    Bullets,
+    Callout,
+    Heading,
+    Lead,
+    Page,
+    Picture,
+    Pictures,
+    Row,
+    Section,
+    Table,
+    TableColumn,
+)
+from conf.reports.render import render_page
 from learn.evaluation.benchmark_figures import by_group, worst_of
+from learn.evaluation.plots import plots_of
 from learn.evaluation.scores import NOT_INFORMATIVE
 from learn.targets import LEVELS, MIB_PER_GB, TARGETS
 
@@ -22,12 +39,15 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-    from learn.evaluation.benchmark_figures import Figures
-    from learn.evaluation.benchmark_result import Benchmark
+    from learn.evaluation.benchmark_figures import Benchmark, Figures
     from learn.evaluation.benchmark_settings import BenchmarkSettings
 
 OTHERS = "(published)"  # behind the name of an estimator whose figures are other people's
-WORDS = ("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of")
+# Columns of words; the others hold figures.
+WORDS = {
+    *("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of"),
+    *("group", "row", "in doubt"),
+}
 ERRORS = ("median", "mean", "p90")
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
@@ -83,18 +103,20 @@ class BenchmarkProgress:
 def print_benchmark(done: Benchmark, *, by: str | None = None, worst: int = 0) -> None:
     """Tables of errors and of classes and bounds, the published figures set apart; with `by`, errors by group; the
     `worst` rows an estimator; refusals and notes."""
-    screen = _screen()
-    screen.print(headline(done), highlight=False, markup=False)
-    for table in (errors_table(done), classes_table(done), *([published_table(done)] if done.published else [])):
-        print_table(*table)
+    screen = screen_of(_PLAIN_WIDTH)
+    screen.print(headline(done), markup=False)
+    tables = [errors_table(done), classes_table(done), *([published_table(done)] if done.published else [])]
     if by is not None:
-        _print_groups(screen, done, by)
+        tables += [_groups_table(done, file, by) for file in dict.fromkeys(figures.file for figures in done.figures)]
     if worst:
-        _print_worst(screen, done, worst)
+        tables += [_worst_table(done, figures, worst) for figures in done.figures]
+    for table in tables:
+        if table[2]:
+            print_table(table)
     for text in refusals(done):
-        screen.print(text, soft_wrap=True, highlight=False, markup=False)
+        screen.print(text, soft_wrap=True, markup=False)
     for note in done.notes:
-        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+        screen.print(f"note: {note}", soft_wrap=True, markup=False, style="yellow")
 
 
 def headline(done: Benchmark) -> str:
@@ -154,7 +176,7 @@ def classes_table(done: Benchmark) -> TableText:
 
 
 def published_table(done: Benchmark) -> TableText:
-    """What others published, on their own rows: not measured here."""
+    """Return the figures that others published, on their own rows: not measured here."""
     rows = [[f"{f.estimator} {OTHERS}", f.rows, f.measure, f.text, f.source] for f in done.published]
     columns = ["estimator", "rows", "figure", "value", "source"]
     return "published by others, on their own rows and splits; nothing of it is measured here", columns, rows
@@ -180,32 +202,34 @@ def _seconds(value: float | None) -> str:
     return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
 
 
-def _screen() -> Console:
+def screen_of(width: int) -> Console:
+    """Return standard output; a file or a pipe, where rich would fold figures at 80 columns, is `width` wide."""
     from rich.console import Console
 
-    screen = Console()  # a file or a pipe has no width; rich would take 80 columns and fold the figures
-    return screen if screen.is_terminal else Console(width=_PLAIN_WIDTH)
+    screen = Console(highlight=False)
+    return screen if screen.is_terminal else Console(highlight=False, width=width)
 
 
-def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print the table; what stands in the first column `rows` or `family` stands once."""
-    from rich.table import Table
+def print_table(table: TableText) -> None:
+    """Print a table; what stands in the first column `rows` or `family` stands once."""
+    from rich import table as rich_table
     from rich.text import Text
 
+    title, columns, rows = table
     # titles hold brackets, which are no markup
-    table = Table(title=Text(title), title_justify="left")
+    drawn = rich_table.Table(title=Text(title), title_justify="left")
     for name in columns:
         whole = name in ("rows", "estimator", "answered")
-        table.add_column(Text(name), justify="left" if name in WORDS else "right", overflow="fold", no_wrap=whole)
+        drawn.add_column(Text(name), justify="left" if name in WORDS else "right", overflow="fold", no_wrap=whole)
     previous = None
     sections = columns[:1] in (["rows"], ["family"])
     for row in rows:
         if sections and previous not in (None, row[0]):
-            table.add_section()
+            drawn.add_section()
         first = "" if sections and row[0] == previous else row[0]
         previous = row[0]
-        table.add_row(*map(Text, [first, *row[1:]]))
-    _screen().print(table)
+        drawn.add_row(*map(Text, [first, *row[1:]]))
+    screen_of(_PLAIN_WIDTH).print(drawn)
 
 
 def error_text(relative: bool, value: float | None) -> str:
@@ -228,51 +252,34 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _print_groups(screen, done: Benchmark, by: str) -> None:
-    from rich.table import Table
-
-    for file in dict.fromkeys(figures.file for figures in done.figures):
-        own = [figures for figures in done.figures if figures.file == file]
-        groups = {
-            f.estimator: by_group(done.scored[file, f.estimator], f.constant, space=done.target.space) for f in own
-        }  # fmt: skip
-        table = Table(title=f"{file} by {by}: median / p90 error, constant added", title_justify="left")
-        table.add_column(by, overflow="fold")
-        table.add_column("n", justify="right")
+def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
+    """Errors by group, an estimator a column."""
+    own = [figures for figures in done.figures if figures.file == file]
+    groups = {f.estimator: by_group(done.scored[file, f.estimator], f.constant, space=done.target.space) for f in own}
+    rows = []
+    for group in sorted({name for of_file in groups.values() for name in of_file}):
+        n = max(of_file[group][0] for of_file in groups.values() if group in of_file)
+        cells = []
         for figures in own:
-            table.add_column(figures.estimator, justify="right")
-        for group in sorted({name for of_file in groups.values() for name in of_file}):
-            n = max(of_file[group][0] for of_file in groups.values() if group in of_file)
-            cells = []
-            for figures in own:
-                _, errors = groups[figures.estimator].get(group, (0, None))
-                both = (errors.median, errors.p90) if errors else (None, None)
-                cells.append(" / ".join(error_text(done.relative, value) for value in both))
-            table.add_row(group, f"{n}", *cells)
-        screen.print(table)
+            _, errors = groups[figures.estimator].get(group, (0, None))
+            both = (errors.median, errors.p90) if errors else (None, None)
+            cells.append(" / ".join(error_text(done.relative, value) for value in both))
+        rows.append([group, f"{n}", *cells])
+    title = f"{file} by {by}: median / p90 error, constant added"
+    return title, ["group", "n", *(figures.estimator for figures in own)], rows
 
 
-def _print_worst(screen, done: Benchmark, n: int) -> None:
-    from rich.table import Table
-
-    unit = done.target.unit
-    for figures in done.figures:
-        rows = worst_of(done.scored[figures.file, figures.estimator], figures.constant, n, space=done.target.space)
-        if not rows:
-            continue
-        table = Table(title=f"{figures.file}, {figures.estimator}: furthest off, constant added", title_justify="left")
-        table.add_column("row", overflow="fold")
-        table.add_column("group", overflow="fold")
-        for name in (f"label [{unit}]", "estimate", "error"):
-            table.add_column(name, justify="right")
-        table.add_column("in doubt", overflow="fold")
-        for row, error in rows:
-            if row.label is None or row.estimate is None:  # `worst_of` gives rows with both
-                continue
-            estimate = row.estimate + (figures.constant or 0.0)
+def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
+    """The rows that one estimator is furthest off."""
+    constant = figures.constant or 0.0
+    rows = []
+    for row, error in worst_of(done.scored[figures.file, figures.estimator], constant, n, space=done.target.space):
+        if row.label is not None and row.estimate is not None:  # `worst_of` gives rows with both
             shown_error = f"{error:+.1%}" if done.relative else f"{error:+.4f}"
-            table.add_row(row.name, row.group, f"{row.label:,.5g}", f"{estimate:,.5g}", shown_error, row.doubt or "")
-        screen.print(table)
+            figures_text = f"{row.label:,.5g}", f"{row.estimate + constant:,.5g}", shown_error
+            rows.append([row.name, row.group, *figures_text, row.doubt or ""])
+    columns = ["row", "group", f"label [{done.target.unit}]", "estimate", "error", "in doubt"]
+    return f"{figures.file}, {figures.estimator}: furthest off, constant added", columns, rows
 
 
 def refusals(done: Benchmark) -> list[str]:
@@ -294,13 +301,24 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
         for row in scored:
             entry = rows.setdefault(
                 (file, row.name),
-                {"file": file, "row": row.name, "group": row.group, "family": row.family, "label": row.label,
-                 "batch_size": row.batch_size, "status": "oom" if row.label is None else "ok", "doubt": row.doubt,
-                 "answers": {}},
-            )  # fmt: skip
+                {
+                    "file": file,
+                    "row": row.name,
+                    "group": row.group,
+                    "family": row.family,
+                    "label": row.label,
+                    "batch_size": row.batch_size,
+                    "status": "oom" if row.label is None else "ok",
+                    "doubt": row.doubt,
+                    "answers": {},
+                },
+            )
             entry["answers"][estimator] = {
-                "estimate": row.estimate, "upper": row.upper, "reason": row.reason, "seconds": row.seconds
-            }  # fmt: skip
+                "estimate": row.estimate,
+                "upper": row.upper,
+                "reason": row.reason,
+                "seconds": row.seconds,
+            }
     report = {
         "target": done.target.name,
         "unit": done.target.unit,
@@ -317,3 +335,68 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
         "rows": list(rows.values()),
     }
     write_output(path, (json.dumps(report, indent=1) + "\n").encode())
+
+
+# ---- the page
+
+
+def write_benchmark_report(path: str | Path, done: Benchmark, settings: BenchmarkSettings) -> None:
+    """Write the page in one step, in place of what was there."""
+    page = render_page(benchmark_page(done, settings))
+    write_output(path, page.encode("utf-8", errors="replace"), key="report")
+
+
+def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
+    """Return the page's contents."""
+    sections = [
+        *(_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)),
+        _refusals(done),
+        _settings(settings),
+    ]
+    tables = [
+        Section("errors", "", (*map(Callout, done.notes), *table_blocks(errors_table(done)))),
+        Section("classes", "", table_blocks(classes_table(done))),
+    ]
+    if done.published:
+        tables.append(Section("published", "", table_blocks(published_table(done)), apart=True))
+    return Page(
+        title=f"Estimators of {done.target.name}",
+        head=(Lead(headline(done)),),
+        sections=(*tables, *(section for section in sections if section is not None)),
+        pictures=True,
+    )
+
+
+def table_blocks(table: TableText) -> tuple[Block, ...]:
+    """A heading and the table; a name of rows stands once, where its rows begin."""
+    title, names, lines = table
+    grouped = names[0] == "rows"
+    rows: list[Row] = []
+    previous: str | None = None
+    for line in lines:
+        first = grouped and line[0] != previous
+        shown = line if first or not grouped else ["", *line[1:]]
+        previous = line[0]
+        marks = ("first" if first else "", "others" if grouped and line[1].endswith(OTHERS) else "")
+        rows.append(Row(tuple(shown), " ".join(filter(None, marks))))
+    columns = tuple(TableColumn(name, "word" if name in WORDS else "figure") for name in names)
+    return Heading(title[:1].upper() + title[1:]), Table(columns, tuple(rows))
+
+
+def _plots(done: Benchmark, file: str, key: str) -> Section:
+    own = next(figures for figures in done.figures if figures.file == file)
+    oom = f", {own.oom:,} that ran out of memory" if own.oom else ""
+    intro = Lead(f"{own.ok + own.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
+    pictures = tuple(Picture(svg.encode(), "image/svg+xml", caption, caption) for caption, svg in plots_of(done, file))
+    return Section(key, file, (intro, Pictures(pictures)), name=file)
+
+
+def _refusals(done: Benchmark) -> Section | None:
+    reasons = tuple(refusals(done))
+    return Section("refusals", "Rows without an answer", (Bullets(reasons),)) if reasons else None
+
+
+def _settings(settings: BenchmarkSettings) -> Section:
+    given = {name: value for name, value in asdict(settings).items() if value is not None}
+    rows = [[name, ", ".join(value) if isinstance(value, tuple) else str(value)] for name, value in given.items()]
+    return Section("settings", "Settings", table_blocks(("keys of the command", ["key", "value set"], rows)))

@@ -60,7 +60,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What is compared.
+    """One figure that is compared.
 
     Args:
         title: Its name with its unit.

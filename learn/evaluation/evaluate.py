@@ -22,7 +22,7 @@ from learn.evaluation.scores import (
     mean,
     median,
     p90,
-)  # fmt: skip
+)
 from learn.evaluation.splits import hold_out, split
 from learn.step_store import StepStore
 from learn.targets import Bins
@@ -143,9 +143,15 @@ def evaluate(
 
 
 def judged(
-    fitted: Estimator, train_rows: Rows, test_rows: Rows, bins: Bins, notes: Sequence[str],
-    cv: Sequence[Metrics] = (), *, steps: StepStore | None = None,
-) -> Evaluation:  # fmt: skip
+    fitted: Estimator,
+    train_rows: Rows,
+    test_rows: Rows,
+    bins: Bins,
+    notes: Sequence[str],
+    cv: Sequence[Metrics] = (),
+    *,
+    steps: StepStore | None = None,
+) -> Evaluation:
     """A fitted model judged on rows that it all answers; `notes` follow its own warnings."""
     metrics, prediction, predicted = measure(fitted, test_rows, bins, steps)
     return Evaluation(

@@ -26,7 +26,7 @@ ALLOWED_AT_LEAST = {"log": 0.005, "ratio": 0.005}
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Of a candidate with the current model, on rows that neither has seen.
+    """Comparison of a candidate with the current model, on rows that neither has seen.
 
     worse     the candidate has to stay behind; `why` has the figures, a clause or more
     current, candidate
@@ -40,7 +40,7 @@ class PairedComparison:
 
 
 def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, seed: int = 0) -> PairedComparison:
-    """Of two predictions of the same n rows, all of which both answer, at least one with an exact label.
+    """Compare two predictions of the same n rows, all of which both answer, at least one with an exact label.
 
     The candidate is worse unless the difference of the mean absolute errors (in the target's space, exact labels only)
     is, at its upper 95 % limit, within 5 % of the current one's error or `ALLOWED_AT_LEAST`. It is worse as well where
@@ -77,7 +77,7 @@ def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, 
 
 
 def figures(rows: Rows, bins: Bins, prediction: Prediction) -> dict[str, float | int | None]:
-    """Of n rows that the prediction answers:
+    """Return the figures of n rows that the prediction answers:
 
     rows, out_of_memory   n, and how many of them are out-of-memory rows
     mean_abs_error        in the target's space: of the natural logarithm for memory, time and power

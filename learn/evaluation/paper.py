@@ -19,17 +19,15 @@ from conf.outputs import write_output
 from conf.reports.blocks import Callout, Lead, Page, Picture, Pictures, Section
 from conf.reports.render import render_page
 from learn.evaluation.benchmark_figures import TRUSTED_ALONE
-from learn.evaluation.benchmark_plots import draw_svg, styles_of
-from learn.evaluation.benchmark_report import table_blocks
 from learn.evaluation.benchmark_rows import NEVER_FITTED_ON
-from learn.evaluation.benchmark_view import OTHERS, TableText, print_table
+from learn.evaluation.benchmark_view import OTHERS, TableText, print_table, table_blocks
+from learn.evaluation.plots import draw_svg, styles_of
 from learn.evaluation.published_figures import GPUMEMNET, PUBLISHED_FIGURES, PublishedFigure
 from learn.evaluation.scores import mean, median
 from learn.targets import BIN_WIDTHS_GB
 
 if TYPE_CHECKING:
-    from learn.evaluation.benchmark_figures import Scored
-    from learn.evaluation.benchmark_result import Benchmark
+    from learn.evaluation.benchmark_figures import Benchmark, Scored
     from learn.evaluation.benchmark_settings import BenchmarkSettings
 
 ROWS = 100  # of each file, where rows= says nothing: minutes on two cores
@@ -237,7 +235,7 @@ def paper_entry(settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, S
     """Print the tables, and write the files that are asked for. Returns the exit code."""
     paper = reproduce(settings, ask)
     for table in paper.tables:
-        print_table(*table.text)
+        print_table(table.text)
     for note in paper.notes:
         print(f"note: {note}")
     if settings.out is not None:

@@ -1,4 +1,4 @@
-"""What others published of their estimators, to stand beside ours: their figures, on their data and splits.
+"""Figures that others published of their estimators, on their data and splits, to stand beside ours.
 
 Start reading at `PUBLISHED_FIGURES`.
 """
@@ -84,9 +84,15 @@ def _inference(model: str, low: float, high: float) -> PublishedFigure:
 
 def _xmem(measure: str, value: float, unit: str) -> PublishedFigure:
     return PublishedFigure(
-        target="memory", estimator="xMem", rows="its own models", measure=measure, low=value, high=value,
-        source=XMEM, unit=unit,
-    )  # fmt: skip
+        target="memory",
+        estimator="xMem",
+        rows="its own models",
+        measure=measure,
+        low=value,
+        high=value,
+        source=XMEM,
+        unit=unit,
+    )
 
 
 _LEVELS = "low/medium/high"

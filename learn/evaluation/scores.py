@@ -33,7 +33,7 @@ def labels_are_its_own(estimator: str, source: np.ndarray, label: np.ndarray, po
 
 @dataclass(frozen=True, kw_only=True)
 class ClassScores:
-    """Of a classifier: the means are over the classes that occur in the labels; recall and support are by those."""
+    """Scores of a classifier: means are over the classes that occur in the labels; recall and support are by those."""
 
     accuracy: float
     macro_f1: float
@@ -46,7 +46,7 @@ class ClassScores:
 
 
 def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
-    """Of the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
+    """Score the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
     if not len(true):
         return None
     recall, support, f1 = {}, {}, []
@@ -66,7 +66,7 @@ def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str])
 
 @dataclass(frozen=True, kw_only=True)
 class BoundScores:
-    """Of an upper bound: share of labels at or under it, share above it (by more than rounding), and the median of
+    """Scores of an upper bound: share of labels at or under it, share above it by more than rounding, and the median of
     upper / label - 1 over exact labels."""
 
     n: int
@@ -76,7 +76,7 @@ class BoundScores:
 
 
 def bound_scores(label: np.ndarray, upper: np.ndarray, censored: np.ndarray, space: str) -> BoundScores | None:
-    """Of labels and their bounds, (n,) each; None without an exact label. A `censored` job needs more than its label:
+    """Score bounds of labels, (n,) each; None without an exact label. A `censored` job needs more than its label:
     it is above a bound that is below that, and else taken to be under it."""
     if censored.all():
         return None

@@ -1,14 +1,15 @@
 """How far off estimated times are, of rows that were fitted on and of rows left out.
 
-Start reading at `judged`; `left_out_ratios` and `subsets` serve `learn.benchmark`, too.
+Start reading at `judged`; `left_out_by`, `left_out_ratios` and `subsets` serve `learn.benchmark`, too.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,10 @@ from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROU
 from featurize.kernel_model.step_time import LearnedEfficiencies
 from learn.kernels.fitting import KERNELS, SHARDED, MeasuredTime, TimeFit, held_out_by
 from learn.kernels.formulas import Formula, KernelModel
+
+if TYPE_CHECKING:
+    from learn.kernels.activity_fit import ActivityScore
+    from learn.kernels.power_fit import PowerScore
 
 ROOFLINE = "nothing learned"  # the described rates alone
 _OF_KERNELS = (ROOFLINE, "learned from", "GPU models left out")
@@ -118,17 +123,27 @@ def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters)
     )
 
 
+def labels_by(fit: TimeFit, by: str) -> np.ndarray:
+    """Return the label of each row by which rows are left out together.
+
+    Args:
+        by: device, family or source. Single operators have no source, as all splits but by their device learn from
+            them.
+    """
+    return {"device": fit.devices, "family": fit.groups, "source": np.where(fit.steps, fit.sources, KERNELS)}[by]
+
+
+def left_out_by(fit: TimeFit, by: str, folds: int | None = None) -> list[np.ndarray]:
+    """Return the masks of the rows that are left out in turn: those of a label, or of one of so many parts of them."""
+    return [mask for _, mask in held_out_by(labels_by(fit, by), folds)]
+
+
 def _splits(fit: TimeFit, folds: int) -> dict[str, list[np.ndarray]]:
     """Return for each split the masks of the rows that are left out in turn."""
-
-    def masks(parts: Iterable[tuple[str, np.ndarray]]) -> list[np.ndarray]:
-        return [mask for _, mask in parts]
-
-    splits = {"families left out": masks(held_out_by(fit.groups, folds))}
-    if len(np.unique(fit.sources[fit.steps])) > 1:
-        splits["sources left out"] = masks(held_out_by(np.where(fit.steps, fit.sources, KERNELS)))
-    if len(np.unique(fit.devices[fit.steps])) > 1:
-        splits["GPU models left out"] = masks(held_out_by(fit.devices))
+    splits = {"families left out": left_out_by(fit, "family", folds)}
+    for by, title in (("source", "sources left out"), ("device", "GPU models left out")):
+        if len(np.unique(labels_by(fit, by)[fit.steps])) > 1:
+            splits[title] = left_out_by(fit, by)
     return splits
 
 
@@ -172,3 +187,60 @@ def score_of(split: str, rows: str, ratios: np.ndarray) -> TimeScore:
         bias=float(np.exp(np.median(answered))) if len(answered) else float("nan"),
         mean_error=float(np.mean(np.abs(np.exp(answered) - 1))) if len(answered) else float("nan"),
     )
+
+
+def time_table(scores: Sequence[TimeScore]) -> str:
+    """Return the scores of times as lines of text."""
+    heads = ("rows", "judged on", "rows judged", "factor, median", "p90", "estimated / measured", "mean error")
+    return _table_text(
+        heads,
+        [
+            (
+                one.split,
+                one.rows,
+                f"{one.count:,}",
+                f"{one.median:.3f}",
+                f"{one.p90:.3f}",
+                f"{one.bias:.3f}",
+                f"{one.mean_error:.1%}",
+            )
+            for one in scores
+        ],
+    )
+
+
+def activity_table(scores: Sequence[ActivityScore]) -> str:
+    """Return the scores of SM activity and occupancy as lines of text."""
+    heads = ("rows", "judged on", "rows judged", "SM activity off by, median", "p90", "occupancy, median", "p90")
+    return _table_text(
+        heads,
+        [
+            (one.split, one.rows, f"{one.count:,}", *(f"{value:.3f}" for value in (*one.smact, *one.smocc)))
+            for one in scores
+        ],
+    )
+
+
+def power_table(scores: Sequence[PowerScore]) -> str:
+    """Return the scores of power as lines of text."""
+    heads = ("rows", "limit", "rows judged", "power off by, median", "p90", "signed", "time by limit, median", "p90")
+    return _table_text(
+        heads,
+        [
+            (one.split, one.limit, f"{one.count:,}", *(f"{value:.1%}" for value in (*one.power, one.bias, *one.slower)))
+            for one in scores
+        ],
+    )
+
+
+def _table_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*heads)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=120, no_color=True)
+    with console.capture() as text:
+        console.print(table)
+    return text.get().rstrip("\n")

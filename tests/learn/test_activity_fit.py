@@ -11,8 +11,8 @@ from featurize.kernel_model.calls import kernel_calls
 from featurize.kernel_model.step_time import load_efficiencies, time_step
 from featurize.trace import trace_config
 from learn.kernels.activity_fit import ActivityFit, MeasuredActivity, judged_activity
+from learn.kernels.judging import activity_table
 from learn.kernels.rows import measured_activity
-from learn.kernels.score_tables import activity_table
 
 A100 = load_device("A100-SXM4-40GB")
 LEARNED = load_efficiencies()

@@ -280,9 +280,10 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
         (["files=[a]"], "give published=FOLDER with it"),
         (["estimators=[]"], "estimators must name at least one of"),
         (
-            ["by=colour", "rows=0"],
-            "by 'colour'; known: device, family, module, source; rows must be an integer >= 1, got 0",
+            ["by=colour", "split=thirds"],
+            "known: cv, holdout, leave_one_out; unknown by 'colour'; known: device, family, module, source",
         ),
+        (["rows=0"], "rows must be an integer >= 1, got 0"),
         (["workers=-1", "limit_s=0"], "workers must be an integer >= 0, got -1; limit_s must be a number > 0, got 0"),
         (["published=/nowhere/at/all"], "published=/nowhere/at/all: there is no such file or folder"),
         (["colour=red"], "unknown key 'colour'"),

@@ -11,7 +11,7 @@ import pytest
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import load_device
 from featurize.families import get_family
-from featurize.layers import plan_of, totals
+from featurize.layers import totals
 from learn.artifact_files import stamped
 from learn.cases import DEFAULT_DEVICE, Case
 from learn.estimators import ResidualPrediction
@@ -20,7 +20,7 @@ from learn.fastpath.fast import FastPath, Taught
 from learn.fastpath.fast_bound import calibrate
 from learn.fastpath.fast_configs import DISTILLED_DEVICES, FAMILIES, distillation_cases, distillation_configs
 from learn.fastpath.fast_features import step_sketch
-from learn.model_card import write_card
+from learn.learned.scaled_prediction import ScaledPrediction
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB")
 SPEC = load_device(DEVICES[0])
@@ -44,7 +44,7 @@ def teacher(cases) -> dict[str, Taught]:
     unsure = np.array([case.config.optimizer == "momentum" for case in cases])
     scale = (0.04 + 0.01 * batch) * np.where(unsure, 10.0, 1.0)
     kind = np.zeros(len(cases), dtype=int)
-    said = ResidualPrediction(np.log(point), [SCORES], "log", scale=scale, kind=kind)
+    said = ScaledPrediction(np.log(point), scale, [SCORES], kind, "log", np.zeros(len(cases)))
     return {"memory": Taught.of(said), "smact": Taught(smact)}
 
 
@@ -91,7 +91,7 @@ def test_its_bound_is_about_as_wide_as_the_teachers_where_that_is_sure_and_where
 def test_a_bound_is_above_99_of_100_needs_or_above_all_where_cases_are_few(n):
     rng = np.random.default_rng(0)
     point, scale = np.exp(rng.normal(8, 1, n)), np.exp(rng.normal(-2, 1, n))
-    said = ResidualPrediction(np.log(point), SCORES, "log", scale=scale)
+    said = ScaledPrediction(np.log(point), scale, [SCORES], np.zeros(n, dtype=int), "log", np.zeros(n))
     taught, off = Taught.of(said), np.exp(rng.normal(0, 0.05, n))
     bound, figures = calibrate(point * off, taught.log_ratio, taught)
     above = point * off * np.exp(bound.log_ratio(taught.log_ratio))
@@ -129,21 +129,9 @@ def test_memory_is_no_smaller_than_weights_what_the_optimizer_keeps_and_context(
     for config in (large, *distillation_configs(30, seed=7)):
         config = dataclasses.replace(config, optimizer=optimizer)
         found = distilled[1].answer([config], SPEC)
-        parameters = totals(plan_of(config)).parameters
+        parameters = totals(get_family(config.family).layers(config)).parameters
         least = SPEC.context_mib + 4 * parameters * (1 + STATES[optimizer]) / 2**20
         assert least * (1 - 1e-9) <= found.figures["memory"][0] < found.upper_mib[0]
-
-
-def test_the_card_says_how_the_bound_compares_with_the_teachers(distilled, tmp_path):
-    rows = {"source": {"imported": 3}, "device": {"A100-SXM4-40GB": 3}, "family": {"mlp": 3}, "censored": 0}
-    meta = {"environment": {}, "estimator": "hybrid", "seed": 0, "feature_version": "0", "rows": rows, "metrics": {},
-            "unit": "MiB"}  # fmt: skip
-    write_card(tmp_path / "card.md", {"memory": meta}, distilled[1])
-    lines = (tmp_path / "card.md").read_text().splitlines()
-    for family, said in distilled[1].bounds.items():
-        (line,) = [line for line in lines if line.startswith(f"| {family} |") and line.endswith("% |")]
-        assert f"| {said['median']:.2f} / {said['p90']:.2f} | {said['teacher_median']:.2f} / " in line
-        assert f"{said['covered']:.1%} | {said['above_teacher']:.1%}" in line
 
 
 def test_saved_and_loaded_it_answers_the_same(distilled, tmp_path):
@@ -210,7 +198,7 @@ def test_what_it_sees_of_a_config_sums_to_the_layer_plan(family):
     sketch = step_sketch(configs, SPEC)
     assert np.isfinite(sketch.values).all()
     for config, found in zip(configs, sketch.totals, strict=True):
-        plan = totals(plan_of(config))
+        plan = totals(get_family(family).layers(config))
         assert tuple(found) == (plan.layers, plan.parameters, plan.output_elements, plan.flops)
 
 

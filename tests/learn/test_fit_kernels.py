@@ -17,9 +17,8 @@ from featurize.kernel_model.step_time import efficiencies_text, read_efficiencie
 from featurize.trace import trace_config
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
-from learn.kernels.judging import judged
+from learn.kernels.judging import judged, time_table
 from learn.kernels.rows import kernel_times, measured_times
-from learn.kernels.score_tables import time_table
 from warehouse.ingest import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")

@@ -11,7 +11,7 @@ from featurize.device_spec import load_device
 from featurize.families import gpt
 from learn import estimate
 from learn.benchmark import BenchmarkSettings, benchmark
-from learn.evaluation.published_ranks import rank_job_of
+from learn.evaluation.benchmark_steps import rank_job_of
 from learn.kernels.fitting import TimeFit
 from learn.kernels.mpt import fused_mpt_loss
 from warehouse.ingest import IngestSettings, ingest

@@ -1,4 +1,4 @@
-"""The plots of a benchmark's page, each as SVG: predicted against measured, errors, residuals, recall, reliability.
+"""The plots of a benchmark's and a fit's page, each as SVG: estimates over labels, errors, classes, reliability.
 
 Start reading at `plots_of`. matplotlib is imported on use; points are drawn as pixels, so that a page stays small.
 """
@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from learn.evaluation.benchmark_figures import RELIABILITY, Scored, signed_errors
+from learn.evaluation.benchmark_figures import RELIABILITY, Scored, signed_errors, told_classes
+from learn.evaluation.scores import NOT_INFORMATIVE
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from matplotlib.figure import Figure
 
-    from learn.evaluation.benchmark_result import Benchmark
+    from learn.evaluation.benchmark_figures import Benchmark
 
 _COLUMNS = 4  # of small panels
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8a6d3b")  # Okabe-Ito
 _DASHES = ("-", "--", ":", "-.")
-_CLASSES = 10  # more bars than that are no picture
+_CLASSES = 24  # more than that are no picture
 _MARGINS = np.linspace(0.5, 4.0, 141)  # on top of estimates without a bound of their own
 _CLIP = {"log": 0.5, "ratio": 0.3}  # error at which the colours end
 
@@ -34,12 +35,15 @@ def plots_of(done: Benchmark, file: str) -> list[tuple[str, str]]:
     """(caption, SVG) of each plot of one file's rows; those without anything to show are left out."""
     drawn = []
     for caption, draw in (
-        ("Estimate against label; both axes alike. Triangles, at the card, ran out of memory.", _predicted),
+        (
+            "Estimate against label; triangles, at the card, ran out of memory. A line leads to the 99 % bound.",
+            predicted,
+        ),
         ("Share of the rows whose error is at most so large. Rows without an answer keep a line below 100 %.", _cdf),
         ("Median of the signed error (estimate over label) by group: blue is too low, red too high.", _by_group),
         ("The same by the operator that makes the most of a network's forward pass.", _by_operator),
         ("Median of the signed error by batch size, in steps of two.", _by_batch),
-        ("Recall by class; n is the number of rows that belong to it.", _recall),
+        ("Rows by their class and the one that was told; the colour is the share of the class.", confusion),
         ("Reliability: share of labels at or under each predicted quantile; the star is the 99 % bound.", _reliable),
         (
             "Coverage over tightness: the share of rows under a bound, and how far it lies over the need. Solid: the "
@@ -60,8 +64,15 @@ def draw_svg(draw: Callable[..., Figure | None], *about: Any) -> str | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with plt.rc_context({"font.size": 8, "svg.hashsalt": "benchmark", "axes.spines.top": False,
-                         "axes.spines.right": False, "axes.axisbelow": True}):  # fmt: skip
+    with plt.rc_context(
+        {
+            "font.size": 8,
+            "svg.hashsalt": "benchmark",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.axisbelow": True,
+        }
+    ):
         figure = draw(plt, *about)
         if figure is None:
             return None
@@ -97,38 +108,49 @@ def _panels(plt, n: int, width: float, height: float):
     return figure, flat[:n]
 
 
-def _predicted(plt, done: Benchmark, file: str):
+def predicted(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
+    """Draw estimates over labels, a panel an estimator and a colour a family, with the 99 % bound above each point."""
     own = _own(done, file)
     labels = [row.label for rows in own.values() for row in rows if row.label is not None]
     if not own or not labels:
         return None
-    relative = done.relative
     card = max((row.card for rows in own.values() for row in rows if row.card), default=None)
     ooms = any(row.label is None for rows in own.values() for row in rows)
-    low, high = (min(labels) / 1.5, max([*labels, card or 0] if ooms else labels) * 1.5) if relative else (-0.03, 1.03)
+    low, high = -0.03, 1.03
+    if done.relative:
+        low, high = min(labels) / 1.5, max([*labels, card or 0] if ooms else labels) * 1.5
     unit = "" if done.target.unit == "ratio" else f" [{done.target.unit}]"
+    families = sorted({row.family for rows in own.values() for row in rows})
     figure, panels = _panels(plt, len(own), 2.7, 2.7)
     for axes, (name, rows) in zip(panels, own.items(), strict=True):
-        answered = [row for row in rows if row.estimate is not None]
-        ok = [row for row in answered if row.label is not None]
-        oom = [row for row in answered if row.label is None]
-        size = float(np.clip(1500 / max(len(ok), 1), 2, 10))
-        shown = np.clip([row.estimate for row in ok], low, high)
         axes.plot([low, high], [low, high], color="0.4", linewidth=0.8, linestyle="--")
-        axes.scatter([r.label for r in ok], shown, s=size, color="#0072B2", alpha=0.5, linewidths=0, rasterized=True)
-        if oom and card:
-            shown = np.clip([row.estimate for row in oom], low, high)
-            cards = [row.card or card for row in oom]
-            axes.scatter(cards, shown, s=12, marker=">", color="#D55E00", alpha=0.5, linewidths=0, rasterized=True)
-        if relative:
-            axes.set_xscale("log")
-            axes.set_yscale("log")
+        size = float(np.clip(1500 / max(len(rows), 1), 2, 10))
+        for family, style in styles_of(families).items():
+            answered = [row for row in rows if row.estimate is not None and row.family == family]
+            x = [row.card or card if row.label is None else row.label for row in answered]
+            y = np.clip([row.estimate for row in answered], low, high)
+            upper = np.clip([row.upper or row.estimate for row in answered], low, high)
+            axes.vlines(x, y, upper, color=style["color"], alpha=0.18, linewidth=0.8, rasterized=True)
+            for out_of_memory, marker in ((False, "o"), (True, ">")):
+                shown = [k for k, row in enumerate(answered) if (row.label is None) == out_of_memory]
+                axes.scatter(
+                    [x[k] for k in shown],
+                    y[shown],
+                    s=size,
+                    marker=marker,
+                    color=style["color"],
+                    alpha=0.5,
+                    linewidths=0,
+                    rasterized=True,
+                    label=None if out_of_memory or not shown else family,
+                )
+        if done.relative:
+            axes.set(xscale="log", yscale="log")
             _plain_ticks(axes, low, high)
-        axes.set_xlim(low, high)
-        axes.set_ylim(low, high)
-        axes.set_aspect("equal")
+        axes.set(xlim=(low, high), ylim=(low, high), aspect="equal", title=name)
         axes.grid(color="0.93", linewidth=0.6)
-        axes.set_title(name, fontsize=9)
+        if len(families) > 1 and len(own) == 1:
+            axes.legend(loc="upper left", fontsize=6)
     figure.supxlabel(f"label{unit}", fontsize=9)
     figure.supylabel(f"estimate{unit}", fontsize=9)
     return figure
@@ -157,20 +179,20 @@ def _cdf(plt, done: Benchmark, file: str):
     low, high = (1e-3, 10.0) if done.relative else (1e-3, 1.0)
     for (name, (errors, n)), style in zip(curves.items(), styles_of(list(curves)).values(), strict=True):
         share = np.arange(1, len(errors) + 1) / n
-        axes.step([low, *np.clip(errors, low, high), high], [0, *share, share[-1]], where="post", label=name,
-                  linewidth=1.3, **style)  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    axes.set_ylim(0, 1.01)
+        axes.step(
+            [low, *np.clip(errors, low, high), high],
+            [0, *share, share[-1]],
+            where="post",
+            label=name,
+            linewidth=1.3,
+            **style,
+        )
+    axes.set(xscale="log", xlim=(low, high), ylim=(0, 1.01))
     ticks = [tick for tick in (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 10) if low <= tick <= high]
     axes.set_xticks(ticks, [_error(done, tick) for tick in ticks])
     axes.set_yticks(np.linspace(0, 1, 6), [f"{share:.0%}" for share in np.linspace(0, 1, 6)])
     axes.minorticks_off()
-    axes.set_xlabel("error")
-    axes.set_ylabel("share of the rows")
-    axes.grid(color="0.92", linewidth=0.6)
-    figure.legend(loc="outside right upper", frameon=False)
-    return figure
+    return _finished(figure, axes, "error", "share of the rows")
 
 
 def _by_group(plt, done: Benchmark, file: str):
@@ -228,40 +250,51 @@ def _by_batch(plt, done: Benchmark, file: str):
     limit = float(np.clip(1.2 * max(abs(error) for points in lines.values() for error in points.values()), 0.1, most))
     for (name, points), style in zip(lines.items(), styles_of(list(lines)).values(), strict=True):
         axes.plot(
-            list(points), np.clip(list(points.values()), -limit, limit), marker="o", markersize=3, linewidth=1.2,
-            label=name, **style,
-        )  # fmt: skip
+            list(points),
+            np.clip(list(points.values()), -limit, limit),
+            marker="o",
+            markersize=3,
+            linewidth=1.2,
+            label=name,
+            **style,
+        )
     axes.axhline(0, color="0.4", linewidth=0.8)
     doublings = sorted({step for points in lines.values() for step in points})
     axes.set_xticks(doublings, [f"{2**step:,}" for step in doublings])
     ticks = np.linspace(-limit, limit, 5)
     axes.set_yticks(ticks, [_signed(done, t) + (" or more" if abs(t) == most else "") for t in ticks])
     axes.set_ylim(-1.06 * limit, 1.06 * limit)
-    axes.set_xlabel("batch size, from")
-    axes.set_ylabel("signed error, median")
-    axes.grid(color="0.92", linewidth=0.6)
-    figure.legend(loc="outside right upper", frameon=False)
-    return figure
+    return _finished(figure, axes, "batch size, from", "signed error, median")
 
 
-def _recall(plt, done: Benchmark, file: str):
-    scores = {f.estimator: f.classes["published"] for f in done.figures if f.file == file and "published" in f.classes}
-    known = done.bins[file]["published"].labels
-    names = [label for label in known if any(label in s.recall for s in scores.values())]
-    if not scores or len(names) > _CLASSES:
+def confusion(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
+    """Draw how many rows of each class were told to be in which, coloured by the share of the class; a panel an
+    estimator. None where there are more classes than can be read."""
+    bins = done.bins[file]["published"]
+    told = {
+        name: told_classes([row for row in rows if row.estimate is not None], "published", bins)
+        for name, rows in _own(done, file).items()
+    }
+    present = sorted({int(k) for pair in told.values() for classes in pair for k in classes})
+    if not told or len(present) > _CLASSES:
         return None
-    figure, panels = _panels(plt, len(scores), 2.7, 0.75 + 0.24 * len(names))
-    for k, (axes, (name, of)) in enumerate(zip(panels, scores.items(), strict=True)):
-        places = range(len(names))
-        axes.barh(places, [of.recall.get(label, 0.0) for label in names], color="#56B4E9", height=0.7)
-        for place, label in zip(places, names, strict=True):
-            text = f"{of.recall[label]:.0%}, n={of.support[label]}" if label in of.recall else "no answers"
-            axes.text(0.02, place, text, va="center", fontsize=7)
-        axes.set_yticks(places, names if k % _COLUMNS == 0 else [""] * len(names))
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1)
-        axes.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
-        axes.set_title(f"{name}: accuracy {of.accuracy:.0%}", fontsize=8)
+    labels, places = [bins.labels[k] for k in present], range(len(present))
+    figure, panels = _panels(plt, len(told), *(2.0 + 0.34 * len(present),) * 2)
+    scores = {f.estimator: f for f in done.figures if f.file == file}
+    for axes, (name, (true, predicted)) in zip(panels, told.items(), strict=True):
+        counts = np.array([[((true == t) & (predicted == p)).sum() for p in present] for t in present])
+        share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+        axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
+        for (line, column), count in np.ndenumerate(counts):
+            if count:
+                colour = "white" if share[line, column] > 0.55 else "black"
+                axes.text(column, line, f"{count}", ha="center", va="center", color=colour, fontsize=6.5)
+        of = scores[name]
+        said = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
+        axes.set(xlabel="told", ylabel="class", title=f"{name}: {said}")
+        axes.set_xticks(places, labels, rotation=45, ha="right", rotation_mode="anchor")
+        axes.set_yticks(places, labels)
+        axes.tick_params(length=0)
     return figure
 
 
@@ -279,14 +312,8 @@ def _reliable(plt, done: Benchmark, file: str):
     percents = np.linspace(0, 1, 6)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(percents, [f"{share:.0%}" for share in percents])
-    axes.set_xlim(0, 1.02)
-    axes.set_ylim(0, 1.02)
-    axes.set_aspect("equal")
-    axes.set_xlabel("predicted quantile")
-    axes.set_ylabel("share of labels under it")
-    axes.grid(color="0.92", linewidth=0.6)
-    figure.legend(loc="outside right upper", frameon=False)
-    return figure
+    axes.set(xlim=(0, 1.02), ylim=(0, 1.02), aspect="equal")
+    return _finished(figure, axes, "predicted quantile", "share of labels under it")
 
 
 def tightness(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
@@ -301,15 +328,10 @@ def tightness(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
         line = {"linestyle": "-", "marker": "o", "linewidth": 1.6} if bounded else {"linestyle": "--", "linewidth": 1.0}
         axes.plot(*zip(*points, strict=True), markersize=3, label=name, color=style["color"], **line)
     axes.axhline(0.99, color="0.6", linewidth=0.8, linestyle=":")
-    axes.set_xlim(-0.05, 0.6)
-    axes.set_ylim(0.5, 1.005)
+    axes.set(xlim=(-0.05, 0.6), ylim=(0.5, 1.005))
     axes.set_xticks(ticks := [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [f"{tick:.0%}" for tick in ticks])
     axes.set_yticks(ticks := [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99], [f"{tick:.0%}" for tick in ticks])
-    axes.set_xlabel("bound over the need, in the median")
-    axes.set_ylabel("share of the rows under the bound")
-    axes.grid(color="0.92", linewidth=0.6)
-    figure.legend(loc="outside right upper", frameon=False)
-    return figure
+    return _finished(figure, axes, "bound over the need, in the median", "share of the rows under the bound")
 
 
 def _tightness_of(rows: Sequence[Scored]) -> tuple[bool, list[tuple[float, float]]] | None:
@@ -326,6 +348,13 @@ def _tightness_of(rows: Sequence[Scored]) -> tuple[bool, list[tuple[float, float
     else:
         bounds = [np.array([row.estimate for row in ok], dtype=float) * margin for margin in _MARGINS]
     return bounded, [(float(np.median(bound / label)) - 1, float(np.mean(label <= bound))) for bound in bounds]
+
+
+def _finished(figure: Figure, axes: Any, x: str, y: str) -> Figure:
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(color="0.92", linewidth=0.6)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
 
 
 def _error(done: Benchmark, value: float) -> str:
