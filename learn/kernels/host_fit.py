@@ -94,7 +94,7 @@ def _machines(data: str | os.PathLike[str] | None) -> float | None:
     if degrees < _LEAST:
         return None
     spread = math.sqrt(sum(float(np.sum((one - one.mean()) ** 2)) for one in of_test) / degrees)
-    return math.exp(NormalDist().inv_cdf(0.9) * spread)
+    return round(math.exp(NormalDist().inv_cdf(0.9) * spread), 4)
 
 
 def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> list[Times]:
