@@ -11,7 +11,8 @@ import pytest
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import load_device
 from featurize.families import get_family
-from featurize.layers import plan_of, totals
+from featurize.layers import totals
+from featurize.plans import plan_of
 from learn.artifact_files import stamped
 from learn.cases import DEFAULT_DEVICE, Case
 from learn.estimators import ResidualPrediction
