@@ -56,7 +56,7 @@ _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem"
 
 
 @contextlib.contextmanager
-def _as_a_training_script() -> Iterator[None]:
+def as_a_training_script() -> Iterator[None]:
     """With gradients, whatever mode the caller is in; the caller's random numbers go on as if nothing had been."""
     import torch
 
@@ -92,7 +92,7 @@ class Question:
     def _in_loop(self, job: Workload) -> Workload:
         return job if self.loop is None else replace(job, training_loop=self.loop == PIPELINE)
 
-    @_as_a_training_script()
+    @as_a_training_script()
     def traced(self, device: DeviceSpec) -> Traces:
         """Return the job's trace alone, as `answered` takes it. Raises `UsageError` as `learn.traced.step_of`."""
         from learn.traced import trace_of
@@ -102,7 +102,7 @@ class Question:
         return traces
 
     @naming_the_extra()
-    @_as_a_training_script()
+    @as_a_training_script()
     def answered(
         self, device: DeviceSpec, *, timeline: bool = False, traces: Traces | None = None
     ) -> tuple[Estimate, TracedStep | None]:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from conf.errors import kept_from_exit
 from featurize import trace_cache
 from featurize.disk_cache import PACKAGES
 from learn.workload import Workload
@@ -83,9 +84,11 @@ def key_of(job: Workload) -> tuple[str | None, Build]:
 def _built(build: Build) -> tuple[nn.Module, Build]:
     from featurize import flash_attention
     from featurize.skeleton import BuiltOnMeta, build_on_meta
+    from learn.estimation.answers import as_a_training_script
 
     try:
-        built = flash_attention.building(lambda: build_on_meta(build))
+        with kept_from_exit(), as_a_training_script():
+            built = flash_attention.building(lambda: build_on_meta(build))
     except Exception as error:  # a factory may raise anything, and raises it again where it is traced
         raise _Untold from error
     if not isinstance(built, nn.Module):
