@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -39,7 +39,7 @@ from learn.estimation.sources import (
 )
 from learn.estimation.throughput import throughput_of
 from learn.estimators import LEVEL
-from learn.workload import Workload
+from learn.workload import Workload, as_a_training_script
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
@@ -53,15 +53,6 @@ if TYPE_CHECKING:
 
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
-
-
-@contextlib.contextmanager
-def as_a_training_script() -> Iterator[None]:
-    """With gradients, whatever mode the caller is in; the caller's random numbers go on as if nothing had been."""
-    import torch
-
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from conf.errors import kept_from_exit
 from featurize import trace_cache
 from featurize.disk_cache import PACKAGES
-from learn.workload import Workload
+from learn.workload import Workload, as_a_training_script
 
 if TYPE_CHECKING:
     Build = Callable[[], nn.Module]
@@ -84,7 +84,6 @@ def key_of(job: Workload) -> tuple[str | None, Build]:
 def _built(build: Build) -> tuple[nn.Module, Build]:
     from featurize import flash_attention
     from featurize.skeleton import BuiltOnMeta, build_on_meta
-    from learn.estimation.answers import as_a_training_script
 
     try:
         with kept_from_exit(), as_a_training_script():
