@@ -5,8 +5,9 @@ Start reading at `Workload`; `of_config` and `of_module` make one. torch is impo
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,15 @@ class Workload:
 
         inputs, _target = self.batch("meta")
         return ", ".join(str(list(tensor.shape)) for tensor in tensors_of(inputs))
+
+
+@contextlib.contextmanager
+def as_a_training_script() -> Iterator[None]:
+    """With gradients, whatever mode the caller is in; the caller's random numbers go on as if nothing had been."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def of_config(config: TrialConfig) -> Workload:

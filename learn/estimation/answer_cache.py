@@ -102,12 +102,12 @@ def _key(question: Question, device: DeviceSpec) -> tuple[str | None, Question]:
         runs = None if own is None or job.config is None else own.of(job.config, device)
     except CommandError:  # which the answer itself says
         return None, question
-    told = (
+    identity = (
         job.key, job.name, job.training_loop, device, device.interconnect, question.allocator, question.estimator,
         question.loop, machine_for(question.machine, device, question.data), question.torch_version, question.coverage,
         question.known, own and own.asked_for, runs, str(folder.root), tuple(_models_of(folder)),
     )  # fmt: skip
-    return hashlib.sha256(repr(told).encode()).hexdigest(), question
+    return hashlib.sha256(repr(identity).encode()).hexdigest(), question
 
 
 def _models_of(folder: DataFolder) -> Iterator[tuple[str, int, int]]:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -39,7 +39,7 @@ from learn.estimation.sources import (
 )
 from learn.estimation.throughput import throughput_of
 from learn.estimators import LEVEL
-from learn.workload import Workload
+from learn.workload import Workload, as_a_training_script
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
@@ -53,15 +53,6 @@ if TYPE_CHECKING:
 
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
-
-
-@contextlib.contextmanager
-def _as_a_training_script() -> Iterator[None]:
-    """With gradients, whatever mode the caller is in; the caller's random numbers go on as if nothing had been."""
-    import torch
-
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +83,7 @@ class Question:
     def _in_loop(self, job: Workload) -> Workload:
         return job if self.loop is None else replace(job, training_loop=self.loop == PIPELINE)
 
-    @_as_a_training_script()
+    @as_a_training_script()
     def traced(self, device: DeviceSpec) -> Traces:
         """Return the job's trace alone, as `answered` takes it. Raises `UsageError` as `learn.traced.step_of`."""
         from learn.traced import trace_of
@@ -102,7 +93,7 @@ class Question:
         return traces
 
     @naming_the_extra()
-    @_as_a_training_script()
+    @as_a_training_script()
     def answered(
         self, device: DeviceSpec, *, timeline: bool = False, traces: Traces | None = None
     ) -> tuple[Estimate, TracedStep | None]:

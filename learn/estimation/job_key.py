@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from conf.errors import kept_from_exit
 from featurize import trace_cache
 from featurize.disk_cache import PACKAGES
-from learn.workload import Workload
+from learn.workload import Workload, as_a_training_script
 
 if TYPE_CHECKING:
     Build = Callable[[], nn.Module]
@@ -85,7 +86,8 @@ def _built(build: Build) -> tuple[nn.Module, Build]:
     from featurize.skeleton import BuiltOnMeta, build_on_meta
 
     try:
-        built = flash_attention.building(lambda: build_on_meta(build))
+        with kept_from_exit(), as_a_training_script():
+            built = flash_attention.building(lambda: build_on_meta(build))
     except Exception as error:  # a factory may raise anything, and raises it again where it is traced
         raise _Untold from error
     if not isinstance(built, nn.Module):
