@@ -21,9 +21,8 @@ from conf.settings import key
 from farm.dimensions import Choice, Scalar, Space
 from farm.sampling_points import POLICIES, PointsOf, key_of, uniform_point
 from featurize import families
-from featurize.layers import rough_memory_mib, totals
+from featurize.layers import plan_of, rough_memory_mib, totals
 from featurize.own_code import named_by_user
-from featurize.plans import plan_of
 from featurize.trial import TrialConfig
 
 # Part of a job's identity: grows whenever the same seed would give other configs. A job of an older version goes on

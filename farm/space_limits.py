@@ -16,7 +16,7 @@ from conf.errors import CommandError, UsageError
 from farm.dimensions import Constant, Dimension, Range, Scalar, Space, own_space
 from farm.sampling import sample_range
 from featurize import families
-from featurize.plans import plan_of
+from featurize.layers import plan_of
 from featurize.trial import TrialConfig
 
 _TRIED_ON = 16  # configs that a value is tried on

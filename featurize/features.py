@@ -1,7 +1,7 @@
 """Scalar features of a trial config: what a table-based estimator sees of a job before it runs.
 
 Start reading at `scalar_features`. All of it follows from the config and its layer plan, which takes milliseconds to
-read of a network that is new (`featurize.plans.plan_of`).
+read of a network that is new (`featurize.layers.plan_of`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from conf.units import MIB
 from featurize.families import get_family
-from featurize.layers import Layer, rough_memory_mib
-from featurize.plans import plan_of
+from featurize.layers import Layer, plan_of, rough_memory_mib
 from featurize.trial_config import ACTIVATIONS, OPTIMIZERS, TrialConfig
 
 # Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that

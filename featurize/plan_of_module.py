@@ -1,6 +1,6 @@
 """The layer plan of any module, read off one forward pass on the meta device.
 
-Start reading at `plan_of_module`; `featurize.plans.plan_of` asks it for the network of a trial config.
+Start reading at `plan_of_module`; `featurize.layers.plan_of` asks it for the network of a trial config.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any
 from conf.errors import UsageError
 from conf.plain_text import one_line
 from featurize.families import get_family
+from featurize.layers import plan_of
 from featurize.own_code import CodeName, code_fields, refusal, trusting
-from featurize.plans import plan_of
 from featurize.trial import TrialConfig, config_from_mapping
 
 MOST_CHARACTERS = 200_000

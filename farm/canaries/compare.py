@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 from farm.canaries.runs import LABELS, CanaryNight, CanaryRun, causes, read_nights
 from farm.journal_payloads import CanariesPayload, ComparedLabel, DriftPayload
-from featurize.layers import rough_memory_mib
-from featurize.plans import plan_of
+from featurize.layers import plan_of, rough_memory_mib
 from featurize.trial import TrialConfig, config_from_mapping
 from warehouse.folder import DataFolder
 from warehouse.schema import ENVIRONMENT

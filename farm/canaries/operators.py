@@ -6,7 +6,7 @@ Start reading at `operators_of`; `OPERATORS` is all there are. A layer kind that
 from __future__ import annotations
 
 from conf.errors import UsageError
-from featurize.plans import plan_of
+from featurize.layers import plan_of
 from featurize.trial import ACTIVATIONS, TrialConfig
 
 OTHER = "other"

@@ -7,7 +7,7 @@ A family module is imported without torch and holds
     batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
     repair(values, draw)          -> values: turns raw sampled values into a config that can be built (see below)
     identity(config)              -> str, optional: what tells its network from others, where its plan takes long
-    layers(config)                -> list[featurize.layers.Layer], optional: the plan, where `featurize.plans.plan_of`
+    layers(config)                -> list[featurize.layers.Layer], optional: the plan, where `featurize.layers.plan_of`
                                   cannot read it off what `build` and `batch` give
     kind(config)                  -> str, optional: what its networks are grouped by; else family and topology
     loss(config)                  -> function of (output, targets) giving a scalar tensor, optional; else cross entropy

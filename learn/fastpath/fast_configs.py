@@ -13,8 +13,7 @@ from typing import Any
 
 from conf.errors import UsageError, unknown_name
 from featurize.families import get_family
-from featurize.layers import rough_memory_mib
-from featurize.plans import plan_of
+from featurize.layers import plan_of, rough_memory_mib
 from featurize.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 from learn.cases import DEFAULT_DEVICE, Case
 

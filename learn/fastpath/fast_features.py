@@ -28,7 +28,7 @@ from featurize.kernel_constants import (
     TENSOR_EFFICIENCY,
     TILES,
 )
-from featurize.plans import plan_of
+from featurize.layers import plan_of
 from featurize.trial import ACTIVATIONS, OPTIMIZERS, TrialConfig
 from learn.fastpath.fast_replay import replayed_mib
 

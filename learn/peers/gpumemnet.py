@@ -30,7 +30,7 @@ import numpy as np
 
 from conf.errors import CommandError, UsageError
 from featurize.features import KINDS
-from featurize.plans import plan_of
+from featurize.layers import plan_of
 from featurize.trial import ACTIVATIONS, TrialConfig
 from learn.bounds import conformal_rank, too_few_for
 from learn.cases import Case

@@ -19,8 +19,8 @@ from farm.sampling import Limits, sample
 from farm.space import default_space, parse_space
 from featurize.device_spec import load_device
 from featurize.families import family_names, get_family
+from featurize.layers import plan_of
 from featurize.own_code import CodeName
-from featurize.plans import plan_of
 from featurize.trial import config_hash
 from workers.devices import DeviceChoice
 

@@ -19,8 +19,7 @@ from farm.sampling import POLICIES as POINTS_OF
 from farm.sampling import Limits, checked_batch_sizes, sample, sample_range
 from farm.space import parse_space, space_of_mapping
 from featurize import families
-from featurize.layers import Layer, rough_memory_mib, totals
-from featurize.plans import plan_of
+from featurize.layers import Layer, plan_of, rough_memory_mib, totals
 from featurize.trial import ACTIVATIONS, TrialConfig, config_from_mapping
 from tests.family_cases import FAMILIES
 

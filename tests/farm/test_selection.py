@@ -19,7 +19,7 @@ from farm.sampling import Limits
 from farm.space import parse_space
 from featurize.device_spec import load_device
 from featurize.families import get_family
-from featurize.plans import plan_of
+from featurize.layers import plan_of
 from featurize.trial import canonical_json, config_hash
 from warehouse.folder import DataFolder
 from warehouse.schema import TELEMETRY_SCHEMA

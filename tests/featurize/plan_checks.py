@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from featurize import modules
 from featurize.families import get_family, loss_of
-from featurize.layers import totals
-from featurize.plans import plan_of
+from featurize.layers import plan_of, totals
 from featurize.training import TrainingStep, cross_entropy
 from featurize.trial import ACTIVATIONS, TrialConfig
 

@@ -19,8 +19,7 @@ from farm.sampling import sample_range
 from farm.space import parse_space
 from featurize import modules
 from featurize.families import cnn, family_names, get_family, mlp, transformer
-from featurize.layers import totals
-from featurize.plans import plan_of
+from featurize.layers import plan_of, totals
 from featurize.trial import ACTIVATIONS, OPTIMIZERS, PRECISIONS, config_from_mapping
 
 SMALL = {

@@ -16,7 +16,7 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.families import diffusion
-from featurize.plans import plan_of
+from featurize.layers import plan_of
 from featurize.trace import trace_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,9 +19,8 @@ from conf.errors import UsageError
 from featurize import vision
 from featurize.families import gpt
 from featurize.features import group_key
-from featurize.layers import totals
+from featurize.layers import plan_of, totals
 from featurize.nets.prenorm import Conv1D, GeluNew
-from featurize.plans import plan_of
 from featurize.trace import trace_config, trace_step
 
 GPT2 = gpt.Config(

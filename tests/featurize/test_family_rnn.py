@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import UsageError
 from featurize.families import rnn
-from featurize.layers import totals
-from featurize.plans import plan_of
+from featurize.layers import plan_of, totals
 from featurize.trace import trace_config
 
 SMALL = rnn.Config(

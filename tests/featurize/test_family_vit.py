@@ -17,8 +17,7 @@ from plan_checks import (
 from conf.errors import UsageError
 from featurize import vision
 from featurize.families import timm, vit
-from featurize.layers import totals
-from featurize.plans import plan_of
+from featurize.layers import plan_of, totals
 from featurize.trace import trace_config
 
 BASE = vit.Config(

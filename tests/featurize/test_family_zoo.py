@@ -17,9 +17,8 @@ from farm.space import parse_space
 from featurize import vision
 from featurize.families import timm, zoo
 from featurize.features import group_key, scalar_features
-from featurize.layers import totals
+from featurize.layers import plan_of, totals
 from featurize.own_code import named_by_user
-from featurize.plans import plan_of
 from featurize.trace import trace_config
 from featurize.training import TrainingStep
 from featurize.trial import config_from_mapping

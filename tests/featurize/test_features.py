@@ -12,8 +12,7 @@ from farm.space import parse_space
 from featurize import features
 from featurize.families import cnn, family_names, mlp, transformer
 from featurize.features import group_key, scalar_features
-from featurize.layers import rough_memory_mib, totals
-from featurize.plans import plan_of
+from featurize.layers import plan_of, rough_memory_mib, totals
 
 CNN = dict(image_size=32, channels=3, classes=10, base_filters=16, depth=8, batch_size=4)
 

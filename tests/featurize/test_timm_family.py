@@ -14,9 +14,8 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize import vision
 from featurize.families import timm
 from featurize.features import group_key, scalar_features
-from featurize.layers import totals
+from featurize.layers import plan_of, totals
 from featurize.plan_of_module import plan_of_module
-from featurize.plans import plan_of
 from featurize.trace import trace_config
 from featurize.training import TrainingStep
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from featurize.families import cnn, mlp, transformer
-from featurize.layers import totals
-from featurize.plans import plan_of
+from featurize.layers import plan_of, totals
 from featurize.version import FEATURES_STAMP
 from learn import estimate
 from learn.artifacts import DEFAULT_MODELS, default_artifact

@@ -20,7 +20,7 @@ from farm.serving.questions import device_at
 from farm.submit import entry as submit_entry
 from featurize.device_spec import describe_device, device_names, load_device
 from featurize.families import zoo
-from featurize.plans import plan_of
+from featurize.layers import plan_of
 from featurize.trial import config_from_mapping
 from learn import devices_that_fit, estimate
 from learn.cases import Case

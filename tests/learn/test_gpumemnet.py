@@ -10,7 +10,7 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.families import cnn, mlp
-from featurize.plans import plan_of
+from featurize.layers import plan_of
 from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import get_estimator, make_estimator

@@ -13,8 +13,7 @@ from conf import cli
 from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.families import cnn, mlp, timm, transformer
-from featurize.layers import totals
-from featurize.plans import plan_of
+from featurize.layers import plan_of, totals
 from featurize.trial import FITTED_OPTIMIZERS, PRECISIONS
 from learn import estimate, estimate_many
 from learn.fastpath.fast_configs import distillation_configs

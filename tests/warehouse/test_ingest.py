@@ -16,8 +16,7 @@ from conf.cli import run
 from conf.errors import EnvironmentProblem
 from conf.identity import mapping_hash
 from featurize.families import cnn
-from featurize.layers import totals
-from featurize.plans import plan_of
+from featurize.layers import plan_of, totals
 from featurize.trial import ACTIVATIONS, config_from_mapping, config_hash
 from warehouse import ingest as command
 from warehouse.compact import CompactionSettings, compact

@@ -15,7 +15,7 @@ from recorded_nvml import A100_UUID, RecordedNvml
 import workers
 from conf.identity import identity
 from featurize.families import get_family
-from featurize.plans import plan_of
+from featurize.layers import plan_of
 from featurize.trial import config_from_mapping
 from workers.devices import DeviceChoice
 from workers.failure import is_device_fault

@@ -57,8 +57,7 @@ def measure_training(
     import torch
 
     from featurize.families import get_family, loss_of
-    from featurize.layers import totals
-    from featurize.plans import plan_of
+    from featurize.layers import plan_of, totals
     from featurize.training import TrainingStep
 
     family = get_family(config.family)
