@@ -21,7 +21,7 @@ from conf.settings import key
 from farm.dimensions import Choice, Scalar, Space
 from farm.sampling_points import POLICIES, PointsOf, key_of, uniform_point
 from featurize import families
-from featurize.layers import plan_of, rough_memory_mib, totals
+from featurize.layers import rough_memory_mib, totals
 from featurize.own_code import named_by_user
 from featurize.trial import TrialConfig
 
@@ -286,14 +286,14 @@ def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfi
     except ValueError as error:
         texts = str(error).removeprefix(f"{family.Config.family}: ").split("; ")
         return None, [_Breach(re.sub(r",? got .*$", "", text, flags=re.DOTALL), text) for text in texts]
-    breaches = _over_limits(config, limits)
+    breaches = _over_limits(family, config, limits)
     return (None, breaches) if breaches else (config, [])
 
 
-def _over_limits(config: TrialConfig, limits: Limits) -> list[_Breach]:
+def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> list[_Breach]:
     if limits.max_parameters is None and limits.max_memory_mib is None:
         return []
-    plan = plan_of(config)
+    plan = family.layers(config)
     needs: list[tuple[str, float]] = []
     if limits.max_parameters is not None:
         needs.append(("max_parameters", totals(plan).parameters))

@@ -16,7 +16,6 @@ from conf.errors import CommandError, UsageError
 from farm.dimensions import Constant, Dimension, Range, Scalar, Space, own_space
 from farm.sampling import sample_range
 from featurize import families
-from featurize.layers import plan_of
 from featurize.trial import TrialConfig
 
 _TRIED_ON = 16  # configs that a value is tried on
@@ -188,7 +187,8 @@ def _reason_of_change(config: TrialConfig, name: str, value: Scalar) -> str | No
     """Return why `repair` changed the value to the config's; None if the network is the same with either."""
     if problems := _problems(config, name, value):
         return "; ".join(problems)
-    if plan_of(config) == plan_of(_with_field(config, name, value)):
+    layers = families.get_family(config.family).layers
+    if layers(config) == layers(_with_field(config, name, value)):
         return None
     return "sizes have to fit each other"
 

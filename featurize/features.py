@@ -1,18 +1,16 @@
-"""Scalar features of a trial config: what a table-based estimator sees of a job before it runs.
+"""Scalar features of a trial config, without torch: what a table-based estimator sees of a job before it runs.
 
-Start reading at `scalar_features`. All of it follows from the config and its layer plan, which takes milliseconds to
-read of a network that is new (`featurize.layers.plan_of`).
+Start reading at `scalar_features`. All of it follows from the config and its layer plan, in well under a millisecond.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 
 from conf.units import MIB
 from featurize.families import get_family
-from featurize.layers import Layer, plan_of, rough_memory_mib
+from featurize.layers import Layer, rough_memory_mib
 from featurize.trial_config import ACTIVATIONS, OPTIMIZERS, TrialConfig
 
 # Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that
@@ -70,7 +68,7 @@ def scalar_features(config: TrialConfig) -> dict[str, float | str]:
             features[name] = value
         elif isinstance(value, int | float):  # None and lists are no scalars: absent
             features[name] = float(value)
-    plan = plan_of(config)
+    plan = get_family(config.family).layers(config)
     of_plan = _plan_features(plan, config.batch_size)
     parameters, elements = of_plan["parameters"], of_plan["batch_output_elements"]
     of_plan["weights_mib"] = 4 * parameters / MIB
@@ -83,7 +81,7 @@ def scalar_features(config: TrialConfig) -> dict[str, float | str]:
     return {**features, **of_plan, **logarithms}
 
 
-def _plan_features(plan: Sequence[Layer], batch_size: int) -> dict[str, float]:
+def _plan_features(plan: list[Layer], batch_size: int) -> dict[str, float]:
     counts, elements, parameters = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     flops = most_elements = most_parameters = 0
     for layer in plan:
@@ -123,7 +121,7 @@ def group_key(config: TrialConfig) -> str:
     if hasattr(family, "identity"):
         digest.update(family.identity(config).encode())
         return f"{config.family}-{digest.hexdigest()[:16]}"
-    for layer in plan_of(config):
+    for layer in family.layers(config):
         if layer.kind != "dropout":
             digest.update(f"{layer.kind} {layer.output_elements} {layer.parameters} {layer.flops}\n".encode())
     return f"{config.family}-{digest.hexdigest()[:16]}"

@@ -15,7 +15,6 @@ from typing import Any
 from conf.errors import UsageError
 from conf.plain_text import one_line
 from featurize.families import get_family
-from featurize.layers import plan_of
 from featurize.own_code import CodeName, code_fields, refusal, trusting
 from featurize.trial import TrialConfig, config_from_mapping
 
@@ -57,7 +56,7 @@ def config_of_one_gpu(text: object, trust: Sequence[str] = ()) -> TrialConfig:
 
 
 def problem_of(config: TrialConfig) -> str | None:
-    """Return why the layers of a row's config cannot be had, or None. Builds a library's model, without memory."""
+    """Why the layers of a row's config cannot be had, or None. Builds a library's model, without memory."""
     if (reason := refusal(config)) is not None:
         return reason
     family = get_family(config.family)
@@ -73,8 +72,8 @@ def printable(text: str, most: int = 80) -> str:
 
 
 def code_problem(config: TrialConfig) -> str | None:
-    """Return why this config must not become a task, which may import whatever it names; None for what the user
-    named, and for models of libraries that data may name."""
+    """Why this config must not become a task, which may import whatever it names; None for what the user named, and
+    for models of libraries that data may name."""
     named = [getattr(config, name) for name in code_fields(config.family)]
     return None if all(isinstance(name, CodeName) for name in named) else problem_of(config)
 
@@ -82,7 +81,7 @@ def code_problem(config: TrialConfig) -> str | None:
 @lru_cache(maxsize=4096)
 def _problem_of_layers(config: TrialConfig) -> str | None:
     try:
-        plan_of(config)
+        get_family(config.family).layers(config)
     except UsageError as error:
         return printable(str(error), 300)
     return None

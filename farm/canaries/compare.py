@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, replace
 
 from farm.canaries.runs import LABELS, CanaryNight, CanaryRun, causes, read_nights
 from farm.journal_payloads import CanariesPayload, ComparedLabel, DriftPayload
-from featurize.layers import plan_of, rough_memory_mib
+from featurize.families import get_family
+from featurize.layers import rough_memory_mib
 from featurize.trial import TrialConfig, config_from_mapping
 from warehouse.folder import DataFolder
 from warehouse.schema import ENVIRONMENT
@@ -67,7 +68,8 @@ def canary_configs(capacity_mib: float) -> tuple[TrialConfig, ...]:
 
 
 def _rough_mib(config: TrialConfig) -> float:
-    return rough_memory_mib(plan_of(config), config.batch_size, config.optimizer)
+    plan = get_family(config.family).layers(config)
+    return rough_memory_mib(plan, config.batch_size, config.optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)

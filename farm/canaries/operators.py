@@ -1,4 +1,4 @@
-"""Operator families of a training step, by which drift is reported.
+"""Operator families of a training step, by which drift is reported. Torch-free.
 
 Start reading at `operators_of`; `OPERATORS` is all there are. A layer kind that no entry names counts as `other`.
 """
@@ -6,7 +6,7 @@ Start reading at `operators_of`; `OPERATORS` is all there are. A layer kind that
 from __future__ import annotations
 
 from conf.errors import UsageError
-from featurize.layers import plan_of
+from featurize.families import get_family
 from featurize.trial import ACTIVATIONS, TrialConfig
 
 OTHER = "other"
@@ -58,7 +58,7 @@ def operators_of(config: TrialConfig) -> frozenset[str]:
     if config.precision in _AUTOCAST:
         names.add("autocast")
     try:
-        names.update(operator_of_kind(layer.kind) for layer in plan_of(config))
+        names.update(operator_of_kind(layer.kind) for layer in get_family(config.family).layers(config))
     except UsageError:
         names.add(OTHER)
     return frozenset(names)

@@ -3,12 +3,11 @@
 A family module is imported without torch and holds
 
     Config                        frozen dataclass, subclass of `featurize.trial_config.TrialConfig`; `family`: the file
+    layers(config)                -> list[featurize.layers.Layer]: the forward pass per sample; the import is torch-free
     build(config)                 -> torch.nn.Module (imports torch inside); parameters on the current default device
     batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
     repair(values, draw)          -> values: turns raw sampled values into a config that can be built (see below)
-    identity(config)              -> str, optional: what tells its network from others, where its plan takes long
-    layers(config)                -> list[featurize.layers.Layer], optional: the plan, where `featurize.layers.plan_of`
-                                  cannot read it off what `build` and `batch` give
+    identity(config)              -> str, optional: what tells its network from others, where `layers` takes long
     kind(config)                  -> str, optional: what its networks are grouped by; else family and topology
     loss(config)                  -> function of (output, targets) giving a scalar tensor, optional; else cross entropy
 

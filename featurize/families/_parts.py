@@ -1,20 +1,47 @@
-"""Check fields, make batches and repair sampled values, as families share it. Start reading at `rates`.
+"""What families share without torch: entries of the layer plan, and checks of common fields.
 
-torch is imported when a batch is made.
+Start reading at `dense_block` for the order inside a block. FLOPs count matrix products and convolutions only, as
+`torch.utils.flop_counter` does; elementwise layers are priced by their bytes, which `output_elements` gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
+from featurize.layers import Layer
 from featurize.trial_config import TrialConfig
 
-if TYPE_CHECKING:
-    import torch
 
-TRANSFORMER_SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # of the search spaces, consumed by `fit_heads`
-HEAD_SIZES = range(32, 129, 8)  # of sampled heads, unless a family has its own
+def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
+    """`nn.Linear` with bias, applied to `rows` vectors a sample (the sequence length, or 1)."""
+    return Layer("linear", rows * outputs, inputs * outputs + outputs, 2 * rows * inputs * outputs)
+
+
+def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: bool = True) -> Layer:
+    """`nn.Conv2d` with a square kernel, giving square maps of `side_out` pixels."""
+    weights, area = inputs * outputs * kernel**2, side_out**2
+    return Layer("conv2d", outputs * area, weights + outputs * bias, 2 * weights * area)
+
+
+def activation(name: str, elements: int) -> Layer:
+    """Any of `featurize.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
+    return Layer(name, elements, 1 if name == "prelu" else 0)
+
+
+def dropout(rate: float, elements: int) -> list[Layer]:
+    """Nothing at rate 0: PyTorch then returns its input as it is."""
+    return [Layer("dropout", elements)] if rate > 0 else []
+
+
+def dense_block(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str, rate: float) -> list[Layer]:
+    """Linear, batch norm, activation, dropout: a hidden layer of an MLP."""
+    return [
+        linear(inputs, outputs),
+        *([Layer("batchnorm1d", outputs, 2 * outputs)] if batch_norm else []),
+        activation(activation_name, outputs),
+        *dropout(rate, outputs),
+    ]
 
 
 def rates(config: TrialConfig, *names: str) -> list[str]:
@@ -34,27 +61,6 @@ def switches(config: TrialConfig, *names: str) -> list[str]:
         for name in names
         if not isinstance(getattr(config, name), bool)
     ]
-
-
-def token_batch(
-    config: Any, device: str | torch.device, classes: int | None = None
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Token indices [N, sequence_length] int64, and class indices [N], or the next tokens' for `classes` None."""
-    import torch
-
-    size = (config.batch_size, config.sequence_length)
-    tokens = torch.randint(config.vocabulary_size, size, device=device)
-    if classes is None:
-        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
-    return (tokens,), torch.randint(classes, size[:1], device=device)
-
-
-def image_batch(config: Any, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
-    import torch
-
-    images = torch.randn(config.batch_size, config.channels, config.image_size, config.image_size, device=device)
-    return (images,), torch.randint(config.classes, (config.batch_size,), device=device)
 
 
 def switch_dropout(values: dict[str, Any]) -> dict[str, Any]:
@@ -79,30 +85,3 @@ def is_integer(value: Any) -> TypeGuard[int]:
 def pick(options: list, draw: Callable[[str], float], name: str):
     """One of `options`, evenly, by the sampled point's own draw."""
     return options[min(int(draw(name) * len(options)), len(options) - 1)]
-
-
-def heads_problems(heads: int, width: int) -> list[str]:
-    """`heads must divide embedding_size, ...` for sizes that are known to be positive integers."""
-    if width % heads == 0:
-        return []
-    return [f"heads must divide embedding_size, got {heads} heads for an embedding of {width}"]
-
-
-def fit_heads(
-    values: dict[str, Any], draw: Callable[[str], float], head_sizes: Sequence[int] = HEAD_SIZES, step: int = 32
-) -> dict[str, Any]:
-    """Make the embedding a multiple of `step` (or of a given `heads`), `heads` one of its divisors unless given, and
-    `feed_forward_multiple` the absolute `feed_forward`; consume `use_dropout`."""
-    values = switch_dropout(values)
-    multiple = values.pop("feed_forward_multiple", None)
-    width, heads = values.get("embedding_size"), values.get("heads")
-    if not is_integer(width):
-        return values
-    step = heads if is_integer(heads) and heads > 0 else step
-    width = values["embedding_size"] = max(width // step, 1) * step
-    if heads is None:
-        sizes = [size for size in head_sizes if width % size == 0]
-        values["heads"] = width // pick(sizes, draw, "heads")
-    if "feed_forward" not in values and isinstance(multiple, int | float):
-        values["feed_forward"] = round(width * multiple)
-    return values

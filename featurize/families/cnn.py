@@ -1,8 +1,7 @@
 """Convolutional networks: blocks of convolutions, global average pool, one linear layer to the classes.
 
 Start reading at `blocks`: the topologies are those of GPUMemNet's CNNs (arXiv 2602.17817), width for width, with kernel
-size, dilation and pooling as further dimensions. `build` follows
-the list that `blocks` gives.
+size, dilation and pooling as further dimensions. `layers` and `build` both follow the list that `blocks` gives.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.layers import Layer
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -73,12 +73,6 @@ class Config(TrialConfig):
             if smallest == 1:
                 problems.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
         return problems
-
-    @property
-    def padding(self) -> tuple[int, int]:
-        """Zeros before and after each side, so that stride 1 keeps the map's size."""
-        total = self.dilation * (self.kernel_size - 1)
-        return total // 2, total - total // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,28 +159,109 @@ def _dense_blocks(config: Config) -> list[ConvBlock]:
     return conv_blocks
 
 
+def padding(config: Config) -> tuple[int, int]:
+    """Zeros before and after each side, so that stride 1 keeps the map's size."""
+    total = config.dilation * (config.kernel_size - 1)
+    return total // 2, total - total // 2
+
+
+def _conv(inputs: int, outputs: int, kernel: int, side_out: int) -> Layer:
+    weights, area = inputs * outputs * kernel**2, side_out**2
+    return Layer("conv2d", outputs * area, weights + outputs, 2 * weights * area)
+
+
+def _conv_block(config: Config, inputs: int, outputs: int, side_in: int, side_out: int) -> list[Layer]:
+    before, after = padding(config)
+    elements = outputs * side_out**2
+    padded = inputs * (side_in + before + after) ** 2
+    return [
+        *([Layer("pad2d", padded)] if before != after else []),
+        _conv(inputs, outputs, config.kernel_size, side_out),
+        *_norm(config, outputs, elements),
+        parts.activation(config.activation, elements),
+        *parts.dropout(config.dropout, elements),
+    ]
+
+
+def _norm(config: Config, channels: int, elements: int) -> list[Layer]:
+    return [Layer("batchnorm2d", elements, 2 * channels)] if config.batch_norm else []
+
+
+def _block_layers(config: Config, block: ConvBlock) -> list[Layer]:
+    inputs, outputs, side, after = block.inputs, block.outputs, block.map_in, block.map_out
+    elements = outputs * after**2
+    if block.kind == "plain":
+        return _conv_block(config, inputs, outputs, side, after)
+    if block.kind == "pool":
+        return [Layer("max_pool2d", elements)]
+    if block.kind == "residual":
+        shortcut = []
+        if inputs != outputs or block.stride != 1:
+            shortcut = [_conv(inputs, outputs, 1, after), *_norm(config, outputs, elements)]
+        return [
+            *shortcut,
+            *_conv_block(config, inputs, outputs, side, after),
+            *_conv_block(config, outputs, outputs, after, after),
+            Layer("add", elements),
+        ]
+    if block.kind == "dense":
+        layers = []
+        for i in range(DENSE_LAYERS):
+            width = inputs + i * config.growth_rate
+            layers.append(Layer("concat", width * side**2))
+            layers += _conv_block(config, width, config.growth_rate, side, side)
+        return [*layers, Layer("concat", elements)]
+    assert block.kind == "transition"
+    wide = outputs * side**2
+    return [
+        _conv(inputs, outputs, 1, side),
+        *_norm(config, outputs, wide),
+        parts.activation("relu", wide),
+        *([Layer("avg_pool2d", elements)] if after != side else []),
+    ]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    body = blocks(config)
+    plan = [layer for block in body for layer in _block_layers(config, block)]
+    channels = body[-1].outputs
+    plan += [Layer("adaptive_avg_pool2d", channels), parts.linear(channels, config.classes)]
+    if config.softmax:
+        plan.append(Layer("softmax", config.classes))
+    return plan
+
+
 def build(config: Config) -> torch.nn.Module:
     """[N, channels, image_size, image_size] floats -> [N, classes]."""
     from torch import nn
 
-    from featurize.modules import Stack
-    from featurize.nets import convolutions
+    from featurize import modules
+
+    style = modules.ConvStyle(
+        kernel_size=config.kernel_size,
+        dilation=config.dilation,
+        padding=padding(config),
+        batch_norm=config.batch_norm,
+        activation=config.activation,
+        dropout=config.dropout,
+    )
 
     def module(block: ConvBlock) -> nn.Module:
         if block.kind == "plain":
-            return convolutions.conv_block(config, block.inputs, block.outputs)
+            return modules.conv_block(block.inputs, block.outputs, style)
         if block.kind == "pool":
             return nn.MaxPool2d(2)
         if block.kind == "residual":
-            return convolutions.ResidualBlock(config, block.inputs, block.outputs, block.stride)
+            return modules.ResidualBlock(block.inputs, block.outputs, block.stride, style)
         if block.kind == "dense":
-            return convolutions.DenseBlock(config, block.inputs, DENSE_LAYERS)
+            return modules.DenseBlock(block.inputs, config.growth_rate, DENSE_LAYERS, style)
         assert block.kind == "transition"
-        return convolutions.transition(config, block.inputs, block.outputs, shrink=block.stride == 2)
+        return modules.transition(block.inputs, block.outputs, style, shrink=block.stride == 2)
 
     body = blocks(config)
     return nn.Sequential(
-        Stack([module(block) for block in body], recompute=config.activation_checkpointing),
+        modules.Stack([module(block) for block in body], recompute=config.activation_checkpointing),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(1),
         nn.Linear(body[-1].outputs, config.classes),
@@ -196,7 +271,11 @@ def build(config: Config) -> torch.nn.Module:
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
-    return parts.image_batch(config, device)
+    import torch
+
+    size = (config.batch_size, config.channels, config.image_size, config.image_size)
+    images = torch.randn(size, device=device)
+    return (images,), torch.randint(config.classes, (config.batch_size,), device=device)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

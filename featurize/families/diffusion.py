@@ -1,6 +1,7 @@
 """Denoising diffusion networks: a U-Net of residual blocks that are told the timestep, with self-attention.
 
-Start reading at `Config`; the network is that of Ho et al. (arXiv 2006.11239), whose attention has one head.
+Start reading at `encoder` and `decoder`, which `layers` and `build` both follow; the network is that of Ho et al.
+(arXiv 2006.11239), whose attention has one head.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.layers import Layer
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
@@ -62,21 +64,155 @@ class Config(TrialConfig):
             problems.append(f"image_size must be a multiple of 2**(levels - 1) = {step}, got {self.image_size}")
         return problems
 
-    def attends(self, side: int) -> bool:
-        """Return whether self-attention follows the blocks on a map of that size."""
-        return self.attention_size_min <= side <= self.attention_size
 
-    @property
-    def widths(self) -> list[int]:
-        """Channels of each level, the image's own size first."""
-        return [self.base_channels * min(2**i, self.widest) for i in range(self.levels)]
+@dataclass(frozen=True, slots=True)
+class UNetPart:
+    """A step through the network. kind: `block`, `halve`, `double`; channels in and out; the side of the map it gives;
+    whether attention follows."""
+
+    kind: str
+    inputs: int
+    outputs: int
+    side: int
+    attends: bool = False
+
+
+def attends(config: Config, side: int) -> bool:
+    """Whether self-attention follows the blocks on a map of that size."""
+    return config.attention_size_min <= side <= config.attention_size
+
+
+def widths(config: Config) -> list[int]:
+    """Channels of each level, the image's own size first."""
+    return [config.base_channels * min(2**i, config.widest) for i in range(config.levels)]
+
+
+def encoder(config: Config) -> list[UNetPart]:
+    """From the first convolution's result to the smallest map. The decoder reads what each part gives."""
+    unet_parts, inputs, side = [], config.base_channels, config.image_size
+    for level, width in enumerate(widths(config)):
+        if level:
+            side //= 2
+            unet_parts.append(UNetPart("halve", inputs, inputs, side))
+        for _ in range(config.blocks):
+            unet_parts.append(UNetPart("block", inputs, width, side, attends(config, side)))
+            inputs = width
+    return unet_parts
+
+
+def middle(config: Config) -> list[UNetPart]:
+    """Two blocks on the smallest map."""
+    width, side = widths(config)[-1], config.image_size >> (config.levels - 1)
+    return [UNetPart("block", width, width, side, True), UNetPart("block", width, width, side)]
+
+
+def decoder(config: Config) -> list[UNetPart]:
+    """From the smallest map to the last convolution. Inputs of blocks count what they read of the encoder."""
+    skips = [config.base_channels, *(part.outputs for part in encoder(config))]
+    side, inputs, unet_parts = config.image_size >> (config.levels - 1), skips[-1], []
+    for level, width in reversed(list(enumerate(widths(config)))):
+        for _ in range(config.blocks + 1):
+            unet_parts.append(UNetPart("block", inputs + skips.pop(), width, side, attends(config, side)))
+            inputs = width
+        if level:
+            side *= 2
+            unet_parts.append(UNetPart("double", inputs, inputs, side))
+    return unet_parts
+
+
+def _norm(channels: int, side: int) -> Layer:
+    return Layer("groupnorm", channels * side**2, 2 * channels)
+
+
+def _attention(channels: int, side: int) -> list[Layer]:
+    places = side**2
+    project = parts.linear(channels, channels, places)
+    mixed = Layer("attention", places * channels, 0, 4 * places**2 * channels)
+    return [_norm(channels, side), project, project, project, mixed, project, Layer("add", places * channels)]
+
+
+def _layers_of(config: Config, part: UNetPart) -> list[Layer]:
+    inputs, outputs, side = part.inputs, part.outputs, part.side
+    elements, time = outputs * side**2, 4 * config.base_channels
+    if part.kind == "halve":
+        return [parts.conv2d(inputs, outputs, 3, side)]
+    if part.kind == "double":
+        return [Layer("upsample", inputs * side**2), parts.conv2d(inputs, outputs, 3, side)]
+    return [
+        _norm(inputs, side),
+        parts.activation("silu", inputs * side**2),
+        parts.conv2d(inputs, outputs, 3, side),
+        parts.activation("silu", time),
+        parts.linear(time, outputs),
+        Layer("add", elements),
+        _norm(outputs, side),
+        parts.activation("silu", elements),
+        *parts.dropout(config.dropout, elements),
+        parts.conv2d(outputs, outputs, 3, side),
+        *([parts.conv2d(inputs, outputs, 1, side)] if inputs != outputs else []),
+        Layer("add", elements),
+        *(_attention(outputs, side) if part.attends else []),
+    ]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    base, side = config.base_channels, config.image_size
+    time = 4 * base
+    plan = [
+        Layer("position", base),  # the timestep's sines and cosines
+        parts.linear(base, time),
+        parts.activation("silu", time),
+        parts.linear(time, time),
+        parts.conv2d(config.channels, base, 3, side),
+    ]
+    for part in (*encoder(config), *middle(config)):
+        plan += _layers_of(config, part)
+    for part in decoder(config):
+        if part.kind == "block":
+            plan.append(Layer("concat", part.inputs * part.side**2))
+        plan += _layers_of(config, part)
+    return [
+        *plan,
+        _norm(base, side),
+        parts.activation("silu", base * side**2),
+        parts.conv2d(base, config.channels, 3, side),
+    ]
 
 
 def build(config: Config) -> torch.nn.Module:
     """Noisy images [N, channels, image_size, image_size], timesteps [N] -> the noise, of the images' shape."""
-    from featurize.nets.encoder_decoder import DenoisingUNet
+    from torch import nn
 
-    return DenoisingUNet(config)
+    from featurize import modules
+    from featurize.nets import encoder_decoder
+
+    def block(part: UNetPart) -> nn.Module:
+        return encoder_decoder.DenoisingBlock(
+            part.inputs,
+            part.outputs,
+            4 * config.base_channels,
+            rate=config.dropout,
+            heads=config.heads if part.attends else None,
+        )
+
+    def stack(*blocks: UNetPart) -> modules.Stack:
+        return modules.Stack(map(block, blocks), recompute=config.activation_checkpointing)
+
+    def module(part: UNetPart) -> nn.Module:
+        if part.kind == "block":
+            return stack(part)
+        if part.kind == "halve":
+            return nn.Conv2d(part.inputs, part.outputs, 3, stride=2, padding=1)
+        return encoder_decoder.enlarge_nearest(part.inputs)
+
+    return encoder_decoder.DenoisingUNet(
+        channels=config.channels,
+        width=config.base_channels,
+        encoder=[module(part) for part in encoder(config)],
+        middle=stack(*middle(config)),
+        decoder=[module(part) for part in decoder(config)],
+    )
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.layers import Layer
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
@@ -59,22 +60,54 @@ class Config(TrialConfig):
             problems.append(f"sparse_gradients needs optimizer {' or '.join(SPARSE_OPTIMIZERS)}, got {self.optimizer}")
         return problems
 
-    @property
-    def bottom_widths(self) -> list[int]:
-        """Widths of the hidden layers for the dense features."""
-        return [max(self.bottom_width >> i, self.embedding_size) for i in range(self.bottom_depth)]
 
-    @property
-    def top_widths(self) -> list[int]:
-        """Widths of the hidden layers after the interaction."""
-        return [max(self.top_width >> i, 1) for i in range(self.top_depth)]
+def bottom(config: Config) -> list[int]:
+    """Widths of the hidden layers for the dense features."""
+    return [max(config.bottom_width >> i, config.embedding_size) for i in range(config.bottom_depth)]
+
+
+def top(config: Config) -> list[int]:
+    """Widths of the hidden layers after the interaction."""
+    return [max(config.top_width >> i, 1) for i in range(config.top_depth)]
+
+
+def _hidden(inputs: int, widths: list[int]) -> list[Layer]:
+    plan = []
+    for width in widths:
+        plan += [parts.linear(inputs, width), parts.activation("relu", width)]
+        inputs = width
+    return plan
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    size, vectors = config.embedding_size, len(config.rows) + 1
+    pairs = vectors * (vectors - 1) // 2
+    after = top(config)
+    return [
+        *_hidden(config.dense_features, [*bottom(config), size]),
+        *(Layer("embedding", size, rows * size) for rows in config.rows),
+        Layer("concat", vectors * size),
+        Layer("matmul", vectors**2, 0, 2 * vectors**2 * size),
+        Layer("concat", size + pairs),
+        *_hidden(size + pairs, after),
+        parts.linear(after[-1], 1),
+    ]
 
 
 def build(config: Config) -> torch.nn.Module:
     """Dense features [N, dense_features] and indices [tables, N, bag_size] -> logits [N]."""
-    from featurize.nets.recommender import Recommender
+    from featurize.nets import recommender
 
-    return Recommender(config)
+    return recommender.Recommender(
+        dense_features=config.dense_features,
+        rows=config.rows,
+        embedding=config.embedding_size,
+        bottom=bottom(config),
+        top=top(config),
+        sparse=config.sparse_gradients,
+        recompute=config.activation_checkpointing,
+    )
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.layers import Layer
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -57,11 +58,62 @@ def kind(config: Config) -> str:
     return f"{config.family}/{config.operator}"
 
 
+def _matrix(inputs: int, outputs: int, rows: int) -> Layer:
+    """`nn.Linear` without bias."""
+    return Layer("linear", rows * outputs, inputs * outputs, 2 * rows * inputs * outputs)
+
+
+def _convolution(config: Config, inputs: int) -> list[Layer]:
+    """`gather`: features read edge by edge; `scatter`: summed into their targets. Loops count as edges."""
+    nodes, outputs, edges = config.nodes, config.hidden, config.nodes * config.degree
+    if config.operator == "sage":
+        return [
+            Layer("gather", edges * inputs),
+            Layer("scatter", nodes * inputs),
+            parts.linear(inputs, outputs, nodes),
+            _matrix(inputs, outputs, nodes),
+            Layer("add", nodes * outputs),
+        ]
+    looped = edges + nodes
+    layers = [_matrix(inputs, outputs, nodes)]
+    if config.operator == "gat":
+        layers.append(Layer("edge_softmax", looped * config.heads, 2 * outputs))
+    return [*layers, Layer("gather", looped * outputs), Layer("scatter", nodes * outputs, outputs)]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per graph."""
+    plan, inputs, elements = [], config.features, config.nodes * config.hidden
+    for _ in range(config.depth):
+        plan += [
+            *_convolution(config, inputs),
+            parts.activation(config.activation, elements),
+            *parts.dropout(config.dropout, elements),
+        ]
+        inputs = config.hidden
+    return [*plan, parts.linear(inputs, config.classes, config.nodes)]
+
+
 def build(config: Config) -> torch.nn.Module:
     """Nodes [V, features] floats and edges [2, E] indices -> logits [V, classes]."""
-    from featurize.nets.graph_convolutions import GraphClassifier
+    from torch import nn
 
-    return GraphClassifier(config)
+    from featurize.nets import graph_convolutions
+
+    def convolution(inputs: int) -> nn.Module:
+        if config.operator == "gat":
+            return graph_convolutions.AttentionConvolution(inputs, config.hidden, config.heads)
+        if config.operator == "sage":
+            return graph_convolutions.SampleConvolution(inputs, config.hidden)
+        return graph_convolutions.GraphConvolution(inputs, config.hidden)
+
+    widths = [config.features, *[config.hidden] * (config.depth - 1)]
+    return graph_convolutions.GraphClassifier(
+        [graph_convolutions.GraphBlock(convolution(width), config.activation, config.dropout) for width in widths],
+        config.hidden,
+        config.classes,
+        recompute=config.activation_checkpointing,
+    )
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.families import _prenorm as prenorm
+from featurize.layers import Layer
 from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 PROJECTIONS = ("conv1d", "linear")
 ACTIVATIONS = ("gelu", "gelu_new")
-SAMPLED_ONLY = parts.TRANSFORMER_SAMPLED_ONLY
+SAMPLED_ONLY = prenorm.SAMPLED_ONLY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,20 @@ class Config(TrialConfig):
             *parts.rates(self, "dropout"),
             *parts.switches(self, "tied_embeddings"),
         ]
-        return problems or parts.heads_problems(self.heads, self.embedding_size)
+        return problems or prenorm.heads_problems(self.heads, self.embedding_size)
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample. The tanh formula counts as one activation."""
+    length, width = config.sequence_length, config.embedding_size
+    body = prenorm.block(width, config.feed_forward, length, config.dropout)
+    return [
+        Layer("embedding", length * width, config.vocabulary_size * width),
+        Layer("position", length * width, length * width),
+        *parts.dropout(config.dropout, length * width),
+        *body * config.depth,
+        *prenorm.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings),
+    ]
 
 
 def build(config: Config) -> torch.nn.Module:
@@ -71,15 +86,28 @@ def build(config: Config) -> torch.nn.Module:
             dropout=rate,
         )
 
-    blocks = [block() for _ in range(config.depth)]
-    return modules.TokenTransformer(config, blocks, config.vocabulary_size, per_token=True, tied=config.tied_embeddings)
+    return modules.TokenTransformer(
+        vocabulary=config.vocabulary_size,
+        length=config.sequence_length,
+        width=config.embedding_size,
+        blocks=[block() for _ in range(config.depth)],
+        outputs=config.vocabulary_size,
+        per_token=True,
+        tied=config.tied_embeddings,
+        dropout=rate,
+        recompute=config.activation_checkpointing,
+    )
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices and the next tokens' indices, both [N, sequence_length] int64."""
-    return parts.token_batch(config, device)
+    import torch
+
+    size = (config.batch_size, config.sequence_length)
+    tokens = torch.randint(config.vocabulary_size, size, device=device)
+    return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_parts.fit_heads`."""
-    return parts.fit_heads(values, draw)
+    """Sizes that fit each other, see `_prenorm.repair`."""
+    return prenorm.repair(values, draw)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.layers import Layer
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -60,6 +61,25 @@ def widths(config: Config) -> list[int]:
             width = max(width - step, config.classes)
         hidden.append(width)
     return [*hidden, config.classes]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    plan, inputs = [], config.input_size
+    *hidden, classes = widths(config)
+    for width in hidden:
+        plan += parts.dense_block(
+            inputs,
+            width,
+            batch_norm=config.batch_norm,
+            activation_name=config.activation,
+            rate=config.dropout,
+        )
+        inputs = width
+    plan.append(parts.linear(inputs, classes))
+    if config.softmax:
+        plan.append(Layer("softmax", classes))
+    return plan
 
 
 def build(config: Config) -> torch.nn.Module:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.families import _prenorm as prenorm
+from featurize.layers import Layer
 from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ TOPOLOGIES = ("decoder", "encoder")
 ACTIVATIONS = ("relu", "gelu", "silu")
 MAX_CHOICES = 2
 BALANCE_WEIGHT = 0.01  # of the auxiliary loss, as published
-SAMPLED_ONLY = parts.TRANSFORMER_SAMPLED_ONLY
+SAMPLED_ONLY = prenorm.SAMPLED_ONLY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class Config(TrialConfig):
             problems.append(f"top_k must be <= experts, got {self.top_k} of {self.experts} experts")
         if self.moe_every > self.depth:
             problems.append(f"moe_every must be <= depth, got {self.moe_every} in {self.depth} blocks")
-        return [*problems, *parts.heads_problems(self.heads, self.embedding_size)]
+        return [*problems, *prenorm.heads_problems(self.heads, self.embedding_size)]
 
 
 def capacity(config: Config) -> int:
@@ -77,8 +79,49 @@ def capacity(config: Config) -> int:
 
 
 def is_routed(config: Config, index: int) -> bool:
-    """Return whether the block of that index, from 0, has experts."""
+    """Whether the block of that index, from 0, has experts."""
     return (index + 1) % config.moe_every == 0
+
+
+def _routed_part(config: Config) -> list[Layer]:
+    """Norm, router, the experts' rows gathered, their linear layers side by side, rows back at their tokens, sum."""
+    length, width, inner, experts = config.sequence_length, config.embedding_size, config.feed_forward, config.experts
+    rows, outer = experts * capacity(config), length * width
+    products = 2 * rows * width * inner
+    return [
+        prenorm.layer_norm(width, length),
+        Layer("linear", length * experts, width * experts, 2 * outer * experts),
+        Layer("softmax", length * experts),
+        Layer("dispatch", rows * width),
+        Layer("linear", rows * inner, experts * (width + 1) * inner, products),
+        parts.activation(config.activation, rows * inner),
+        Layer("linear", rows * width, experts * (inner + 1) * width, products),
+        Layer("combine", config.top_k * outer),
+        *parts.dropout(config.dropout, outer),
+        Layer("add", outer),
+    ]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    length, width, rate = config.sequence_length, config.embedding_size, config.dropout
+    plan = [
+        Layer("embedding", length * width, config.vocabulary_size * width),
+        Layer("position", length * width, length * width),
+        *parts.dropout(rate, length * width),
+    ]
+    dense = prenorm.dense_part(width, config.feed_forward, length, rate, activation=config.activation)
+    for index in range(config.depth):
+        plan += prenorm.attention_part(width, length, rate)
+        plan += _routed_part(config) if is_routed(config, index) else dense
+    if config.topology == "decoder":
+        return [*plan, *prenorm.token_head(width, length, config.vocabulary_size, tied=False)]
+    return [
+        *plan,
+        prenorm.layer_norm(width, length),
+        Layer("mean_pool", width),
+        parts.linear(width, config.classes),
+    ]
 
 
 def build(config: Config) -> torch.nn.Module:
@@ -104,23 +147,37 @@ def build(config: Config) -> torch.nn.Module:
             activation_name=config.activation,
         )
 
-    blocks = [
-        modules.RoutedBlock(
-            width,
-            modules.SelfAttention(width, config.heads, causal=decoder, dropout=rate),
-            forward_part(index),
-            dropout=rate,
-        )
-        for index in range(config.depth)
-    ]
-    outputs = config.vocabulary_size if decoder else config.classes
-    return modules.RoutedTransformer(config, blocks, outputs, per_token=decoder, tied=False)
+    return modules.RoutedTransformer(
+        vocabulary=config.vocabulary_size,
+        length=config.sequence_length,
+        width=width,
+        blocks=[
+            modules.RoutedBlock(
+                width,
+                modules.SelfAttention(width, config.heads, causal=decoder, dropout=rate),
+                forward_part(index),
+                dropout=rate,
+            )
+            for index in range(config.depth)
+        ],
+        outputs=config.vocabulary_size if decoder else config.classes,
+        per_token=decoder,
+        tied=False,
+        dropout=rate,
+        recompute=config.activation_checkpointing,
+    )
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices [N, sequence_length] int64; the next tokens' indices of the same shape for a decoder, class indices
     [N] for an encoder."""
-    return parts.token_batch(config, device, classes=None if config.topology == "decoder" else config.classes)
+    import torch
+
+    size = (config.batch_size, config.sequence_length)
+    tokens = torch.randint(config.vocabulary_size, size, device=device)
+    if config.topology == "decoder":
+        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
+    return (tokens,), torch.randint(config.classes, size[:1], device=device)
 
 
 def loss(config: Config) -> Callable:
@@ -135,9 +192,9 @@ def loss(config: Config) -> Callable:
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_parts.fit_heads`; deep enough for one routed block. A decoder's `classes`, which
+    """Sizes that fit each other, see `_prenorm.repair`; deep enough for one routed block. A decoder's `classes`, which
     have no effect, go back to their default."""
-    values = parts.fit_heads(values, draw)
+    values = prenorm.repair(values, draw)
     if parts.is_integer(every := values.get("moe_every", Config.moe_every)):
         parts.at_least(values, "depth", every)
     if values.get("topology", Config.topology) == "decoder":

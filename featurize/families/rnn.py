@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.layers import Layer
 from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
 
-CELLS = ("lstm", "gru")
+GATES = {"lstm": 4, "gru": 3}
 TASKS = ("classify_last", "classify_mean", "language_model")
 SAMPLED_ONLY = ("use_dropout",)  # of the search space, consumed by `repair`
 
@@ -45,7 +46,7 @@ class Config(TrialConfig):
         problems = [
             *super().problems(),
             *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, hidden_size=1, depth=1, classes=1),
-            *one_of(self, cell=CELLS, task=TASKS),
+            *one_of(self, cell=tuple(GATES), task=TASKS),
             *parts.rates(self, "dropout"),
             *parts.switches(self, "bidirectional"),
         ]
@@ -59,16 +60,54 @@ def kind(config: Config) -> str:
     return f"{config.family}/{config.cell}"
 
 
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample, an entry for each recurrent layer; dropout between these is inside their call."""
+    length, width, hidden = config.sequence_length, config.embedding_size, config.hidden_size
+    directions, gates = (2 if config.bidirectional else 1), GATES[config.cell]
+    state, outputs = hidden * directions, config.vocabulary_size
+    plan = [
+        Layer("embedding", length * width, config.vocabulary_size * width),
+        *parts.dropout(config.dropout, length * width),
+    ]
+    for index in range(config.depth):
+        weights = gates * hidden * (hidden + (state if index else width)) * directions
+        biases = 2 * gates * hidden * directions
+        plan.append(Layer(config.cell, length * state, weights + biases, 2 * length * weights))
+    if config.task == "language_model":
+        return [*plan, *parts.dropout(config.dropout, length * state), parts.linear(state, outputs, length)]
+    if config.task == "classify_mean":
+        plan.append(Layer("mean_pool", state))
+    return [*plan, *parts.dropout(config.dropout, state), parts.linear(state, config.classes)]
+
+
 def build(config: Config) -> torch.nn.Module:
     """[N, sequence_length] token indices -> [N, classes], or logits [N, sequence_length, vocabulary_size]."""
     from featurize.nets.recurrent import RecurrentModel
 
-    return RecurrentModel(config)
+    models_language = config.task == "language_model"
+    return RecurrentModel(
+        vocabulary=config.vocabulary_size,
+        width=config.embedding_size,
+        hidden=config.hidden_size,
+        layers=config.depth,
+        cell=config.cell,
+        both_directions=config.bidirectional,
+        dropout=config.dropout,
+        outputs=config.vocabulary_size if models_language else config.classes,
+        reads={"classify_last": "last", "classify_mean": "mean", "language_model": "all"}[config.task],
+        recompute=config.activation_checkpointing,
+    )
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices [N, sequence_length] int64; class indices [N], or the next tokens' [N, sequence_length]."""
-    return parts.token_batch(config, device, None if config.task == "language_model" else config.classes)
+    import torch
+
+    size = (config.batch_size, config.sequence_length)
+    tokens = torch.randint(config.vocabulary_size, size, device=device)
+    if config.task == "language_model":
+        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
+    return (tokens,), torch.randint(config.classes, size[:1], device=device)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Image models of the timm library, by name, with random weights.
 
-Start reading at `build`. timm and torch are imported when a model is built, and never to make or check a config.
+Start reading at `build`; `layers` reads the plan off one forward pass without memory (`featurize.plan_of_module`).
+timm and torch are imported when a model is built, and never to make or check a config.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from conf.errors import UsageError
+from featurize.layers import Layer
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """Return what tells the network from others, without building it."""
+    """What tells the network from others, without building it."""
     return f"{config.model} {config.image_size}"
 
 
@@ -61,12 +63,31 @@ def _kind(architecture: str) -> str:
     return f"timm/{timm.models.model_entrypoint(architecture).__module__.rpartition('.')[2]}"
 
 
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample. Builds the model on the first call for a model and size (tenths of a second).
+
+    Raises `UsageError` if timm is not installed or its release does not know the model, or not at this size.
+    """
+    return list(_layers(config.model, config.image_size))
+
+
+@lru_cache(maxsize=4096)
+def _layers(model: str, image_size: int | None) -> tuple[Layer, ...]:
+    from featurize.plan_of_module import plan_of_module
+    from featurize.skeleton import build_on_meta
+
+    shape = _input_shape(model, image_size)
+    try:
+        return tuple(plan_of_module(build_on_meta(lambda: _create(model, image_size)), shape))
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"timm's model {model!r} does not run on images of {shape[1]}x{shape[2]}: {error}") from error
+
+
 def build(config: Config) -> torch.nn.Module:
     """[N, channels, H, W] floats -> [N, classes], of the model's default channels and classes.
 
-    A model without a head gives the mean over its feature map instead. Raises `UsageError` if timm is not installed or
-    its release does not know the model, or not at this size; and for a model that cannot checkpoint its activations
-    where that is asked for.
+    A model without a head gives the mean over its feature map instead. Raises `UsageError` as `layers` does, and for a
+    model that cannot checkpoint its activations where that is asked for.
     """
     import torch
 
@@ -100,7 +121,7 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 
 @lru_cache(maxsize=4096)
 def defaults(name: str):
-    """timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as `build`."""
+    """timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as `layers`."""
     from featurize.vision import import_library
 
     timm = import_library("timm")

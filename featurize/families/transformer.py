@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.layers import Layer
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
 
 TOPOLOGIES = ("encoder", "decoder", "hybrid")
-SAMPLED_ONLY = parts.TRANSFORMER_SAMPLED_ONLY
-HEAD_SIZES = range(8, 257, 8)  # of sampled heads: multiples of 8, as fast kernels ask for
+SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # of the search space, consumed by `repair`
+HEAD_SIZES = (
+    8,
+    256,
+)  # sampled heads keep their size in this range, and a multiple of 8, as fast kernels ask for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,27 +57,109 @@ class Config(TrialConfig):
         ]
         if problems:
             return problems
-        problems += parts.heads_problems(self.heads, self.embedding_size)
+        if self.embedding_size % self.heads:
+            problems.append(
+                f"heads must divide embedding_size, got {self.heads} heads for an embedding of {self.embedding_size}"
+            )
         if self.topology == "hybrid" and self.depth < 2:
             problems.append(f"depth must be >= 2 for topology hybrid, got {self.depth}")
         return problems
 
 
+def stages(config: Config) -> tuple[int, int]:
+    """(self-attention layers, layers with cross-attention)."""
+    if config.topology == "hybrid":
+        return config.depth // 2, config.depth - config.depth // 2
+    return config.depth, 0
+
+
+def _attention(config: Config) -> Layer:
+    """Fused kernels keep no scores, so the output is what counts; the scores' products are in the FLOPs, masked or
+    not, as `torch.utils.flop_counter` has it."""
+    length, width = config.sequence_length, config.embedding_size
+    projections = 4 * width * (width + 1)
+    return Layer("attention", length * width, projections, 8 * length * width**2 + 4 * length**2 * width)
+
+
+def _stack_layer(config: Config, attentions: int) -> list[Layer]:
+    length, width, inner = config.sequence_length, config.embedding_size, config.feed_forward
+    outer = length * width
+    norm = Layer("layernorm", outer, 2 * width)
+    residual = [*parts.dropout(config.dropout, outer), Layer("add", outer), norm]
+    return [
+        *[_attention(config), *residual] * attentions,
+        parts.linear(width, inner, length),
+        parts.activation(config.activation, length * inner),
+        *parts.dropout(config.dropout, length * inner),
+        parts.linear(inner, width, length),
+        *residual,
+    ]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    length, width = config.sequence_length, config.embedding_size
+    plain, crossed = stages(config)
+    plan = [
+        Layer("embedding", length * width, config.vocabulary_size * width),
+        Layer("position", length * width, length * width),
+        *_stack_layer(config, attentions=1) * plain,
+        *_stack_layer(config, attentions=2) * crossed,
+        Layer("mean_pool", width),
+        parts.linear(width, config.classes),
+    ]
+    if config.softmax:
+        plan.append(Layer("softmax", config.classes))
+    return plan
+
+
 def build(config: Config) -> torch.nn.Module:
     """[N, sequence_length] token indices -> [N, classes]."""
-    from featurize.nets.transformer import TransformerClassifier
+    from featurize import modules
 
-    return TransformerClassifier(config)
+    plain, crossed = stages(config)
+    return modules.TransformerClassifier(
+        vocabulary=config.vocabulary_size,
+        length=config.sequence_length,
+        width=config.embedding_size,
+        heads=config.heads,
+        inner=config.feed_forward,
+        encoder_layers=plain,
+        decoder_layers=crossed,
+        causal=config.topology == "decoder",
+        classes=config.classes,
+        activation_name=config.activation,
+        dropout=config.dropout,
+        softmax=config.softmax,
+        recompute=config.activation_checkpointing,
+    )
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices [N, sequence_length] int64 and class indices [N]."""
-    return parts.token_batch(config, device, config.classes)
+    import torch
+
+    size = (config.batch_size, config.sequence_length)
+    tokens = torch.randint(config.vocabulary_size, size, device=device)
+    return (tokens,), torch.randint(config.classes, (config.batch_size,), device=device)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Make sizes fit each other, see `_parts.fit_heads`; a hybrid has two layers or more."""
+    """The embedding becomes a multiple of 16 (or of a given `heads`), `heads` one of its divisors unless given, and
+    `feed_forward_multiple` the absolute `feed_forward`."""
+    values = parts.switch_dropout(values)
+    multiple = values.pop("feed_forward_multiple", None)
     if values.get("topology") == "hybrid":
-        values = dict(values)
         parts.at_least(values, "depth", 2)
-    return parts.fit_heads(values, draw, HEAD_SIZES, step=16)
+    width, heads = values.get("embedding_size"), values.get("heads")
+    if not parts.is_integer(width):
+        return values
+    step = heads if parts.is_integer(heads) and heads > 0 else 16
+    width = values["embedding_size"] = max(width // step, 1) * step
+    if heads is None:
+        low, high = HEAD_SIZES
+        sizes = [size for size in range(low, high + 1, 8) if width % size == 0]
+        values["heads"] = width // parts.pick(sizes, draw, "heads")
+    if "feed_forward" not in values and isinstance(multiple, int | float):
+        values["feed_forward"] = round(width * multiple)
+    return values

@@ -1,6 +1,6 @@
 """U-Nets for segmentation: an encoder that halves the map, a decoder that doubles it, joined at every size.
 
-Start reading at `Config`; the network is that of Ronneberger et al. (arXiv 1505.04597) with padded convolutions, so
+Start reading at `widths`; the network is that of Ronneberger et al. (arXiv 1505.04597) with padded convolutions, so
 that every pixel gets logits.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.layers import Layer
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -56,17 +57,60 @@ class Config(TrialConfig):
             problems.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
         return problems
 
-    @property
-    def widths(self) -> list[int]:
-        """Channels of each level, the image's own size first: `depth` + 1 of them."""
-        return [min(self.base_channels * 2**i, MAX_CHANNELS) for i in range(self.depth + 1)]
+
+def widths(config: Config) -> list[int]:
+    """Channels of each level, the image's own size first: `depth` + 1 of them."""
+    return [min(config.base_channels * 2**i, MAX_CHANNELS) for i in range(config.depth + 1)]
+
+
+def _block(config: Config, inputs: int, outputs: int, side: int) -> list[Layer]:
+    elements, layers = outputs * side**2, []
+    for channels in (inputs, outputs):
+        layers.append(parts.conv2d(channels, outputs, 3, side, bias=not config.batch_norm))
+        layers += [Layer("batchnorm2d", elements, 2 * outputs)] if config.batch_norm else []
+        layers.append(parts.activation(config.activation, elements))
+    return layers
+
+
+def _enlarge(config: Config, inputs: int, outputs: int, side: int) -> list[Layer]:
+    """To a map of `side` pixels."""
+    if config.enlargement == "upsample":
+        return [Layer("upsample", inputs * side**2), parts.conv2d(inputs, outputs, 3, side)]
+    weights = inputs * outputs * 4
+    return [Layer("conv_transpose2d", outputs * side**2, weights + outputs, 2 * weights * (side // 2) ** 2)]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    plan: list[Layer] = []
+    levels, inputs = widths(config), config.channels
+    for index, width in enumerate(levels):
+        side = config.image_size >> index
+        plan += [Layer("max_pool2d", inputs * side**2)] if index else []
+        plan += _block(config, inputs, width, side)
+        inputs = width
+    for index in reversed(range(config.depth)):
+        side, width = config.image_size >> index, levels[index]
+        plan += _enlarge(config, inputs, width, side)
+        plan.append(Layer("concat", 2 * width * side**2))
+        plan += _block(config, 2 * width, width, side)
+        inputs = width
+    return [*plan, parts.conv2d(inputs, config.classes, 1, config.image_size)]
 
 
 def build(config: Config) -> torch.nn.Module:
     """[N, channels, image_size, image_size] floats -> logits [N, classes, image_size, image_size]."""
-    from featurize.nets.encoder_decoder import UNet
+    from featurize.nets import encoder_decoder
 
-    return UNet(config)
+    return encoder_decoder.UNet(
+        channels=config.channels,
+        classes=config.classes,
+        widths=widths(config),
+        batch_norm=config.batch_norm,
+        activation_name=config.activation,
+        transposed=config.enlargement == "transposed",
+        recompute=config.activation_checkpointing,
+    )
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

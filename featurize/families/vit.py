@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
+from featurize.families import _prenorm as prenorm
+from featurize.layers import Layer
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
     import torch
 
-SAMPLED_ONLY = parts.TRANSFORMER_SAMPLED_ONLY
+SAMPLED_ONLY = prenorm.SAMPLED_ONLY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,23 @@ class Config(TrialConfig):
             problems.append(
                 f"patch_size must divide image_size, got {self.patch_size} for images of {self.image_size} pixels"
             )
-        return [*problems, *parts.heads_problems(self.heads, self.embedding_size)]
+        return [*problems, *prenorm.heads_problems(self.heads, self.embedding_size)]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample. The class token's weights are in `position`."""
+    width, patches = config.embedding_size, (config.image_size // config.patch_size) ** 2
+    length, weights = patches + 1, config.channels * config.patch_size**2 * width
+    body = prenorm.block(width, config.feed_forward, length, config.dropout, inner_rate=config.dropout)
+    return [
+        Layer("position", (length + 1) * width, (length + 1) * width),
+        Layer("conv2d", patches * width, weights + width, 2 * patches * weights),
+        Layer("concat", length * width),
+        *parts.dropout(config.dropout, length * width),
+        *body * config.depth,
+        prenorm.layer_norm(width, length),
+        parts.linear(width, config.classes),
+    ]
 
 
 def build(config: Config) -> torch.nn.Module:
@@ -69,17 +87,30 @@ def build(config: Config) -> torch.nn.Module:
             eps=1e-6,
         )
 
-    return modules.VisionTransformer(config, [block() for _ in range(config.depth)])
+    return modules.VisionTransformer(
+        side=config.image_size,
+        channels=config.channels,
+        patch=config.patch_size,
+        width=width,
+        blocks=[block() for _ in range(config.depth)],
+        outputs=config.classes,
+        dropout=rate,
+        recompute=config.activation_checkpointing,
+    )
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
-    return parts.image_batch(config, device)
+    import torch
+
+    size = (config.batch_size, config.channels, config.image_size, config.image_size)
+    images = torch.randn(size, device=device)
+    return (images,), torch.randint(config.classes, (config.batch_size,), device=device)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_parts.fit_heads`; the image becomes a whole number of patches."""
-    values = parts.fit_heads(values, draw)
+    """Sizes that fit each other, see `_prenorm.repair`; the image becomes a whole number of patches."""
+    values = prenorm.repair(values, draw)
     side, patch = values.get("image_size"), values.get("patch_size")
     if parts.is_integer(side) and parts.is_integer(patch) and patch > 0:
         values["image_size"] = max(side // patch, 1) * patch

@@ -19,9 +19,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from conf.errors import CommandError, UsageError
-from conf.identity import canonical_json
 from conf.plain_text import exception_line
-from featurize.layers import SAMPLES, Layer
+from featurize.families._zoo_texts import (
+    Tensors,
+    canonical_arguments,
+    canonical_tensors,
+    parse_arguments,
+    parse_tensors,
+    tensor_problems,
+)
+from featurize.layers import Layer
 from featurize.near_names import library_names, near_names
 from featurize.own_code import NotTrusted, library_problem, require_model, require_settings
 from featurize.trial_config import TrialConfig
@@ -34,10 +41,6 @@ LIBRARIES = ("timm", "torchvision", "transformers")  # whose models `kind` group
 _MODEL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
 # What a factory says to arguments or a Python that do not suit it. Memory that runs out is none of these.
 _MISTAKES = (TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError)
-FLOATS = ("float32", "float64", "float16", "bfloat16")
-INTEGERS = ("int64", "int32")
-DTYPES = (*FLOATS, *INTEGERS, "bool")
-_TENSOR = re.compile(rf"(?:([A-Za-z_]\w*)=)?({'|'.join(DTYPES)})\[([\d, ]*)\](?:<(\d+)|=(\d+))?(?:[\s,;]+|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +95,12 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """Return what tells the network from others, without building it."""
+    """What tells the network from others, without building it."""
     return f"{config.model} {config.inputs} {config.arguments}"
 
 
 def refusal(config: Config) -> str | None:
-    """Return why nothing is imported for a config that data brought, or None; see `featurize.own_code`."""
+    """Why nothing is imported for a config that data brought, or None; see `featurize.own_code`."""
     return library_problem(config.model, config.arguments)
 
 
@@ -191,131 +194,12 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
     return values
 
 
-# ---- the texts of a config: the tensors of a sample, and a factory's arguments
-
-
-class Tensors(NamedTuple):
-    """One input, or the target: `shape` is a sample's. `bound`: integers are 0 <= x < bound. `value`: all are this one.
-    `name`: of a keyword."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    bound: int | None = None
-    value: int | None = None
-    name: str | None = None
-
-    def __str__(self) -> str:
-        name = f"{self.name}=" if self.name else ""
-        values = f"<{self.bound}" if self.bound is not None else "" if self.value is None else f"={self.value}"
-        return f"{name}{self.dtype}[{','.join(map(str, self.shape))}]{values}"
-
-    def make(self, samples: int, device: str | torch.device) -> torch.Tensor:
-        """[samples, *shape]: normal floats, uniform integers below the bound, or the value."""
-        import torch
-
-        shape, dtype = (samples, *self.shape), getattr(torch, self.dtype)
-        if self.value is not None:
-            return torch.full(shape, self.value, dtype=dtype, device=device)
-        if self.dtype in FLOATS:
-            return torch.randn(shape, dtype=dtype, device=device)
-        return torch.randint(2 if self.bound is None else self.bound, shape, dtype=dtype, device=device)
-
-
-def parse_tensors(text: str) -> tuple[Tensors, ...]:
-    """The tensors of a text that `tensor_problems` finds nothing wrong with."""
-    return tuple(_tensor(match) for match in _TENSOR.finditer(text))
-
-
-def _tensor(match: re.Match) -> Tensors:
-    name, dtype, shape, bound, value = match.groups()
-    sizes = tuple(int(size) for size in shape.split(",") if size.strip())
-    return Tensors(dtype, sizes, None if bound is None else int(bound), None if value is None else int(value), name)
-
-
-def canonical_tensors(text: Any) -> Any:
-    """The same tensors in one spelling; what cannot be read as it is."""
-    if not isinstance(text, str) or _unread(text):
-        return text
-    return " ".join(map(str, parse_tensors(text)))
-
-
-def _unread(text: str) -> str:
-    """Return what is left of the text where it is not a list of tensors."""
-    at = 0
-    while at < len(text.rstrip()):
-        match = _TENSOR.match(text, at)
-        if match is None:
-            return text[at:]
-        at = match.end()
-    return ""
-
-
-def tensor_problems(text: Any, single: bool) -> list[str]:
-    """Return what is wrong with an `inputs`, or with a `target`, which is one tensor without a name."""
-    if not isinstance(text, str) or _unread(text):
-        unread = text if not isinstance(text, str) else _unread(text)
-        return [
-            "must be tensors such as float32[3,224,224] or int64[128]<50257, separated by spaces; "
-            f"dtypes are {', '.join(DTYPES)}, got {unread!r}"
-        ]
-    tensors, problems = parse_tensors(text), []
-    if not tensors or (single and len(tensors) > 1):
-        problems.append(f"must be {'one tensor' if single else 'at least one tensor'}, got {text!r}")
-    for tensor in tensors:
-        if 0 in tensor.shape:
-            problems.append(f"must have sizes >= 1, got {tensor}")
-        if tensor.dtype in INTEGERS and tensor.value is None and not tensor.bound:
-            problems.append(f"must say what integers lie below, as in {tensor.dtype}[128]<50257, got {tensor}")
-        if tensor.dtype not in INTEGERS and tensor.bound is not None:
-            problems.append(f"must have bounds on integers only, got {tensor}")
-    names = [tensor.name for tensor in tensors if tensor.name is not None]
-    if single and names:
-        problems.append(f"must have no name, got {text!r}")
-    elif len(set(names)) < len(names) or any(one.name is None for one in tensors[len(tensors) - len(names) :]):
-        problems.append(f"must have each name once, and names only after what has none, got {text!r}")
-    return problems
-
-
-def canonical_arguments(value: Any) -> Any:
-    """The same arguments as canonical JSON; what is no mapping as it is."""
-    arguments = parse_arguments({} if value is None else value)
-    try:
-        return value if arguments is None else canonical_json(arguments)
-    except (TypeError, ValueError):  # holds what JSON has no word for
-        return value
-
-
-def parse_arguments(value: Any) -> dict[str, Any] | None:
-    """The mapping that the text or mapping holds; None where it holds none."""
-    arguments = value
-    if isinstance(value, str):
-        try:
-            arguments = json.loads(value)
-        except ValueError:
-            arguments = _yaml(value)
-    return arguments if isinstance(arguments, dict) and all(isinstance(key, str) for key in arguments) else None
-
-
-def _yaml(text: str) -> Any:
-    """`{n_layer: 4}`: JSON whose quotes a shell has eaten. Nothing at all is no arguments."""
-    if not text.strip().startswith("{"):  # YAML would take a bare word for a mapping
-        return None if text.strip() else {}
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    try:
-        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (YAMLError, OmegaConfBaseException):
-        return None
-
-
 # ---- from a config to a module
 
 
 def _load(model: str, arguments: str) -> Callable:
-    """Return what the name stands for. `UsageError` for no such module or attribute, with near names, and for what is
-    not callable; `NotTrusted`, before anything is imported, for code that data names."""
+    """What the name stands for. `UsageError` for no such module or attribute, with near names, and for no callable;
+    `NotTrusted`, before anything is imported, for code that data names."""
     from featurize.vision import import_library, mending
 
     if problem := library_problem(model, arguments):
@@ -423,7 +307,7 @@ def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Mod
 
 
 def _as_logits(_model: torch.nn.Module, _inputs: tuple, output: Any) -> Any:
-    """Take of a mapping without logits the `out` of segmentation models, else its first tensor; others as they are."""
+    """Of a mapping without logits the `out` of segmentation models, else its first tensor; others as they are."""
     import torch
 
     if not isinstance(output, Mapping) or isinstance(getattr(output, "logits", None), torch.Tensor):
@@ -448,23 +332,43 @@ def _reading(config: Config) -> _Reading:
 
 @lru_cache(maxsize=4096)
 def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Reading:
+    from torch import nn
+
     from featurize.cuda_policy import fused_kernels
-    from featurize.plan_of_module import plan_of_module
+    from featurize.plan_of_module import SAMPLES, plan_of_module
     from featurize.recorder import Recorder
     from featurize.skeleton import build_on_meta
 
     tensors = parse_tensors(inputs)
-    given = [one.make(SAMPLES, "meta") for one in tensors]
+
+    class Fed(nn.Module):
+        """Takes as many numbers as there are samples, and gives the model inputs of its own kind."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build_on_meta(lambda: _hooked(_create(model, arguments), tensors))
+            self.targets = ""
+            self.given: list[torch.Tensor] | None = None
+
+        def forward(self, samples: torch.Tensor) -> Any:
+            given = self.given or [one.make(len(samples), "meta") for one in tensors]
+            output = self.model(*given)
+            self.targets = target or _targets_of(output)
+            return output
+
+        def plan(self) -> list[Layer]:
+            try:
+                return plan_of_module(self, ())
+            except Exception:  # it may read its inputs back, or run an operator that only CUDA's rules allow on meta
+                recorder = Recorder(self.model)
+                self.given = [one.make(SAMPLES, "meta") for one in tensors]
+                recorder.values.learn(self.given, default=1)
+                with fused_kernels(), recorder.modules(), recorder.watched():
+                    return plan_of_module(self, ())
+
     try:
-        network = build_on_meta(lambda: _hooked(_create(model, arguments), tensors))
-        try:
-            plan, output = plan_of_module(network, given)
-        except Exception:  # it may read its inputs back, or run an operator that only CUDA's rules allow on meta
-            recorder = Recorder(network)
-            recorder.values.learn(given, default=1)
-            with fused_kernels(), recorder.modules(), recorder.watched():
-                plan, output = plan_of_module(network, given)
-        return _Reading(tuple(plan), target or _targets_of(output))
+        fed = Fed()
+        return _Reading(tuple(fed.plan()), fed.targets)
     except CommandError:
         raise
     except Exception as error:  # a model may raise anything, and no memory can run out here

@@ -1,4 +1,1 @@
-"""The torch modules of single families, imported inside their `build`; what all share is in `featurize.modules`.
-
-A parameter `config` is the `Config` of the family that imports it.
-"""
+"""The torch modules of single families, imported inside their `build`; what all share is in `featurize.modules`."""

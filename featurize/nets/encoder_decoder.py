@@ -6,24 +6,24 @@ Start reading at `UNet` and `DenoisingUNet`. Shape suffixes: N batch, C channels
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featurize.modules import Stack, activation, counted, dropout
+from featurize.modules import Stack, activation, dropout
 
 GROUPS = 32  # of every group norm
 
 
-def double_convolution(config: Any, inputs: int, outputs: int) -> nn.Sequential:
+def double_convolution(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str) -> nn.Sequential:
     """[N, C_in, H, W] -> [N, C_out, H, W]: twice a 3x3 convolution (without bias before a norm), norm, activation."""
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
-        layers.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=not config.batch_norm))
-        layers += [nn.BatchNorm2d(outputs)] if config.batch_norm else []
-        layers.append(activation(config.activation))
+        layers.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=not batch_norm))
+        layers += [nn.BatchNorm2d(outputs)] if batch_norm else []
+        layers.append(activation(activation_name))
     return nn.Sequential(*layers)
 
 
@@ -35,25 +35,34 @@ def enlarge(inputs: int, outputs: int, *, transposed: bool) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Images [N, C, H, W] -> logits [N, classes, H, W]. Level i works at 1/2**i of the image's size; the
+    """Images [N, C, H, W] -> logits [N, classes, H, W]. Level i of `widths` works at 1/2**i of the image's size; the
     decoder reads the encoder's map of the same size, joined to the enlarged one (Ronneberger et al., arXiv 1505.04597,
     with padded convolutions)."""
 
-    def __init__(self, config: Any):
+    def __init__(
+        self,
+        *,
+        channels: int,
+        classes: int,
+        widths: Sequence[int],
+        batch_norm: bool,
+        activation_name: str,
+        transposed: bool,
+        recompute: bool,
+    ):
         super().__init__()
-        widths = config.widths
 
         def level(inputs: int, outputs: int) -> Stack:
-            return Stack([double_convolution(config, inputs, outputs)], recompute=config.activation_checkpointing)
+            block = double_convolution(inputs, outputs, batch_norm=batch_norm, activation_name=activation_name)
+            return Stack([block], recompute=recompute)
 
-        sources = (config.channels, *widths[:-1])
+        sources = (channels, *widths[:-1])
         self.encoder = nn.ModuleList(level(i, o) for i, o in zip(sources, widths, strict=True))
         self.shrink = nn.MaxPool2d(2)
-        steps = [(widths[i + 1], widths[i]) for i in reversed(range(config.depth))]
-        transposed = config.enlargement == "transposed"
+        steps = [(widths[i + 1], widths[i]) for i in reversed(range(len(widths) - 1))]
         self.enlarge = nn.ModuleList(enlarge(below, here, transposed=transposed) for below, here in steps)
         self.decoder = nn.ModuleList(level(2 * here, here) for _, here in steps)
-        self.head = nn.Conv2d(widths[0], config.classes, 1)
+        self.head = nn.Conv2d(widths[0], classes, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         skips = []
@@ -81,9 +90,7 @@ class TimeEmbedding(nn.Module):
 
     def forward(self, steps_N: torch.Tensor) -> torch.Tensor:
         angles = steps_N[:, None] * self.frequencies
-        return self.second(
-            self.activation(self.first(counted("position", torch.cat([angles.sin(), angles.cos()], dim=1))))
-        )
+        return self.second(self.activation(self.first(torch.cat([angles.sin(), angles.cos()], dim=1))))
 
 
 class DenoisingBlock(nn.Module):
@@ -97,17 +104,14 @@ class DenoisingBlock(nn.Module):
         self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.time = nn.Sequential(nn.SiLU(), nn.Linear(time, outputs))
         self.rest = nn.Sequential(
-            nn.GroupNorm(GROUPS, outputs),
-            nn.SiLU(),
-            *dropout(rate),
-            nn.Conv2d(outputs, outputs, 3, padding=1),
+            nn.GroupNorm(GROUPS, outputs), nn.SiLU(), *dropout(rate), nn.Conv2d(outputs, outputs, 3, padding=1)
         )
         self.shortcut = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
         self.attention = nn.Identity() if heads is None else MapAttention(outputs, heads)
 
     def forward(self, x: torch.Tensor, time_ND: torch.Tensor) -> torch.Tensor:
         h = self.first(self.activation_in(self.norm_in(x)))
-        h = self.rest(counted("add", h + self.time(time_ND)[:, :, None, None]))
+        h = self.rest(h + self.time(time_ND)[:, :, None, None])
         return self.attention(self.shortcut(x) + h)
 
 
@@ -142,40 +146,20 @@ class DenoisingUNet(nn.Module):
     `encoder` and `decoder` hold a `Stack` for each denoising block and a plain module where the map changes its size.
     Every result of the encoder is read again by one block of the decoder, the last first."""
 
-    def __init__(self, config: Any):
+    def __init__(
+        self,
+        *,
+        channels: int,
+        width: int,
+        encoder: Sequence[nn.Module],
+        middle: Stack,
+        decoder: Sequence[nn.Module],
+    ):
         super().__init__()
-        base, side, levels = config.base_channels, config.image_size, config.widths
-
-        def block(inputs: int, outputs: int, attends: bool) -> DenoisingBlock:
-            heads = config.heads if attends else None
-            return DenoisingBlock(inputs, outputs, 4 * base, rate=config.dropout, heads=heads)
-
-        def stack(*blocks: DenoisingBlock) -> Stack:
-            return Stack(blocks, recompute=config.activation_checkpointing)
-
-        inputs, skips = base, [base]  # channels: of the map, and of all maps that the decoder will read
-        encoder: list[nn.Module] = []
-        for level, width in enumerate(levels):
-            if level:
-                side //= 2
-                encoder.append(nn.Conv2d(inputs, inputs, 3, stride=2, padding=1))
-                skips.append(inputs)
-            for _ in range(config.blocks):
-                encoder.append(stack(block(inputs, width, config.attends(side))))
-                skips.append(inputs := width)
-        middle = stack(block(inputs, inputs, True), block(inputs, inputs, False))
-        decoder: list[nn.Module] = []
-        for level, width in reversed(list(enumerate(levels))):
-            for _ in range(config.blocks + 1):
-                decoder.append(stack(block(inputs + skips.pop(), width, config.attends(side))))
-                inputs = width
-            if level:
-                side *= 2
-                decoder.append(enlarge_nearest(inputs))
-        self.time = TimeEmbedding(base)
-        self.first = nn.Conv2d(config.channels, base, 3, padding=1)
+        self.time = TimeEmbedding(width)
+        self.first = nn.Conv2d(channels, width, 3, padding=1)
         self.encoder, self.middle, self.decoder = nn.ModuleList(encoder), middle, nn.ModuleList(decoder)
-        self.last = nn.Sequential(nn.GroupNorm(GROUPS, base), nn.SiLU(), nn.Conv2d(base, config.channels, 3, padding=1))
+        self.last = nn.Sequential(nn.GroupNorm(GROUPS, width), nn.SiLU(), nn.Conv2d(width, channels, 3, padding=1))
 
     def forward(self, x: torch.Tensor, steps_N: torch.Tensor) -> torch.Tensor:
         time_ND = self.time(steps_N)

@@ -7,13 +7,13 @@ features, E edges, H heads.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featurize.modules import Stack, activation, counted, dropout
+from featurize.modules import Stack, activation, dropout
 
 
 def with_loops(edges: torch.Tensor, nodes: int) -> torch.Tensor:
@@ -55,8 +55,8 @@ class GraphConvolution(nn.Module):
         degree = sum_by_target(torch.ones(len(target), device=x_VF.device), target, nodes)
         scale = degree.pow(-0.5)
         weight = scale[source] * scale[target]
-        messages = counted("gather", weight[:, None] * self.project(x_VF).index_select(0, source))
-        return counted("scatter", sum_by_target(messages, target, nodes) + self.bias, self.bias)
+        messages = weight[:, None] * self.project(x_VF).index_select(0, source)
+        return sum_by_target(messages, target, nodes) + self.bias
 
 
 class SampleConvolution(nn.Module):
@@ -71,8 +71,7 @@ class SampleConvolution(nn.Module):
     def forward(self, x_VF: torch.Tensor, edges_2E: torch.Tensor) -> torch.Tensor:
         nodes = len(x_VF)
         source, target = edges_2E
-        # without a name for what is gathered, which is free as soon as it is summed
-        total = counted("scatter", sum_by_target(counted("gather", x_VF.index_select(0, source)), target, nodes))
+        total = sum_by_target(x_VF.index_select(0, source), target, nodes)
         count = sum_by_target(torch.ones(len(target), device=x_VF.device), target, nodes)
         mean = total / count.clamp(min=1)[:, None]
         return self.neighbours(mean) + self.own(x_VF)
@@ -98,10 +97,9 @@ class AttentionConvolution(nn.Module):
         x_VHF = self.project(x_VF).view(nodes, self.heads, -1)
         by_source_VH, by_target_VH = ((x_VHF * a).sum(-1) for a in (self.as_source, self.as_target))
         scores_EH = by_source_VH.index_select(0, source) + by_target_VH.index_select(0, target)
-        scores_EH = counted("edge_softmax", scores_EH, self.as_source, self.as_target)
         weights_EH = softmax_by_target(F.leaky_relu(scores_EH, 0.2), target, nodes)
-        messages = counted("gather", weights_EH[:, :, None] * x_VHF.index_select(0, source))
-        return counted("scatter", sum_by_target(messages, target, nodes).flatten(1) + self.bias, self.bias)
+        messages = weights_EH[:, :, None] * x_VHF.index_select(0, source)
+        return sum_by_target(messages, target, nodes).flatten(1) + self.bias
 
 
 class GraphBlock(nn.Module):
@@ -116,25 +114,13 @@ class GraphBlock(nn.Module):
         return self.rest(self.convolution(x_VF, edges_2E))
 
 
-def _convolution(config: Any, inputs: int) -> nn.Module:
-    if config.operator == "gat":
-        return AttentionConvolution(inputs, config.hidden, config.heads)
-    if config.operator == "sage":
-        return SampleConvolution(inputs, config.hidden)
-    return GraphConvolution(inputs, config.hidden)
-
-
 class GraphClassifier(nn.Module):
     """Nodes [V, F], edges [2, E] (row 0 the sources, row 1 the targets) -> logits of every node [V, classes]."""
 
-    def __init__(self, config: Any):
+    def __init__(self, blocks: Sequence[nn.Module], hidden: int, classes: int, *, recompute: bool):
         super().__init__()
-        widths = [config.features, *[config.hidden] * (config.depth - 1)]
-        self.body = Stack(
-            [GraphBlock(_convolution(config, width), config.activation, config.dropout) for width in widths],
-            recompute=config.activation_checkpointing,
-        )
-        self.head = nn.Linear(config.hidden, config.classes)
+        self.body = Stack(blocks, recompute=recompute)
+        self.head = nn.Linear(hidden, classes)
 
     def forward(self, x_VF: torch.Tensor, edges_2E: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(x_VF, edges_2E))

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from featurize.modules import Stack, activation, counted
+from featurize.modules import Stack, activation
 from featurize.modules import dropout as dropouts
 
 
 class Conv1D(nn.Module):
     """A linear layer whose weight is [in, out], run by `addmm`: GPT-2's (transformers, `pytorch_utils.Conv1D`)."""
-
-    plan_kind: ClassVar[str] = "linear"
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -38,8 +35,6 @@ class Conv1D(nn.Module):
 class GeluNew(nn.Module):
     """GELU by its tanh formula, one operator after the other (transformers, `NewGELUActivation`): four tensors kept for
     the backward pass where `nn.GELU` keeps one."""
-
-    plan_kind: ClassVar[str] = "gelu"
 
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
@@ -75,7 +70,7 @@ def feed_forward(
 
 
 class _Residual(nn.Module):
-    """The common parts of the blocks: the two norms, attention, the feed-forward part, dropout before each sum."""
+    """What the blocks have in common: the two norms, attention, the feed-forward part, dropout before each sum."""
 
     def __init__(self, width: int, attention: nn.Module, forward_part: nn.Module, *, dropout: float, eps: float = 1e-5):
         super().__init__()
@@ -96,8 +91,6 @@ class PreNormBlock(_Residual):
 
 class ExpertLinear(nn.Module):
     """`experts` linear layers side by side, each for its own rows: [X, M, in] -> [X, M, out]."""
-
-    plan_kind: ClassVar[str] = "linear"
 
     def __init__(self, experts: int, inputs: int, outputs: int):
         super().__init__()
@@ -128,7 +121,7 @@ class RoutedExperts(nn.Module):
 
     def forward(self, x_NLE: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, width = x_NLE.shape
-        odds_NLX = counted("softmax", F.softmax(self.router(x_NLE).float(), dim=-1))
+        odds_NLX = F.softmax(self.router(x_NLE).float(), dim=-1)
         weight_NLK, expert_NLK = odds_NLX.topk(self.choices, dim=-1)
         if self.choices > 1:
             weight_NLK = weight_NLK / weight_NLK.sum(-1, keepdim=True)
@@ -140,11 +133,10 @@ class RoutedExperts(nn.Module):
         tokens = x_NLE.new_zeros(places + 1, width)
         copies = x_NLE.unsqueeze(1).expand(-1, self.choices, -1, -1).reshape(-1, width)
         tokens.index_copy_(0, row_J, copies)
-        placed_XME = counted("dispatch", tokens[:-1].view(self.experts, -1, width))
-        hidden_XMF = self.activation(self.rise(placed_XME))
+        hidden_XMF = self.activation(self.rise(tokens[:-1].view(self.experts, -1, width)))
         result_JE = self.fall(hidden_XMF).view(places, width).index_select(0, row_J.clamp(max=places - 1))
         weight_NJ = weight_NLK.transpose(1, 2).reshape(batch, -1) * kept_NJ
-        result_JE = counted("combine", result_JE * weight_NJ.view(-1, 1).to(result_JE.dtype))
+        result_JE = result_JE * weight_NJ.view(-1, 1).to(result_JE.dtype)
         used_X = wanted_NJX[:, :length].float().mean((0, 1))  # as first choice
         balance = self.experts * (used_X * odds_NLX.mean((0, 1))).sum()
         return result_JE.view(batch, self.choices, length, width).sum(1), balance
@@ -173,22 +165,26 @@ class RoutedBlock(_Residual):
 
 
 class _OfTokens(nn.Module):
-    """The common parts of transformers of tokens: the embedding, a stack of blocks and how logits are read off it.
+    """What transformers of tokens have in common: the embedding, a stack of blocks and how logits are read off it."""
 
-    Args:
-        config: Its sizes.
-        blocks: The stack's.
-        outputs: V; for each token, or for the mean of the tokens where `per_token` is false.
-        tied: The output layer has the embedding's weights, whose vocabulary V then is.
-    """
-
-    def __init__(self, config: Any, blocks: Iterable[nn.Module], outputs: int, *, per_token: bool, tied: bool):
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        length: int,
+        width: int,
+        blocks: Iterable[nn.Module],
+        outputs: int,
+        per_token: bool,
+        tied: bool,
+        dropout: float,
+        recompute: bool,
+    ):
         super().__init__()
-        width = config.embedding_size
-        self.embedding = nn.Embedding(config.vocabulary_size, width)
-        self.positions_LE = nn.Parameter(torch.zeros(config.sequence_length, width))
-        self.dropout = nn.Sequential(*dropouts(config.dropout))
-        self.body = Stack(blocks, recompute=config.activation_checkpointing)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions_LE = nn.Parameter(torch.zeros(length, width))
+        self.dropout = nn.Sequential(*dropouts(dropout))
+        self.body = Stack(blocks, recompute=recompute)
         self.norm = nn.LayerNorm(width)
         self.per_token = per_token
         # a tied layer's own weight would only take memory while the model is built
@@ -199,15 +195,16 @@ class _OfTokens(nn.Module):
     def embed(self, tokens_NL: Tensor) -> Tensor:
         length = tokens_NL.shape[1]
         positions_LE = self.positions_LE if length == len(self.positions_LE) else self.positions_LE[:length]
-        return self.dropout(counted("position", self.embedding(tokens_NL) + positions_LE, self.positions_LE))
+        return self.dropout(self.embedding(tokens_NL) + positions_LE)
 
     def read(self, x_NLE: Tensor) -> Tensor:
         x_NLE = self.norm(x_NLE)
-        return self.head(x_NLE if self.per_token else counted("mean_pool", x_NLE.mean(dim=1)))
+        return self.head(x_NLE if self.per_token else x_NLE.mean(dim=1))
 
 
 class TokenTransformer(_OfTokens):
-    """Tokens [N, L] -> logits [N, L, V], or [N, V] of the mean over the tokens."""
+    """Tokens [N, L] -> logits [N, L, V], or [N, V] of the mean over the tokens. With `tied`, V is the vocabulary and
+    the output layer has the embedding's weights."""
 
     def forward(self, tokens_NL: Tensor) -> Tensor:
         return self.read(self.body(self.embed(tokens_NL)))
@@ -225,16 +222,26 @@ class RoutedTransformer(_OfTokens):
 class VisionTransformer(nn.Module):
     """Images [N, channels, side, side] -> [N, V], read off a class token (ViT, arXiv 2010.11929)."""
 
-    def __init__(self, config: Any, blocks: Iterable[nn.Module]):
+    def __init__(
+        self,
+        *,
+        side: int,
+        channels: int,
+        patch: int,
+        width: int,
+        blocks: Iterable[nn.Module],
+        outputs: int,
+        dropout: float,
+        recompute: bool,
+    ):
         super().__init__()
-        width, patch = config.embedding_size, config.patch_size
-        self.patches = nn.Conv2d(config.channels, width, patch, stride=patch)
+        self.patches = nn.Conv2d(channels, width, patch, stride=patch)
         self.token_11E = nn.Parameter(torch.zeros(1, 1, width))
-        self.positions_1LE = nn.Parameter(torch.zeros(1, (config.image_size // patch) ** 2 + 1, width))
-        self.dropout = nn.Sequential(*dropouts(config.dropout))
-        self.body = Stack(blocks, recompute=config.activation_checkpointing)
+        self.positions_1LE = nn.Parameter(torch.zeros(1, (side // patch) ** 2 + 1, width))
+        self.dropout = nn.Sequential(*dropouts(dropout))
+        self.body = Stack(blocks, recompute=recompute)
         self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.head = nn.Linear(width, config.classes)
+        self.head = nn.Linear(width, outputs)
 
     def forward(self, images: Tensor) -> Tensor:
         x_NLE = self.patches(images).flatten(2).transpose(1, 2)

@@ -7,7 +7,6 @@ tables' and one of the dense features), E embedding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,18 +27,25 @@ class Recommender(nn.Module):
     The dense features become a vector like those of the tables, each the sum over a bag of rows; then come the dot
     products of all pairs of vectors, and a second row of layers over these and the dense vector."""
 
-    def __init__(self, config: Any):
+    def __init__(
+        self,
+        *,
+        dense_features: int,
+        rows: Sequence[int],
+        embedding: int,
+        bottom: Sequence[int],
+        top: Sequence[int],
+        sparse: bool,
+        recompute: bool,
+    ):
         super().__init__()
-        size, vectors = config.embedding_size, len(config.rows) + 1
-        bottom, top = config.bottom_widths, config.top_widths
-        self.bottom = hidden_layers(config.dense_features, [*bottom, size], recompute=config.activation_checkpointing)
-        self.tables = nn.ModuleList(
-            nn.EmbeddingBag(count, size, mode="sum", sparse=config.sparse_gradients) for count in config.rows
-        )
+        vectors = len(rows) + 1
+        self.bottom = hidden_layers(dense_features, (*bottom, embedding), recompute=recompute)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(count, embedding, mode="sum", sparse=sparse) for count in rows)
         first, second = torch.tril_indices(vectors, vectors, offset=-1)
         self.pairs: torch.Tensor
         self.register_buffer("pairs", first * vectors + second, persistent=False)
-        self.top = hidden_layers(size + len(self.pairs), top, recompute=config.activation_checkpointing)
+        self.top = hidden_layers(embedding + len(self.pairs), top, recompute=recompute)
         self.head = nn.Linear(top[-1], 1)
 
     def forward(self, dense_ND: torch.Tensor, indices_TNB: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ class _Step(Tape):
     ) -> int:
         """Run `featurize.modules.conv_block`; its output. `x` stays referred to."""
         config, batch = self.config, self.batch
-        before, after = config.padding
+        before, after = cnn.padding(config)
         elements = batch * outputs * side_out**2
         held = x
         if before != after:

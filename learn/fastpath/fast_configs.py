@@ -13,7 +13,7 @@ from typing import Any
 
 from conf.errors import UsageError, unknown_name
 from featurize.families import get_family
-from featurize.layers import plan_of, rough_memory_mib
+from featurize.layers import rough_memory_mib
 from featurize.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 from learn.cases import DEFAULT_DEVICE, Case
 
@@ -85,7 +85,7 @@ def _config(family: str, index: int, seed: int) -> TrialConfig:
             config = module.Config(**module.repair(values, draw))
         except UsageError:  # a batch of 1 with batch norm
             continue
-        if not wider or rough_memory_mib(plan_of(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
+        if not wider or rough_memory_mib(module.layers(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
             return config
     raise AssertionError(f"{family}: no config below {LIMIT_MIB} MiB in {MAX_ATTEMPTS} attempts")
 

@@ -5,13 +5,15 @@ Start reading at `step_sketch`. Sizes follow from the family's own layer plan, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import numpy as np
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from featurize.families import get_family
 from featurize.kernel_constants import (
     ATTENTION_EFFICIENCY,
     BANDWIDTH_EFFICIENCY,
@@ -28,7 +30,7 @@ from featurize.kernel_constants import (
     TENSOR_EFFICIENCY,
     TILES,
 )
-from featurize.layers import plan_of
+from featurize.layers import Layer
 from featurize.trial import ACTIVATIONS, OPTIMIZERS, TrialConfig
 from learn.fastpath.fast_replay import replayed_mib
 
@@ -122,7 +124,7 @@ class _Flat:
     `_l` again for each layer. `total`, `most` and `running` work config by config."""
 
     def __init__(self, configs: Sequence[TrialConfig], spec: DeviceSpec) -> None:
-        plans = [plan_of(config) for config in configs]
+        plans = [_plan(config) for config in configs]
         self.lengths = np.array([len(plan) for plan in plans])
         self.starts = np.cumsum(self.lengths) - self.lengths
         flat = [layer for plan in plans for layer in plan]
@@ -310,6 +312,22 @@ def _time(flat: _Flat, spec: DeviceSpec) -> tuple[dict[str, np.ndarray], list[np
         active_all / work_all,
         flat.total(np.where(work > 1e-5, active, 0.0)) / step,
     ]
+
+
+def _plan(config: TrialConfig) -> list[Layer]:
+    layers, takes_long = _layers_of(config.family)
+    return _remembered(config) if takes_long else layers(config)
+
+
+@cache
+def _layers_of(name: str) -> tuple[Callable[[TrialConfig], list[Layer]], bool]:
+    family = get_family(name)
+    return family.layers, hasattr(family, "identity")
+
+
+@lru_cache(maxsize=4096)
+def _remembered(config: TrialConfig) -> list[Layer]:
+    return _layers_of(config.family)[0](config)
 
 
 def _blocks(config: TrialConfig) -> int:

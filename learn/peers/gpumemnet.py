@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from conf.errors import CommandError, UsageError
+from featurize.families import get_family
 from featurize.features import KINDS
-from featurize.layers import plan_of
 from featurize.trial import ACTIVATIONS, TrialConfig
 from learn.bounds import conformal_rank, too_few_for
 from learn.cases import Case
@@ -424,7 +424,7 @@ def tokens_of(config: TrialConfig) -> np.ndarray:
     """(l, t) the layer sequence, l at most `MAX_TOKENS`: log counts of `KINDS` in a run of layers, and logarithms of
     its activations, of these times the batch size, and of its parameters. Short plans have a token a layer."""
     place = {**{kind: i for i, kind in enumerate(KINDS)}, **dict.fromkeys(ACTIVATIONS, KINDS.index("activation"))}
-    plan = plan_of(config)
+    plan = get_family(config.family).layers(config)
     count = max(1, min(len(plan), MAX_TOKENS))
     tokens = np.zeros((count, len(KINDS) + 3))
     for i, layer in enumerate(plan):

@@ -18,7 +18,8 @@ from farm.growth.settings import NEED_LIBRARIES
 from farm.journal import Journal
 from farm.sampling import sample_range
 from farm.space import default_space, parse_space
-from featurize.families import family_names
+from featurize.families import family_names, get_family
+from featurize.layers import rough_memory_mib, totals
 from featurize.trial import canonical_json, config_hash
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
@@ -53,11 +54,13 @@ def run(runs: int = 100_000, candidates: int = 10_000) -> dict:
 
 
 def _fill(folder: DataFolder, family: str, count: int) -> None:
-    """One merged file of runs of the family's own space, with drawn labels."""
+    """One merged file of runs of the family's own space, with labels of their rough size."""
     random = np.random.default_rng(0)
     configs = list(sample_range(parse_space(family, default_space(family)), 1, 0, count))
+    plans = [get_family(family).layers(config) for config in configs]
     at = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-    memory = 500 + np.minimum(random.lognormal(8, 1.5, count), 60_000)
+    rough = [rough_memory_mib(p, c.batch_size, c.optimizer) for p, c in zip(plans, configs, strict=True)]
+    memory = 500 + np.minimum(np.array(rough), 60_000) * random.lognormal(sigma=0.1, size=count)
     ratios = {name: random.beta(2, 3, count) for name in ("smact", "smocc", "drama", "gpu_util")}
     rows = [
         {
@@ -66,7 +69,7 @@ def _fill(folder: DataFolder, family: str, count: int) -> None:
             "status": "ok" if memory[i] < 40_000 else "oom", "oom_kind": None if memory[i] < 40_000 else "device",
             "source": "simulated", "device_name": DEVICE, "device_memory_mib": 40_326.0,
             "torch_version": "2.12.0", "batch_size": config.batch_size, "precision": config.precision,
-            "optimizer": config.optimizer, "wall_s": 3.0, "final": True,
+            "optimizer": config.optimizer, "parameters": totals(plans[i]).parameters, "wall_s": 3.0, "final": True,
             "started_at": at, "finished_at": at + datetime.timedelta(seconds=3),
             **({"peak_memory_mib": memory[i], "step_time_ms": 5.0, **{n: v[i] for n, v in ratios.items()}}
                if memory[i] < 40_000 else {}),

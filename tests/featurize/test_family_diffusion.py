@@ -1,7 +1,6 @@
 """The family `diffusion`: a published network, the timestep, the attention and the loss."""
 
 import dataclasses
-from collections import Counter
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.families import diffusion
-from featurize.layers import plan_of
 from featurize.trace import trace_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,20 +48,21 @@ def test_the_published_network_for_images_of_32_pixels_has_its_parameters():
 
 def test_the_decoders_blocks_read_every_map_of_the_encoder_once():
     config = small(levels=3, blocks=2, image_size=16)
-    read = [layer.output_elements for layer in plan_of(config) if layer.kind == "concat"]
-    assert read[:3] == [4**2 * channels for channels in (128 + 128, 128 + 128, 128 + 64)]
-    assert read[3:6] == [8**2 * channels for channels in (128 + 64, 64 + 64, 64 + 32)]
-    assert read[6:] == [16**2 * channels for channels in (64 + 32, 32 + 32, 32 + 32)]
+    read = [part.inputs for part in diffusion.decoder(config) if part.kind == "block"]
+    assert read == [128 + 128, 128 + 128, 128 + 64, 128 + 64, 64 + 64, 64 + 32, 64 + 32, 32 + 32, 32 + 32]
+    assert [p.side for p in diffusion.encoder(config) if p.kind == "halve"] == [8, 4]
+    assert [p.side for p in diffusion.decoder(config) if p.kind == "double"] == [8, 16]
 
 
 def test_attention_is_where_the_map_is_small_enough():
     def attended(**changes):
-        plan = plan_of(small(image_size=32, levels=3, blocks=1, **changes))
-        return Counter((x.flops // (4 * x.output_elements)) ** 0.5 for x in plan if x.kind == "attention")
+        config = small(image_size=32, levels=3, **changes)
+        parts = (*diffusion.encoder(config), *diffusion.decoder(config))
+        return sorted({part.side for part in parts if part.attends})
 
-    assert attended(attention_size=16) == {8: 3 + 1, 16: 3}
-    assert attended(attention_size=16, attention_size_min=16) == {8: 1, 16: 3}
-    assert attended(attention_size=0) == {8: 1}
+    assert attended(attention_size=16) == [8, 16]
+    assert attended(attention_size=16, attention_size_min=16) == [16]
+    assert attended(attention_size=0) == []
     names = [op.name for op in trace_config(small(attention_size=0)).operators]
     assert names.count("aten::_scaled_dot_product_efficient_attention") == 1  # the middle always attends
 

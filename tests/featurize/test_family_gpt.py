@@ -19,7 +19,7 @@ from conf.errors import UsageError
 from featurize import vision
 from featurize.families import gpt
 from featurize.features import group_key
-from featurize.layers import plan_of, totals
+from featurize.layers import totals
 from featurize.nets.prenorm import Conv1D, GeluNew
 from featurize.trace import trace_config, trace_step
 
@@ -43,7 +43,7 @@ def small(**changes):
 )
 def test_gpt2_of_every_size_has_its_published_parameters(width, heads, depth, parameters):
     config = dataclasses.replace(GPT2, embedding_size=width, heads=heads, depth=depth, feed_forward=4 * width)
-    assert totals(plan_of(config)).parameters == parameters_of(on_meta(config)) == parameters
+    assert totals(gpt.layers(config)).parameters == parameters_of(on_meta(config)) == parameters
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

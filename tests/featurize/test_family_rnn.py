@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import UsageError
 from featurize.families import rnn
-from featurize.layers import plan_of, totals
+from featurize.layers import totals
 from featurize.trace import trace_config
 
 SMALL = rnn.Config(
@@ -24,7 +24,7 @@ def small(**changes):
 
 
 def cases():
-    for cell, task, both, depth in itertools.product(rnn.CELLS, rnn.TASKS, (False, True), (1, 3)):
+    for cell, task, both, depth in itertools.product(rnn.GATES, rnn.TASKS, (False, True), (1, 3)):
         if not (both and task == "language_model"):
             yield small(cell=cell, task=task, bidirectional=both, depth=depth)
 
@@ -37,12 +37,12 @@ def test_parameters_flops_and_outputs_are_the_modules(config):
     module, (inputs, targets) = on_meta(config), rnn.batch(config, "meta")
     with FlopCounterMode(display=False) as counter:
         output = module(*inputs)
-    sums = totals(plan_of(config))
+    sums = totals(rnn.layers(config))
     assert sums.parameters == parameters_of(module)
     assert config.batch_size * sums.flops == counter.get_total_flops()
     places = (7, 50) if config.task == "language_model" else (5,)
     assert output.shape == (3, *places) and targets.shape == (3, *places[:-1])
-    recurrent = [layer for layer in plan_of(config) if layer.kind == config.cell]
+    recurrent = [layer for layer in rnn.layers(config) if layer.kind == config.cell]
     both = 2 if config.bidirectional else 1
     assert [layer.output_elements for layer in recurrent] == [7 * 20 * both] * config.depth
 
@@ -54,7 +54,7 @@ def test_recurrent_layers_have_the_published_formulas_parameters(cell, gates):
     second = 2 * gates * 20 * (40 + 20 + 2)
     module = on_meta(small(cell=cell, bidirectional=True))
     assert parameters_of(module.body) == first + second
-    assert [x.parameters for x in plan_of(small(cell=cell, bidirectional=True)) if x.kind == cell] == [first, second]
+    assert [x.parameters for x in rnn.layers(small(cell=cell, bidirectional=True)) if x.kind == cell] == [first, second]
 
 
 def test_the_last_state_is_where_each_direction_ends():
@@ -80,7 +80,7 @@ def test_a_language_model_sees_only_what_came_before():
     torch.testing.assert_close(module(tokens)[:, :-1], before[:, :-1])
 
 
-@pytest.mark.parametrize("cell", rnn.CELLS)
+@pytest.mark.parametrize("cell", rnn.GATES)
 @pytest.mark.parametrize("task", rnn.TASKS)
 def test_it_trains_and_recomputes(cell, task):
     assert_trains(small(cell=cell, task=task))
@@ -94,7 +94,7 @@ def test_dropout_with_one_layer_is_no_reason_for_a_warning():
         on_meta(small(depth=1, dropout=0.5))
 
 
-@pytest.mark.parametrize("cell", rnn.CELLS)
+@pytest.mark.parametrize("cell", rnn.GATES)
 def test_the_trace_has_one_call_for_all_layers_and_again_where_it_is_recomputed(cell):
     def calls(**changes):
         trace = trace_config(small(cell=cell, **changes))

@@ -50,7 +50,7 @@ def test_every_pixel_gets_logits():
 
 def test_parameters_follow_from_the_widths():
     config = small(channels=1, classes=2, base_channels=64, depth=4, batch_norm=False)
-    assert config.widths == [64, 128, 256, 512, 1024]
+    assert unet.widths(config) == [64, 128, 256, 512, 1024]
 
     def conv(inputs, outputs, side):
         return inputs * outputs * side**2 + outputs
@@ -59,7 +59,7 @@ def test_parameters_follow_from_the_widths():
     expected = sum(conv(i, o, 3) + conv(o, o, 3) for i, o in blocks)
     expected += sum(conv(2 * width, width, 2) for width in (64, 128, 256, 512)) + conv(64, 2, 1)
     assert parameters_of(on_meta(config)) == expected == 31_030_658
-    assert small(image_size=64, base_channels=96, depth=5).widths == [96, 192, 384, 768, 1024, 1024]
+    assert unet.widths(small(image_size=64, base_channels=96, depth=5)) == [96, 192, 384, 768, 1024, 1024]
 
 
 def test_the_decoder_reads_the_encoders_map_of_the_same_size():

@@ -17,7 +17,7 @@ from farm.space import parse_space
 from featurize import vision
 from featurize.families import timm, zoo
 from featurize.features import group_key, scalar_features
-from featurize.layers import plan_of, totals
+from featurize.layers import totals
 from featurize.own_code import named_by_user
 from featurize.trace import trace_config
 from featurize.training import TrainingStep
@@ -218,7 +218,7 @@ def test_other_refusals_and_what_is_none(nets):
     with pytest.raises(UsageError, match=r"makes no model of \{\"widht\":3\}: TypeError: .*widht"):
         zoo.build(config(f"{nets}:Pair", arguments={"widht": 3}))
     with pytest.raises(UsageError, match=r"Pair does not run on float32\[4\]: TypeError: .*'ids'"):
-        plan_of(config(f"{nets}:Pair"))
+        zoo.layers(config(f"{nets}:Pair"))
     with pytest.raises(UsageError, match=r"cannot import no_such_package.nets .*; pip install its package, or put"):
         zoo.build(config("no_such_package.nets:build"))
     with pytest.raises(RuntimeError, match="out of memory"):  # no mistake of the config: the trial is an `oom`
@@ -244,7 +244,7 @@ def test_transformers_are_made_of_the_fields_of_their_configurations(text, targe
     assert zoo._reading(one).target == target
     torch.manual_seed(0)
     model = zoo.build(one)
-    assert totals(plan_of(one)).parameters == sum(p.numel() for p in model.parameters())
+    assert totals(zoo.layers(one)).parameters == sum(p.numel() for p in model.parameters())
     assert torch.isfinite(TrainingStep(model, one, "cpu")(*zoo.batch(one, "cpu")))
     again = dataclasses.replace(one, activation_checkpointing=True, batch_size=64)
     kept = trace_config(dataclasses.replace(one, batch_size=64)).breakdown["activation"]
@@ -274,10 +274,10 @@ def test_image_models_have_plans_and_train(text):
     one = entry(text)
     with torch.device("meta"):
         module = zoo.build(one)
-    assert totals(plan_of(one)).parameters == sum(p.numel() for p in module.parameters())
+    assert totals(zoo.layers(one)).parameters == sum(p.numel() for p in module.parameters())
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(*zoo.batch(one, "meta")[0])
-    assert 2 * totals(plan_of(one)).flops == counter.get_total_flops()
+    assert 2 * totals(zoo.layers(one)).flops == counter.get_total_flops()
     assert torch.isfinite(TrainingStep(zoo.build(one), one, "cpu")(*zoo.batch(one, "cpu")))
     assert list(dict(module.named_modules()))[1] in ("features", "backbone", "conv_stem")  # the library's own names
 
@@ -295,7 +295,7 @@ def test_the_plan_has_the_products_that_the_trace_has(text):
     one = entry(text, batch_size=2)
     trace = trace_config(one)
     forward = sum(op.flops for op in trace.operators if op.phase == "forward")
-    assert 2 * totals(plan_of(one)).flops == pytest.approx(forward, rel=0.05)
+    assert 2 * totals(zoo.layers(one)).flops == pytest.approx(forward, rel=0.05)
 
 
 @installed("timm", "torchvision", "transformers")

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from featurize.families import cnn, mlp, transformer
-from featurize.layers import plan_of, totals
+from featurize.families import cnn, get_family, mlp, transformer
+from featurize.layers import totals
 from featurize.version import FEATURES_STAMP
 from learn import estimate
 from learn.artifacts import DEFAULT_MODELS, default_artifact
@@ -142,7 +142,7 @@ def test_no_estimate_is_below_what_the_parameters_take(device, optimizer):
     ]
     for config in configs:
         config = type(config)(**{**vars(config), "optimizer": optimizer})
-        parameters = totals(plan_of(config)).parameters
+        parameters = totals(get_family(config.family).layers(config)).parameters
         done = estimate(config, device=device)
         assert done.parameters == parameters
         assert 4 * parameters / 2**20 < done.peak_memory_mib < done.upper_mib

@@ -20,7 +20,6 @@ from farm.serving.questions import device_at
 from farm.submit import entry as submit_entry
 from featurize.device_spec import describe_device, device_names, load_device
 from featurize.families import zoo
-from featurize.layers import plan_of
 from featurize.trial import config_from_mapping
 from learn import devices_that_fit, estimate
 from learn.cases import Case
@@ -232,7 +231,7 @@ def test_a_library_s_model_under_another_spelling_is_told_the_one_that_works(mod
     with pytest.raises(UsageError) as of_command:
         load_factory(model)
     with pytest.raises(UsageError) as of_request:
-        plan_of(zoo.Config(model=model, inputs="float32[3,8,8]", batch_size=1))
+        zoo.layers(zoo.Config(model=model, inputs="float32[3,8,8]", batch_size=1))
     assert SPELLINGS[model] in str(of_command.value) and SPELLINGS[model] in str(of_request.value)
     first = SPELLINGS[model].removeprefix("write ").partition(" ")[0]
     assert callable(load_factory(first))

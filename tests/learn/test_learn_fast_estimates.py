@@ -12,8 +12,8 @@ from torch import nn
 from conf import cli
 from conf.errors import UsageError
 from featurize.device_spec import load_device
-from featurize.families import cnn, mlp, timm, transformer
-from featurize.layers import plan_of, totals
+from featurize.families import cnn, get_family, mlp, timm, transformer
+from featurize.layers import totals
 from featurize.trial import FITTED_OPTIMIZERS, PRECISIONS
 from learn import estimate, estimate_many
 from learn.fastpath.fast_configs import distillation_configs
@@ -126,7 +126,7 @@ def test_fast_memory_holds_at_least_the_parameters_and_what_the_optimizer_keeps(
         dataclasses.replace(config, optimizer=optimizer) for config in (*LARGE, *distillation_configs(90, seed=9))
     ]
     for config, found in zip(configs, estimate_many(configs, method="fast"), strict=True):
-        parameters = totals(plan_of(config)).parameters
+        parameters = totals(get_family(config.family).layers(config)).parameters
         least = 4 * parameters * (1 + STATES[optimizer]) / 2**20
         assert least < found.peak_memory_mib <= found.upper_mib
 

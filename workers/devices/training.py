@@ -57,7 +57,7 @@ def measure_training(
     import torch
 
     from featurize.families import get_family, loss_of
-    from featurize.layers import plan_of, totals
+    from featurize.layers import totals
     from featurize.training import TrainingStep
 
     family = get_family(config.family)
@@ -70,7 +70,7 @@ def measure_training(
 
     model = batch = None
     if link.ahead:
-        if totals(plan_of(config)).parameters <= _HOST_PARAMETERS:
+        if totals(family.layers(config)).parameters <= _HOST_PARAMETERS:
             torch.manual_seed(seed)
             model = family.build(config)
         batch = make_batch()
