@@ -1,6 +1,7 @@
 """`python -m learn.build_defaults path=FOLDER`: fit the models that come with the project, on measurements.
 
-Start reading at `build`. What it writes is `learn/default_models/`: one artifact a target, the fast path, a model card.
+Start reading at `build`. What it writes is `learn/default_models/`: one artifact a target, a model card. The models of
+`method=fast` are fitted afterwards, to what these say: `python -m learn.config_models learn/default_models/fast`.
 """
 
 from __future__ import annotations
@@ -12,21 +13,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from conf.cli import command
 from conf.errors import UsageError
 from conf.settings import key
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from learn.step_record import StepRecord
-    from learn.step_store import StepStore
 
 TARGETS = ("memory", "smact", "smocc")  # of those that an estimate gives, what the files have
 LIMIT_MIB = 10.0
@@ -42,8 +36,6 @@ class BuildSettings:
 
       python -m learn.build_defaults path=FOLDER
 
-      python -m learn.build_defaults path=learn/default_models     keep these models, distil the fast path anew
-
     FOLDER is your own copy of the published rows. GPUMemNet's CSV files (CC BY-NC 4.0) are required:
 
       git clone https://github.com/itu-rad/GPUMemNet
@@ -54,10 +46,7 @@ class BuildSettings:
     cores, most of it for tracing every configuration once; with data=, that is kept.
     """
 
-    path: str = key(
-        help="folder of published measurements; or of models, which are kept, and the fast path is distilled anew",
-        kind="path",
-    )
+    path: str = key(help="folder of published measurements", kind="path")
     out: str | None = key(
         None,
         "folder to write: a new or empty one, or one of models; default learn/default_models of this checkout",
@@ -71,8 +60,7 @@ class BuildSettings:
         "fit on the runs of datasets/ as well, where it has any; false: not; or the folder of a data set",
         "bool | path",
     )
-    distil: int = key(3360, "configurations that the fast path is distilled on", None)
-    seed: int = key(0, "of splits, fits and the choice of configurations", None)
+    seed: int = key(0, "of splits and fits", None)
     workers: int | None = key(None, "processes of Ray; default the number of CPUs; 0 works in this process", None)
 
     def __post_init__(self) -> None:
@@ -80,7 +68,7 @@ class BuildSettings:
         named = isinstance(self.datasets, str) and Path(self.datasets).is_dir()
         if not named and not isinstance(self.datasets, bool):
             problems.append(f"datasets must be true, false or the folder of a data set, got {self.datasets!r}")
-        for name, least in (("distil", 200), ("seed", 0), ("workers", 0)):
+        for name, least in (("seed", 0), ("workers", 0)):
             value = getattr(self, name)
             if value is None and name == "workers":
                 continue
@@ -96,16 +84,9 @@ class BuildSettings:
                 f"{name}={getattr(self, name)} is inside {self.home}, which is written anew: name another out="
                 for name in ("path", "data")
                 if name not in wrong and getattr(self, name) and _real(getattr(self, name)).is_relative_to(self.home)
-                if not (name == "path" and self.models)
             ]
         if problems:
             raise UsageError("; ".join(problems))
-
-    @property
-    def models(self) -> Path | None:
-        """The models that are kept, where `path` names some: then the fast path alone is made anew, from these."""
-        folder = _real(self.path)
-        return folder if (folder / _CARD).is_file() else None
 
     @property
     def dataset(self) -> Path | None:
@@ -148,8 +129,7 @@ def _problems_of_home(home: Path) -> list[str]:
 
 
 def build(settings: BuildSettings, *, progress: Callable[[str, int, int], None]) -> Path:
-    """Ingest, compute features, fit every target and distil the fast path; the folder that was written. Where
-    `settings.path` holds models, they are kept as they are, and the fast path alone is distilled anew.
+    """Ingest, compute features and fit every target; the folder that was written.
 
     `progress(step, done, of)` hears of what takes long. The folder appears whole, in place of the one before; where
     the build fails, that one stays, and nothing else is left.
@@ -165,8 +145,7 @@ def build(settings: BuildSettings, *, progress: Callable[[str, int, int], None])
                 building = Path(tempfile.mkdtemp(prefix=_prefix(home, "build"), dir=home.parent))
                 held.enter_context(_held(building))
             with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch:
-                make = _fit_all if settings.models is None else _distil_only
-                make(settings, Path(settings.data or scratch), building, progress)
+                _fit_all(settings, Path(settings.data or scratch), building, progress)
             size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
             if size_mib > LIMIT_MIB:
                 raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that come along")
@@ -249,6 +228,7 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
     from learn.data import load_rows
     from learn.estimators import make_estimator
     from learn.evaluation.evaluate import evaluate
+    from learn.model_card import write_card
     from learn.step_store import StepStore
     from learn.suspect_rows import with_suspects
     from learn.targets import make_bins
@@ -263,7 +243,7 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
         ingest(IngestSettings(source="dataset", path=str(settings.dataset), data=str(data)))
         sources.append("measured")
     name = "hybrid"
-    fitted, metas = {}, {}
+    metas = {}
     steps = StepStore(data)
     for target in TARGETS:
         rows = load_rows(str(data), target, source=sources)
@@ -272,17 +252,17 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
         bins = make_bins(rows.target, rows.exact.label, rows.family.tolist(), ceiling_mib=rows.ceiling_mib)
         progress(f"fitting {target}", 0, 1)
         evaluation = evaluate(name, rows, bins, settings.seed, steps=steps)
-        fitted[target] = make_estimator(name, settings.seed).fit(rows, steps)
+        fitted = make_estimator(name, settings.seed).fit(rows, steps)
         metas[target] = {
             **described(name, rows, evaluation, bins, settings.seed, datetime.now(UTC)),
             "recall": evaluation.test.recall,
         }
         (folder / target / "model").mkdir(parents=True)
-        fitted[target].save(folder / target / "model")
+        fitted.save(folder / target / "model")
         stamp = stamped(folder / target, metas[target], "meta.json")
         (folder / target / "meta.json").write_text(json.dumps(stamp, indent=1, sort_keys=True))
         progress(f"fitting {target}", 1, 1)
-    _add_fast_path(settings, steps, folder, fitted, metas, progress)
+    write_card(folder / _CARD, metas)
 
 
 def ingest_published(path: str, data: Path) -> None:
@@ -310,64 +290,6 @@ def published_sources(path: str) -> frozenset[str]:
     return frozenset(file.form for file in files if file is not None)
 
 
-def _distil_only(settings: BuildSettings, data: Path, folder: Path, progress) -> None:
-    """Keep the models of `settings.models`. Raises `UsageError` for damaged ones and for those of other features."""
-    from learn.artifacts import open_artifact, require_current
-    from learn.step_store import StepStore
-
-    if settings.models is None:
-        raise ValueError(f"path={settings.path} holds no models")
-    kept = {target: require_current(open_artifact(settings.models / target)) for target in TARGETS}
-    for target, artifact in kept.items():
-        artifact.check()
-        shutil.copytree(artifact.path, folder / target)
-    fitted = {target: artifact.estimator for target, artifact in kept.items()}
-    metas = {target: artifact.meta for target, artifact in kept.items()}
-    _add_fast_path(settings, StepStore(data), folder, fitted, metas, progress)
-
-
-def _add_fast_path(settings: BuildSettings, steps: StepStore, folder: Path, fitted, metas, progress) -> None:
-    from learn.model_card import write_card
-
-    fast = _distilled(settings, steps, fitted, progress)
-    (folder / "fast").mkdir()
-    fast.save(folder / "fast")
-    write_card(folder / _CARD, metas, fast)
-
-
-def _distilled(settings: BuildSettings, steps: StepStore, fitted, progress):
-    """The fast path: what the fitted models, and the trace for the rest, say of sampled configs on every GPU model."""
-    from learn.fastpath.fast import FastPath
-    from learn.fastpath.fast_bound import Taught
-    from learn.fastpath.fast_configs import distillation_cases
-    from learn.targets import get_target
-
-    # What was measured ran in the pipeline loop, and is asked about so.
-    cases = distillation_cases(settings.distil, settings.seed)
-    steps.prepare(
-        cases, workers=settings.workers,
-        progress=lambda d, n: progress("tracing the fast path's", d, n),
-    )  # fmt: skip
-    cases = tuple(case for case in cases if steps.record(case).error is None)
-    taught = {}
-    for target in ("memory", "smact", "smocc"):
-        prediction = fitted[target].predict(cases, steps)
-        taught[target] = Taught.of(prediction) if get_target(target).is_memory else Taught(prediction.point)
-    taught |= {target: Taught(figures) for target, figures in _without_input(map(steps.record, cases)).items()}
-    progress("distilling", 0, 1)
-    return FastPath.distil(cases, taught, settings.seed)
-
-
-def _without_input(records: Iterable[StepRecord]) -> dict[str, np.ndarray]:
-    """target -> the trace's DRAM activity and step time in ms, as in the farm's own trials: a step of the usual loop
-    runs the same kernels, and waits for its input before."""
-    import numpy as np
-
-    names = ("job_step_time_ms", "job_input_share", "job_priced_drama")
-    step_ms, input_share, drama = np.array([[record.values[name] for name in names] for record in records]).T
-    return {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
-
-
 def entry(settings: BuildSettings) -> int:
     """The command: settings in, a progress bar, the folder's path out."""
     from rich.console import Console
@@ -376,7 +298,7 @@ def entry(settings: BuildSettings) -> int:
     from conf.bars import start_bar
 
     console = Console(stderr=True, highlight=False)
-    if settings.models is None and OPTIONAL_SOURCE not in published_sources(settings.path):
+    if OPTIONAL_SOURCE not in published_sources(settings.path):
         console.print(f"path={settings.path} holds no rows of timm's models: the trace answers for these", markup=False)
     bar, task = start_bar(console, "default models", TimeRemainingColumn())
     try:

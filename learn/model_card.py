@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from learn.fastpath.fast import FastPath
-
 _METRICS = {
     "accuracy": "accuracy in the published bins",
     "macro_f1": "macro F1",
@@ -25,7 +23,7 @@ _OWN = """- **And on** {measured:,} runs that the farm measured (`datasets/READM
   What follows in this list is said of the published rows."""
 
 
-def write_card(path: Path, metas: Mapping[str, Mapping], fast: FastPath) -> None:
+def write_card(path: Path, metas: Mapping[str, Mapping]) -> None:
     """Write the card; `metas` are the artifacts' `meta.json` by target."""
     first = next(iter(metas.values()))
     measured = first["rows"]["source"].get("measured", 0)
@@ -36,8 +34,8 @@ def write_card(path: Path, metas: Mapping[str, Mapping], fast: FastPath) -> None
         "# Model card: the models that come with the project",
         "",
         "Estimators of one training job's peak GPU memory, SM activity (`smact`) and SM occupancy (`smocc`), used by",
-        "`learn.estimate` where you have fitted none of your own; and a fast path distilled from them. Written by",
-        "`python -m learn.build_defaults path=FOLDER`, which makes them anew.",
+        "`learn.estimate` where you have fitted none of your own. Written by",
+        "`python -m learn.build_defaults`, which makes them anew.",
         "",
         f"- **Estimator**: `{first['estimator']}` (`learn/learned/hybrid.py`), seed {first['seed']}.",
         f"- **Made with**: {environment}.",
@@ -69,8 +67,7 @@ def write_card(path: Path, metas: Mapping[str, Mapping], fast: FastPath) -> None
     lines += [f"| | {' | '.join(metas)} |", f"|---|{'---|' * len(metas)}"]
     for name, heading in _METRICS.items():
         lines.append(f"| {heading} | {' | '.join(_cell(name, meta) for meta in metas.values())} |")
-    lines += ["", "`learn.benchmark` says how they compare with published estimators, family by family.", ""]
-    lines += _of_fast(fast)
+    lines += ["", "`learn.benchmark` says how they compare with published estimators, family by family."]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -84,33 +81,3 @@ def _cell(name: str, meta: Mapping) -> str:
         return f"{values['test']:.{digits}f}{unit}"
     cv = "" if values["cv_mean"] is None else f" ({values['cv_mean']:.1%})"
     return f"{values['test']:.1%}{cv}"
-
-
-def _of_fast(fast: FastPath) -> list[str]:
-    devices = ", ".join(sorted(fast.devices.values()))
-    lines = [
-        "## Fast path (`method=fast`)",
-        "",
-        f"Distilled on sampled configurations of {', '.join(fast.families)} for {devices}.",
-        "Error against the models above on held-out configurations, median / 90th / 99th percentile (ratios absolute).",
-        "",
-        f"| family | {' | '.join(fast.targets)} |",
-        f"|---|{'---|' * len(fast.targets)}",
-    ]
-    for family, errors in fast.errors.items():
-        cells = [" / ".join(f"{errors[target][k]:.3f}" for k in ("median", "p90", "p99")) for target in fast.targets]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
-    if fast.bounds:
-        lines += [
-            "",
-            "Its memory bound over its point on the same configurations, median / 90th percentile, beside the models'",
-            "own; of the needs that the models hold possible there, the share below its bound, which is calibrated on",
-            "them; and how often it is above the models' own bound.",
-            "",
-            "| family | bound over point | the models' own | needs below the bound | above the models' bound |",
-            "|---|---|---|---|---|",
-        ]
-    for family, of in fast.bounds.items():
-        ratios = f"{of['median']:.2f} / {of['p90']:.2f} | {of['teacher_median']:.2f} / {of['teacher_p90']:.2f}"
-        lines.append(f"| {family} | {ratios} | {of['covered']:.1%} | {of['above_teacher']:.1%} |")
-    return lines

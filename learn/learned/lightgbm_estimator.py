@@ -15,9 +15,10 @@ from learn.learned.tabular import TabularEstimator
 
 
 class LightGBMEstimator(TabularEstimator):
-    """400 rounds of small trees; categorical columns as such."""
+    """Small trees, a round each; categorical columns as such."""
 
     name: ClassVar[str] = "lightgbm"
+    rounds = 400
 
     def _save_model(self, folder: Path) -> None:
         (folder / "model.txt").write_text(self._model.model_to_string())
@@ -36,7 +37,7 @@ class LightGBMEstimator(TabularEstimator):
             categorical_feature=self._table.categorical,
             params={"verbosity": -1, "min_data_in_bin": 1, "num_threads": 1},
         )
-        return lightgbm.train(self._parameters(len(label)), table, num_boost_round=400)
+        return lightgbm.train(self._parameters(len(label)), table, num_boost_round=self.rounds)
 
     def _parameters(self, n: int) -> dict:
         """LightGBM's defaults want 20 rows a leaf and 100 a category, which is a stump on 60 rows."""

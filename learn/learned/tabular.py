@@ -6,7 +6,7 @@ Start reading at `TabularEstimator.fit`; a subclass brings the model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,17 +89,26 @@ class TabularEstimator(Estimator, ABC):
         return self
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
+        refusals = {i: reason for i, case in enumerate(cases) if (reason := why_not(case)) is not None}
+        known = [i for i in range(len(cases)) if i not in refusals]
+        features = np.full((len(cases), len(self.table.columns)), np.nan)
+        features[known] = self.table.matrix([cases[i] for i in known])
+        return self.prediction_of(features, refusals)
+
+    @property
+    def table(self) -> FeatureTable:
+        """The columns that the model reads. Raises `RuntimeError` before a fit."""
         if self._model is None:
             raise RuntimeError("fit or load the estimator before predicting")
+        return self._table
+
+    def prediction_of(self, features: np.ndarray, refusals: Mapping[int, str]) -> ResidualPrediction:
+        """Return the prediction for (n, columns) features of `table`; NaN for the rows of `refusals`."""
         warning = too_few_for(LEVEL, len(self._residuals))
-        refusals: dict[int, str] = {}
-        for i, case in enumerate(cases):
-            if (reason := why_not(case)) is not None:
-                refusals[i] = reason
-        known = [i for i in range(len(cases)) if i not in refusals]
-        centre = np.full(len(cases), np.nan)
+        known = [i for i in range(len(features)) if i not in refusals]
+        centre = np.full(len(features), np.nan)
         if known:
-            centre[known] = self._centre(self._model, self._table.matrix([cases[i] for i in known]))
+            centre[known] = self._centre(self._model, features[known])
         return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else (), refusals)
 
     def save(self, folder: Path) -> None:

@@ -8,7 +8,6 @@ import errno
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 from learn_rows import write_runs
 
 from conf import cli
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import UsageError
 from featurize.families import mlp
 from learn import build_defaults
 from learn.artifacts import DEFAULT_MODELS
@@ -33,11 +32,8 @@ from learn.build_defaults import (
 )
 from learn.cases import of_configs
 from learn.estimators import get_estimator
-from learn.fastpath import fast_configs, fast_nets
-from learn.fastpath.fast import FastPath
 from learn.learned import hybrid
 from learn.model_card import write_card
-from learn.step_record import StepRecord, compute
 from warehouse import connect, dataset
 from warehouse.export import ExportSettings, export
 
@@ -70,11 +66,8 @@ def published(folder, timm=True):
 
 
 def small(patched):
-    """A build of seconds: fewer trees, shorter distillation, on MLPs only, without the project's own data set."""
+    """A build of seconds: fewer trees, without the project's own data set."""
     patched.setattr(dataset, "repository_folder", lambda: ROOT / "nowhere")
-    configs = fast_configs.distillation_configs
-    patched.setattr(fast_configs, "distillation_configs", lambda _n, seed=0: configs(45, seed, families=("mlp",)))
-    patched.setattr(fast_nets, "STEPS", 50)
     patched.setattr(hybrid, "_OTHERS", dataclasses.replace(hybrid._OTHERS, rounds=10))
 
 
@@ -90,8 +83,6 @@ def old_models(folder):
     (folder / "memory").mkdir(parents=True)
     (folder / "memory" / "meta.json").write_text("{}")
     (folder / "MODEL_CARD.md").write_text("# Model card: of before")
-    (folder / "fast").mkdir()
-    (folder / "fast" / "fast-gpt.npz").write_bytes(b"of before")
     return contents(folder)
 
 
@@ -117,10 +108,10 @@ def built(place):
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_model_a_target_the_fast_path_and_a_card(built):
+def test_the_command_writes_a_model_a_target_and_a_card(built):
     out, said = built
     assert said == f"{out}\n"
-    assert {path.name for path in out.iterdir()} == {*TARGETS, "fast", "MODEL_CARD.md"}
+    assert {path.name for path in out.iterdir()} == {*TARGETS, "MODEL_CARD.md"}
     assert [path.name for path in out.parent.iterdir()] == ["models"], "nothing is left beside it"
     assert out.stat().st_mode & 0o777 == 0o755, "others may read it"
     for target in TARGETS:
@@ -130,8 +121,6 @@ def test_the_command_writes_a_model_a_target_the_fast_path_and_a_card(built):
         assert meta["rows"]["family"]["mlp"] == ROWS
         prediction = get_estimator("hybrid").load(out / target / "model").predict(of_configs([CONFIG]))
         assert prediction.point[0] > 0 and not prediction.refusals
-    answers = FastPath.load(out / "fast").answer([CONFIG], "A100-SXM4-40GB")
-    assert set(answers.figures) == {*TARGETS, "drama", "step_time"} and answers.upper_mib[0] > 0
     card = (out / "MODEL_CARD.md").read_text()
     assert all(f"| {target} | mlp {ROWS}" in card for target in ("smact", "smocc")) and f"mlp {ROWS}, timm 1" in card
 
@@ -157,39 +146,12 @@ def test_the_same_build_gives_the_same_models_and_takes_the_place_of_older_ones(
             assert content == second[name], name
 
 
-@pytest.mark.slow
-def test_models_that_path_names_are_kept_and_the_fast_path_is_distilled_from_them(built, place, monkeypatch):
-    small(monkeypatch)
-    home = place / "kept" / "models"
-    shutil.copytree(built[0], home)
-    shutil.rmtree(home / "fast")
-    settings = BuildSettings(path=str(home), out=str(home), data=str(place / "data"), workers=0)
-    assert build(settings, progress=nobody) == home
-    assert contents(home) == contents(built[0])
-    damaged = home / "memory" / "model" / "estimator.json"
-    damaged.write_text(damaged.read_text().replace("1", "2", 1))
-    before = contents(home)
-    with pytest.raises(EnvironmentProblem, match="memory is damaged"):
-        build(settings, progress=nobody)
-    assert contents(home) == before
-
-
-def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
-    configs = fast_configs.distillation_configs(3, seed=5)
-    apart, looped = ([compute(case).values for case in of_configs(configs, training_loop=loop)]
-                     for loop in (False, True))  # fmt: skip
-    derived = build_defaults._without_input([StepRecord(values=values) for values in looped])
-    assert derived["step_time"] == pytest.approx([values["job_step_time_ms"] for values in apart])
-    assert derived["drama"] == pytest.approx([values["job_priced_drama"] for values in apart])
-
-
 def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, capsys):
-    argv = ["path=/no/such/folder", "distil=5", "seed=-1", "workers=half", f"out={tmp_path / 'new' / 'models'}"]
+    argv = ["path=/no/such/folder", "seed=-1", "workers=half", f"out={tmp_path / 'new' / 'models'}"]
     assert run(*argv) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     for said in (
-        "distil must be an integer >= 200, got 5",
         "seed must be an integer >= 0, got -1",
         "workers must be an integer >= 0, got 'half'",
         "path=/no/such/folder: there is no such file or folder",
@@ -201,8 +163,7 @@ def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("distil=true", "distil must be an integer >= 200, got True"),
-        ("distil=1e3", "distil must be an integer >= 200, got 1000.0"),
+        ("distil=5", "unknown key 'distil'"),
         ("seed=null", "seed must be an integer >= 0, got None"),
         ("workers=-1", "workers must be an integer >= 0, got -1"),
         ("sead=1", "unknown key 'sead'; did you mean seed?"),
@@ -220,7 +181,7 @@ def test_a_bad_value_is_named(tmp_path, capsys, argument, said):
 
 def test_where_the_files_are_has_to_be_said(capsys):
     assert run() == 2
-    assert "missing path=... (folder of published measurements; or of models" in capsys.readouterr().err
+    assert "missing path=... (folder of published measurements" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["5", "true", "a, [b] {c}: 'd'"])
@@ -351,10 +312,9 @@ def test_a_copy_of_gpumemnet_s_files_alone_is_enough_and_the_card_names_no_timm(
     with connect(tmp_path / "data") as connection:
         assert connection.sql("SELECT family, count(*) FROM runs GROUP BY ALL").fetchall() == [("mlp", ROWS)]
     meta = json.loads((DEFAULT_MODELS / "memory" / "meta.json").read_text())
-    fast = FastPath.load(DEFAULT_MODELS / "fast")
-    write_card(tmp_path / "with.md", {"memory": meta}, fast)
+    write_card(tmp_path / "with.md", {"memory": meta})
     meta["rows"]["family"] = {"mlp": ROWS}
-    write_card(tmp_path / "without.md", {"memory": meta}, fast)
+    write_card(tmp_path / "without.md", {"memory": meta})
     sentence = "GPUMemNet's sets (arXiv 2602.17817) and timm models."
     assert sentence in (tmp_path / "with.md").read_text() and sentence not in (tmp_path / "without.md").read_text()
 
