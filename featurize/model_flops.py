@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from featurize.kernel_constants import SCALED_PRODUCT
 from featurize.training_settings import uses_tf32
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from featurize.step_trace import Operator, StepTrace
     from featurize.training_settings import TrainingSettings
 
+SCALED_PRODUCT = "aten::_scaled_mm"  # of 8-bit floats, whatever type its result has
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward")
 _PRODUCTS = (
     "aten::mm",

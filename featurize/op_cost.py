@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from featurize import cudnn_rnn
-from featurize.kernel_constants import FOREACH_BLOCKS, FOREACH_CHUNK
+from featurize.kernel_model.calls import FOREACH_CHUNK
 
 # Allocate or re-describe; nothing runs on the GPU.
 NO_KERNEL = frozenset(
@@ -66,6 +66,7 @@ MULTI_TENSOR = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "ate
 WITH_STEPS = ("aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_adagrad_")
 # Tensors per launch of the multi-tensor kernels by number of lists (ATen/native/cuda/MultiTensorApply.cuh).
 _FOREACH_TENSORS = (110, 64, 48, 36, 30)
+_FOREACH_BLOCKS = 320  # of one launch
 
 
 def flops(name: str, args: Sequence, outputs: Sequence[Tensor], elements: int) -> int:
@@ -86,7 +87,7 @@ def foreach_launches(lists: int, sizes: Sequence[int]) -> int:
     """Kernels that one for-each operator launches over tensors of `sizes` elements, `lists` lists deep."""
     limit = _FOREACH_TENSORS[min(lists, len(_FOREACH_TENSORS)) - 1]
     blocks = sum(-(-size // FOREACH_CHUNK) for size in sizes)
-    return max(1, -(-len(sizes) // limit), -(-blocks // FOREACH_BLOCKS))
+    return max(1, -(-len(sizes) // limit), -(-blocks // _FOREACH_BLOCKS))
 
 
 def _mm(args: Sequence, outputs: Sequence[Tensor]) -> int:

@@ -14,8 +14,8 @@ from conf.units import MIB
 from featurize.allocator import CachingAllocator, OutOfMemory
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
-from featurize.kernel_constants import CUDNN_MIB
 from featurize.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
+from featurize.machine import CUDNN_MIB
 from featurize.step_trace import BLOCK_KINDS, StepTrace
 
 if TYPE_CHECKING:

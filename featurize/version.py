@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-# Raise it when a feature of a trial config, of a traced step or of the fast path's sketch gets another value or name.
+# Raise it when a feature of a trial config or of a traced step gets another value or name.
 # `tests/learn/test_golden_features.py` fails when values move and this number does not.
 FEATURES_VERSION = 5
 

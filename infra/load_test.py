@@ -1,7 +1,8 @@
 """Load on a service of this machine: answers a second, latency, and what a killed process costs.
 
 Start reading at `main`. Requests are sent at fixed times whether or not earlier ones are answered, and latency counts
-from those times, so that a slow service is not asked less. Every answer is compared with the library's own.
+from those times, so that a slow service is not asked less. Every answer is compared with the library's own. Jobs are
+asked with `method=fast`: what is measured is the service, and no trace.
 
   python infra/load_test.py rate=800 seconds=20              half of the jobs new, half asked before
   python infra/load_test.py rate=800 seconds=20 kill=true    a process that answers is killed halfway
@@ -119,12 +120,12 @@ def _wrong(questions: Sequence[dict], answers: dict[int, bytes]) -> int:
 
 def questions_of(n: int, seed: int) -> list[dict]:
     """Return questions, half of them asked before, of three families on two GPU models."""
-    from learn.fastpath.fast_configs import distillation_configs
+    from learn.config_models import sampled_configs
 
     draw = random.Random(seed)
     new = [
         {"config": config.to_mapping(), "device": draw.choice(_DEVICES), "method": "fast"}
-        for config in distillation_configs(n // 2, seed)
+        for config in sampled_configs(n // 2, seed)
     ]
     questions: list[dict] = []
     for one in new:

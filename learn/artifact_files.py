@@ -1,6 +1,6 @@
 """The files of an artifact: their checksums, and that they are whole before anything parses them. Pure Python.
 
-Start reading at `checked`. The artifact's JSON (`meta.json`, of the fast path `fast.json`) has the key `"files"`:
+Start reading at `checked`. The artifact's JSON (`meta.json`) has the key `"files"`:
 `{relative path: {"sha256": hex, "bytes": n}}` for every other file of the version, and `"own_sha256"`, of the JSON
 itself without that key, as `json.dumps(..., sort_keys=True, separators=(",", ":"))` writes it. Anybody can verify a
 version with a JSON parser and a SHA-256.

@@ -27,7 +27,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _CONNECT_S = 10.0
 _RECONNECT_S = 10.0  # a service that is started anew answers within seconds
 _OK, _ACCEPTED, _BUSY = 200, 202, 429
-_AGAIN = (_BUSY, 503)
+_AGAIN = (_BUSY, 409, 503)  # busy, a job that is not yet known, a service that starts
 _FAILURES = 500  # statuses from here on are the service's only with its media types; a proxy makes them otherwise
 _OURS = ("application/json", "application/problem+json")
 _BATCH = 500
@@ -88,12 +88,12 @@ class Client:
             self._connection.close()
         self._connection = None
 
-    def estimate(self, *, device: str = DEFAULT_DEVICE, method: str = "auto", **job: Any) -> Estimate:
+    def estimate(self, *, device: str = DEFAULT_DEVICE, method: str = "full", **job: Any) -> Estimate:
         """Return the estimate of one job.
 
         Args:
             device: A GPU model.
-            method: `auto`, `fast` or `full`.
+            method: `full`, or `fast`: from a trial config's features alone.
             **job: Further fields of a request: `config`; `model` with `inputs` and `arguments`; `hf_config` with
                 `batch_size` and `sequence_length`; `training`, `parallel`, `coverage`, ...
         """
@@ -101,7 +101,7 @@ class Client:
         return Estimate.from_mapping(answer["estimate"])
 
     def estimate_many(
-        self, configs: Sequence[Mapping[str, Any]], *, device: str = DEFAULT_DEVICE, method: str = "auto"
+        self, configs: Sequence[Mapping[str, Any]], *, device: str = DEFAULT_DEVICE, method: str = "full"
     ) -> list[Estimate]:
         """Return an estimate of each trial config, in order. Raises `Refused` for the first that is refused."""
         estimates = []

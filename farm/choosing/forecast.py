@@ -1,18 +1,17 @@
-"""Forecasts the labels of thousands of configs, mostly without tracing: rough figures, and a table to learn from.
+"""Forecasts the labels of thousands of configs, mostly without tracing, with a table of features to learn from.
 
 Start reading at `Forecaster.look`. torch is never needed for it, except where steps are to be traced.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError
+from conf.errors import UsageError
 from featurize.trial import TrialConfig
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ class Outlook:
     """Forecast of n configs, in order.
 
     figures  target -> (n,) in the target's unit
-    table    (n, columns) float32: logarithms of what the step is made of and of the config's numbers, a 1 for each of
-             the config's words; scaled so that distances mean something
+    table    (n, columns) float32: logarithms of the config's features, a 1 for each of its words; scaled so that
+             distances mean something
     parameters  (n,) of the networks
     ways     (n,) of `WAYS`
     """
@@ -57,10 +56,10 @@ class Outlook:
 class Forecaster:
     """Figures on one GPU model, the cheap way for each family.
 
-    The fast path answers for families that it knows; of any other, steps are traced where there are no more than
-    `trace_at_most` configs of it (features go to the folder `data`, as those of `learn.fit`), else the plan's rough
-    figures have to do. `training_loop`: the known runs are of the usual loop, as imported ones are. `workers`:
-    processes of Ray (None: one a CPU; 0: none), for tracing and for many configs.
+    Fitted trees (`method=fast`) answer for families that they know; of any other, steps are traced where there are no
+    more than `trace_at_most` configs of it (features go to the folder `data`, as those of `learn.fit`), else the trees'
+    guess from the plan's sizes has to do. `training_loop`: the known runs are of the usual loop, as imported ones are.
+    `workers`: processes of Ray (None: one a CPU; 0: none), for tracing and for many configs.
     """
 
     device: DeviceSpec
@@ -79,46 +78,54 @@ class Forecaster:
         families: dict[str, list[int]] = {}
         for place, config in enumerate(configs):
             families.setdefault(config.family, []).append(place)
+        fast = {name for name in families if self._knows(configs[families[name][0]])}
         traced = {
             name
             for name, places in families.items()
-            if not _knows(name, self.device) and len({configs[i] for i in places}) <= self.trace_at_most
+            if name not in fast and len({configs[i] for i in places}) <= self.trace_at_most
         }
         parts = [
             rows[i : i + _AT_ONCE] for rows in families.values() for i in range(0, len(rows), _AT_ONCE)
         ]  # of one family each
         n = len(configs)
         figures = {name: np.full(n, np.nan) for name in TARGETS}
-        parameters, ways = np.zeros(n), np.full(n, "plan", dtype=object)
-        values, done = np.zeros((n, 0), dtype=np.float32), 0
-        for places, (columns, sketch, weights, way) in self._sketched(parts, configs):
-            if not values.shape[1]:
-                values = np.zeros((n, sketch.shape[1]), dtype=np.float32)
-            values[places], parameters[places], ways[places] = sketch, weights, way
+        parameters = np.zeros(n)
+        ways = np.array(["fast" if config.family in fast else "plan" for config in configs], dtype=object)
+        features: list[Mapping[str, object]] = [{}] * n
+        done = 0
+        for places, (columns, of_part) in self._described(parts, configs):
             for name, column in columns.items():
                 figures[name][places] = column
+            for place, one in zip(places, of_part, strict=True):
+                features[place] = one
+                parameters[place] = one["parameters"]
             done += len(places)
             progress(done, n)
         for name in sorted(traced):
             self._trace([configs[i] for i in families[name]], np.array(families[name]), figures, ways)
-        return Outlook(figures, parameters, _table(values, *_own_fields(configs)), ways)
+        return Outlook(figures, parameters, _table(*_columns(features)), ways)
 
     @property
     def capacity_mib(self) -> float:
         return self.device.memory_mib
 
-    def _sketched(self, parts: list[list[int]], configs: Sequence[TrialConfig]):
-        jobs = [([configs[i] for i in places], self.device) for places in parts]
+    def _knows(self, config: TrialConfig) -> bool:
+        from learn.estimation.fast_estimates import fast_problem
+
+        return fast_problem(config, self.device, self.data) is None
+
+    def _described(self, parts: list[list[int]], configs: Sequence[TrialConfig]):
+        jobs = [([configs[i] for i in places], self.device, self.data) for places in parts]
         if self.workers == 0 or len(configs) < _WORTH_WORKERS:
-            yield from ((places, sketch_of(job)) for places, job in zip(parts, jobs, strict=True))
+            yield from ((places, described(job)) for places, job in zip(parts, jobs, strict=True))
             return
         import os
 
         from learn.parallel import ray_map
 
         workers = len(os.sched_getaffinity(0)) if self.workers is None else self.workers
-        for index, sketches in ray_map(sketch_of, jobs, workers):
-            yield parts[index], sketches
+        for index, known in ray_map(described, jobs, workers):
+            yield parts[index], known
 
     def _trace(self, configs: list[TrialConfig], places: np.ndarray, figures, ways) -> None:
         from learn.cases import Case
@@ -137,72 +144,38 @@ class Forecaster:
                     figures[name][place] = record.values[f"job_priced_{name}"]
 
 
-def sketch_of(
-    job: tuple[Sequence[TrialConfig], DeviceSpec],
-) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, str]:
-    """Return (figures, values, parameters, way) of configs of one family, as a worker computes them."""
-    from learn.fastpath.fast_features import step_sketch
+def described(
+    job: tuple[Sequence[TrialConfig], DeviceSpec, DataFolder | str | os.PathLike[str] | None],
+) -> tuple[dict[str, np.ndarray], list[Mapping[str, object]]]:
+    """Return the figures and the features of configs of one family, as a worker computes them."""
+    from learn.cases import Case
+    from learn.estimation.fast_estimates import config_models
+    from learn.learned.tabular import config_features
 
-    configs, device = job
-    sketch = step_sketch(configs, device)
-    figures, way = {name: sketch.base[name] for name in TARGETS}, "plan"
-    if _knows(configs[0].family, device):
-        answers = _fast_path().answer(configs, device)
-        figures, way = (
-            {**figures, **{name: answers.figures[name] for name in TARGETS if name in answers.figures}},
-            "fast",
-        )
-    return figures, sketch.values.astype(np.float32), sketch.totals[:, 1], way
+    configs, device, data = job
+    models = config_models(data, configs[0].family, device) or config_models(data, None, device)
+    cases = [Case(config, device.name, described=device) for config in configs]
+    return {} if models is None else models.predict(cases)[0], [config_features(config) for config in configs]
 
 
-_loaded: list = []  # the fast path, or None where there is none of this code's features
-
-
-def _fast_path():
-    if not _loaded:
-        from learn.artifacts import DEFAULT_MODELS
-        from learn.fastpath.fast import FastPath
-
-        try:
-            _loaded.append(FastPath.load(DEFAULT_MODELS / "fast"))
-        except (CommandError, FileNotFoundError):  # of other code's features, or never distilled: the plan has to do
-            _loaded.append(None)
-    return _loaded[0]
-
-
-def _knows(family: str, device: DeviceSpec) -> bool:
-    path = _fast_path()
-    return path is not None and family in path.families and path.answers_for(device)
-
-
-def _own_fields(configs: Sequence[TrialConfig]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (n, numbers), logarithms with 0 for fields that a family lacks, and (n, words), one-hot."""
+def _columns(features: Sequence[Mapping[str, object]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (n, numbers), logarithms with 0 for what a family lacks, and (n, words), one-hot."""
+    n = len(features)
     numbers: dict[str, np.ndarray] = {}
     words: dict[tuple[str, str], np.ndarray] = {}
-    names = {type(config): [field.name for field in dataclasses.fields(config)] for config in configs}
-    n = len(configs)
-    for row, config in enumerate(configs):
-        for name in names[type(config)]:
-            value = getattr(config, name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                if name not in numbers:
-                    numbers[name] = np.zeros(n, dtype=np.float32)
-                numbers[name][row] = value
-            else:
-                key = (name, str(value))
-                if key not in words:
-                    words[key] = np.zeros(n, dtype=np.float32)
-                words[key][row] = 1.0
-    for family in {config.family for config in configs}:
-        words["family", family] = np.array([config.family == family for config in configs], dtype=np.float32)
+    for row, of_config in enumerate(features):
+        for name, value in of_config.items():
+            if isinstance(value, str):
+                words.setdefault((name, value), np.zeros(n, dtype=np.float32))[row] = 1.0
+            elif not name.startswith("log_"):  # of a number that has a column of its own
+                numbers.setdefault(name, np.zeros(n, dtype=np.float32))[row] = value
     logged = [np.sign(column) * np.log1p(np.abs(column)) for _, column in sorted(numbers.items())]
     return np.stack(logged, axis=1), np.stack([column for _, column in sorted(words.items())], axis=1)
 
 
-def _table(values: np.ndarray, numbers: np.ndarray, words: np.ndarray) -> np.ndarray:
+def _table(standardized: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Numbers around 0 with a spread of 1, cut off at 3: one odd config must not be all that is far away. Words as they
     are, so that a rare one is no farther off than a common one; those of fewer than 1 % of the configs tell nothing."""
-    standardized = np.hstack([values, numbers])
     centre, spread = standardized.mean(0, dtype=np.float64), standardized.std(0, dtype=np.float64)
     varied = spread > 1e-6
     standardized = np.clip((standardized[:, varied] - centre[varied]) / spread[varied], -_FAR, _FAR)

@@ -80,7 +80,7 @@ class FitAnswer(BaseModel):
 
     id: str
     status: Literal["done"]
-    method: Literal["fast", "full"]
+    method: Literal["full"]
     fit: dict[str, Any]
 
 
@@ -137,5 +137,4 @@ class Health(BaseModel):
     """Of one process of the service."""
 
     ready: bool
-    fast_path: bool
     trace_pool_age_s: float | None

@@ -78,7 +78,7 @@ def _references(value: Any) -> Iterator[str]:
 
 
 def _type(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    """Return a schema's type in words: `integer 1 to 16384`, `list of text`, `one of auto, fast, full`."""
+    """Return a schema's type in words: `integer 1 to 16384`, `list of text`, `one of full, fast`."""
     if "$ref" in schema:
         return schema["$ref"].rpartition("/")[2]
     if choices := schema.get("enum"):

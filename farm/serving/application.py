@@ -1,4 +1,4 @@
-"""The service's application: routes, and what they ask of the fast path and of the traces.
+"""The service's application: routes, and what they ask of the traces.
 
 Start reading at `make_application`; `EstimationService` answers.
 """
@@ -9,9 +9,10 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -24,7 +25,6 @@ from starlette.responses import PlainTextResponse
 from conf.errors import CommandError, EnvironmentProblem
 from farm.serving import answers, requests
 from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
-from farm.serving.fast_answers import TOGETHER, FastEstimates, admission, fits_of, largest_batch_of
 from farm.serving.gate import CLIENT, Gate, GateRules, wait_asked
 from farm.serving.kubernetes import reviewed
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
@@ -32,7 +32,6 @@ from farm.serving.question_access import LocalQuestions, QuestionAccess
 from farm.serving.questions import (
     ClientQuestion,
     Policy,
-    at_once_problem,
     config_at,
     device_at,
     estimate_question,
@@ -53,7 +52,9 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _LOOK_EVERY_S, _LOOK_SELDOM_S = 0.05, 0.5
 _FORGET_EVERY_S = 10.0
 _LARGEST_QUESTION = 320 * 1024  # characters of JSON: questions are stored
-_SEARCH_COST = 32  # jobs that a search for the largest batch looks at, about
+_TOGETHER = 32  # jobs of a batch at a time: others have their turns in between
+_CONFIG_WAIT_S = 5.0  # in which most trial configs are traced: without `Prefer`, a request waits so long for one
+_REVIEW_WAIT_S = 1.0  # of the two seconds that Kubernetes gives the webhook
 _OLD_PULSE_S = 10.0
 _PARTS = {"estimate": "estimate", "fit": "fit", "plan": "plan"}
 _PATHS = {"estimate": "/v1/estimates/", "fit": "/v1/fits/", "plan": "/v1/plans/"}
@@ -61,8 +62,9 @@ _PROBLEM = {"model": answers.ProblemDocument, "content": {PROBLEM_TYPE: {}}}
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     code: {**_PROBLEM, "description": text}
     for code, text in {
-        400: "not JSON", 401: "no valid token", 403: "not allowed here", 413: "too large", 415: "not JSON",
-        421: "another host", 422: "a field is wrong, or the job cannot be estimated", 429: "busy", 503: "too slow",
+        400: "not JSON", 401: "no valid token", 403: "not allowed here", 409: "not yet known", 413: "too large",
+        415: "not JSON", 421: "another host", 422: "a field is wrong, or the job cannot be estimated", 429: "busy",
+        503: "too slow",
     }.items()
 }  # fmt: skip
 _POLLED: dict[int | str, dict[str, Any]] = {
@@ -72,10 +74,10 @@ _POLLED: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and how long the request may wait for a trace."""
+    """Who asks, and how long the request may wait for a trace; None: it does not say."""
 
     client: str
-    wait_s: float
+    wait_s: float | None
 
 
 class EstimationService:
@@ -91,7 +93,8 @@ class EstimationService:
         self.log = RequestLog(settings.log)
         self.questions = questions or LocalQuestions(TraceStore(folder.service))
         self.metrics = ServiceMetrics()
-        self.fast = FastEstimates(str(folder.root), self.scrubber)
+        self.data = str(folder.root)
+        self._thread = ThreadPoolExecutor(1, "estimates")
         self.policy = Policy(settings.trust, settings.scripts)
         limits = settings.limits
         self.working, self.waiting = Places(limits.concurrent), Places(limits.concurrent)
@@ -108,74 +111,83 @@ class EstimationService:
         """Return 200 with the estimate, or 202 with where it will be. Raises `Problem`."""
         question = estimate_question(request, self.policy)
         if question.fast:
-            return _json(await self._fast(question))
+            return _json(json.dumps(await self._fast(question)).encode())
+        if caller.wait_s is None and question.config is not None:
+            caller = replace(caller, wait_s=_CONFIG_WAIT_S)
         return await self._traced(question, caller)
 
     async def batch(self, jobs: list[dict[str, Any]], caller: Caller) -> Response:
         """Return one result for each job. Works on few at a time: others have their turns in between."""
         if len(jobs) > self.settings.limits.batch:
             raise invalid(f"a batch has at most {self.settings.limits.batch:,} jobs, got {len(jobs):,}", "/jobs")
-        results: list[bytes] = []
-        with self._places(caller, min(len(jobs), TOGETHER)):
-            for start in range(0, len(jobs), TOGETHER):
-                turn = enumerate(jobs[start : start + TOGETHER], start)
+        results: list[dict[str, Any]] = []
+        with self._places(caller, min(len(jobs), _TOGETHER)):
+            for start in range(0, len(jobs), _TOGETHER):
+                turn = enumerate(jobs[start : start + _TOGETHER], start)
                 results += await asyncio.gather(*(self._of_batch(job, place, caller) for place, job in turn))
-        return _json(b'{"results":[' + b",".join(results) + b"]}")
+        return _json(json.dumps({"results": results}).encode())
 
     async def fit(self, request: requests.FitRequest, caller: Caller) -> Response:
-        """Return what fits. Raises `Problem`."""
-        question = fit_question(request, self.policy)
-        if not question.fast:
-            return await self._traced(question, caller)
-        config, values, by = question.config, question.values, request.by
-        assert config is not None
-        if request.find == "devices":
-            devices = values["devices"]
-            with self._places(caller, len(devices)):
-                fits = await self._in_thread(lambda: fits_of(self.fast, config, devices, by, request.machine))
-            fit = {"find": "devices", "devices": fits}
-        else:
-            device = values["device"]
-            with self._places(caller, _SEARCH_COST):
-                fit = await self._in_thread(lambda: largest_batch_of(self.fast, config, device, by, request.machine))
-            fit["find"] = "largest_batch"
-        answer = {"id": question.key(self._state.text), "status": "done", "method": "fast", "fit": fit}
-        return _json(json.dumps(self.scrubber.values(answer)).encode())
+        """Return what fits, or where it will be. Raises `Problem`."""
+        return await self._traced(fit_question(request, self.policy), caller)
 
     async def plan(self, request: requests.PlanRequest, caller: Caller) -> Response:
         """Return the layouts, or where they will be. Raises `Problem`."""
         return await self._traced(plan_question(request, self.policy), caller)
 
     async def admit(self, request: requests.AdmitRequest, caller: Caller) -> Response:
-        """Return whether the job may join. Raises `Problem`."""
+        """Return whether the job may join. Raises `Problem`, also for a job whose trace takes its time."""
+        from learn.admission.admitting import admit
+        from learn.admission.gpu_state import GpuState
+        from learn.collocation.profile import JobProfile
+
         device = device_at(request.gpu.device, "/gpu/device")
-        jobs: list[Any] = []
-        places = ["/job", *(f"/gpu/jobs/{at}" for at in range(len(request.gpu.jobs)))]
-        for job, pointer in zip([request.job, *request.gpu.jobs], places, strict=True):
-            if job.figures is not None:
-                jobs.append(job.figures.model_dump())
-                continue
-            assert job.config is not None
-            config = config_at(job.config, f"{pointer}/config", self.policy.trust)
-            if problem := at_once_problem(config, device):
-                advice = "ask /v1/estimate for it, and give its figures"
-                raise invalid(f"{problem}; {advice}", f"{pointer}/config")
-            jobs.append(config)
+        given = [request.job, *request.gpu.jobs]
+        questions = []
+        for job, pointer in zip(given, ["/job", *(f"/gpu/jobs/{at}" for at in range(len(given) - 1))], strict=True):
+            if job.config is not None:
+                config_at(job.config, f"{pointer}/config", self.policy.trust)
+                asked = requests.EstimateRequest(config=job.config, device=device.name)
+                questions.append(estimate_question(asked, self.policy))
+        wait_s = _CONFIG_WAIT_S if caller.wait_s is None else caller.wait_s
+        known = iter(await self._known(questions, replace(caller, wait_s=wait_s)))
+        jobs = [next(known) if job.figures is None else JobProfile(**job.figures.model_dump()) for job in given]
         memory_mib = request.gpu.memory_mib or device.memory_mib
-        gpu = {"device": device.name, "memory_mib": memory_mib, "used_mib": request.gpu.used_mib}
+        gpu = GpuState(
+            device=device.name, memory_mib=memory_mib, used_mib=request.gpu.used_mib, jobs=tuple(jobs[1:])
+        )  # fmt: skip
         limits = {"risk": request.risk, "max_slowdown": request.max_slowdown}
-        with self._places(caller, len(jobs)):
-            answer = await self._in_thread(lambda: admission(self.fast, jobs, gpu, **limits))
+        answer = await self._in_thread(lambda: admit(jobs[0], gpu, data=self.data, **limits).to_mapping())
         return _json(json.dumps(self.scrubber.values(answer)).encode())
 
-    async def review(self, review: dict[str, Any]) -> Response:
-        """Return the answer to a Kubernetes admission review: always allowed, with what the fast path says of it."""
-        return _json(json.dumps(await reviewed(review, self._at_once)).encode())
+    async def review(self, review: dict[str, Any], caller: Caller) -> Response:
+        """Return the answer to a Kubernetes admission review: always allowed, with what is known of the pod's job.
 
-    async def _at_once(self, request: requests.EstimateRequest) -> Estimate:
-        question = estimate_question(request.model_copy(update={"method": "fast"}), self.policy)
-        self.metrics.answered("fast")
-        return Estimate.from_mapping(json.loads(await self.fast.estimate(question)))
+        Whoever reaches the service may ask this, so that neither scripts nor models of trusted modules are taken.
+        """
+
+        async def answer(request: requests.EstimateRequest) -> Estimate:
+            (done,) = await self._known(
+                [estimate_question(request, Policy())], replace(caller, wait_s=_REVIEW_WAIT_S)
+            )  # fmt: skip
+            return done
+
+        return _json(json.dumps(await reviewed(review, answer)).encode())
+
+    async def _known(self, questions: Sequence[ClientQuestion], caller: Caller) -> list[Estimate]:
+        """Return the estimates of jobs that were traced, or are traced in time. Raises `Problem`."""
+        rows = [await self._ask(question, caller) for question in questions]
+        ends = time.monotonic() + (caller.wait_s or 0.0)
+        estimates = []
+        for asked in rows:
+            row = await self._settled(asked, replace(caller, wait_s=max(ends - time.monotonic(), 0.0)))
+            if row.state == FAILED:
+                raise _failed(row)
+            if row.answer is None:
+                detail = "The job is not yet known: it is being traced. Ask again in a second."
+                raise Problem(HTTPStatus.CONFLICT, "not-yet-known", detail, headers={"retry-after": "1"})
+            estimates.append(Estimate.from_mapping(row.answer))
+        return estimates
 
     async def answer_of(self, kind: str, key: str, caller: Caller) -> Response:
         """Return a traced question's answer, or 202. Raises `Problem`."""
@@ -188,15 +200,15 @@ class EstimationService:
         """Return whether this process can answer all that it takes."""
         age = await self.questions.pulse_age_s()
         traces = age is not None and age < _OLD_PULSE_S
-        return answers.Health(ready=self.warm and traces, fast_path=self.warm, trace_pool_age_s=age)
+        return answers.Health(ready=self.warm and traces, trace_pool_age_s=age)
 
     async def metrics_text(self) -> bytes:
         """Return the metrics in Prometheus's text format."""
         return self.metrics.text(await self.questions.counts(), await self.questions.pulse_age_s())
 
     async def warm_up(self) -> None:
-        """Load the fast path."""
-        await self.fast.run(self.fast.warm_up)
+        """Load what answers without a trace, so that the first request does not wait for it."""
+        await self._in_thread(self._load)
         gc.collect()
         gc.freeze()  # a full collection over all that torch imports stops a process for 100 ms
         self.warm = True
@@ -210,6 +222,16 @@ class EstimationService:
             except Exception as error:  # a full disk, or a deployment of Ray Serve that is started anew
                 self.log.event("forget", problem=str(error))
 
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self) -> None:
+        from learn.admission import admitting  # noqa: F401
+        from learn.estimation.estimating import estimate_many
+
+        estimate_many([requests.MLP_EXAMPLE], method="fast", data=self.data)
+
     @contextmanager
     def _places(self, caller: Caller, jobs: int) -> Iterator[None]:
         """Hold a place for each job that a request works on at the same time; it has one. Raises `Problem`."""
@@ -221,14 +243,20 @@ class EstimationService:
         finally:
             self.working.give_back(caller.client, more)
 
-    async def _fast(self, question: ClientQuestion) -> bytes:
-        hits = self.fast.hits
-        text = await self.fast.estimate(question)
-        self.metrics.answered("cache" if self.fast.hits > hits else "fast")
-        key = question.key(self._state.text).encode()
-        return b'{"id":"' + key + b'","status":"done","method":"fast","estimate":' + text + b"}"
+    async def _fast(self, question: ClientQuestion) -> dict[str, Any]:
+        from learn.estimation.estimating import estimate
 
-    async def _of_batch(self, job: dict[str, Any], place: int, caller: Caller) -> bytes:
+        values = question.values
+        done = await self._in_thread(
+            lambda: estimate(
+                question.config, device=values["device"], machine=values["machine"], data=self.data, method="fast"
+            ).to_mapping()
+        )
+        self.metrics.answered("fast")
+        key = question.key(self._state.text)
+        return {"id": key, "status": "done", "method": "fast", "estimate": self.scrubber.values(done)}
+
+    async def _of_batch(self, job: dict[str, Any], place: int, caller: Caller) -> dict[str, Any]:
         try:
             try:
                 request = _BODY.validate_python(job)
@@ -240,9 +268,9 @@ class EstimationService:
             row = await self._ask(question, caller)
             if row.state == FAILED:
                 raise _failed(row)
-            return json.dumps(_done("estimate", row) if row.state == DONE else _pending("estimate", row)).encode()
+            return _done("estimate", row) if row.state == DONE else _pending("estimate", row)
         except Problem as problem:
-            return json.dumps(problem.document()).encode()
+            return problem.document()
 
     async def _ask(self, question: ClientQuestion, caller: Caller) -> Traced:
         if len(question.text) > _LARGEST_QUESTION:
@@ -259,16 +287,21 @@ class EstimationService:
     async def _traced(self, question: ClientQuestion, caller: Caller) -> Response:
         return await self._waited(question.kind, await self._ask(question, caller), caller)
 
-    async def _waited(self, kind: str, row: Traced, caller: Caller) -> Response:
-        """Return the answer, waiting as long as the client asked to; not at all beyond its share of those who wait."""
+    async def _settled(self, row: Traced, caller: Caller) -> Traced:
+        """Return the row when it is over, or when the caller's time is; at once beyond its share of those who wait."""
         client = caller.client
-        if not row.is_over and caller.wait_s and self.waiting.take(client):
-            self.working.give_back(client)
-            try:
-                row = await self._over(row, caller.wait_s)
-            finally:
-                self.waiting.give_back(client)
-                self.working.hold(client)  # the gate gives it back
+        if row.is_over or not caller.wait_s or not self.waiting.take(client):
+            return row
+        self.working.give_back(client)
+        try:
+            return await self._over(row, caller.wait_s)
+        finally:
+            self.waiting.give_back(client)
+            self.working.hold(client)  # the gate gives it back
+
+    async def _waited(self, kind: str, row: Traced, caller: Caller) -> Response:
+        """Return the answer, or where it will be."""
+        row = await self._settled(row, caller)
         if row.state == FAILED:
             raise _failed(row)
         if row.state == DONE:
@@ -289,11 +322,11 @@ class EstimationService:
 
     async def _in_thread(self, work: Any) -> Any:
         try:
-            return await self.fast.run(work)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except CommandError as error:
             raise invalid(self.scrubber.text(str(error)), "") from error
         except (ArithmeticError, ValueError) as error:
-            raise invalid("the job's sizes are beyond what the fast path can count", "") from error
+            raise invalid("the job's sizes are beyond what can be counted", "") from error
 
 
 _BODY: TypeAdapter[requests.EstimateRequest] = TypeAdapter(requests.EstimateRequest)
@@ -302,7 +335,7 @@ _BODY: TypeAdapter[requests.EstimateRequest] = TypeAdapter(requests.EstimateRequ
 def make_application(settings: ServeSettings, questions: QuestionAccess | None = None) -> Any:
     """Return the ASGI application of one process. questions: those for traces; default the data folder's own."""
     service = EstimationService(settings, questions)
-    pages = ExplorerPages(DataFolder.resolve(settings.data), settings.limits, service.fast, service.scrubber)
+    pages = ExplorerPages(DataFolder.resolve(settings.data), settings.limits, service.scrubber)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -311,7 +344,7 @@ def make_application(settings: ServeSettings, questions: QuestionAccess | None =
         yield
         forgetting.cancel()
         pages.close()
-        service.fast.close()
+        service.close()
         service.questions.close()
 
     app = FastAPI(
@@ -340,7 +373,7 @@ def make_application(settings: ServeSettings, questions: QuestionAccess | None =
 def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.post("/v1/estimate", response_model=answers.EstimateAnswer, responses=_POLLED, tags=["estimates"])
     async def estimate(body: requests.EstimateRequest, request: Request) -> Response:
-        """Estimate a job's memory, utilization and step time: at once by the fast path, or traced (202)."""
+        """Estimate a job's memory, utilization and step time: 200 where it is known or traced in time, else 202."""
         return await service.estimate(body, service.caller(request))
 
     @app.post("/v1/estimate:batch", response_model=answers.BatchAnswer, responses=_REFUSALS, tags=["estimates"])
@@ -364,9 +397,9 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
         return await service.plan(body, service.caller(request))
 
     @app.post("/v1/kubernetes/mutate", responses=_REFUSALS, tags=["schedulers"])
-    async def mutate(body: dict[str, Any]) -> dict[str, Any]:
+    async def mutate(body: dict[str, Any], request: Request) -> dict[str, Any]:
         """Answer a Kubernetes AdmissionReview of a pod with the annotation gpufarm.io/job."""
-        return await service.review(body)  # type: ignore[return-value]
+        return await service.review(body, service.caller(request))  # type: ignore[return-value]
 
     polled = {404: {**_PROBLEM, "description": "no such question"}, **_POLLED}
 
@@ -397,7 +430,7 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
 
     @app.get("/readyz", responses={503: {"model": answers.Health}}, tags=["operations"])
     async def readyz(response: Response) -> answers.Health:
-        """Return 503 until the fast path is loaded and the traces are alive."""
+        """Return 503 until the models are loaded and the traces are alive."""
         health = await service.health()
         response.status_code = HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE
         return health

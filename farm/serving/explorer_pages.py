@@ -33,7 +33,6 @@ from warehouse.explorer.render import POLICY, rendered
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
-    from farm.serving.fast_answers import FastEstimates
     from farm.serving.problems import Scrubber
     from farm.serving.settings import LimitSettings
     from featurize.trial import TrialConfig
@@ -57,8 +56,8 @@ Ends = list[Callable[[], None]]  # how to end what a page waits for
 class ExplorerPages:
     """Renders pages in threads, each with a connection of its own."""
 
-    def __init__(self, folder: DataFolder, limits: LimitSettings, fast: FastEstimates, scrubber: Scrubber) -> None:
-        self._folder, self._limits, self._fast, self._scrubber = folder, limits, fast, scrubber
+    def __init__(self, folder: DataFolder, limits: LimitSettings, scrubber: Scrubber) -> None:
+        self._folder, self._limits, self._scrubber = folder, limits, scrubber
         self._threads = ThreadPoolExecutor(READERS, "pages")
         self._queries = ThreadPoolExecutor(READERS, "queries")
         self._page_limits = self._query_limits(limits.rows, limits.answer_mib)
@@ -164,7 +163,7 @@ class ExplorerPages:
         return self.html("run", page=page, beside=beside, notes=notes)
 
     def device(self, reader: ExplorerReader, name: str, source: str | None) -> Response:
-        """Return the page of one device model, with the residuals of the fast path."""
+        """Return the page of one device model, with the residuals of `method=fast`."""
         page = device_page(reader, name, source, self._estimated)
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such device", f"No run of this warehouse is of {name}.")
@@ -182,7 +181,7 @@ class ExplorerPages:
         return self.html("nights", page=nights_page(self._folder))
 
     def _estimated(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
-        """Return the fast path's estimates of one device's runs, None where it has none."""
+        """Return the estimates of one device's runs by `method=fast`, None where it has none."""
         from featurize.device_spec import describe_device, known_device
         from featurize.row_config import config_of_one_gpu
         from learn.estimation.fast_estimates import fast_problem
@@ -195,7 +194,7 @@ class ExplorerPages:
         for place, run in enumerate(runs):
             try:
                 config = config_of_one_gpu(run["config"])
-                if fast_problem(config, describe_device(name)) is None:
+                if fast_problem(config, describe_device(name), self._folder) is None:
                     known[place] = config
             except (CommandError, ArithmeticError, ValueError):
                 continue
@@ -208,7 +207,7 @@ class ExplorerPages:
         if not configs:
             return {}
         try:
-            return dict(zip(configs, self._fast.estimates(list(configs.values()), device, machine), strict=True))
+            return dict(zip(configs, self._fast(list(configs.values()), device, machine), strict=True))
         except (CommandError, ArithmeticError, ValueError):
             if len(configs) == 1:
                 return {}
@@ -220,8 +219,13 @@ class ExplorerPages:
             for place, done in self._each({one: configs[one] for one in half}, device, machine).items()
         }
 
+    def _fast(self, configs: Sequence[TrialConfig], device: str, machine: str | None) -> list[Estimate]:
+        from learn.estimation.estimating import estimate_many
+
+        return estimate_many(configs, method="fast", device=device, machine=machine, data=self._folder)
+
     def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
-        """Return what the fast path says beside what was measured, and notes: also why it says nothing."""
+        """Return what `method=fast` says beside what was measured, and notes: also why it says nothing."""
         from featurize.device_spec import describe_device, known_device
         from featurize.row_config import config_of_row
         from learn.estimation.fast_estimates import fast_problem
@@ -232,9 +236,9 @@ class ExplorerPages:
             return [], [f"No estimate: the device {run['device_name']} is not described."]
         try:
             config = config_of_row(run["config"])
-            if problem := fast_problem(config, describe_device(device)):
+            if problem := fast_problem(config, describe_device(device), self._folder):
                 return [], [f"No estimate at once: {problem}. {trace}"]
-            (done,) = self._fast.estimates([config], device, _machine_of(run))
+            (done,) = self._fast([config], device, _machine_of(run))
         except (CommandError, ArithmeticError, ValueError) as error:
             return [], [f"No estimate: {self._scrubber.text(str(error))}"]
         rows = []
@@ -332,8 +336,8 @@ def _machine_of(run: Mapping[str, Any]) -> str | None:
 
 
 def _other_loops(source: str) -> dict[str, str]:
-    """Return the targets that the fast path estimates for another training loop than runs of the source had."""
-    from learn.estimation.fast_estimates import FAST_LOOPS
+    """Return the targets that `method=fast` estimates for another training loop than runs of the source had."""
+    from learn.config_models import FAST_LOOPS
     from learn.estimation.loops import LEGEND, loop_of_source
     from learn.targets import get_target
 

@@ -252,14 +252,14 @@ def _handing_on(body: bytes, gone: asyncio.Future[Message]) -> Receive:
     return hand_on
 
 
-def wait_asked(prefer: str, most_s: float) -> float:
-    """Return the seconds of `Prefer: wait=N` (RFC 7240), at most `most_s`; 0 where it asks for none."""
+def wait_asked(prefer: str, most_s: float) -> float | None:
+    """Return the seconds of `Prefer: wait=N` (RFC 7240), at most `most_s`; None where it asks for none."""
     asked = re.search(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})", prefer)
-    return 0.0 if asked is None else min(float(asked[1]), most_s)
+    return None if asked is None else min(float(asked[1]), most_s)
 
 
 def _wait_asked(headers: dict[bytes, str], most_s: float) -> float:
-    return wait_asked(headers.get(b"prefer", ""), most_s)
+    return wait_asked(headers.get(b"prefer", ""), most_s) or 0.0
 
 
 def _too_large(limit: int) -> Problem:

@@ -1,7 +1,7 @@
 """The admission webhook for Kubernetes: what an estimate adds to a pod that says which job it runs.
 
 Start reading at `reviewed`. A pod is always allowed, and whatever is wrong becomes an annotation: an estimate must not
-keep anybody's pod from starting. Only the fast path answers here; `farm.kueue` waits for traces.
+keep anybody's pod from starting. A job that is not known in time says so; `farm.kueue` waits for its trace.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def reviewed(review: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
 
     Args:
         review: As the API server sends it, of a pod.
-        answer: Estimates a request by the fast path; raises `Problem`.
+        answer: Returns the estimate of a request that is known; raises `Problem`.
 
     Raises:
         Problem: It is no AdmissionReview of version v1.

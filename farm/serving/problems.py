@@ -18,6 +18,7 @@ PROBLEM_TYPE = "application/problem+json"
 _TYPES = {  # name -> title; `type` is `/problems/NAME`, which docs/service.md lists
     "invalid-request": "The request is not valid",
     "not-answerable": "The job cannot be estimated",
+    "not-yet-known": "The job is not yet known",
     "not-found": "There is no such resource",
     "method-not-allowed": "The resource does not take this method",
     "unsupported-media-type": "The body is not JSON",

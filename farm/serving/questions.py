@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError
 from farm.serving.problems import Problem, invalid
-from featurize.architecture import NVIDIA
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
 from featurize.row_config import config_of_row
 from featurize.trial import TrialConfig
@@ -27,7 +26,7 @@ _KEY_CHARACTERS = 32
 _HOW = ("coverage", "machine", "loop", "allocator", "workspaces")
 _MODELS_TAKEN = "name a model of torchvision, timm or transformers, or of a module that the service's operator trusts"
 _TRACED_ONLY = ("loop", "allocator", "workspaces")
-_DEEPEST_AT_ONCE = 128  # some 3 ms; the fast path was distilled on jobs up to depth 39
+_DEEPEST_AT_ONCE = 128  # some 3 ms, in which the process answers nobody else by this method
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,13 @@ class ClientQuestion:
     kind      estimate, fit or plan
     values    what a child process needs to answer, JSON
     config    the trial config, where the job is one
-    fast      whether the fast path answers
+    fast      whether fitted trees answer it, from the config's features alone
     """
 
     kind: str
     values: Mapping[str, Any]
     config: TrialConfig | None
-    fast: bool
+    fast: bool = False
 
     @property
     def text(self) -> str:
@@ -65,9 +64,11 @@ class ClientQuestion:
 
 def estimate_question(request: EstimateRequest, policy: Policy) -> ClientQuestion:
     """Return the question of `/v1/estimate`. Raises `Problem`."""
-    device = _device(request.device, "/device")
+    device = device_at(request.device, "/device")
     job, config = _job(request, policy)
-    fast = _fast(request, config, [device])
+    fast = request.method == "fast"
+    if fast and (problem := _fast_problem(request, config, device)):
+        raise invalid(problem, "/method")
     return ClientQuestion("estimate", {**job, **_how(request), "device": device.name}, config, fast)
 
 
@@ -81,23 +82,20 @@ def fit_question(request: FitRequest, policy: Policy) -> ClientQuestion:
         from featurize.device_spec import device_names
 
         names = device_names() if request.devices is None else request.devices
-        devices = [_device(name, f"/devices/{at}") for at, name in enumerate(names)]
+        devices = [device_at(name, f"/devices/{at}") for at, name in enumerate(names)]
         if not devices:
             raise invalid("devices must name a GPU model", "/devices")
         values["devices"] = sorted({one.name for one in devices})
     else:
-        devices = [_device(request.device or DEFAULT_DEVICE, "/device")]
-        values["device"] = devices[0].name
-    if request.devices is None:
-        devices = [one for one in devices if one.architecture.vendor == NVIDIA]  # the fast path leaves AMD's out
-    return ClientQuestion("fit", values, config, _fast(request, config, devices))
+        values["device"] = device_at(request.device or DEFAULT_DEVICE, "/device").name
+    return ClientQuestion("fit", values, config)
 
 
 def plan_question(request: PlanRequest, policy: Policy) -> ClientQuestion:
     """Return the question of `/v1/plan`. Raises `Problem`."""
     job, _ = _job(request, policy)
     values = {name: getattr(request, name) for name in ("gpus", "global_batch", "checkpointing", "modes", "coverage")}
-    return ClientQuestion("plan", {**job, **values, "device": _device(request.device, "/device").name}, None, False)
+    return ClientQuestion("plan", {**job, **values, "device": device_at(request.device, "/device").name}, None)
 
 
 def config_at(mapping: Mapping[str, Any], pointer: str, trust: Sequence[str] = ()) -> TrialConfig:
@@ -106,22 +104,8 @@ def config_at(mapping: Mapping[str, Any], pointer: str, trust: Sequence[str] = (
         return config_of_row(json.dumps(mapping), trust)
 
 
-def at_once_problem(config: TrialConfig, device: DeviceSpec) -> str | None:
-    """Return why a config is not answered at once on a GPU model, or None."""
-    from learn.estimation.fast_estimates import fast_problem
-
-    depth = getattr(config, "depth", 0)
-    if depth > _DEEPEST_AT_ONCE:
-        return f"method fast takes a depth of at most {_DEEPEST_AT_ONCE}, and the config has {depth:,}; use method full"
-    return fast_problem(config, device)
-
-
 def device_at(name: str, pointer: str) -> DeviceSpec:
     """Return the described GPU model. Raises `Problem` that lists the known ones."""
-    return _device(name, pointer)
-
-
-def _device(name: str, pointer: str) -> DeviceSpec:
     with _as_problem(pointer):
         return describe_device(name)
 
@@ -232,22 +216,19 @@ def _how(request: HowFields) -> dict[str, Any]:
     return {name: getattr(request, name) for name in _HOW}
 
 
-def _fast(request: HowFields, config: TrialConfig | None, devices: list[DeviceSpec]) -> bool:
-    """Return whether the fast path answers. Raises `Problem` where it is asked for and cannot."""
-    if request.method == "full":
-        return False
-    given = [name for name in _TRACED_ONLY if getattr(request, name) is not None]
-    given += ["coverage"] if request.coverage != 0.99 else []
-    given += ["parallel"] if getattr(request, "parallel", None) is not None else []
+def _fast_problem(request: EstimateRequest, config: TrialConfig | None, device: DeviceSpec) -> str | None:
+    """Return why a job cannot be answered from its config's features alone, or None."""
+    from learn.estimation.fast_estimates import fast_problem
+
     if config is None:
-        problem: str | None = "method fast is for trial configs"
-    elif given:
-        problem = f"method fast has no {', '.join(given)}"
-    else:
-        problem = next((text for one in devices if (text := at_once_problem(config, one))), None)
-    if problem is not None and request.method == "fast":
-        raise invalid(problem, "/method")
-    return problem is None
+        return "method fast is for trial configs"
+    given = [name for name in (*_TRACED_ONLY, "parallel") if getattr(request, name) is not None]
+    given += ["coverage"] if request.coverage != 0.99 else []
+    if given:
+        return f"method fast has no {', '.join(given)}"
+    if (depth := getattr(config, "depth", 0)) > _DEEPEST_AT_ONCE:
+        return f"method fast takes a depth of at most {_DEEPEST_AT_ONCE}, and the config has {depth:,}; use method full"
+    return fast_problem(config, device)
 
 
 @contextmanager

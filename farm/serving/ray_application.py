@@ -2,7 +2,7 @@
 
     serve run farm.serving.ray_application:build data=/srv/farm token_file=/srv/farm/tokens processes=4
 
-Start reading at `build`. Replicas answer by the fast path on any node; one deployment keeps the questions for traces,
+Start reading at `build`. Replicas answer on any node; one deployment keeps the questions for traces,
 and traces them, so that an answer is found whichever replica is asked for it.
 """
 

@@ -93,15 +93,15 @@ class HowFields(_Body):
     loop: Literal["resident", "pipeline"] | None = None
     allocator: Text | None = Field(None, description="the caching allocator's settings, as PYTORCH_ALLOC_CONF has them")
     workspaces: Literal["guessed"] | None = None
-    method: Literal["auto", "fast", "full"] = Field(
-        "auto", description="fast: at once, from a trial config of a common family; full: traced; auto: fast if it can"
-    )
 
 
 class EstimateRequest(JobFields, HowFields):
     """One job on one GPU model."""
 
     device: Text = Field(DEFAULT_DEVICE, description="a GPU model that /v1/devices lists")
+    method: Literal["full", "fast"] = Field(
+        "full", description="full: traced; fast: a trial config's features and fitted trees, less exact, in about 1 ms"
+    )
 
 
 class BatchRequest(_Body):

@@ -37,7 +37,7 @@ from warehouse.lock_file import open_lock
 _BACKLOG = 1024
 _STOP_S = 10  # for requests that are being answered
 _KEEP_ALIVE_S = 30
-_SWITCH_S = 0.001  # between the thread of the fast path and the one that answers
+_SWITCH_S = 0.001  # between the thread that computes and the one that answers
 _SETTLED_S = 30.0  # a process that ended sooner is started anew after a pause
 _LONGEST_PAUSE_S = 10.0
 _FAILED_STARTS = 5  # in a row, and the service gives up

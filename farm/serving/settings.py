@@ -51,8 +51,8 @@ class ServeSettings:
       curl -s localhost:8350/v1/estimate -H 'content-type: application/json' \\
         -d '{"config": {"family": "mlp", "batch_size": 256, "input_size": 4096, "classes": 10, "depth": 4}}'
 
-    Trial configs of common families are answered at once, by the fast path. All else is traced in a child process, and
-    the answer is fetched from the URL that `202 Accepted` names. Jobs are data: trial configs, Hugging Face configs,
+    A job is traced in a child process, once; where that takes longer than a request waits, the answer is fetched from
+    the URL that `202 Accepted` names. Jobs are data: trial configs, Hugging Face configs,
     and models of torchvision, timm and transformers by name. trust= names further modules whose models may be built;
     scripts=true lets clients send whole scripts, which run with this service's rights, in a limited child process.
     Beyond this machine, clients need a token: token_file= has one a line. docs/service.md describes the API.
@@ -60,7 +60,7 @@ class ServeSettings:
 
     host: str = key("127.0.0.1", "address to listen on; any but this machine's own needs token_file=")
     port: int = key(8350, "0 takes a free one", "int >= 0")
-    processes: int = key(2, "that answer requests, each with the fast path", "int >= 1")
+    processes: int = key(2, "that answer requests", "int >= 1")
     traces: int = key(2, "child processes that trace at the same time; one client has at most all but one", "int >= 1")
     data: str | None = data_key()
     token_file: str | None = key(None, "tokens that clients send as `Authorization: Bearer TOKEN`, one a line", "path")

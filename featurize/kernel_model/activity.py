@@ -13,21 +13,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from featurize.device_spec import DeviceSpec
-from featurize.kernel_constants import (
-    ATTENTION_ROWS,
-    FOREACH_CHUNK,
-    FP32_EFFICIENCY,
-    FP32_WARPS_LIMIT,
-    SPLIT_DEPTH,
-    SPLIT_US,
-    TENSOR_EFFICIENCY,
-    TENSOR_WARPS,
-    TENSOR_WARPS_LIMIT,
-    TILES,
-)
-from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, GROUPS, STREAM, Calls
+from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, FOREACH_CHUNK, GROUPS, STREAM, Calls
 from featurize.kernel_model.power import KernelLoad, pointwise_s
 from featurize.kernel_model.times import Kernels
+
+# Assumed of kernels, not of a model or a GPU. Fitted together, once, to run means of SM activity, occupancy and FP32
+# pipe of MLPs and CNNs (fp32, A100), rounded, and kept within a range judged plausible. Block shapes are those of
+# cuBLAS's, cuDNN's and PyTorch's usual kernels, not looked up per call.
+# Output tiles of one thread block: side, side, warps; and the share of the peak that a full wave of them reaches. Small
+# tiles reread their operands more often and hide less latency. fp32 products run on the FP32 pipe.
+TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
+FP32_EFFICIENCY = (0.92, 0.92, 0.80, 0.45)
+TENSOR_EFFICIENCY = (0.70, 0.70, 0.50, 0.50)
+TENSOR_WARPS = 4  # of one block on the tensor cores
+FP32_WARPS_LIMIT, TENSOR_WARPS_LIMIT = 20, 10  # of such blocks that registers let an SM hold
+SPLIT_DEPTH = 256  # a product's inner dimension is split over idle SMs down to this
+SPLIT_US = 1.0  # what adding up the parts takes
+ATTENTION_ROWS = 64  # queries of one head that one block takes
 
 _WARP = 32  # threads; AMD's wavefronts of 64 count as two
 _REGISTERS_HOLD = 64  # warps an SM held at most on the GPUs that the warps of streams are counted on

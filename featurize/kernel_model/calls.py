@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from featurize.kernel_constants import SCALED_PRODUCT
+from featurize.model_flops import SCALED_PRODUCT
 from featurize.step_trace import Operator
 
 HALF = ("float16", "bfloat16")
@@ -23,6 +23,7 @@ FP32, TF32, TENSOR, FP8 = PIPES = ("fp32", "tf32", "tensor", "fp8")
 PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
     "product", "convolution", "attention", "grouped", "depthwise", "stream",
 )  # fmt: skip
+FOREACH_CHUNK = 65536  # elements of one block of a multi-tensor kernel (ATen/native/cuda/MultiTensorApply.cuh)
 _MOST_PLACES = 49  # of a depthwise kernel, for which fast ones exist
 _USUAL_WIDTHS = (4, 8, 16, 32)
 _WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from featurize.device_spec import DeviceSpec
-from featurize.kernel_constants import INSTRUCTIONS_PER_ELEMENT
 from featurize.kernel_model.calls import GROUPS, STREAM, Calls
 from featurize.kernel_model.packaged import packaged_section
 from featurize.kernel_model.times import CORNER, Kernels
 
+INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
 _IDLE_CLOCK = 0.1  # of the full one: about what GPUs idle at
 _LEAST_CLOCK = 0.02  # so low that memory-bound kernels keep below every limit that can be set
 _ITERATIONS = 8  # until a clock below the limit stands

@@ -133,7 +133,7 @@ class EstimateSettings(TrainingKeys):
     )
     method: str = key(
         "full",
-        "full, or fast: from a trial config alone, without tracing it, by a distilled model; prints its held-out error",
+        "full, or fast: from a trial config alone, without tracing it, by fitted trees; prints its held-out error",
     )
     loop: str | None = key(
         None, "resident or pipeline; default that of run=, else for each figure the one that its source knows"

@@ -185,7 +185,7 @@ def peak_text(done: Estimate) -> str:
 
 
 def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:
-    """Return one line on how far the fast path is off the full one, for each target in the order of the table."""
+    """Return one line on how far off `method=fast` was on held-out rows, for each target in the order of the table."""
     parts = []
     for target in (name for name in TARGETS if name in errors):
         ratio = get_target(target).space == "ratio"
@@ -193,7 +193,7 @@ def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:
             f"{value:.3f}" if ratio else f"{value:.1%}" for value in map(errors[target].get, ("median", "p90"))
         )
         parts.append(f"{target.replace('_', ' ')} {median} ({p90})")
-    return f"error against method=full on held-out configurations, median (90th percentile): {', '.join(parts)}"
+    return f"error on held-out configurations, median (90th percentile): {', '.join(parts)}"
 
 
 def print_json(title: str, done: Estimate, past: PastRun | None) -> None:

@@ -1,115 +1,230 @@
-"""Estimates from trial configs alone, by the fast path that comes with the project.
+"""Estimates from configuration features alone (`method=fast`): fitted trees; no model is built, nothing is traced.
 
-Start reading at `fast_estimates`.
+Start reading at `fast_estimates`. The models are those that `learn.fit estimator=lightgbm` left in the data folder,
+else those that come with the project (`learn.config_models`).
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
+from featurize.architecture import NVIDIA
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.machine import DESCRIBED, MachineProfile, machine
-from featurize.trial import FITTED_OPTIMIZERS, MATH_BITS, OPTIMIZERS, TrialConfig
+from featurize.trial import FITTED_OPTIMIZERS, TrialConfig
 from featurize.version import is_current
-from learn.artifacts import DEFAULT_MODELS, default_artifact
+from learn.artifacts import DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
+from learn.cases import Case
+from learn.config_models import BOUND, FAST_LOOPS, rough_figures, unlike
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.loops import PIPELINE, RESIDENT
+from learn.estimation.loops import loop_of_source
 from learn.estimation.notes import MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
-from learn.fastpath.fast import FastPath
-from learn.fastpath.fast_replay import WITH_CUDNN
-from learn.learned.familiarity import Familiarity
+from learn.estimators import LEVEL, OF_CONFIGS
+from learn.learned.tabular import FeatureTable, TabularEstimator, why_not
 from learn.targets import get_target
 
-NAME = "fast (default)"
-# Target -> loop, as `learn.build_defaults` teaches it: the fitted models' figures, and the trace's.
-FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
-STALE = "the fast path was distilled from traces of other code than this: it may be a little off"
+STALE = "the models of method=fast were fitted with features of other code than this: they may be a little off"
+_WITH_CUDNN = ("cnn",)  # of the families of the models that come along: their processes load cuDNN
 
 
-def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: MachineProfile) -> list[Estimate]:
-    """One estimate a config, in order, without tracing: no breakdown, and `seconds` is each one's share of the time.
+@dataclass(frozen=True)
+class ConfigModels:
+    """Artifact of each target, and of the memory bound, for configurations of one family on one GPU model. ours: names
+    of those that come with the project."""
 
-    Raises `UsageError` for a family that the fast path does not know and for a config on several GPUs,
-    `EnvironmentProblem` where there is none.
+    artifacts: Mapping[str, Artifact]
+    ours: frozenset[str]
+
+    def predict(self, cases: Sequence[Case]) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """Return (n,) points by target, and memory's bound in MiB. Raises `UsageError` where features are lacking."""
+        if reason := next(filter(None, map(why_not, cases)), None):
+            raise UsageError(f"method=fast has no answer: {reason}")
+        figures = {}
+        bound = None
+        tables: list[tuple[FeatureTable, np.ndarray]] = []  # those that come along share one
+        for name, artifact in self.artifacts.items():
+            estimator = artifact.estimator
+            assert isinstance(estimator, TabularEstimator)
+            features = next((known for table, known in tables if table == estimator.table), None)
+            if features is None:
+                features = estimator.table.matrix(cases)
+                tables.append((estimator.table, features))
+            prediction = estimator.prediction_of(features, {})
+            rough = artifact.meta.get("times_rough")
+            times = np.ones(len(cases)) if rough is None else np.array([rough_figures(rough, case) for case in cases])
+            if name == BOUND:
+                above = artifact.meta["above"]
+                bound = prediction.point * times * [above.get(case.family, max(above.values())) for case in cases]
+                continue
+            figures[name] = prediction.point * times
+            if name == "memory" and BOUND not in self.artifacts:
+                upper = prediction.upper(LEVEL)
+                bound = None if upper is None else upper * times
+        return figures, bound
+
+    def named(self, target: str) -> str:
+        """Return what `answered_by` says of a target."""
+        return f"{OF_CONFIGS} (default)" if target in self.ours else f"{OF_CONFIGS} {self.artifacts[target].version}"
+
+    def loop(self, target: str) -> str:
+        """Return the loop that a target's figure speaks of."""
+        meta = self.artifacts[target].meta
+        return str(meta.get("loop") or loop_of_source(next(iter(meta["rows"]["source"]))))
+
+    def errors(self, target: str, family: str) -> dict[str, float]:
+        """Return `median` and `p90` of the error on held-out rows; empty where they are not known."""
+        meta = self.artifacts[target].meta
+        if "errors" in meta:
+            return dict(meta["errors"].get(family, {}))
+        kind = "absolute" if get_target(target).space == "ratio" else "relative"
+        first = "mean" if kind == "absolute" else "median"
+        metrics = {"median": f"{first}_{kind}_error", "p90": f"p90_{kind}_error"}
+        values = {name: meta.get("metrics", {}).get(metric, {}).get("test") for name, metric in metrics.items()}
+        return {} if None in values.values() else values
+
+
+def fast_estimates(
+    configs: Sequence[TrialConfig], device: DeviceSpec, on: MachineProfile, data: Any = None
+) -> list[Estimate]:
+    """Return one estimate a config, in order, without a breakdown; `seconds` is each one's share of the time.
+
+    Raises:
+        UsageError: A family that no model was fitted on, a config on several GPUs, an AMD GPU.
+        EnvironmentProblem: There is no model of memory.
     """
     began = time.perf_counter_ns()
-    if several := next((config.parallel for config in configs if config.parallel is not None), None):
-        raise UsageError(f"method=fast knows one GPU, and a config has parallel={several}; use method=full")
-    path = _loaded(DEFAULT_MODELS / "fast")
-    outlook = path.answer(configs, device)
-    columns = {get_target(name).column: figures.tolist() for name, figures in outlook.figures.items()}
-    unknown = [None] * len(configs)
-    upper = unknown if outlook.upper_mib is None else outlook.upper_mib.tolist()
-    by = dict.fromkeys(path.targets, NAME)
-    errors = {
-        family: {target: {name: error[name] for name in ("median", "p90")} for target, error in of_family.items()}
-        for family, of_family in path.errors.items()
-    }
-    loops = {target: FAST_LOOPS[target] for target in by}
-    stale = () if is_current(path.teacher) else (Note("stale-model", WARNING, STALE),)
-    moved = [_moved_mib(config, device, on) for config in configs]
-    memory = [mib + more for mib, more in zip(columns["peak_memory_mib"], moved, strict=True)]
-    upper = [None if mib is None else mib + more for mib, more in zip(upper, moved, strict=True)]
+    places: dict[str, list[int]] = {}
+    for place, config in enumerate(configs):
+        places.setdefault(config.family, []).append(place)
+    estimates: dict[int, Estimate] = {}
+    for family, of_family in places.items():
+        models = config_models(data, family, device)
+        asked = [configs[place] for place in of_family]
+        if problem := next(filter(None, (_problem(models, config, device) for config in asked)), None):
+            raise UsageError(f"{problem}; use method=full")
+        assert models is not None
+        estimates |= zip(of_family, _of_family(models, asked, device, on), strict=True)
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
-    return [
-        Estimate(
-            peak_memory_mib=memory[i],
-            upper_mib=upper[i],
-            least_card_mib=upper[i],
-            smact=columns.get("smact", unknown)[i],
-            smocc=columns.get("smocc", unknown)[i],
-            drama=columns.get("drama", unknown)[i],
-            step_time_ms=columns.get("step_time_ms", unknown)[i],
-            parameters=None,
-            breakdown={},
-            peak_operator=None,
-            peak_module=None,
-            peak_phase=None,
-            activations={},
-            trace_memory_mib=None,
-            device=device.name,
-            device_memory_mib=device.memory_mib,
-            notes=(*_notes(memory[i], upper[i], outlook.unlike[i], device), *_of_teacher(config, device), *stale),
-            estimator="fast",
-            answered_by=by,
-            loops=loops,
-            machine=on.name,
-            seconds=seconds,
-            held_out_errors=errors[config.family],
-        )
-        for i, config in enumerate(configs)
-    ]
+    for one in estimates.values():
+        object.__setattr__(one, "seconds", seconds)  # nobody else has it yet
+    return [estimates[place] for place in range(len(configs))]
 
 
-def fast_problem(config: TrialConfig, device: DeviceSpec) -> str | None:
-    """Return why the fast path does not answer for a config on a GPU model, or None."""
-    path = _loaded(DEFAULT_MODELS / "fast")
-    if config.family not in path.families:
-        return f"method fast knows the families {', '.join(sorted(path.families))}, not {config.family}"
+def fast_problem(config: TrialConfig, device: DeviceSpec, data: Any = None) -> str | None:
+    """Return why there is no estimate from a config's features alone on a GPU model, or None."""
+    return _problem(config_models(data, config.family, device), config, device)
+
+
+def config_models(data: Any, family: str | None, device: DeviceSpec) -> ConfigModels | None:
+    """Return the models for a family (None: any) on a GPU model: the data folder's newest of each target, else those
+    that come along; None where they have no memory."""
+    home = models_folder(data)
+    written = tuple(_changed_ns(home / target) for target in FAST_LOOPS)
+    return _config_models(home, written, DEFAULT_MODELS / "fast", family, device.name)
+
+
+@lru_cache(maxsize=64)
+def _config_models(home: Path, written: tuple, shipped: Path, family: str | None, device: str) -> ConfigModels | None:
+    from warehouse.folder import DataFolder
+
+    artifacts: dict[str, Artifact] = {}
+    if any(written):
+        data = DataFolder(home.parent)
+        for target in FAST_LOOPS:
+            own = newest(data, target, estimator=OF_CONFIGS, family=family, device=device)
+            if own is not None and is_current(own.meta["feature_version"]):
+                artifacts[target] = own
+    ours = []
+    for name in (*FAST_LOOPS, BOUND):
+        needless = "memory" not in ours if name == BOUND else name in artifacts
+        if needless or not (shipped / name / "meta.json").is_file():
+            continue
+        artifact = open_artifact(shipped / name).require()
+        if family is None or family in artifact.meta["rows"]["family"]:
+            artifacts[name] = artifact
+            ours.append(name)
+    return ConfigModels(artifacts, frozenset(ours)) if "memory" in artifacts else None
+
+
+def _changed_ns(folder: Path) -> int:
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _problem(models: ConfigModels | None, config: TrialConfig, device: DeviceSpec) -> str | None:
     if config.parallel is not None:
-        return f"method fast knows one GPU, and the config has parallel={config.parallel}"
+        return f"method=fast knows one GPU, and the config has parallel={config.parallel}"
+    if models is None:
+        if not (DEFAULT_MODELS / "fast").is_dir():
+            raise EnvironmentProblem("no models of method=fast are here: learn.config_models makes them")
+        advice = f"python -m learn.fit estimator={OF_CONFIGS} fits one"
+        return f"method=fast has no model of the family {config.family}: {advice}"
     if config.optimizer not in FITTED_OPTIMIZERS:
-        return f"method fast knows the optimizers {', '.join(FITTED_OPTIMIZERS)}, not {config.optimizer}"
-    if not path.answers_for(device):
-        return f"method fast was distilled on NVIDIA GPUs, and {device.name} is none"
+        return f"method=fast knows the optimizers {', '.join(FITTED_OPTIMIZERS)}, not {config.optimizer}"
+    if "memory" in models.ours and device.architecture.vendor != NVIDIA:
+        return f"method=fast was fitted on NVIDIA GPUs, and {device.name} is an AMD GPU"
     return None
 
 
-def _moved_mib(config: TrialConfig, device: DeviceSpec, on: MachineProfile) -> float:
-    """Return what the card holds more on this machine than on the one that the fast path was distilled for."""
-    loads_cudnn = config.family in WITH_CUDNN
-    described = machine(DESCRIBED, device)
-    return on.outside_mib(loads_cudnn) + on.other_mib - described.outside_mib(loads_cudnn)
+def _of_family(
+    models: ConfigModels, configs: Sequence[TrialConfig], device: DeviceSpec, on: MachineProfile
+) -> list[Estimate]:
+    family = configs[0].family
+    figures, bound = models.predict([Case(config, device.name, described=device) for config in configs])
+    targets = list(figures)
+    columns: dict[str, list] = {get_target(target).column: points.tolist() for target, points in figures.items()}
+    unknown = [None] * len(configs)
+    moved_mib = _moved_mib(family, device, on) if "memory" in models.ours else 0.0
+    memory = [mib + moved_mib for mib in columns["peak_memory_mib"]]
+    upper: list = unknown
+    if bound is not None:
+        upper = [max(mib + moved_mib, point) for mib, point in zip(bound.tolist(), memory, strict=True)]
+    shared: dict[str, Any] = {
+        "parameters": None, "breakdown": {}, "peak_operator": None, "peak_module": None, "peak_phase": None,
+        "activations": {}, "trace_memory_mib": None, "device": device.name, "device_memory_mib": device.memory_mib,
+        "estimator": "fast", "answered_by": {target: models.named(target) for target in targets},
+        "loops": {target: models.loop(target) for target in targets}, "machine": on.name, "seconds": 0.0,
+        "held_out_errors": {target: errors for target in targets if (errors := models.errors(target, family))},
+    }  # fmt: skip
+    of_all = _notes_of_models(models, device)
+    known = models.artifacts["memory"].meta.get("known", {}).get(family, {})
+    return [
+        Estimate(
+            peak_memory_mib=memory[place],
+            upper_mib=upper[place],
+            least_card_mib=upper[place],
+            smact=columns.get("smact", unknown)[place],
+            smocc=columns.get("smocc", unknown)[place],
+            drama=columns.get("drama", unknown)[place],
+            step_time_ms=columns.get("step_time_ms", unknown)[place],
+            notes=(*_notes(config, known, memory[place], upper[place], device), *of_all),
+            **shared,
+        )
+        for place, config in enumerate(configs)
+    ]
 
 
-def _notes(mib: float, upper: float | None, unlike: Sequence[str], device: DeviceSpec) -> list[Note]:
+def _moved_mib(family: str, device: DeviceSpec, on: MachineProfile) -> float:
+    """Return what the card holds more on this machine than on the one that the models were fitted for."""
+    loads_cudnn = family in _WITH_CUDNN
+    return on.outside_mib(loads_cudnn) + on.other_mib - machine(DESCRIBED, device).outside_mib(loads_cudnn)
+
+
+def _notes(
+    config: TrialConfig, known: Mapping[str, Sequence[Any]], mib: float, upper: float | None, device: DeviceSpec
+) -> list[Note]:
     notes = [
-        Note("unlike-distilled", WARNING, f"unlike what the fast path was distilled on: {reason}") for reason in unlike
+        Note("unlike-fitted", WARNING, f"unlike what method=fast was fitted on: {why}") for why in unlike(config, known)
     ]
     if mib > device.memory_mib:
         notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: {device.name} has {device.memory_mib:,.0f} MiB"))
@@ -119,35 +234,13 @@ def _notes(mib: float, upper: float | None, unlike: Sequence[str], device: Devic
     return notes
 
 
-def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[Note]:
-    """Why the teacher of memory, too, is unlike what was measured, as far as a config tells."""
-    known = _familiarity()
-    if known is None:
-        return []
-    reasons = known.settings_said(
-        {
-            "net_math_bits": MATH_BITS[config.precision],
-            "net_states": OPTIMIZERS[config.optimizer].states,
-            "net_channels_last": float(config.channels_last),
-            "net_cudnn_benchmark": float(config.cudnn_benchmark),
-        }
-    )
-    if plain_device(device.name) not in known.devices:
-        reasons.append(known.device_said(device.name))
-    return [Note("unlike-fitted", WARNING, f"unlike what was measured: {reason}") for reason in reasons]
-
-
-@lru_cache(maxsize=1)
-def _familiarity() -> Familiarity | None:
-    artifact = default_artifact("memory")
-    if artifact is None:
-        return None
-    state = json.loads((artifact.path / "model" / "estimator.json").read_text())
-    return Familiarity.from_mapping(state["familiarity"])
-
-
-@lru_cache(maxsize=1)
-def _loaded(folder: Path) -> FastPath:
-    if not (folder / "fast.json").is_file():
-        raise EnvironmentProblem("there is no fast path here: python -m learn.build_defaults path=FOLDER makes it")
-    return FastPath.load(folder)
+def _notes_of_models(models: ConfigModels, device: DeviceSpec) -> list[Note]:
+    meta = models.artifacts["memory"].meta
+    notes = []
+    fitted = sorted(meta["rows"]["device"])
+    if plain_device(device.name) not in map(plain_device, fitted):
+        text = f"unlike what method=fast was fitted on: device {device.name}: fitted on {', '.join(fitted)}"
+        notes.append(Note("unlike-fitted", WARNING, text))
+    if any(not is_current(artifact.meta["feature_version"]) for artifact in models.artifacts.values()):
+        notes.append(Note("stale-model", WARNING, STALE))
+    return notes

@@ -66,7 +66,7 @@ class Estimate:
     device_memory_mib   what a job can use of the card
     limit_mib     what the job's figure may reach: the card's memory, or less where the allocator's settings limit the
                   process to a share of it (`per_process_memory_fraction`)
-    held_out_errors     of the fast path: target -> `median` and `p90` of how far it is off the full path, on
+    held_out_errors     of `method=fast`: target -> `median` and `p90` of the error on
                         configurations held out; shares of memory and step time, absolute for ratios
     """
 

@@ -75,17 +75,26 @@ class TabularEstimator(Estimator, ABC):
         return self
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
+        refusals = {i: reason for i, case in enumerate(cases) if (reason := why_not(case)) is not None}
+        known = [i for i in range(len(cases)) if i not in refusals]
+        features = np.full((len(cases), len(self.table.columns)), np.nan)
+        features[known] = self.table.matrix([cases[i] for i in known])
+        return self.prediction_of(features, refusals)
+
+    @property
+    def table(self) -> FeatureTable:
+        """The columns that the model reads. Raises `RuntimeError` before a fit."""
         if self._trees is None:
             raise RuntimeError("fit or load the estimator before predicting")
+        return self._table
+
+    def prediction_of(self, features: np.ndarray, refusals: Mapping[int, str]) -> ResidualPrediction:
+        """Return the prediction for (n, columns) features of `table`; NaN for the rows of `refusals`."""
         warning = too_few_for(LEVEL, len(self._residuals))
-        refusals: dict[int, str] = {}
-        for i, case in enumerate(cases):
-            if (reason := why_not(case)) is not None:
-                refusals[i] = reason
-        known = [i for i in range(len(cases)) if i not in refusals]
-        centre = np.full(len(cases), np.nan)
+        known = [i for i in range(len(features)) if i not in refusals]
+        centre = np.full(len(features), np.nan)
         if known:
-            centre[known] = self._centre(self._trees, self._features([cases[i] for i in known]))
+            centre[known] = self._centre(self._trees, features[known].astype(self.dtype))
         return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else (), refusals)
 
     def save(self, folder: Path) -> None:
@@ -117,9 +126,10 @@ class TabularEstimator(Estimator, ABC):
 
 
 class LightGBMEstimator(TabularEstimator):
-    """400 rounds of small trees; categorical columns as such."""
+    """Small trees, a round each; categorical columns as such."""
 
     name: ClassVar[str] = "lightgbm"
+    rounds = 400
     model_name: ClassVar[str] = "model"
 
     def _train(self, features: np.ndarray, label: np.ndarray) -> Trees:
@@ -132,7 +142,7 @@ class LightGBMEstimator(TabularEstimator):
             categorical_feature=self._table.categorical,
             params={"verbosity": -1, "min_data_in_bin": 1, "num_threads": 1},
         )
-        booster = lightgbm.train(self._parameters(len(label)), table, num_boost_round=400)
+        booster = lightgbm.train(self._parameters(len(label)), table, num_boost_round=self.rounds)
         return Trees.of_lightgbm([booster.model_to_string()])
 
     def _parameters(self, n: int) -> dict:

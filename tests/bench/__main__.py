@@ -48,7 +48,7 @@ def main() -> None:
         "\nsampling at 10 Hz: recorded NVML and GPM, an exporter's page of eight GPUs, the process; a trial beside it"
     )
     sampling = bench_sampling.run()
-    print("\nestimates, one thread: the fast path of trial configs, and the full path")
+    print("\nestimates, one thread: method=fast of trial configs, and the full path")
     estimate = bench_estimate.run()
     print("\ncompaction of many small files, under readers' guarantees")
     compaction = bench_compaction.run(*((100_000, 100) if full else (3_000, 100)))
@@ -110,12 +110,12 @@ def main() -> None:
             "2 GB",
         ),
         (
-            "fast path: one trial config, median of the slowest family",
+            "method=fast: one trial config, median of the slowest family",
             f"{estimate['median_ms']:.2f} ms",
             f"{estimate['full_s'] / estimate['median_ms'] * 1e3:,.0f} x faster than a traced resnet50",
             "1 ms",
         ),
-        ("fast path: a batch, slowest family", f"{estimate['per_s']:,.0f} configs/s", "", "2,000/s"),
+        ("method=fast: a batch, slowest family", f"{estimate['per_s']:,.0f} configs/s", "", "2,000/s"),
         ("`learn.estimate` of resnet50, batch 64, full path", f"{estimate['full_s']:.2f} s", "", "0.6 s"),
         (
             f"compaction of {compaction['runs']:,} runs and {compaction['telemetry_rows']:,} samples",

@@ -1,4 +1,4 @@
-"""Estimates: the fast path, one config at a time and in batches, and the full path for a resnet50; one thread."""
+"""Estimates: `method=fast`, one config at a time and in batches, and the full path for a resnet50; one thread."""
 
 from __future__ import annotations
 
@@ -13,31 +13,13 @@ FAMILIES = ("mlp", "cnn", "transformer")
 DEVICE = "A100-SXM4-40GB"
 
 
-def fast_path():
-    """One distilled from the rough model that it starts from: its figures don't matter here, its size is the same."""
-    from learn.cases import Case
-    from learn.fastpath import fast_nets
-    from learn.fastpath.fast import FastPath, Taught
-    from learn.fastpath.fast_configs import distillation_configs
-    from learn.fastpath.fast_features import step_sketch
+def _seconds_each(configs) -> list[float]:
+    import learn
 
-    cases = [Case(config, DEVICE) for config in distillation_configs(150, seed=1)]
-    sketches = [step_sketch([case.config], case.spec) for case in cases]
-    rough = {name: np.array([sketch.base[name][0] for sketch in sketches]) for name in sketches[0].base}
-    taught = {name: Taught(figures) for name, figures in rough.items()}
-    taught["memory"] = Taught(rough["memory"], 1.1 * rough["memory"])
-    steps, fast_nets.STEPS = fast_nets.STEPS, 20
-    try:
-        return FastPath.distil(cases, taught)
-    finally:
-        fast_nets.STEPS = steps
-
-
-def _seconds_each(fast, configs) -> list[float]:
     seconds = []
     for config in configs:
         began = time.perf_counter()
-        fast.answer([config], DEVICE)
+        learn.estimate(config, device=DEVICE, method="fast")
         seconds.append(time.perf_counter() - began)
     return seconds
 
@@ -56,29 +38,34 @@ def run() -> dict[str, float]:
     """Of several rounds the least median: what else the machine does meets some of them."""
     import torch
 
+    import learn
     from featurize.vision import mend_torchvision
-    from learn.fastpath.fast_configs import distillation_configs
+    from learn.config_models import sampled_configs
+    from learn.learned.tabular import config_features
 
     mend_torchvision()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        fast = fast_path()
         figures: dict[str, float] = {}
         for family in FAMILIES:
-            configs = distillation_configs(IN_BATCH, seed=2, families=(family,))
-            fast.answer(configs[:2], DEVICE)
-            rounds = [_seconds_each(fast, configs[:ONE_BY_ONE]) for _ in range(ROUNDS)]
+            configs = sampled_configs(IN_BATCH, seed=2, families=(family,))
+            learn.estimate_many(configs[:2], device=DEVICE, method="fast")
+            rounds = []
+            for _ in range(ROUNDS):
+                config_features.cache_clear()  # each is new, as to a scheduler
+                rounds.append(_seconds_each(configs[:ONE_BY_ONE]))
             batches = []
             for _ in range(ROUNDS):
+                config_features.cache_clear()
                 began = time.perf_counter()
-                fast.answer(configs, DEVICE)
+                learn.estimate_many(configs, device=DEVICE, method="fast")
                 batches.append(time.perf_counter() - began)
             figures[f"{family}_median_ms"] = min(map(statistics.median, rounds)) * 1e3
             figures[f"{family}_p99_ms"] = min(float(np.quantile(seconds, 0.99)) for seconds in rounds) * 1e3
             figures[f"{family}_per_s"] = len(configs) / min(batches)
             print(
-                f"fast path, {family}: one config {figures[f'{family}_median_ms']:.2f} ms "
+                f"method=fast, {family}: one config {figures[f'{family}_median_ms']:.2f} ms "
                 f"(99th percentile {figures[f'{family}_p99_ms']:.2f} ms), "
                 f"in a batch {figures[f'{family}_per_s']:,.0f} configs/s"
             )

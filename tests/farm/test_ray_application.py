@@ -62,7 +62,7 @@ def client(url):
 @needs_serve
 @pytest.mark.slow
 def test_answers_are_those_of_the_library(client):
-    (known,) = estimate_many([MLP], method="fast")
+    (known,) = estimate_many([MLP])
     done = client.estimate(config=MLP)
     assert (done.peak_memory_mib, done.upper_mib) == (known.peak_memory_mib, known.upper_mib)
     with pytest.raises(Refused, match="at most 7 jobs"):

@@ -287,7 +287,7 @@ def test_active_without_rows_says_that_it_covers(pool):
     assert places_of(choice) == places_of(choose("coverage", pool, Known.nothing(), 10, FORECASTER))
 
 
-def test_a_family_that_the_fast_path_does_not_know_gets_the_plans_figures_or_a_trace(tmp_path):
+def test_a_family_that_method_fast_does_not_know_gets_the_plans_figures_or_a_trace(tmp_path):
     config = get_family("gpt").Config(
         batch_size=2, vocabulary_size=100, sequence_length=64, embedding_size=32, heads=2, depth=1, feed_forward=64
     )

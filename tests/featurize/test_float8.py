@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import device_from_mapping, load_device
 from featurize.float8 import convert
-from featurize.kernel_constants import SCALED_PRODUCT
 from featurize.kernel_model.calls import FP8, TENSOR, as_calls, product
 from featurize.kernel_model.step_time import load_efficiencies, timed_kernels
-from featurize.model_flops import model_flops
+from featurize.model_flops import SCALED_PRODUCT, model_flops
 from featurize.parallel.layout import Parallel
 from featurize.parallel.sharding import shard
 from featurize.trace import trace_step

@@ -22,11 +22,8 @@ from conf.identity import version_of
 from featurize.device_spec import load_device
 from featurize.features import scalar_features
 from featurize.own_code import config_of_user
-from featurize.trial import TrialConfig
 from featurize.version import FEATURES_VERSION
 from learn.cases import Case
-from learn.fastpath.fast_configs import FAMILIES as FAST_FAMILIES
-from learn.fastpath.fast_features import step_sketch
 from learn.step_store import compute
 from learn.workload import Workload, of_module
 
@@ -89,8 +86,6 @@ def values_of(name: str, case: Mapping[str, Any], *, traced: bool = True) -> Val
         config = config_of_user(mapping)
         asked = Case(config, spec.name, training_loop=case["training_loop"])
         values["plan"] = dict(scalar_features(config))
-        if config.family in FAST_FAMILIES:
-            values["fast"] = _of_sketch(config, case["device"])
     if traced:
         record = compute(asked)
         if record.error is not None:
@@ -127,15 +122,6 @@ def write() -> None:
 
 def _libraries() -> dict[str, str]:
     return {name: str(version_of(name)).partition("+")[0] for name in ("torch", "timm")}
-
-
-def _of_sketch(config: TrialConfig, device: str) -> dict[str, float | str]:
-    sketch = step_sketch([config], load_device(device))
-    arrays: dict[str, np.ndarray] = {
-        "value": sketch.values, "replayed": sketch.replayed, "total": sketch.totals, "least_mib": sketch.least_mib,
-    }  # fmt: skip
-    arrays |= {f"base_{name}": array for name, array in sketch.base.items()}
-    return {f"{name}_{i:02}": float(value) for name, array in arrays.items() for i, value in enumerate(array.ravel())}
 
 
 def _of_graph(graph: Mapping[str, np.ndarray]) -> dict[str, float | str]:

@@ -61,10 +61,10 @@ def test_auto_takes_the_guess():
     assert asked.peak_memory_mib == estimate(net, (8, 3, 32, 32), device="MI300X").peak_memory_mib
 
 
-def test_the_fast_path_is_refused_and_the_choice_of_trials_does_without_it():
+def test_method_fast_is_refused_and_the_choice_of_trials_does_without_it():
     for answer in (lambda: estimate(CNN, device="MI300X", method="fast"),
                    lambda: estimate_many([CNN, MLP], device="MI300X", method="fast")):  # fmt: skip
-        with pytest.raises(UsageError, match="method=fast was distilled on NVIDIA GPUs; MI300X, an AMD GPU, takes"):
+        with pytest.raises(UsageError, match="method=fast was fitted on NVIDIA GPUs, and MI300X is an AMD GPU"):
             answer()
     outlook = Forecaster(device=load_device("MI300X"), workers=0).look([CNN, MLP])
     assert "fast" not in set(outlook.ways) and (outlook.figures["memory"] > 0).all()

@@ -11,9 +11,8 @@ import pytest
 from learn_rows import make_configs, write_batch
 
 from learn import FitSettings, artifact_files, estimate, fit
-from learn.artifact_files import DamagedArtifact, checked, read_json, stamped
+from learn.artifact_files import checked, read_json, stamped
 from learn.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest, newest, versions
-from learn.fastpath.fast import FastPath
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = make_configs(80)
@@ -71,10 +70,10 @@ def test_every_file_of_a_version_is_in_its_json_with_checksum_and_size(data):
     assert meta["own_sha256"] == hashlib.sha256(text.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("name", ["memory", "smact", "smocc", "fast"])
+@pytest.mark.parametrize("name", ["memory", "smact", "smocc", "fast/memory"])
 def test_the_models_that_come_along_are_what_their_checksums_say(name):
     folder = DEFAULT_MODELS / name
-    own = "fast.json" if name == "fast" else "meta.json"
+    own = "meta.json"
     meta = read_json(folder / own)
     checked(folder, meta, own)  # as if it were anybody's: its structure too
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {own}
@@ -190,9 +189,6 @@ def test_a_damaged_model_of_the_projects_own_leaves_the_trace(data, tmp_path, mo
     other_bytes(next((home / "memory" / "model").glob("correction*")))
     assert default_artifact("memory") is None
     assert "memory is damaged: model/correction" in capsys.readouterr().err
-    shutil.copy(home / "fast" / "fast-cnn.npz", home / "fast" / "fast-mlp.npz")
-    with pytest.raises(DamagedArtifact, match=r"fast is damaged: fast-mlp.npz"):
-        FastPath.load(home / "fast")
     done = estimate(CONFIGS[0], data=str(tmp_path / "none"[:0] or data.parent / "b'; echo"), estimator="trace")
     assert done.answered_by["memory"] == "trace"
 

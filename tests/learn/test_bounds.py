@@ -60,7 +60,7 @@ def test_what_is_no_probability_has_no_quantile():
     assert estimate(MLP, estimator="horus").quantile_mib(0.9) is None
 
 
-def test_the_fast_path_has_one_coverage():
+def test_method_fast_has_one_coverage():
     assert estimate_many([MLP], method="fast")[0].coverage == 0.99
     with pytest.raises(UsageError, match="coverage"):
         estimate_many([MLP], method="fast", coverage=0.9)

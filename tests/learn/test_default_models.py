@@ -9,11 +9,10 @@ from featurize.families import cnn, get_family, mlp, transformer
 from featurize.layers import totals
 from featurize.version import FEATURES_STAMP
 from learn import estimate
-from learn.artifacts import DEFAULT_MODELS, default_artifact
+from learn.artifacts import DEFAULT_MODELS, default_artifact, open_artifact
 from learn.build_defaults import LIMIT_MIB, TARGETS
 from learn.cases import of_configs
-from learn.fastpath.fast import FastPath
-from learn.fastpath.fast_configs import DISTILLED_DEVICES
+from learn.config_models import BOUND, DEVICES, FAST_LOOPS
 from learn.targets import TARGETS as KNOWN_TARGETS
 
 A100 = "A100-SXM4-40GB"
@@ -41,7 +40,7 @@ def no_models_of_ones_own(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("GPUFARM_DATA", str(tmp_path_factory.getbasetemp() / "none"))
 
 
-def test_there_is_a_model_for_each_target_that_was_measured_and_a_fast_path_and_nothing_else():
+def test_there_is_a_model_for_each_target_that_was_measured_those_of_method_fast_and_nothing_else():
     assert {path.name for path in DEFAULT_MODELS.iterdir()} == {*TARGETS, "fast", "MODEL_CARD.md"}
     for target in KNOWN_TARGETS:
         assert (default_artifact(target) is not None) == (target in TARGETS)
@@ -58,15 +57,6 @@ def test_a_model_loads_and_answers_every_family_that_it_was_fitted_on(target):
     assert set(artifact.meta["rows"]["source"]) == {"imported"}
 
 
-def test_the_fast_path_loads_and_answers_the_same_targets_and_more():
-    path = FastPath.load(DEFAULT_MODELS / "fast")
-    assert set(path.families) == {config.family for config in CONFIGS}
-    assert set(TARGETS) | {"drama", "step_time"} == set(path.targets)
-    assert set(path.devices.values()) == set(DISTILLED_DEVICES)
-    for name, figures in path.answer(CONFIGS[:1], A100).figures.items():
-        assert np.isfinite(figures).all() and (figures > 0).all(), name
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_models_features_are_those_that_this_code_computes(target):
     meta = default_artifact(target).meta
@@ -75,9 +65,13 @@ def test_a_models_features_are_those_that_this_code_computes(target):
     )
 
 
-def test_the_fast_paths_features_are_those_that_this_code_computes():
-    state = json.loads((DEFAULT_MODELS / "fast" / "fast.json").read_text())
-    assert state["features"] == state["teacher"] == FEATURES_STAMP
+@pytest.mark.parametrize("name", [*FAST_LOOPS, BOUND])
+def test_a_model_of_method_fast_is_whole_small_and_says_how_far_it_is_off(name):
+    artifact = open_artifact(DEFAULT_MODELS / "fast" / name).require()
+    assert set(artifact.meta["rows"]["family"]) == {config.family for config in CONFIGS} == set(artifact.meta["errors"])
+    assert set(artifact.meta["rows"]["device"]) == set(DEVICES)
+    point = artifact.estimator.predict(of_configs(CONFIGS)).point
+    assert np.isfinite(point).all() and (point > 0).all()
 
 
 def test_all_of_it_is_small():
@@ -119,7 +113,7 @@ def test_a_gpu_never_measured_has_a_warning_the_traces_figure_and_a_bound_by_cau
     here = estimate(config, machine="described")
     assert here.answered_by["memory"] == "hybrid (default)"
     assert not any("nothing was measured on" in text for text in here.warnings)
-    for device in DISTILLED_DEVICES:
+    for device in DEVICES:
         if device == A100:
             continue
         there = estimate(config, device=device, machine="described")

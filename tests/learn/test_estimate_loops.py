@@ -150,7 +150,7 @@ def test_an_imported_run_is_of_a_plain_loop(tmp_path, capsys):
     assert shown["run"]["loop"] == PIPELINE and {shown["loops"][target] for target in TARGETS} == {PIPELINE}
 
 
-def test_a_loop_that_is_none_and_one_for_the_fast_path_are_refused():
+def test_a_loop_that_is_none_and_one_for_method_fast_are_refused():
     with pytest.raises(UsageError, match="unknown loop 'endless'; known: pipeline, resident"):
         estimate(CONFIG, loop="endless")
     with pytest.raises(UsageError, match=r"method=fast .*leave loop out"):

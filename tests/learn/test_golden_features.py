@@ -1,6 +1,5 @@
 """Features move only with their version: golden values, artifacts of hashes, and source text that changes nothing."""
 
-import ast
 import json
 import os
 import shutil
@@ -10,29 +9,18 @@ from pathlib import Path
 
 import golden_features
 import pytest
-from golden_features import differences, golden, same_libraries, values_of
+from golden_features import differences, golden, same_libraries
 
-from conf.errors import EnvironmentProblem
-from featurize import kernel_constants
 from featurize.families import family_names
+from featurize.kernel_model.power import INSTRUCTIONS_PER_ELEMENT
 from featurize.version import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
 from learn.artifact_files import stamped
 from learn.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current
-from learn.fastpath.fast import FastPath
 from learn.step_record import record_version
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = golden()
 CASES = STORED["cases"]
-# Of the fast path's sketch over the traced step: step time, memory.
-RATIOS = {
-    "cnn": (0.508, 1.0),
-    "mlp": (0.295, 0.985),
-    "transformer": (0.238, 0.972),
-    "cnn_long": (0.971, 1.0),
-    "mlp_momentum": (0.221, 0.909),
-    "transformer_adam": (0.2, 0.88),
-}
 TRACED_HERE = same_libraries(STORED)  # under other releases, what needs no trace is compared alone
 
 
@@ -52,43 +40,11 @@ def test_every_family_has_a_golden_case_and_modules_have_some():
     assert {name for name, case in CASES.items() if "config" not in case} == set(golden_features.MODULES)
 
 
-@pytest.mark.parametrize(
-    ("constant", "kind"),
-    [
-        pytest.param(
-            "featurize.kernel_model.power.INSTRUCTIONS_PER_ELEMENT", "step",
-            marks=pytest.mark.skipif(not TRACED_HERE, reason="other releases"),
-        ),
-        ("learn.fastpath.fast_features.KERNEL_GAP_US", "fast"),
-    ],
-)  # fmt: skip
-def test_a_constant_of_kernels_that_differs_in_one_place_moves_golden_values(constant, kind, monkeypatch):
-    monkeypatch.setattr(constant, 1.01 * getattr(kernel_constants, constant.rpartition(".")[2]))
-    moved = list(differences("mlp", CASES["mlp"], traced=TRACED_HERE))
-    assert moved and all(f"mlp: {kind} " in line for line in moved)
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "fast" in case["values"]])
-def test_the_fast_path_s_sketch_keeps_its_ratio_to_the_traced_step(name):
-    """What the fast path starts from is a sketch: the same tensors, in times that it learns to correct."""
-    case = CASES[name]
-    sketch, traced = values_of(name, case, traced=False)["fast"], case["values"]["step"]
-    time_ratio = sketch["base_step_time_00"] / (traced["job_step_time_ms"] * (1 - traced.get("job_input_share", 0.0)))
-    memory_ratio = sketch["base_memory_00"] / traced["job_memory_mib"]
-    assert (round(time_ratio, 3), round(memory_ratio, 3)) == RATIOS[name]
-
-
-def test_every_constant_of_kernels_has_one_home():
-    """Nobody else gives a name of `featurize.kernel_constants` a value, and it is read without torch."""
-    names = {name for name in vars(kernel_constants) if name.isupper()}
-    assert "KERNEL_GAP_US" in names and len(names) > 15
-    for path in [*ROOT.glob("featurize/**/*.py"), *ROOT.glob("learn/**/*.py")]:
-        if path.name == "kernel_constants.py":
-            continue
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            assigned = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-            assert not names & assigned, f"{path} gives {names & assigned} a value of its own"
+@pytest.mark.skipif(not TRACED_HERE, reason="other releases")
+def test_a_constant_of_kernels_that_differs_moves_golden_values(monkeypatch):
+    monkeypatch.setattr("featurize.kernel_model.power.INSTRUCTIONS_PER_ELEMENT", 1.01 * INSTRUCTIONS_PER_ELEMENT)
+    moved = list(differences("mlp", CASES["mlp"]))
+    assert moved and all("mlp: step " in line for line in moved)
 
 
 def test_values_that_moved_are_not_written_until_the_version_is_raised(tmp_path, monkeypatch):
@@ -119,13 +75,10 @@ def test_artifacts_of_an_older_version_are_refused(tmp_path):
         path.write_text(json.dumps(stamped(models / folder, {**json.loads(path.read_text()), **stamps}, name)))
 
     carry("memory", "meta.json", feature_version="1")
-    carry("fast", "fast.json", features="1")
     with pytest.raises(
         StaleArtifact, match=f"features 1, and this code computes features {FEATURES_STAMP}; fit it again"
     ):
         require_current(open_artifact(models / "memory"))
-    with pytest.raises(EnvironmentProblem, match="distil it again"):
-        FastPath.load(models / "fast")
 
 
 def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):
@@ -135,11 +88,11 @@ def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):
     for path in (code / "featurize").rglob("*.py"):
         path.write_text(path.read_text(encoding="utf-8").replace('"""', '""" ', 1), encoding="utf-8")
     program = (
-        "import featurize, learn.fastpath.fast as fast\n"
+        "import featurize\n"
         "from featurize.version import FEATURES_STAMP\n"
         "from learn.artifacts import DEFAULT_MODELS, open_artifact, require_current\n"
         "from learn.step_record import record_version\n"
-        "fast.FastPath.load(DEFAULT_MODELS / 'fast'), require_current(open_artifact(DEFAULT_MODELS / 'memory'))\n"
+        "require_current(open_artifact(DEFAULT_MODELS / 'memory'))\n"
         "print(featurize.__file__, FEATURES_STAMP, record_version(), sep='\\n')\n"
     )
     done = subprocess.run(

@@ -1,4 +1,0 @@
-"""The fast path: answers from configs alone, distilled.
-
-Start reading at `fast.py`.
-"""

@@ -1,0 +1,78 @@
+"""The models of `method=fast`: what they are fitted to, and that a folder of one's own brings others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from learn_rows import make_configs, write_runs
+
+from featurize.families import mlp
+from learn import estimate, estimate_many
+from learn.cases import of_configs
+from learn.config_models import (
+    BOUND,
+    DEVICES,
+    FAMILIES,
+    FAST_LOOPS,
+    _without_input,
+    fit_config_models,
+    sampled_cases,
+    sampled_configs,
+)
+from learn.fitting import FitSettings, fit
+from learn.step_record import compute
+
+CONFIG = mlp.Config(batch_size=64, input_size=300, classes=4, depth=2)
+
+
+def test_sampled_configurations_depend_on_the_seed_and_their_place_alone():
+    first = sampled_configs(12, seed=3)
+    assert first == sampled_configs(30, seed=3)[:12] and first != sampled_configs(12, seed=4)
+    assert {config.family for config in first} == set(FAMILIES)
+    cases = sampled_cases(400, seed=3)
+    assert {case.device for case in cases} == set(DEVICES)
+    assert sum(case.device == "A100-SXM4-40GB" for case in cases) > 150
+
+
+def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
+    configs = sampled_configs(3, seed=5)
+    apart, looped = ([compute(case).values for case in of_configs(configs, training_loop=loop)]
+                     for loop in (False, True))  # fmt: skip
+    derived = _without_input(looped)
+    assert derived["step_time"] == pytest.approx([values["job_step_time_ms"] for values in apart])
+    assert derived["drama"] == pytest.approx([values["job_priced_drama"] for values in apart])
+
+
+@pytest.mark.slow
+def test_a_fit_is_one_artifact_a_target_and_replaces_the_folder_that_was_there(tmp_path, monkeypatch):
+    folder = tmp_path / "a'; echo foo" / "fast"
+    (folder / "old").mkdir(parents=True)
+    fit_config_models(folder, cases=60, seed=1, data=tmp_path / "data", workers=0)
+    assert {path.name for path in folder.iterdir()} == {*FAST_LOOPS, BOUND} and list(folder.parent.iterdir()) == [
+        folder
+    ]
+    for name, loop in {**FAST_LOOPS, BOUND: FAST_LOOPS["memory"]}.items():
+        meta = json.loads((folder / name / "meta.json").read_text())
+        assert meta["loop"] == loop and set(meta["errors"]) == set(FAMILIES) and meta["rows"]["fitted"] >= 50
+    monkeypatch.setattr("learn.estimation.fast_estimates.DEFAULT_MODELS", folder.parent)
+    done = estimate(CONFIG, method="fast", data=tmp_path / "none")
+    assert done.peak_memory_mib < done.upper_mib and done.answered_by["memory"] == "lightgbm (default)"
+
+
+def test_a_model_of_ones_own_folder_answers_in_place_of_the_one_that_comes_along(tmp_path):
+    data = tmp_path / "a'; echo foo"
+    configs = make_configs(60, families=("mlp",))
+    write_runs(data, configs)
+    fitted = fit(FitSettings(target="memory", estimator="lightgbm", data=str(data)))
+    first, second = estimate_many(configs[:2], method="fast", data=data)
+    assert first.answered_by["memory"] == f"lightgbm {fitted.path.name}" and first.loops["memory"] == "resident"
+    assert first.answered_by["smact"] == "lightgbm (default)"
+    assert first.peak_memory_mib <= first.upper_mib and first.peak_memory_mib != second.peak_memory_mib
+    errors = fitted.meta["metrics"]
+    assert first.held_out_errors["memory"] == {
+        "median": errors["median_relative_error"]["test"], "p90": errors["p90_relative_error"]["test"],
+    }  # fmt: skip
+    assert estimate(configs[0], method="fast", data=data, device="H200-SXM-141GB").answered_by["memory"] == (
+        "lightgbm (default)"
+    ), "another GPU model than that of the folder's rows"
