@@ -320,14 +320,14 @@ def told_classes(
     least so much: it belongs to any higher class that it was told to belong to.
     """
     estimates = [np.nan if row.estimate is None else row.estimate + (shift or 0.0) for row in rows]
-    told = bins.classify(estimates, [row.family for row in rows])
+    predicted = bins.classify(estimates, [row.family for row in rows])
     if shift is None:
-        told = np.array([row.classes.get(name, k) for row, k in zip(rows, told.tolist(), strict=True)], dtype=int)
+        predicted = np.array([row.classes.get(name, k) for row, k in zip(rows, predicted.tolist(), strict=True)], int)
     label = np.array([row.card if row.label is None else row.label for row in rows], dtype=float)
     true = bins.classify(label, [row.family for row in rows])
     true[np.isnan(label)] = len(bins.labels) - 1
     oom = np.array([row.label is None for row in rows], dtype=bool)
-    return np.where(oom, np.maximum(true, told), true), told
+    return np.where(oom, np.maximum(true, predicted), true), predicted
 
 
 def _classes(rows: Sequence[Scored], name: str, bins: Bins, shift: float | None) -> ClassScores | None:

@@ -271,17 +271,17 @@ def confusion(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
     """Draw how many rows of each class were told to be in which, coloured by the share of the class; a panel an
     estimator. None where there are more classes than can be read."""
     bins = done.bins[file]["published"]
-    told = {
+    classes_of = {
         name: told_classes([row for row in rows if row.estimate is not None], "published", bins)
         for name, rows in _own(done, file).items()
     }
-    present = sorted({int(k) for pair in told.values() for classes in pair for k in classes})
-    if not told or len(present) > _CLASSES:
+    present = sorted({int(k) for pair in classes_of.values() for classes in pair for k in classes})
+    if not classes_of or len(present) > _CLASSES:
         return None
     labels, places = [bins.labels[k] for k in present], range(len(present))
-    figure, panels = _panels(plt, len(told), *(2.0 + 0.34 * len(present),) * 2)
+    figure, panels = _panels(plt, len(classes_of), *(2.0 + 0.34 * len(present),) * 2)
     scores = {f.estimator: f for f in done.figures if f.file == file}
-    for axes, (name, (true, predicted)) in zip(panels, told.items(), strict=True):
+    for axes, (name, (true, predicted)) in zip(panels, classes_of.items(), strict=True):
         counts = np.array([[((true == t) & (predicted == p)).sum() for p in present] for t in present])
         share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
         axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
@@ -290,8 +290,8 @@ def confusion(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
                 colour = "white" if share[line, column] > 0.55 else "black"
                 axes.text(column, line, f"{count}", ha="center", va="center", color=colour, fontsize=6.5)
         of = scores[name]
-        said = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
-        axes.set(xlabel="told", ylabel="class", title=f"{name}: {said}")
+        verdict = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
+        axes.set(xlabel="told", ylabel="class", title=f"{name}: {verdict}")
         axes.set_xticks(places, labels, rotation=45, ha="right", rotation_mode="anchor")
         axes.set_yticks(places, labels)
         axes.tick_params(length=0)
