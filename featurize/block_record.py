@@ -17,6 +17,7 @@ from featurize.tensor_parts import local_tensor, meta_tensors
 
 if TYPE_CHECKING:
     from featurize.cuda_graphs import CudaGraphs
+    from featurize.library_calls import LibraryCall
 
 NOBODY = ("", "", None)
 
@@ -73,7 +74,7 @@ class BlockRecord:
         self._sizes: list[int] = []
         self._storages: list[int] = []
         self._kinds: list[str | None] = []
-        self._makers: list[tuple] = []  # operator, module, library call
+        self._makers: list[tuple[str, str, LibraryCall | None]] = []  # operator, module, library call
         self._streams: list[int] = []
         self._made_by: list[int] = []  # block -> index of the operator that wrote it last
         # storage -> its block, and the reference whose callback tells of its end

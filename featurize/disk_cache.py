@@ -67,7 +67,8 @@ class DiskCache:
 
     def read(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Return the contents that are there, by key."""
-        wanted, there = list(keys), {}
+        wanted = list(keys)
+        there: dict[str, bytes] = {}
         if not self.path.is_file():
             return there
         with contextlib.suppress(sqlite3.Error, OSError, zlib.error), self._opened() as database:

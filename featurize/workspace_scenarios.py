@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeAlias
 
 from conf.units import MIB
@@ -84,7 +85,7 @@ def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
         sizes = guessed | {call: _workspace(call, sizes_of) for call in trace.convolution_calls}
         # GPU models differ in the guesses that a scenario replaces.
         key = "reserved", tuple(sizes.values())
-        reserved[name] = trace.remembered(key, lambda sizes=sizes: events.reserved_bytes(sizes))
+        reserved[name] = trace.remembered(key, partial(events.reserved_bytes, sizes))
     return reserved
 
 

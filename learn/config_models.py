@@ -107,6 +107,7 @@ def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
     from learn.targets import get_target
 
     traced = [case for case in cases if steps.record(case).error is None]
+    described = [(case, case.config, case.spec) for case in traced if case.config is not None and case.spec is not None]
     labels: dict[str, np.ndarray] = _without_input([steps.record(case).values for case in traced])
     for target in ("memory", "smact", "smocc"):
         artifact = default_artifact(target)
@@ -122,10 +123,10 @@ def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
             tuple(
                 LabelledRow(
                     run_id=f"row-{place:06d}", case=case, label=float(label), family=case.family, source="simulated",
-                    device=case.device, device_memory_mib=case.spec.memory_mib, card_mib=case.spec.memory_mib,
-                    group=group_key(case.config), module=module_of(case.config),
+                    device=case.device, device_memory_mib=spec.memory_mib, card_mib=spec.memory_mib,
+                    group=group_key(config), module=module_of(config),
                 )
-                for place, (case, label) in enumerate(zip(traced, labels[name], strict=True))
+                for place, ((case, config, spec), label) in enumerate(zip(described, labels[name], strict=True))
                 if np.isfinite(label)
             ),
         )
@@ -191,7 +192,7 @@ def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
         "times_rough": name,
         "errors": _errors(judged.point * rough[test], rows.subset(test)),
         "above": {family: _conformal(off[rows.family[test] == family]) for family in FAMILIES},
-        "known": {family: _known([c.config for c in rows.cases if c.family == family]) for family in FAMILIES},
+        "known": {family: _known(rows.subset(rows.family == family).cases) for family in FAMILIES},
     }  # fmt: skip
     (folder / "model").mkdir(parents=True)
     _fitted(multiples, seed).save(folder / "model")
@@ -226,8 +227,9 @@ _COUNTED = ("family", "source", "device")
 _QUANTILES = {"median": 0.5, "p90": 0.9}
 
 
-def _known(configs: Sequence[TrialConfig]) -> dict[str, list[Any]]:
+def _known(cases: Sequence[Case]) -> dict[str, list[Any]]:
     """Return field -> the least and the greatest number, or all words, of one family's configurations."""
+    configs = [case.config for case in cases if case.config is not None]
     known: dict[str, list[Any]] = {}
     for name in sorted(configs[0].to_mapping().keys() - {"family"}):
         values = [getattr(config, name) for config in configs]

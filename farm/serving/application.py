@@ -147,7 +147,7 @@ class EstimationService:
         for job, pointer in zip(given, ["/job", *(f"/gpu/jobs/{at}" for at in range(len(given) - 1))], strict=True):
             if job.config is not None:
                 config_at(job.config, f"{pointer}/config", self.policy.trust)
-                asked = requests.EstimateRequest(config=job.config, device=device.name)
+                asked = requests.EstimateRequest.model_validate({"config": job.config, "device": device.name})
                 questions.append(estimate_question(asked, self.policy))
         wait_s = _CONFIG_WAIT_S if caller.wait_s is None else caller.wait_s
         known = iter(await self._known(questions, replace(caller, wait_s=wait_s)))
@@ -156,8 +156,10 @@ class EstimationService:
         gpu = GpuState(
             device=device.name, memory_mib=memory_mib, used_mib=request.gpu.used_mib, jobs=tuple(jobs[1:])
         )  # fmt: skip
-        limits = {"risk": request.risk, "max_slowdown": request.max_slowdown}
-        answer = await self._in_thread(lambda: admit(jobs[0], gpu, data=self.data, **limits).to_mapping())
+        risk, most = request.risk, request.max_slowdown
+        answer = await self._in_thread(
+            lambda: admit(jobs[0], gpu, data=self.data, risk=risk, max_slowdown=most).to_mapping()
+        )
         return _json(json.dumps(self.scrubber.values(answer)).encode())
 
     async def review(self, review: dict[str, Any], caller: Caller) -> Response:
@@ -246,10 +248,11 @@ class EstimationService:
     async def _fast(self, question: ClientQuestion) -> dict[str, Any]:
         from learn.estimation.estimating import estimate
 
-        values = question.values
+        values, config = question.values, question.config
+        assert config is not None
         done = await self._in_thread(
             lambda: estimate(
-                question.config, device=values["device"], machine=values["machine"], data=self.data, method="fast"
+                config, device=values["device"], machine=values["machine"], data=self.data, method="fast"
             ).to_mapping()
         )
         self.metrics.answered("fast")

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError
 from featurize import trace_cache
@@ -42,7 +42,7 @@ def answer(question: Question, device: DeviceSpec, traces: Traces | None = None)
         _answers[key] = known
         if len(_answers) > MOST_ANSWERS:
             _answers.popitem(last=False)
-    own = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
+    own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
     return replace(known, **own)  # whoever changes these changes no later answer
 
 

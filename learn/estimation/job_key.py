@@ -185,7 +185,7 @@ class _Walk:
 
     def _see_object(self, value: Any, parts: Iterable[object]) -> None:
         """An object with all that it holds: in its dictionary, its slots, and `parts` of a collection."""
-        kind = type(value)
+        kind: type[object] = type(value)
         if not _is_transparent(kind):
             raise _Untold
         held = list(parts)

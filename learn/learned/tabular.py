@@ -93,7 +93,7 @@ class TabularEstimator(Estimator, ABC):
         warning = too_few_for(LEVEL, len(self._residuals))
         known = [i for i in range(len(features)) if i not in refusals]
         centre = np.full(len(features), np.nan)
-        if known:
+        if known and self._trees is not None:
             centre[known] = self._centre(self._trees, features[known].astype(self.dtype))
         return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else (), refusals)
 
