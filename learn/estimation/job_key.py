@@ -185,7 +185,7 @@ class _Walk:
 
     def _see_object(self, value: Any, parts: Iterable[object]) -> None:
         """An object with all that it holds: in its dictionary, its slots, and `parts` of a collection."""
-        kind: type[object] = type(value)
+        kind: Any = type(value)  # mypy takes a class for unhashable
         if not _is_transparent(kind):
             raise _Untold
         held = list(parts)
@@ -254,7 +254,7 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.cache
-def _is_transparent(kind: type) -> bool:
+def _is_transparent(kind: Any) -> bool:
     """Return whether all that an object of this class holds can be seen: no compiled code but Python's own collections
     keeps anything in it."""
     known = (object, *_COLLECTIONS)
@@ -268,7 +268,7 @@ def _is_written(kind: type) -> bool:
 
 
 @functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: Any) -> tuple[str, ...]:
     named = [vars(one).get("__slots__", ()) for one in kind.__mro__]
     return tuple(name for names in named for name in ((names,) if isinstance(names, str) else names)
                  if name not in ("__dict__", "__weakref__"))  # fmt: skip

@@ -142,9 +142,9 @@ class GNNEstimator(Estimator):
         folder = Path(folder)
         if (scaling := self._scaling) is None:
             raise RuntimeError("fit or load the estimator before saving it")
-        arrays = {"node_scaling": scaling.nodes, "scalar_scaling": scaling.scalars}
-        weights = {f"net/{name}": array for name, array in self._weights.items()}
-        np.savez_compressed(folder / "gnn.npz", **arrays, **weights)
+        arrays: dict[str, Any] = {"node_scaling": scaling.nodes, "scalar_scaling": scaling.scalars}
+        arrays |= {f"net/{name}": array for name, array in self._weights.items()}
+        np.savez_compressed(folder / "gnn.npz", **arrays)
         state = {
             "shape": self._shape,
             "node_columns": list(scaling.node_columns),

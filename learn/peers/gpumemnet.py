@@ -174,7 +174,7 @@ class GPUMemNetEstimator(Estimator):
 
     def save(self, folder: Path) -> None:
         folder = Path(folder)
-        arrays = {
+        arrays: dict[str, Any] = {
             f"{family}/{member}/{name}": array
             for family, one in self._ensembles.items()
             for member, weights in enumerate(one.weights)
