@@ -191,9 +191,10 @@ def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
         "loop": PIPELINE if name == BOUND else FAST_LOOPS[name],
         "times_rough": name,
         "errors": _errors(judged.point * rough[test], rows.subset(test)),
-        "above": {family: _conformal(off[rows.family[test] == family]) for family in FAMILIES},
         "known": {family: _known(rows.subset(rows.family == family).cases) for family in FAMILIES},
     }  # fmt: skip
+    if name == BOUND:
+        meta["above"] = {family: _conformal(off[rows.family[test] == family]) for family in FAMILIES}
     (folder / "model").mkdir(parents=True)
     _fitted(multiples, seed).save(folder / "model")
     (folder / "meta.json").write_text(json.dumps(stamped(folder, meta, "meta.json"), indent=1, sort_keys=True))
