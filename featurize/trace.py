@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
@@ -139,6 +140,15 @@ def trace_step(
         inputs=inputs, target=target, loss=loss, settings=settings, spec=spec, training_loop=training_loop,
         batches=batches, parallel=parallel, rank=rank or 0, every_pass=every_pass is not False,
     )  # fmt: skip
+    had_compiler = "torch._dynamo" in sys.modules
+    trace = _traced(request, model)
+    if not had_compiler and "torch._dynamo" in sys.modules:
+        # A first checkpoint imported it in the midst of the step, and frames that this keeps held tensors alive.
+        trace = _traced(request, model)
+    return trace
+
+
+def _traced(request: StepRequest, model: nn.Module | Callable[[], nn.Module]) -> StepTrace:
     with _without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
         tracing = Tracing(request, entered)
         try:

@@ -302,7 +302,7 @@ def test_a_query_beyond_its_memory_ends_and_the_next_one_runs(place, sql):
 
 
 def test_queries_whose_clients_have_left_make_room_for_others(place):
-    pages = ExplorerPages(place, LimitSettings(query_s=60.0), None, Scrubber(place.root))
+    pages = ExplorerPages(place, LimitSettings(query_s=60.0), Scrubber(place.root))
     forked = psutil.Process().children
 
     async def leave() -> bytes:

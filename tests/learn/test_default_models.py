@@ -84,7 +84,7 @@ def test_nothing_in_it_is_a_pickle(path):
     assert content[:2] not in [bytes([0x80, protocol]) for protocol in range(2, 6)]
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:  # raises for a member that is one
-            assert arrays.files and all(np.isfinite(arrays[name]).all() for name in arrays.files)
+            assert arrays.files and not any(np.isnan(arrays[name]).any() for name in arrays.files)
     else:
         assert path.suffix in (".json", ".txt", ".md")
         text = content.decode()

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import weakref
@@ -22,7 +23,7 @@ from featurize.families import get_family, mlp
 from featurize.trace import TraceError
 from featurize.version import FEATURES_STAMP
 from learn import FitSettings, estimate, fit, step_record
-from learn.artifacts import default_artifact, find_latest, load_latest
+from learn.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest
 from learn.cases import Case, of_configs
 from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
@@ -677,13 +678,14 @@ def test_what_others_measured_in_plain_loops_is_asked_about_plain_loops():
 
 def test_an_estimator_fitted_to_compare_does_not_displace_the_hybrid(tmp_path):
     home = tmp_path / "models" / "memory"
-    for version, name in (("20260101T000000Z-a", "hybrid"), ("20260102T000000Z-b", "forest")):
+    models = ("20260101T000000Z-a", "hybrid", "memory"), ("20260102T000000Z-b", "lightgbm", "fast/memory")
+    for version, name, model in models:
         meta = {
             "target": "memory", "estimator": name, "feature_version": FEATURES_STAMP,
             "rows": {"family": {"mlp": 40}, "device": {DEVICE: 40}, "source": {"measured": 40}},
         }  # fmt: skip
-        (home / version).mkdir(parents=True)
+        shutil.copytree(DEFAULT_MODELS / model / "model", home / version / "model")
         restamp(home / version, **meta)
     DataFolder.resolve(tmp_path).create()
     assert find_latest(tmp_path, "memory").meta["estimator"] == "hybrid"
-    assert find_latest(tmp_path, "memory", estimator="forest").version.startswith("20260102")
+    assert find_latest(tmp_path, "memory", estimator="lightgbm").version.startswith("20260102")

@@ -71,7 +71,7 @@ def test_artifact_holds_model_provenance_report_and_plots(data, fitted):
     names = {p.relative_to(fitted.path).as_posix() for p in fitted.path.rglob("*") if p.is_file()}
     assert names == {
         "meta.json", "report.json", "report.html", "test_predictions.csv",
-        "model/estimator.json", "model/model.txt",
+        "model/estimator.json", "model/model.npz",
     }  # fmt: skip
     meta = json.loads((fitted.path / "meta.json").read_text())
     rows = load_rows(data, "memory")

@@ -39,6 +39,29 @@ finally:
     assert json.loads(said.strip().splitlines()[-1]) == []
 
 
+def test_the_first_trace_of_a_process_holds_no_more_than_the_next_where_checkpoints_bring_the_compiler(tmp_path):
+    run(
+        """
+import torch
+from torch.utils.checkpoint import checkpoint
+from featurize.trace import trace_step
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.last = torch.nn.Linear(8, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 4)
+    def forward(self, x):
+        x = self.first(x) + 1
+        x = checkpoint(self.layer, x, use_reentrant=False)
+        return self.last(x)
+
+first, second = (trace_step(Net, torch.empty(16, 8, device="meta"), training_loop=False) for _ in range(2))
+assert first.events == second.events
+""",
+        tmp_path,
+    )
+
+
 USES = [
     "from torch._dynamo.utils import is_compile_supported, counters; import torch._dynamo as d; assert d.config",
     "import torch._dynamo as d; assert d.utils.counters is not None and not d.utils.is_compile_supported('meta')",

@@ -212,10 +212,10 @@ def test_a_refusal_is_not_stored_as_a_property_of_the_case(evil, tmp_path):
     steps = StepStore(data)
     assert steps.record(Case(own_config())).error is not None
     steps.prepare([Case(own_config())], workers=0)
-    assert not list(data.features.rglob("*.parquet")) and not evil.exists()
+    assert not list(data.features.rglob("*.sqlite")) and not evil.exists()
     steps.prepare([Case(config_of_user(OWN))], workers=0)
     assert steps.record(Case(config_of_user(OWN))).error is None
-    assert list(data.features.rglob("*.parquet"))
+    assert list(data.features.rglob("*.sqlite"))
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,9 @@ def test_a_module_that_is_spread_already_is_wanted_as_its_factory(parallel, spre
 def test_only_traced_estimates_know_several_gpus():
     with pytest.raises(ValueError, match="method=fast answers from a trial config alone; leave parallel out"):
         estimate(CONFIG, method="fast", parallel="ddp=8")
-    with pytest.raises(ValueError, match="method=fast knows one GPU, and a config has parallel=ddp=8; use method=full"):
+    with pytest.raises(
+        ValueError, match="method=fast knows one GPU, and the config has parallel=ddp=8; use method=full"
+    ):
         estimate(replace(CONFIG, parallel="ddp=8"), method="fast")
     with pytest.raises(ValueError, match="batches: of jobs on one GPU only"):
         estimate(net, batches=[INPUTS, [8, 3, 32, 32]], parallel="ddp=8")
