@@ -42,20 +42,18 @@ finally:
 def test_the_first_trace_of_a_process_holds_no_more_than_the_next_where_checkpoints_bring_the_compiler(tmp_path):
     run(
         """
-import torch
-from torch.utils.checkpoint import checkpoint
+from featurize.families import loss_of, transformer
 from featurize.trace import trace_step
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.layer, self.last = torch.nn.Linear(8, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 4)
-    def forward(self, x):
-        x = self.first(x) + 1
-        x = checkpoint(self.layer, x, use_reentrant=False)
-        return self.last(x)
-
-first, second = (trace_step(Net, torch.empty(16, 8, device="meta"), training_loop=False) for _ in range(2))
+config = transformer.Config(
+    batch_size=2, activation_checkpointing=True, vocabulary_size=50, sequence_length=16, embedding_size=32, heads=2,
+    depth=2, feed_forward=32, classes=3, topology="hybrid",
+)
+first, second = (
+    trace_step(lambda: transformer.build(config), lambda on: transformer.batch(config, on), loss=loss_of(config),
+               settings=config)
+    for _ in range(2)
+)
 assert first.events == second.events
 """,
         tmp_path,
