@@ -11,12 +11,11 @@ import functools
 import json
 import os
 import select
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings, answer_of
 from featurize.device_spec import DeviceSpec
-from featurize.disk_cache import cache_folder
+from featurize.disk_cache import DiskCache, cache_folder
 
 START_S = 60.0  # for the process to load its libraries; an idle machine takes one second
 QUERY_S = 20.0  # for one query; an idle machine takes milliseconds
@@ -34,12 +33,6 @@ CRASHED = "the query ended cuDNN's process"
 NOT_ASKED = "cuDNN's process ended too often"
 
 _CHILD = str(Path(__file__).with_name("child.py"))
-
-_BUSY_S = 5.0
-_AT_ONCE = 500  # parameters of one statement; SQLite allows at least 999
-_TABLE = """CREATE TABLE IF NOT EXISTS answers (
-    asked TEXT NOT NULL, signature TEXT NOT NULL, answer TEXT NOT NULL, PRIMARY KEY (asked, signature)
-) WITHOUT ROWID"""
 
 
 class CudnnOracle:
@@ -250,53 +243,30 @@ class AnswerCache:
     and how PyTorch searches."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self._disk = DiskCache(path)
 
     def read(self, asked: str, signatures: Iterable[ConvolutionSignature]) -> dict[ConvolutionSignature, OracleAnswer]:
         """Return the answers that are known, by signature."""
-        by_text = {signature.to_text(): signature for signature in signatures}
-        texts = list(by_text)
+        by_key = {_key(asked, signature): signature for signature in signatures}
         answers: dict[ConvolutionSignature, OracleAnswer] = {}
-        if not self.path.is_file():
-            return answers
-        with contextlib.suppress(sqlite3.Error, OSError), self._opened() as database:
-            for start in range(0, len(texts), _AT_ONCE):
-                some = texts[start : start + _AT_ONCE]
-                places = ",".join("?" * len(some))
-                rows = database.execute(
-                    f"SELECT signature, answer FROM answers WHERE asked = ? AND signature IN ({places})", (asked, *some)
-                )
-                for text, answer in rows:
-                    with contextlib.suppress(ValueError):  # a row that is none is asked anew
-                        answers[by_text[text]] = answer_of(json.loads(answer))
+        for key, content in self._disk.read(by_key).items():
+            with contextlib.suppress(ValueError):  # one that is not an answer is asked for anew
+                answers[by_key[key]] = answer_of(json.loads(content))
         return answers
 
     def has_any(self, asked: str) -> bool:
         """Return whether an answer is known for any signature."""
-        if self.path.is_file():
-            with contextlib.suppress(sqlite3.Error, OSError), self._opened() as database:
-                return (
-                    database.execute("SELECT 1 FROM answers WHERE asked = ? LIMIT 1", (asked,)).fetchone() is not None
-                )
-        return False
+        return bool(self._disk.read([asked]))
 
     def write(self, asked: str, answers: Mapping[ConvolutionSignature, OracleAnswer]) -> None:
         """Keep answers. Of two processes that write the same one, the later one's stays."""
-        rows = [(asked, signature.to_text(), answer.to_json()) for signature, answer in answers.items()]
-        with contextlib.suppress(sqlite3.Error, OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self._opened() as database:
-                database.execute(_TABLE)
-                database.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", rows)
+        kept = [(_key(asked, signature), answer.to_json().encode()) for signature, answer in answers.items()]
+        if kept:
+            self._disk.write([(asked, b"answered"), *kept])
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
-        database = sqlite3.connect(self.path, timeout=_BUSY_S)
-        try:
-            with database:  # one transaction
-                yield database
-        finally:
-            database.close()
+
+def _key(asked: str, signature: ConvolutionSignature) -> str:
+    return f"{asked} {signature.to_text()}"
 
 
 class _Multiprocessor(NamedTuple):

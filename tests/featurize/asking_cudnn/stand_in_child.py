@@ -20,10 +20,10 @@ def main():
         if size == NONSENSE:
             print("[1]", flush=True)
             continue
-        print(json.dumps({"plans": [[f"eng{size}", 1024 * size]], "problem": ""}), flush=True)
         if len(sys.argv) > 1:
             with open(sys.argv[1], "a") as asked:
                 asked.write(f"{size}\n")
+        print(json.dumps({"plans": [[f"eng{size}", 1024 * size]], "problem": ""}), flush=True)
 
 
 if __name__ == "__main__":
