@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from conf.errors import kept_from_exit
 from featurize import trace_cache
@@ -173,7 +174,7 @@ class _Walk:
             self.see(part)
 
     def _see_tensor(self, value: Tensor) -> None:
-        if value.layout is not torch.strided:
+        if is_lazy(value) or value.layout is not torch.strided:
             raise _Untold
         shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
         self._note(type(value).__qualname__, shape)
