@@ -47,11 +47,10 @@ def code_version() -> str:
     return digest.hexdigest()
 
 
-def cache_folder() -> Path:
+def user_folder() -> Path:
     """Return the user's own folder: `$XDG_CACHE_HOME/gpufarm`, else `~/.cache/gpufarm`. Raises `RuntimeError` of a user
     without a home."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path("~/.cache").expanduser()) / "gpufarm"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpufarm"
 
 
 class DiskCache:
@@ -123,6 +122,6 @@ def user_cache() -> DiskCache | None:
     if given == "off":
         return None
     with contextlib.suppress(RuntimeError):
-        folder = Path(given).expanduser() if given else cache_folder()
+        folder = Path(given).expanduser() if given else user_folder()
         return DiskCache(folder / "traces.sqlite", MOST_BYTES)
     return None

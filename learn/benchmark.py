@@ -6,12 +6,10 @@ Start reading at `benchmark`. In `learn.evaluation`, `benchmark_rows` chooses th
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -155,6 +153,7 @@ def _prepared(steps: StepStore, settings: BenchmarkSettings, selection: RowSelec
 def cache_folder(settings: BenchmarkSettings) -> DataFolder:
     """Where features are kept: the data folder; for published files one is made only if it is named, and where there
     is none, `gpufarm` in the user's cache folder serves."""
+    from featurize.disk_cache import user_folder
     from warehouse.folder import DataFolder
 
     folder = DataFolder.resolve(settings.data)
@@ -162,8 +161,7 @@ def cache_folder(settings: BenchmarkSettings) -> DataFolder:
         folder.create()
     if settings.published is None or folder.root.is_dir():
         return folder
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return DataFolder.resolve(Path(cache).expanduser() / "gpufarm")
+    return DataFolder.resolve(user_folder())
 
 
 def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str, Asked]:

@@ -23,7 +23,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings, answer_of
 from featurize.device_spec import DeviceSpec
-from featurize.disk_cache import DiskCache, cache_folder
+from featurize.disk_cache import DiskCache, user_folder
 
 START_S = 60.0  # for the process to load its libraries; an idle machine takes one second
 QUERY_S = 20.0  # for one query; an idle machine takes milliseconds
@@ -234,7 +234,7 @@ class _CudnnProcess:
 
 def cache_path() -> Path:
     """Return the user's own file, `cudnn.sqlite`."""
-    return cache_folder() / "cudnn.sqlite"
+    return user_folder() / "cudnn.sqlite"
 
 
 class AnswerCache:
