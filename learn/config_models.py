@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import math
 import os
 import random
 import shutil
@@ -25,6 +24,7 @@ from conf.errors import UsageError, unknown_name
 from featurize.families import get_family
 from featurize.layers import rough_memory_mib
 from featurize.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
+from learn.bounds import conformal_score
 from learn.cases import DEFAULT_DEVICE, Case
 from learn.estimation.loops import PIPELINE, RESIDENT
 from learn.estimators import LEVEL, OF_CONFIGS
@@ -106,8 +106,12 @@ def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
     from learn.data import LabelledRow, Rows, module_of
     from learn.targets import get_target
 
-    traced = [case for case in cases if steps.record(case).error is None]
-    described = [(case, case.config, case.spec) for case in traced if case.config is not None and case.spec is not None]
+    described = [
+        (case, case.config, case.spec)
+        for case in cases
+        if case.config is not None and case.spec is not None and steps.record(case).error is None
+    ]
+    traced = [case for case, _, _ in described]
     labels: dict[str, np.ndarray] = _without_input([steps.record(case).values for case in traced])
     for target in ("memory", "smact", "smocc"):
         artifact = default_artifact(target)
@@ -142,14 +146,15 @@ def _without_input(records: Sequence[Mapping[str, float]]) -> dict[str, np.ndarr
     return {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
 
 
-def rough_figures(name: str, case: Case) -> float:
-    """Return a rough figure from a case's features, by whose multiple trees learn memory (MiB) and step time (ms): they
-    are flat beyond what they were fitted on, and this is not. 1 for ratios."""
-    from learn.learned.tabular import case_features
-
+def rough_figures(name: str, cases: Sequence[Case], features: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Return (n,) rough figures of cases from their features, by whose multiple trees learn memory (MiB) and step time
+    (ms): they are flat beyond what they were fitted on, and this is not. 1 for ratios."""
     if name not in (*_ROUGH_MEMORY, "step_time"):
-        return 1.0
-    features: Mapping[str, Any] = case_features(case)
+        return np.ones(len(cases))
+    return np.array([_rough_figure(name, case, of_case) for case, of_case in zip(cases, features, strict=True)])
+
+
+def _rough_figure(name: str, case: Case, features: Mapping[str, Any]) -> float:
     assert case.spec is not None
     if name in _ROUGH_MEMORY:
         return float(features["rough_memory_mib"] + case.spec.context_mib)
@@ -170,13 +175,14 @@ def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
     from learn.artifact_files import stamped
     from learn.artifacts import FORMAT, environment
     from learn.evaluation.splits import hold_out
+    from learn.learned.tabular import case_features
 
-    rough = np.array([rough_figures(name, case) for case in rows.cases])
+    rough = rough_figures(name, rows.cases, [case_features(case) for case in rows.cases])
     records = zip(rows.records, rows.label / rough, strict=True)
     multiples = replace(rows, records=tuple(replace(row, label=float(label)) for row, label in records))
     train, test = hold_out(rows, np.unique(rows.family, return_inverse=True)[1], seed)
     judged = _fitted(multiples.subset(train), seed).predict([rows.cases[place] for place in test])
-    off = rows.label[test] / (judged.point * rough[test])
+    point = judged.point * rough[test]
     meta = {
         "format": FORMAT,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -190,20 +196,16 @@ def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
         "seed": seed,
         "loop": PIPELINE if name == BOUND else FAST_LOOPS[name],
         "times_rough": name,
-        "errors": _errors(judged.point * rough[test], rows.subset(test)),
+        "errors": _errors(point, rows.subset(test)),
         "known": {family: _known(rows.subset(rows.family == family).cases) for family in FAMILIES},
     }  # fmt: skip
     if name == BOUND:
-        meta["above"] = {family: _conformal(off[rows.family[test] == family]) for family in FAMILIES}
+        times, family_of = rows.label[test] / point, rows.family[test]
+        above = {family: conformal_score(np.sort(times[family_of == family]), LEVEL) for family in FAMILIES}
+        meta["above"] = {family: round(factor, 4) for family, factor in above.items()}
     (folder / "model").mkdir(parents=True)
     _fitted(multiples, seed).save(folder / "model")
     (folder / "meta.json").write_text(json.dumps(stamped(folder, meta, "meta.json"), indent=1, sort_keys=True))
-
-
-def _conformal(ratios: np.ndarray) -> float:
-    """Return what `LEVEL` of new ratios stay below; of fewer than 99 the greatest."""
-    place = min(math.ceil(LEVEL * (len(ratios) + 1)), len(ratios)) - 1
-    return round(float(np.sort(ratios)[place]), 4)
 
 
 def _fitted(rows: Rows, seed: int) -> Estimator:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import CommandError, EnvironmentProblem, UsageError
 from featurize.architecture import NVIDIA
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.machine import DESCRIBED, MachineProfile, machine
@@ -28,7 +28,7 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import loop_of_source
 from learn.estimation.notes import MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 from learn.estimators import LEVEL, OF_CONFIGS
-from learn.learned.tabular import FeatureTable, TabularEstimator, why_not
+from learn.learned.tabular import FeatureTable, TabularEstimator, case_features
 from learn.targets import get_target
 
 STALE = "the models of method=fast were fitted with features of other code than this: they may be a little off"
@@ -45,21 +45,23 @@ class ConfigModels:
 
     def predict(self, cases: Sequence[Case]) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
         """Return (n,) points by target, and memory's bound in MiB. Raises `UsageError` where features are lacking."""
-        if reason := next(filter(None, map(why_not, cases)), None):
-            raise UsageError(f"method=fast has no answer: {reason}")
+        try:
+            features = [case_features(case) for case in cases]
+        except CommandError as error:
+            raise UsageError(f"method=fast has no answer: {error}") from error
         figures = {}
         bound = None
         tables: list[tuple[FeatureTable, np.ndarray]] = []  # those that come along share one
         for name, artifact in self.artifacts.items():
             estimator = artifact.estimator
             assert isinstance(estimator, TabularEstimator)
-            features = next((known for table, known in tables if table == estimator.table), None)
-            if features is None:
-                features = estimator.table.matrix(cases)
-                tables.append((estimator.table, features))
-            prediction = estimator.prediction_of(features, {})
+            matrix = next((known for table, known in tables if table == estimator.table), None)
+            if matrix is None:
+                matrix = estimator.table.encoded(features)
+                tables.append((estimator.table, matrix))
+            prediction = estimator.prediction_of(matrix, {})
             rough = artifact.meta.get("times_rough")
-            times = np.ones(len(cases)) if rough is None else np.array([rough_figures(rough, case) for case in cases])
+            times = np.ones(len(cases)) if rough is None else rough_figures(rough, cases, features)
             if name == BOUND:
                 above = artifact.meta["above"]
                 bound = prediction.point * times * [above.get(case.family, max(above.values())) for case in cases]

@@ -60,7 +60,7 @@ class TabularEstimator(Estimator, ABC):
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
         self.target = rows.target
         self._table = FeatureTable.learn(rows.cases)
-        features = self._features(rows.cases)
+        features = self._table.matrix(rows.cases).astype(self.dtype)
         label = to_space(rows.label, rows.target.space)
         if rows.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
@@ -84,8 +84,7 @@ class TabularEstimator(Estimator, ABC):
     @property
     def table(self) -> FeatureTable:
         """The columns that the model reads. Raises `RuntimeError` before a fit."""
-        if self._trees is None:
-            raise RuntimeError("fit or load the estimator before predicting")
+        self._require_trees()
         return self._table
 
     def prediction_of(self, features: np.ndarray, refusals: Mapping[int, str]) -> ResidualPrediction:
@@ -93,8 +92,8 @@ class TabularEstimator(Estimator, ABC):
         warning = too_few_for(LEVEL, len(self._residuals))
         known = [i for i in range(len(features)) if i not in refusals]
         centre = np.full(len(features), np.nan)
-        if known and self._trees is not None:
-            centre[known] = self._centre(self._trees, features[known].astype(self.dtype))
+        if known:
+            centre[known] = self._centre(self._require_trees(), features[known].astype(self.dtype))
         return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else (), refusals)
 
     def save(self, folder: Path) -> None:
@@ -117,8 +116,10 @@ class TabularEstimator(Estimator, ABC):
         loaded._trees = Trees.load(folder, cls.model_name)
         return loaded
 
-    def _features(self, cases: Sequence[Case]) -> np.ndarray:
-        return self._table.matrix(cases).astype(self.dtype)
+    def _require_trees(self) -> Trees:
+        if self._trees is None:
+            raise RuntimeError("fit or load the estimator before predicting")
+        return self._trees
 
     def _centre(self, trees: Trees, features: np.ndarray) -> np.ndarray:
         raw = trees.predict(features)
@@ -246,10 +247,13 @@ class FeatureTable:
 
     def matrix(self, cases: Sequence[Case]) -> np.ndarray:
         """(n, columns) float64; NaN is missing."""
+        return self.encoded([case_features(case) for case in cases])
+
+    def encoded(self, rows: Sequence[Mapping[str, object]]) -> np.ndarray:
+        """Return the features of n cases as (n, columns) float64; NaN is missing."""
         codes = {name: {word: i for i, word in enumerate(seen)} for name, seen in self.words.items()}
-        table = np.full((len(cases), len(self.columns)), np.nan)
-        for i, case in enumerate(cases):
-            features = case_features(case)
+        table = np.full((len(rows), len(self.columns)), np.nan)
+        for i, features in enumerate(rows):
             for j, name in enumerate(self.columns):
                 value = features.get(name)
                 if name in codes:
