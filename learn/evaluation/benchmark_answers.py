@@ -74,7 +74,7 @@ def ask_free(
             spec = describe_device(case.device)
             if isinstance(subject, Case):
                 subject = replace(subject, described=spec)  # anew: what a case remembers need not travel
-            jobs.append(PoolJob(len(jobs), ESTIMATORS[name], subject, spec, settings.target))
+            jobs.append(PoolJob(ESTIMATORS[name], subject, spec, settings.target))
             places.append((name, i))
     for name, given_rows in answers.items():
         tally.step(len(given_rows))
@@ -147,21 +147,14 @@ def ask_learned(
 def _ask(
     fitted: Estimator, rows: Rows, bins: Mapping[str, Bins], steps: StepStore
 ) -> tuple[list[Given], tuple[str, ...]]:
+    """Return answers and warnings. Where all rows together are refused, each is asked by itself."""
     try:
         prediction = fitted.predict(rows.cases, steps)
-    except CommandError:  # at one of them: who is asked one by one refuses that one only
-        given: list[Given] = []
-        warnings: dict[str, None] = {}
-        for i in range(len(rows)):
-            one = rows.subset([i])
-            try:
-                prediction = fitted.predict(one.cases, steps)
-            except CommandError as error:
-                given.append(Given(estimate=None, reason=str(error)))
-                continue
-            given += _given(prediction, one, bins)
-            warnings |= dict.fromkeys(prediction.warnings)
-        return given, tuple(warnings)
+    except CommandError as error:
+        if len(rows) == 1:
+            return [Given(estimate=None, reason=str(error))], ()
+        alone = [_ask(fitted, rows.subset([i]), bins, steps) for i in range(len(rows))]
+        return [one for given, _ in alone for one in given], tuple(text for _, texts in alone for text in texts)
     return _given(prediction, rows, bins), prediction.warnings
 
 

@@ -322,7 +322,7 @@ from featurize.device_spec import describe_device
 
 ours, theirs = Pipe()
 case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1))
-job = PoolJob(0, "fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
+job = PoolJob("fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
 
 def die():
     ours.recv()
