@@ -275,9 +275,10 @@ def entry(settings: BenchmarkSettings) -> int:
         return benchmark_entry(settings)
     from learn.evaluation.benchmark_view import (
         BenchmarkProgress,
+        benchmark_page,
         print_benchmark,
-        write_benchmark_report,
         write_json,
+        write_page,
     )
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:
@@ -293,7 +294,7 @@ def entry(settings: BenchmarkSettings) -> int:
     if settings.out is not None:
         write_json(settings.out, done, settings)
     if settings.report is not None:
-        write_benchmark_report(settings.report, done, settings)
+        write_page(settings.report, benchmark_page(done, settings))
     return 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,53 +126,70 @@ def headline(done: Benchmark) -> str:
 
 # A table is (title, names of its columns, rows of text); its first columns are words, the others figures.
 TableText = tuple[str, list[str], list[list[str]]]
+Cell = Callable[["Figures"], str]
 
 
 def errors_table(done: Benchmark) -> TableText:
-    """How far off, by file and estimator."""
-    fits = done.target.is_memory
-    columns = ["rows", "estimator", "answered", "median", "mean", "p90", "under"]
-    columns += [f"constant [{done.target.unit}]", "median +c", "p90 +c"]
-    columns += ["fit told right", "by bound"] if fits else []
-    rows = []
-    for figures in done.figures:
-        raw, shifted = figures.raw, figures.shifted
-        row = [figures.file, figures.estimator, _answered(figures)]
-        if figures.own_labels:
-            row += [NOT_INFORMATIVE, *["–"] * (len(columns) - len(row) - 1)]
-            rows.append([*row, _seconds(figures.median_seconds), _seconds(figures.fit_seconds)])
-            continue
-        row += [error_text(done.relative, getattr(raw, name)) for name in ERRORS]
-        row += [_share(raw.under), "–" if figures.constant is None else _constant(figures.constant)]
-        row += [error_text(done.relative, value) for value in (shifted.median, shifted.p90)]
-        row += [_share(figures.fit_right), _share(figures.fit_right_bound)] if fits else []
-        rows.append([*row, _seconds(figures.median_seconds), _seconds(figures.fit_seconds)])
-    error = "relative" if done.relative else "absolute"
-    return f"{error} errors; +c: with one constant per file added", [*columns, "s each", "s a fit"], rows
+    """Return how far off estimates are, by file and estimator."""
+
+    def error(value: float | None) -> str:
+        return error_text(done.relative, value)
+
+    cells: dict[str, Cell] = {
+        "median": lambda figures: error(figures.raw.median),
+        "mean": lambda figures: error(figures.raw.mean),
+        "p90": lambda figures: error(figures.raw.p90),
+        "under": lambda figures: _share(figures.raw.under),
+        f"constant [{done.target.unit}]": lambda figures: _constant(figures.constant),
+        "median +c": lambda figures: error(figures.shifted.median),
+        "p90 +c": lambda figures: error(figures.shifted.p90),
+    }
+    if done.target.is_memory:
+        cells["fit told right"] = lambda figures: _share(figures.fit_right)
+        cells["by bound"] = lambda figures: _share(figures.fit_right_bound)
+    times: dict[str, Cell] = {
+        "s each": lambda figures: _seconds(figures.median_seconds),
+        "s a fit": lambda figures: _seconds(figures.fit_seconds),
+    }
+    kind = "relative" if done.relative else "absolute"
+    title = f"{kind} errors; +c: with one constant per file added"
+    return _figures_table(title, done, {"answered": _answered}, cells, times)
 
 
 def classes_table(done: Benchmark) -> TableText:
-    """Classes and bounds, by file and estimator."""
-    ours = done.target.is_memory
-    columns = ["rows", "estimator", "accuracy", "macro F1", "macro recall"]
-    columns += ["accuracy 1 GB", "macro F1 1 GB"] if ours else []
-    columns += ["under bound", "above it", "bound over label", "recall by class"]
+    """Return classes and bounds, by file and estimator."""
+
+    def score(bins: str, name: str) -> Cell:
+        return lambda figures: _share(getattr(figures.classes.get(bins), name, None))
+
+    def bound(name: str) -> Cell:
+        return lambda figures: _share(getattr(figures.bound, name, None))
+
+    cells = {"accuracy": score("published", "accuracy"), "macro F1": score("published", "macro_f1")}
+    cells["macro recall"] = score("published", "macro_recall")
+    if done.target.is_memory:
+        cells |= {"accuracy 1 GB": score("ours", "accuracy"), "macro F1 1 GB": score("ours", "macro_f1")}
+    cells |= {"under bound": bound("coverage"), "above it": bound("above"), "bound over label": bound("excess")}
+    cells["recall by class"] = lambda figures: _recalls(figures.classes.get("published"))
+    rules = {file: _rule(bins["published"]) for file, bins in done.bins.items()}
+    rules_text = "; ".join(f"{file}: {rule}" for file, rule in rules.items())
+    if len(set(rules.values())) == 1:
+        rules_text = next(iter(rules.values()))
+    return _figures_table(f"classes as published ({rules_text}), and the 99 % bound", done, {}, cells, {})
+
+
+def _figures_table(
+    title: str, done: Benchmark, before: Mapping[str, Cell], cells: Mapping[str, Cell], after: Mapping[str, Cell]
+) -> TableText:
+    """Return a row for each file and estimator. `cells` stay empty where the labels are the estimator's own."""
     rows = []
     for figures in done.figures:
-        published, fine = figures.classes.get("published"), figures.classes.get("ours")
-        row = [figures.file, figures.estimator]
+        texts = [cell(figures) for cell in cells.values()]
         if figures.own_labels:
-            rows.append([*row, NOT_INFORMATIVE, *["–"] * (len(columns) - len(row) - 1)])
-            continue
-        row += [_share(getattr(published, name, None)) for name in ("accuracy", "macro_f1", "macro_recall")]
-        row += [_share(getattr(fine, name, None)) for name in ("accuracy", "macro_f1")] if ours else []
-        row += [_share(getattr(figures.bound, name, None)) for name in ("coverage", "above", "excess")]
-        rows.append([*row, _recalls(published)])
-    widths = {file: bins["published"] for file, bins in done.bins.items()}
-    rules_text = "; ".join(f"{file}: {_rule(bins)}" for file, bins in widths.items())
-    if len(rules := {_rule(bins) for bins in widths.values()}) == 1:
-        (rules_text,) = rules
-    return f"classes as published ({rules_text}), and the 99 % bound", columns, rows
+            texts = [NOT_INFORMATIVE, *["–"] * (len(cells) - 1)]
+        around = [[cell(figures) for cell in of.values()] for of in (before, after)]
+        rows.append([figures.file, figures.estimator, *around[0], *texts, *around[1]])
+    return title, ["rows", "estimator", *before, *cells, *after], rows
 
 
 def published_table(done: Benchmark) -> TableText:
@@ -244,7 +261,9 @@ def _answered(figures: Figures) -> str:
     return asked + (f" + {figures.answered_oom}/{figures.oom} oom" if figures.oom else "")
 
 
-def _constant(value: float) -> str:
+def _constant(value: float | None) -> str:
+    if value is None:
+        return "–"
     return f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.4g}"
 
 
@@ -295,30 +314,15 @@ def refusals(done: Benchmark) -> list[str]:
 
 
 def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
-    """Settings, figures, notes and every row with its estimates, replacing `path` in one step."""
+    """Write settings, figures, notes and every row with its estimates, replacing `path` in one step."""
     rows: dict[tuple[str, str], dict] = {}
     for (file, estimator), scored in done.scored.items():
         for row in scored:
-            entry = rows.setdefault(
-                (file, row.name),
-                {
-                    "file": file,
-                    "row": row.name,
-                    "group": row.group,
-                    "family": row.family,
-                    "label": row.label,
-                    "batch_size": row.batch_size,
-                    "status": "oom" if row.label is None else "ok",
-                    "doubt": row.doubt,
-                    "answers": {},
-                },
-            )
-            entry["answers"][estimator] = {
-                "estimate": row.estimate,
-                "upper": row.upper,
-                "reason": row.reason,
-                "seconds": row.seconds,
-            }
+            about = {name: getattr(row, name) for name in ("group", "family", "label", "batch_size")}
+            status = "oom" if row.label is None else "ok"
+            of_row = {"file": file, "row": row.name, **about, "status": status, "doubt": row.doubt, "answers": {}}
+            answers = rows.setdefault((file, row.name), of_row)["answers"]
+            answers[estimator] = {name: getattr(row, name) for name in ("estimate", "upper", "reason", "seconds")}
     report = {
         "target": done.target.name,
         "unit": done.target.unit,
@@ -326,12 +330,10 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
         "device": done.device,
         "card_mib": done.card_mib,
         "settings": asdict(settings),
-        "bins": {
-            file: {name: bins.to_mapping() for name, bins in of_file.items()} for file, of_file in done.bins.items()
-        },
-        "figures": [figures.to_mapping() for figures in done.figures],
-        "published": [figure.to_mapping() for figure in done.published],
-        "notes": list(done.notes),
+        "bins": {file: {name: asdict(bins) for name, bins in of_file.items()} for file, of_file in done.bins.items()},
+        "figures": [asdict(figures) for figures in done.figures],
+        "published": [asdict(figure) for figure in done.published],
+        "notes": done.notes,
         "rows": list(rows.values()),
     }
     write_output(path, (json.dumps(report, indent=1) + "\n").encode())
@@ -340,35 +342,35 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
 # ---- the page
 
 
-def write_benchmark_report(path: str | Path, done: Benchmark, settings: BenchmarkSettings) -> None:
-    """Write the page in one step, in place of what was there."""
-    page = render_page(benchmark_page(done, settings))
-    write_output(path, page.encode("utf-8", errors="replace"), key="report")
+def write_page(path: str | Path, page: Page) -> None:
+    """Write a page in one step, in place of what was there."""
+    write_output(path, render_page(page).encode("utf-8", errors="replace"), key="report")
 
 
 def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
     """Return the page's contents."""
     sections = [
-        *(_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)),
-        _refusals(done),
-        _settings(settings),
-    ]
-    tables = [
         Section("errors", "", (*map(Callout, done.notes), *table_blocks(errors_table(done)))),
         Section("classes", "", table_blocks(classes_table(done))),
     ]
     if done.published:
-        tables.append(Section("published", "", table_blocks(published_table(done)), apart=True))
+        sections.append(Section("published", "", table_blocks(published_table(done)), apart=True))
+    sections += [_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)]
+    if reasons := refusals(done):
+        sections.append(Section("refusals", "Rows without an answer", (Bullets(tuple(reasons)),)))
+    given = {name: value for name, value in asdict(settings).items() if value is not None}
+    rows = [[name, ", ".join(value) if isinstance(value, tuple) else str(value)] for name, value in given.items()]
+    keys = table_blocks(("keys of the command", ["key", "value set"], rows))
     return Page(
         title=f"Estimators of {done.target.name}",
         head=(Lead(headline(done)),),
-        sections=(*tables, *(section for section in sections if section is not None)),
+        sections=(*sections, Section("settings", "Settings", keys)),
         pictures=True,
     )
 
 
 def table_blocks(table: TableText) -> tuple[Block, ...]:
-    """A heading and the table; a name of rows stands once, where its rows begin."""
+    """Return a heading and the table; a name of rows stands once, where its rows begin."""
     title, names, lines = table
     grouped = names[0] == "rows"
     rows: list[Row] = []
@@ -387,16 +389,10 @@ def _plots(done: Benchmark, file: str, key: str) -> Section:
     own = next(figures for figures in done.figures if figures.file == file)
     oom = f", {own.oom:,} that ran out of memory" if own.oom else ""
     intro = Lead(f"{own.ok + own.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
-    pictures = tuple(Picture(svg.encode(), "image/svg+xml", caption, caption) for caption, svg in plots_of(done, file))
+    pictures = tuple(picture_of(svg, caption) for caption, svg in plots_of(done, file))
     return Section(key, file, (intro, Pictures(pictures)), name=file)
 
 
-def _refusals(done: Benchmark) -> Section | None:
-    reasons = tuple(refusals(done))
-    return Section("refusals", "Rows without an answer", (Bullets(reasons),)) if reasons else None
-
-
-def _settings(settings: BenchmarkSettings) -> Section:
-    given = {name: value for name, value in asdict(settings).items() if value is not None}
-    rows = [[name, ", ".join(value) if isinstance(value, tuple) else str(value)] for name, value in given.items()]
-    return Section("settings", "Settings", table_blocks(("keys of the command", ["key", "value set"], rows)))
+def picture_of(svg: str, caption: str) -> Picture:
+    """Return a plot as a page shows it."""
+    return Picture(svg.encode(), "image/svg+xml", caption, caption)
