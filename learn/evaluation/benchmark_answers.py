@@ -46,6 +46,13 @@ class Tally:
         self.done += steps
         self._progress(self.done, self.of)
 
+    def traced(self, done: int, of: int) -> None:
+        """Hear of one part's steps: of none first, then of each."""
+        if done:
+            self.step()
+        else:
+            self.add(of)
+
 
 def ask_free(
     selection: RowSelection,

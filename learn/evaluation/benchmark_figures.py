@@ -5,6 +5,7 @@ Start reading at `Scored`, then `figures_of`, then `Benchmark`, which has all of
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -233,33 +234,23 @@ class Benchmark:
 
 
 def judged(
-    title: str,
-    rows: Mapping[int, Mapping[str, Any]],
+    sets: Mapping[str, Mapping[int, Mapping[str, Any]]],
     asked: Mapping[str, Asked],
-    bins: Mapping[str, Bins],
+    bins: Mapping[str, Mapping[str, Bins]],
     space: str,
 ) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
-    """Judge every estimator on some rows: row -> what `Scored` says of it. One without an answer or a reason for any of
-    them is left out."""
-    scored = {
-        (title, name): [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
-        for name, of in asked.items()
-        if not rows.keys().isdisjoint(of.answers)
-    }
-    figures = [
-        figures_of(
-            title,
-            name,
-            own,
-            bins=bins,
-            space=space,
-            learned=asked[name].learns,
-            median_seconds=asked[name].latency.get(title.removesuffix(TRUSTED_ALONE)),
-            fit_seconds=asked[name].fit_seconds,
-            fits=asked[name].fits,
-        )
-        for (_, name), own in scored.items()
-    ]
+    """Judge every estimator on sets of rows: title -> row -> what `Scored` says of it. An estimator without an answer
+    or a reason for any of them is left out. `bins` are by title, doubted rows apart or not."""
+    figures = []
+    scored = {}
+    for (title, rows), (name, of) in itertools.product(sets.items(), asked.items()):
+        own = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
+        if not own:
+            continue
+        scored[title, name] = own
+        file = title.removesuffix(TRUSTED_ALONE)
+        times = {"median_seconds": of.latency.get(file), "fit_seconds": of.fit_seconds, "fits": of.fits}
+        figures.append(figures_of(title, name, own, bins=bins[file], space=space, learned=of.learns, **times))
     return figures, scored
 
 
