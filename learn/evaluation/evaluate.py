@@ -12,7 +12,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from learn.data import MIN_GROUPS, Rows
-from learn.estimators import LEVEL, Estimator, Prediction, make_estimator
+from learn.estimators import LEVEL, Estimator, make_estimator
 from learn.evaluation.scores import (
     bound_scores,
     class_scores,
@@ -23,7 +23,7 @@ from learn.evaluation.scores import (
     median,
     p90,
 )
-from learn.evaluation.splits import hold_out, split
+from learn.evaluation.splits import hold_out, require_groups, split
 from learn.step_store import StepStore
 from learn.targets import Bins
 
@@ -117,7 +117,7 @@ def evaluate(
     """
     steps = StepStore() if steps is None else steps
     classes = classes_of(rows, bins)
-    require_groups(rows)
+    require_groups(rows, MIN_GROUPS, "holding some out")
     train, test = hold_out(rows, classes, seed)
     train_rows, test_rows = rows.subset(train), rows.subset(test)
 
@@ -129,7 +129,7 @@ def evaluate(
         held, reasons_without = answered(fitted, train_rows.subset(outside), steps)
         unanswered += reasons_without
         if len(held):
-            folds.append(measure(fitted, held, bins, steps)[0])
+            folds.append(judged(fitted, train_rows, held, bins, [], steps=steps).test)
     progress("held-out test")
     fitted = make_estimator(estimator, seed).fit(train_rows, steps)
     asked = len(test_rows)
@@ -152,11 +152,12 @@ def judged(
     *,
     steps: StepStore | None = None,
 ) -> Evaluation:
-    """A fitted model judged on rows that it all answers; `notes` follow its own warnings."""
-    metrics, prediction, predicted = measure(fitted, test_rows, bins, steps)
+    """Judge a fitted model on rows that it has not seen and all answers; `notes` follow its own warnings."""
+    prediction = fitted.predict(test_rows.cases, steps)
+    predicted = prediction.bin_probabilities(bins.edges_of(test_rows.family)).argmax(axis=1)
     return Evaluation(
         cv=tuple(cv),
-        test=metrics,
+        test=score(test_rows, bins, prediction.point, prediction.upper(LEVEL), predicted),
         train_rows=train_rows,
         test_rows=test_rows,
         point=prediction.point,
@@ -176,8 +177,8 @@ def own_labels(estimator: str, rows: Rows, point: np.ndarray) -> bool:
 
 
 def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
-    """Class of each row, (n,) int; of out-of-memory rows the least that they may belong to, which is the top bin unless
-    they had a share of the device only."""
+    """Return the class of each row, (n,) int. Out-of-memory rows have the least that they may belong to: the top bin
+    unless they had a share of the device only."""
     return bins.classify(rows.label, rows.family)
 
 
@@ -187,28 +188,8 @@ def judged_classes(rows: Rows, bins: Bins, predicted: np.ndarray) -> np.ndarray:
     return np.where(rows.censored, np.maximum(classes, predicted), classes)
 
 
-def require_groups(rows: Rows) -> None:
-    """Raise `UsageError` where there are too few different configurations to hold some out."""
-    groups = len(np.unique(rows.group.astype(str)))
-    if groups < MIN_GROUPS:
-        raise UsageError(
-            f"the {len(rows)} rows of target={rows.target.name} are near-copies of {groups} configurations; at least "
-            f"{MIN_GROUPS} different ones are needed to hold some out"
-        )
-
-
-def measure(
-    fitted: Estimator, rows: Rows, bins: Bins, steps: StepStore | None = None
-) -> tuple[Metrics, Prediction, np.ndarray]:
-    """(Metrics, Prediction, predicted classes) of a fitted estimator on rows it has not seen and has answers for."""
-    prediction = fitted.predict(rows.cases, steps)
-    predicted = prediction.bin_probabilities(bins.edges_of(rows.family)).argmax(axis=1)
-    metrics = score(rows, bins, prediction.point, prediction.upper(LEVEL), predicted)
-    return metrics, prediction, predicted
-
-
 def answered(fitted: Estimator, rows: Rows, steps: StepStore | None = None) -> tuple[Rows, list[str]]:
-    """(the rows that the estimator has an answer for, the reason of each of the others)."""
+    """Return the rows that the estimator has an answer for, and the reason of each of the others."""
     refusals = fitted.predict(rows.cases, steps).refusals
     if not refusals:
         return rows, []
