@@ -6,13 +6,14 @@ Start reading at `print_benchmark`, then `write_benchmark_report`.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from conf.bars import start_bar
+from conf.bars import terminal_bar
 from conf.outputs import write_output
 from conf.reports.blocks import (
     Block,
@@ -36,8 +37,6 @@ from learn.targets import LEVELS, MIB_PER_GB, TARGETS
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
 
     from learn.evaluation.benchmark_figures import Benchmark, Figures
     from learn.evaluation.benchmark_settings import BenchmarkSettings
@@ -48,7 +47,6 @@ WORDS = {
     *("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of"),
     *("group", "row", "in doubt"),
 }
-ERRORS = ("median", "mean", "p90")
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
 _CLASSES = 8  # more recalls than that are told in the files only
@@ -59,45 +57,38 @@ class BenchmarkProgress:
     """A context manager on stderr: a bar on a terminal, else a line every ten seconds; estimators as they are done."""
 
     def __init__(self, target: str, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.console import Console
-
         self._label, self._clock = f"benchmark of {target}", clock
         self._relative = target in TARGETS and TARGETS[target].space == "log"
-        self._console = Console(stderr=True, highlight=False)
-        self._bar: tuple[Bar, TaskID] | None = None
         self._began = self._printed = clock()
+        self._running = terminal_bar(self._label, remaining=True)
 
     def __enter__(self) -> BenchmarkProgress:
-        if self._console.is_terminal:
-            from rich.progress import TimeRemainingColumn
-
-            self._bar = start_bar(self._console, self._label, TimeRemainingColumn())
+        self._bar = self._running.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar[0].stop()
+    def __exit__(self, *raised: Any) -> None:
+        self._running.__exit__(*raised)
 
     def update(self, done: int, of: int) -> None:
-        """`done` of `of` steps are taken."""
+        """Show that `done` of `of` steps are taken."""
         if self._bar is not None:
-            bar, task = self._bar
-            bar.update(task, completed=done, total=of)
+            self._bar(completed=done, total=of)
         elif done and (self._clock() - self._printed >= _PLAIN_EVERY_S or done == of):
             self._printed = self._clock()
             left = (self._printed - self._began) / done * (of - done)
-            self._console.print(f"{self._label}: {done}/{of} steps, {left:.0f} s left", markup=False)
+            print(f"{self._label}: {done}/{of} steps, {left:.0f} s left", file=sys.stderr)
 
     def show(self, figures: Sequence[Figures]) -> None:
         """Print the figures of an estimator that has answered, a line for each file."""
         for of_file in figures:
-            median, _, p90 = (error_text(self._relative, getattr(of_file.raw, name)) for name in ERRORS)
+            median, p90 = (error_text(self._relative, value) for value in (of_file.raw.median, of_file.raw.p90))
             scores = of_file.classes.get("published")
             figures_text = f"median {median}, p90 {p90}, accuracy {_share(getattr(scores, 'accuracy', None))}"
             if of_file.own_labels:
                 figures_text = NOT_INFORMATIVE
-            line = f"{of_file.file}, {of_file.estimator}: answered {_answered(of_file)}, {figures_text}"
-            self._console.print(line, markup=False, soft_wrap=True)
+            print(
+                f"{of_file.file}, {of_file.estimator}: answered {_answered(of_file)}, {figures_text}", file=sys.stderr
+            )
 
 
 def print_benchmark(done: Benchmark, *, by: str | None = None, worst: int = 0) -> None:
@@ -140,7 +131,7 @@ def errors_table(done: Benchmark) -> TableText:
         "mean": lambda figures: error(figures.raw.mean),
         "p90": lambda figures: error(figures.raw.p90),
         "under": lambda figures: _share(figures.raw.under),
-        f"constant [{done.target.unit}]": lambda figures: _constant(figures.constant),
+        f"constant [{done.target.unit}]": lambda figures: _text(figures.constant, "+,.0f", "+.4g", below=1000),
         "median +c": lambda figures: error(figures.shifted.median),
         "p90 +c": lambda figures: error(figures.shifted.p90),
     }
@@ -148,8 +139,8 @@ def errors_table(done: Benchmark) -> TableText:
         cells["fit told right"] = lambda figures: _share(figures.fit_right)
         cells["by bound"] = lambda figures: _share(figures.fit_right_bound)
     times: dict[str, Cell] = {
-        "s each": lambda figures: _seconds(figures.median_seconds),
-        "s a fit": lambda figures: _seconds(figures.fit_seconds),
+        "s each": lambda figures: _text(figures.median_seconds, ".2f", ".4f", below=0.1),
+        "s a fit": lambda figures: _text(figures.fit_seconds, ".2f", ".4f", below=0.1),
     }
     kind = "relative" if done.relative else "absolute"
     title = f"{kind} errors; +c: with one constant per file added"
@@ -170,7 +161,7 @@ def classes_table(done: Benchmark) -> TableText:
     if done.target.is_memory:
         cells |= {"accuracy 1 GB": score("ours", "accuracy"), "macro F1 1 GB": score("ours", "macro_f1")}
     cells |= {"under bound": bound("coverage"), "above it": bound("above"), "bound over label": bound("excess")}
-    cells["recall by class"] = lambda figures: _recalls(figures.classes.get("published"))
+    cells["recall by class"] = _recalls
     rules = {file: _rule(bins["published"]) for file, bins in done.bins.items()}
     rules_text = "; ".join(f"{file}: {rule}" for file, rule in rules.items())
     if len(set(rules.values())) == 1:
@@ -205,20 +196,6 @@ def _rule(bins) -> str:
     return f"{bins.edges[0] / MIB_PER_GB:g} GB" if bins.edges else "one class"
 
 
-def _recalls(scores) -> str:
-    """Percent by class, in the order of the classes."""
-    if scores is None:
-        return "–"
-    values = [f"{100 * value:.0f}" for value in scores.recall.values()]
-    return " ".join(values) if len(values) <= _CLASSES else f"{len(values)} classes"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
-
-
 def screen_of(width: int) -> Console:
     """Return standard output; a file or a pipe, where rich would fold figures at 80 columns, is `width` wide."""
     from rich.console import Console
@@ -249,26 +226,31 @@ def print_table(table: TableText) -> None:
     screen_of(_PLAIN_WIDTH).print(drawn)
 
 
+def _text(value: float | None, form: str, small: str = "", *, below: float = 0.0) -> str:
+    """Return a figure in its format, of sizes under `below` in that of `small`; a dash without one."""
+    return "–" if value is None else format(value, small if abs(value) < below else form)
+
+
 def error_text(relative: bool, value: float | None) -> str:
     """Return an error as the target's are read: relative ones in percent."""
-    if value is None:
+    return _text(value, ".1%" if relative else ".4f")
+
+
+def _share(value: float | None) -> str:
+    return _text(value, ".1%")
+
+
+def _recalls(figures: Figures) -> str:
+    """Return percent by class, in the order of the classes."""
+    if "published" not in figures.classes:
         return "–"
-    return f"{value:.1%}" if relative else f"{value:.4f}"
+    values = [f"{100 * value:.0f}" for value in figures.classes["published"].recall.values()]
+    return " ".join(values) if len(values) <= _CLASSES else f"{len(values)} classes"
 
 
 def _answered(figures: Figures) -> str:
     asked = f"{figures.answered_ok:,}/{figures.ok:,}"
     return asked + (f" + {figures.answered_oom}/{figures.oom} oom" if figures.oom else "")
-
-
-def _constant(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.4g}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
 
 
 def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
