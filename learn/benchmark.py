@@ -16,7 +16,16 @@ import numpy as np
 
 from conf.cli import command
 from conf.errors import UsageError
-from learn.evaluation.benchmark_figures import TRUSTED_ALONE, Asked, Benchmark, Figures, Given, Scored, judged
+from learn.evaluation.benchmark_figures import (
+    TRUSTED_ALONE,
+    Asked,
+    Benchmark,
+    Figures,
+    Given,
+    Scored,
+    described,
+    judged,
+)
 from learn.evaluation.benchmark_settings import STEP_FORMULAS, BenchmarkSettings
 from learn.step_store import StepStore
 from learn.targets import SLOWDOWN, get_target
@@ -221,16 +230,10 @@ def _sets(
     groups = keys_of(rows, settings.by or "module")
     sets: dict[str, dict[int, dict[str, Any]]] = {}
     for i in index.tolist():
-        sets.setdefault(selection.file[i], {})[i] = {
+        sets.setdefault(selection.file[i], {})[i] = described(rows.records[i], rows.target) | {
             "name": str(selection.name[i]),
             "group": str(groups[i]),
-            "label": None if rows.censored[i] else float(rows.label[i]),
-            "doubt": str(rows.doubt[i]) or None,
-            "family": str(rows.family[i]),
-            "batch_size": rows.cases[i].batch_size,
-            "card": float(rows.device_memory_mib[i]) if rows.target.is_memory else None,
             "operator": steps.main_operator(rows.cases[i]),
-            "source": str(rows.source[i]),
         }
     with_trusted: dict[str, dict[int, dict[str, Any]]] = {}
     for file, of_file in sets.items():

@@ -162,10 +162,11 @@ def _ask(
             return [Given(estimate=None, reason=str(error))], ()
         alone = [_ask(fitted, rows.subset([i]), bins, steps) for i in range(len(rows))]
         return [one for given, _ in alone for one in given], tuple(text for _, texts in alone for text in texts)
-    return _given(prediction, rows, bins), prediction.warnings
+    return given_of(prediction, rows, bins), prediction.warnings
 
 
-def _given(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list[Given]:
+def given_of(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list[Given]:
+    """Return the answer of each row, with its class by each of the bins."""
     point, upper = prediction.point, prediction.upper(LEVEL)
     quantiles = None if upper is None else np.stack([prediction.quantile(q) for q in RELIABILITY], axis=1)
     classes = {

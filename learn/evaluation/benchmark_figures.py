@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from learn.data import LabelledRow
 from learn.evaluation.published_figures import PublishedFigure
 from learn.evaluation.scores import (
     RELATIVE_FLOOR,
@@ -138,6 +139,20 @@ class Figures:
     fit_seconds: float | None
     fits: int
     own_labels: bool = False
+
+
+def described(row: LabelledRow, target: Target) -> dict[str, Any]:
+    """Return what `Scored` says of a row, under its id and by its family."""
+    return {
+        "name": str(row.run_id),
+        "group": str(row.family),
+        "label": None if row.censored else float(row.label),
+        "doubt": str(row.doubt) or None,
+        "family": str(row.family),
+        "batch_size": row.case.batch_size,
+        "card": float(row.device_memory_mib) if target.is_memory else None,
+        "source": str(row.source),
+    }
 
 
 def figures_of(
