@@ -151,8 +151,8 @@ def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping) 
 
 
 def cache_folder(settings: BenchmarkSettings) -> DataFolder:
-    """Where features are kept: the data folder; for published files one is made only if it is named, and where there
-    is none, `gpufarm` in the user's cache folder serves."""
+    """Return where features are kept: the data folder. For published files one is made only if it is named; without
+    one, `gpufarm` in the user's cache folder serves."""
     from featurize.disk_cache import user_folder
     from warehouse.folder import DataFolder
 

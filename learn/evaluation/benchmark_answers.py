@@ -32,7 +32,7 @@ TIMED_CASES = 20  # of a file, after one that warms up
 
 
 class Tally:
-    """How many of how many steps are done; whoever begins something adds its steps first."""
+    """Count steps done and to do; whoever begins something adds its steps first."""
 
     def __init__(self, progress: Callable[[int, int], None]) -> None:
         self._progress = progress
@@ -47,7 +47,7 @@ class Tally:
         self._progress(self.done, self.of)
 
     def traced(self, done: int, of: int) -> None:
-        """Hear of one part's steps: of none first, then of each."""
+        """Count the steps of one part: called with 0 done first, then after each."""
         if done:
             self.step()
         else:

@@ -1,4 +1,4 @@
-"""How far answers lie from labels: the figures of each estimator on each set of rows.
+"""Measure how far answers lie from labels: the figures of each estimator on each set of rows.
 
 Start reading at `Scored`, then `figures_of`, then `Benchmark`, which has all of them.
 """

@@ -1,4 +1,4 @@
-"""Which rows a benchmark is about: of the warehouse's runs, or of published files, as labelled `Rows`.
+"""Choose the rows of a benchmark: the warehouse's runs, or published files, as labelled `Rows`.
 
 Start reading at `RowSelection`, then `of_published` and `of_runs`.
 """
@@ -63,7 +63,7 @@ class RowSelection:
 
 
 def _card(rows: Rows) -> float | None:
-    """Where the open class begins: the card's memory; of several cards, the smallest that a row did not fit."""
+    """Return where the open class begins: the card's memory; of several cards, the smallest that a row did not fit."""
     if not rows.target.is_memory:
         return None
     known = set(rows.card_mib[np.isfinite(rows.card_mib)].tolist())

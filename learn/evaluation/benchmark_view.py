@@ -1,4 +1,4 @@
-"""How a benchmark is shown: a bar while it runs, tables and a page for people, JSON for programs.
+"""Show a benchmark: a bar while it runs, tables and a page for people, JSON for programs.
 
 Start reading at `print_benchmark`, then `write_benchmark_report`.
 """
@@ -284,7 +284,7 @@ def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
 
 
 def refusals(done: Benchmark) -> list[str]:
-    """Why rows have no answer, the commonest reasons of each estimator and file."""
+    """Return why rows have no answer: the commonest reasons of each estimator and file."""
     refusal_lines = []
     for figures in done.figures:
         reasons = list(figures.refusals.items())

@@ -1,4 +1,4 @@
-"""How good an estimator is on rows it has not seen: grouped, stratified splits and the figures papers report.
+"""Judge an estimator on rows it has not seen: grouped, stratified splits and the figures papers report.
 
 Start reading at `evaluate`.
 """

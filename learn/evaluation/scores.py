@@ -1,4 +1,4 @@
-"""How good answers are, as papers report it: classes, errors and bounds, of plain arrays.
+"""Score answers as papers do: classes, errors and bounds, of plain arrays.
 
 Start reading at `class_scores`; `learn.evaluation.evaluate` and `learn.evaluation.benchmark_figures` count with these.
 """

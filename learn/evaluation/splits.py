@@ -1,4 +1,4 @@
-"""Which rows an estimator is fitted on, and which it is asked afterwards: near-copies are never on both sides.
+"""Share rows out to fit on and to ask: near-copies are never on both sides.
 
 Start reading at `parts_of`; `split` and `hold_out` are what it and `learn.evaluation.evaluate` share.
 """

@@ -1,4 +1,4 @@
-"""How far off estimated times are, of rows that were fitted on and of rows left out.
+"""Judge estimated times, on rows that were fitted on and on rows left out.
 
 Start reading at `judged`; `left_out_by`, `left_out_ratios` and `subsets` serve `learn.benchmark`, too.
 """
