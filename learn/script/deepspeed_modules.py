@@ -12,7 +12,7 @@ import itertools
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -25,9 +25,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from learn.script.deepspeed_engine import DeepSpeedEngine, DeepSpeedJob
-from learn.script.deepspeed_optimizers import adam_of, kind_of
+from learn.script.deepspeed_engine import DeepSpeedEngine, DeepSpeedJob, kind_of
 from learn.script.device_mode import CUDA
+from learn.script.fake_cuda import giving
 from learn.script.loggers import is_ready_for_its_absence
 from learn.script.rank_zero import RankZero
 from learn.script.step_watch import StepWatch
@@ -48,7 +48,13 @@ class _Finder(MetaPathFinder, Loader):
     """
 
     def __init__(self, contents: Mapping[str, Mapping[str, Any]], rank: RankZero) -> None:
-        self._contents, self._rank = contents, rank
+        self._rank = rank
+        self._modules = {name: _Part(name) for name in contents}
+        for name, module in self._modules.items():
+            vars(module).update(contents[name])
+            package, _, leaf = name.rpartition(".")
+            if package:
+                vars(self._modules[package])[leaf] = module
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if not f"{fullname}.".startswith(f"{NAME}."):
@@ -61,10 +67,9 @@ class _Finder(MetaPathFinder, Loader):
         return self._rank.launched > 1 or PathFinder.find_spec(NAME) is not None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _Module(spec.name)
+        return self._modules.get(spec.name) or _Part(spec.name)
 
-    def exec_module(self, module: types.ModuleType) -> None:
-        vars(module).update(self._contents.get(module.__name__, {}))
+    def exec_module(self, module: types.ModuleType) -> None: ...
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         wanted = getattr(context, "name", None)
@@ -81,29 +86,18 @@ class _Distribution(importlib.metadata.Distribution):
         return Path(path)
 
 
-class _Module(types.ModuleType):
-    """Has what its package is known for; all else can be imported, and says that it is not followed when it is used."""
+class _Part(types.ModuleType):
+    """A module that has what it is known for. All else of DeepSpeed can be imported, and says that it is not followed
+    when it is used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _NotFollowed(f"{self.__name__}.{name}")
-
-
-class _NotFollowed:
-    """A part of DeepSpeed that nothing stands for."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _NotFollowed(f"{self._name}.{name}")
+        return _Part(f"{self.__name__}.{name}")
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            f"{self._name} is not followed; estimate the model itself with the layout, as in parallel=ddp=8,zero=2"
+            f"{self.__name__} is not followed; estimate the model itself with the layout, as in parallel=ddp=8,zero=2"
         )
 
     def __mro_entries__(self, bases: tuple) -> tuple:
@@ -114,61 +108,41 @@ class _NotFollowed:
 
 
 def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
-    """Module -> what is in it."""
-    fused_adam = adam_of("FusedAdam", "fused", "adam_w_mode")
-    host_adam = adam_of("DeepSpeedCPUAdam", None, "adamw_mode")
-    zero = {"Init": Init, "GatheredParameters": _gathered, "register_external_parameter": _nothing}
+    """Return module -> what is in it, besides the modules below it."""
+    zero = {
+        "Init": Init, "register_external_parameter": giving(None),
+        "GatheredParameters": lambda *_, **__: contextlib.nullcontext(),  # they are whole until there is an engine
+    }  # fmt: skip
     arange = {"zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn, "_orig_torch_arange": torch.arange}
-    communication = {**_of_torch(), "init_distributed": job.init_distributed}
-    checkpointing = {"checkpoint": _checkpoint, "configure": _nothing, "is_configured": lambda: True}
-    utilities = {"logger": logging.getLogger("DeepSpeed"), "log_dist": _nothing, "set_z3_leaf_modules": _nothing}
-    return {
-        NAME: {
+    of_torch = {name: getattr(dist, name) for name in dir(dist) if not name.startswith("_")}
+    within = {
+        "": {
             "__version__": VERSION, "initialize": job.initialize, "init_distributed": job.init_distributed,
             "add_config_arguments": _add_arguments, "DeepSpeedEngine": DeepSpeedEngine,
-            **{name: _module(f"{NAME}.{name}", content) for name, content in (
-                ("zero", zero), ("comm", communication), ("checkpointing", checkpointing), ("utils", utilities),
-            )},
-            "runtime": _module(f"{NAME}.runtime", {
-                "lr_schedules": _module(f"{NAME}.runtime.lr_schedules", {"VALID_LR_SCHEDULES": _SCHEDULES}),
-            }),
         },
-        f"{NAME}.zero": zero,
-        f"{NAME}.runtime.zero": zero,
-        f"{NAME}.runtime.zero.partition_parameters": {**zero, **arange},
-        f"{NAME}.comm": communication,
-        f"{NAME}.checkpointing": checkpointing,
-        f"{NAME}.utils": utilities,
-        f"{NAME}.runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
-        f"{NAME}.runtime.lr_schedules": {"VALID_LR_SCHEDULES": _SCHEDULES},
-        f"{NAME}.accelerator": {"get_accelerator": _Accelerator},
-        f"{NAME}.ops.adam": {"FusedAdam": fused_adam, "DeepSpeedCPUAdam": host_adam},
-        f"{NAME}.ops.lion": {
+        ".zero": zero,
+        ".comm": {**of_torch, "init_distributed": job.init_distributed},
+        ".checkpointing": {"checkpoint": _checkpoint, "configure": giving(None), "is_configured": giving(True)},
+        ".utils": {
+            "logger": logging.getLogger("DeepSpeed"), "log_dist": giving(None), "set_z3_leaf_modules": giving(None),
+        },
+        ".runtime": {},
+        ".runtime.zero": zero,
+        ".runtime.zero.partition_parameters": {**zero, **arange},
+        ".runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
+        ".runtime.lr_schedules": {"VALID_LR_SCHEDULES": _SCHEDULES},
+        ".accelerator": {"get_accelerator": _Accelerator},
+        ".ops": {},
+        ".ops.adam": {
+            "FusedAdam": kind_of("FusedAdam", "adamw", "fused"),
+            "DeepSpeedCPUAdam": kind_of("DeepSpeedCPUAdam", "adamw"),
+        },
+        ".ops.lion": {
             "FusedLion": kind_of("FusedLion", "lion"), "DeepSpeedCPULion": kind_of("DeepSpeedCPULion", "lion"),
         },
-        f"{NAME}.ops.adagrad": {"DeepSpeedCPUAdagrad": kind_of("DeepSpeedCPUAdagrad", "adagrad")},
+        ".ops.adagrad": {"DeepSpeedCPUAdagrad": kind_of("DeepSpeedCPUAdagrad", "adagrad")},
     }  # fmt: skip
-
-
-def _module(name: str, content: Mapping[str, Any]) -> types.ModuleType:
-    module = _Module(name)
-    vars(module).update(content)
-    return module
-
-
-def _of_torch() -> dict[str, Any]:
-    """`deepspeed.comm` has torch.distributed's functions."""
-    return {name: getattr(dist, name) for name in dir(dist) if not name.startswith("_")}
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-@contextlib.contextmanager
-def _gathered(*_: Any, **__: Any) -> Iterator[None]:
-    """Parameters are whole until there is an engine."""
-    yield
+    return {f"{NAME}{name}": content for name, content in within.items()}
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -210,20 +184,11 @@ class Init:
 class _Accelerator:
     """What `deepspeed.accelerator.get_accelerator()` returns: torch.cuda, with names of its own."""
 
+    current_device_name, communication_backend_name = giving(str(CUDA)), giving("nccl")
+    is_fp16_supported = giving(True)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
 
     def device_name(self, index: int | None = None) -> str:
         return "cuda" if index is None else f"cuda:{index}"
-
-    def current_device_name(self) -> str:
-        return str(CUDA)
-
-    def communication_backend_name(self) -> str:
-        return "nccl"
-
-    def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self) -> bool:
-        return True

@@ -5,18 +5,17 @@ Start reading at `explained`.
 
 from __future__ import annotations
 
-import os
 import sysconfig
 import traceback
 from pathlib import Path
 
 from conf.errors import CommandError
+from conf.own_packages import ROOT
 from conf.plain_text import first_line
 from featurize.module_stack import origin
 from learn.script.containment import DISTRIBUTED
 
-_ROOT = Path(__file__).resolve().parents[2]
-_INSTALLED = ("site-packages", "dist-packages")
+_OWN = (ROOT.resolve() / "learn", ROOT.resolve() / "featurize", Path(sysconfig.get_path("stdlib")).resolve())
 _LAUNCHED = (
     "; the script expects a launcher: estimate the command that starts it, such as torchrun --nproc-per-node 8 train.py"
 )
@@ -50,18 +49,14 @@ def explained(error: BaseException, script: str) -> str:
 def _frames(
     error: BaseException, folders: tuple[Path, ...]
 ) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
-    """The frames of code that the user could have written, and those of them below the folders."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_readable(frame.filename)]
+    """Return the frames of code that the user could have written, and those of them below the folders."""
+    all_frames = traceback.extract_tb(error.__traceback__)
+    frames = [one for one in all_frames if not one.filename.startswith("<") and not is_installed(one.filename)]
     return frames, [f for f in frames if any(Path(f.filename).resolve().is_relative_to(folder) for folder in folders)]
 
 
-def _is_readable(filename: str) -> bool:
-    """Whether a frame is of code that the user could have written: not the library's, torch's or this project's."""
-    if filename.startswith("<"):
-        return False
+def is_installed(filename: str) -> bool:
+    """Return whether a file is the standard library's, an installed library's, or this project's own code."""
     path = Path(filename).resolve()
-    if any(part in _INSTALLED for part in path.parts):
-        return False
-    ours = (_ROOT / "learn", _ROOT / "featurize", Path(sysconfig.get_path("stdlib")).resolve())
-    torch_folder = os.sep + "torch" + os.sep
-    return torch_folder not in str(path) and not any(path.is_relative_to(folder) for folder in ours)
+    is_own = any(path.is_relative_to(folder) for folder in _OWN)
+    return is_own or any(part in ("site-packages", "dist-packages", "torch") for part in path.parts)

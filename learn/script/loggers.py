@@ -5,35 +5,24 @@ Start reading at `SilentLoggers`. One that is not installed is absent where the 
 
 from __future__ import annotations
 
-import ast
-import functools
+import dis
 import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from typing import Any
 
 _LOGGERS = (
-    "wandb",
-    "mlflow",
-    "comet_ml",
-    "neptune",
-    "aim",
-    "clearml",
-    "swanlab",
-    "tensorboardX",
-    "torch.utils.tensorboard",
-)
-_CATCHING = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+    "wandb", "mlflow", "comet_ml", "neptune", "aim", "clearml", "swanlab", "tensorboardX", "torch.utils.tensorboard",
+)  # fmt: skip
 
 
 class SilentLoggers(MetaPathFinder, Loader):
     """Imports of experiment loggers give a module that takes every call and does nothing.
 
-    note   hears which logger was kept from logging
+    note   called with which logger was kept from logging
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -41,9 +30,7 @@ class SilentLoggers(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         logger = _logger_of(fullname)
-        if logger is None:
-            return None
-        if not _is_installed(logger) and is_ready_for_its_absence():
+        if logger is None or (not _is_installed(logger) and is_ready_for_its_absence()):
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
@@ -84,62 +71,25 @@ class _Silent(types.ModuleType):
     def __iter__(self) -> Any:
         return iter(())
 
-    def __bool__(self) -> bool:
-        return True
-
 
 def _logger_of(name: str) -> str | None:
     return next((logger for logger in _LOGGERS if f"{name}.".startswith(f"{logger}.")), None)
 
 
 def _is_installed(logger: str) -> bool:
-    """Whether a package is there: a mere folder of that name, as wandb leaves in the working folder, is none."""
+    """Return whether a package is there. wandb leaves a mere folder of its name in the working folder."""
     spec = PathFinder.find_spec("tensorboard" if logger == "torch.utils.tensorboard" else logger)
     return spec is not None and spec.origin is not None
 
 
 def is_ready_for_its_absence() -> bool:
-    """Whether who imports catches the failure, or only asks whether there is such a module."""
+    """Return whether the import stands in a `try`, or only asks whether there is such a module."""
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
-        if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
+        if frame.f_code.co_name == "find_spec" and frame.f_globals["__name__"] == "importlib.util":
             return True
         frame = frame.f_back
     if frame is None:
         return False
-    if frame.f_globals.get("__name__") == "importlib.util":
-        return True
-    return frame.f_lineno in _lines_that_may_fail(frame.f_code.co_filename)
-
-
-@functools.cache
-def _lines_that_may_fail(path: str) -> frozenset[int]:
-    """The lines of a source file at which a failing import is caught."""
-    try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return frozenset()
-    caught: set[int] = set()
-    for node in ast.walk(tree):
-        ready = isinstance(node, ast.Try) and any(_catches(handler.type) for handler in node.handlers)
-        ready |= isinstance(node, ast.With) and any(_suppresses(item.context_expr) for item in node.items)
-        if ready:
-            assert isinstance(node, ast.Try | ast.With)
-            for statement in node.body:
-                caught.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
-    return frozenset(caught)
-
-
-def _catches(handler: ast.expr | None) -> bool:
-    if handler is None:
-        return True
-    names = {node.id for node in ast.walk(handler) if isinstance(node, ast.Name)}
-    return bool(names & _CATCHING)
-
-
-def _suppresses(context: ast.expr) -> bool:
-    if not isinstance(context, ast.Call):
-        return False
-    called = {node.id for node in ast.walk(context.func) if isinstance(node, ast.Name)}
-    called |= {node.attr for node in ast.walk(context.func) if isinstance(node, ast.Attribute)}
-    return "suppress" in called and any(_catches(argument) for argument in context.args)
+    handlers = dis.Bytecode(frame.f_code).exception_entries  # those with `lasti` are of `with`, and of `except` itself
+    return any(entry.start <= frame.f_lasti < entry.end and not entry.lasti for entry in handlers)

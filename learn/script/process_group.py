@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
+from torch.distributed import device_mesh, distributed_c10d
 
 from featurize.parallel.releases import SHARDS, refused_modes
 from featurize.releases import require_torch
 from featurize.replacing import replace_attribute
+from learn.script.fake_cuda import giving
 from learn.script.rank_zero import RankZero
 from learn.script.replicas import install_replicas
 
@@ -32,14 +34,7 @@ _OFFLOADED = (
 class _Done:
     """The handle of a collective that has ended."""
 
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
+    wait = is_completed = is_success = giving(True)
 
 
 def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
@@ -68,15 +63,9 @@ def _calling_directly(rank: RankZero) -> Callable[..., None]:
     return spawn
 
 
-def _modules() -> list[Any]:
-    from torch.distributed import device_mesh, distributed_c10d
-
-    return [dist, distributed_c10d, device_mesh]
-
-
 def _replace(name: str, function: Any) -> None:
     before = getattr(dist, name, None)
-    for module in _modules():
+    for module in (dist, distributed_c10d, device_mesh):
         if getattr(module, name, None) is before:  # `device_mesh.reduce` of older releases is functools' own
             replace_attribute(module, name, function)
 
@@ -87,13 +76,9 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
 
     @functools.wraps(begin)
     def init_process_group(
-        backend: str | None = None,
-        init_method: str | None = None,
-        timeout: Any = None,
-        world_size: int = -1,
-        *_: Any,
-        **__: Any,
-    ) -> None:
+        backend: str | None = None, init_method: str | None = None, timeout: Any = None, world_size: int = -1,
+        *_: Any, **__: Any,
+    ) -> None:  # fmt: skip
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         ranks = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
@@ -109,9 +94,9 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
             _refuse_fully_shard(_refusing(_SHARDED_ALONE))
         else:
             rank.begin()
-            _refuse_other_shards()
+            _refuse_offload()
             if "fsdp" in refused_modes():
-                _refuse_all_shards()
+                _refuse_shards()
 
     @functools.wraps(group_of)
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
@@ -131,7 +116,7 @@ def _refuse_fully_shard(refuse: Callable[..., None]) -> None:
     replace_attribute(FSDPState, "init", refuse)
 
 
-def _refuse_other_shards() -> None:
+def _refuse_offload() -> None:
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
     def offload(self: Any, offload_params: bool = False) -> None:
@@ -143,19 +128,17 @@ def _refuse_other_shards() -> None:
     replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
 
 
-def _refuse_all_shards() -> None:
+def _refuse_shards() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     def refuse(*_: Any, **__: Any) -> None:
         require_torch(SHARDS, "FSDP or tensor parallelism in a script")
 
-    for owner, name in {
-        FullyShardedDataParallel: "__init__",
-        DTensor: "__new__",
-        Shard: "_shard_tensor",
-        Replicate: "_replicate_tensor",
-    }.items():
+    for owner, name in (
+        (FullyShardedDataParallel, "__init__"), (DTensor, "__new__"), (Shard, "_shard_tensor"),
+        (Replicate, "_replicate_tensor"),
+    ):  # fmt: skip
         replace_attribute(owner, name, refuse)
     _refuse_fully_shard(refuse)
 
@@ -168,9 +151,9 @@ def _refusing(reason: str) -> Callable[..., None]:
 
 
 def _install_collectives(rank: RankZero) -> None:
-    """Collectives of GPU tensors run as they are: their group sends nothing, and the recorder hears of them. Of what is
+    """Run collectives of GPU tensors as they are: their group sends nothing, and the recorder hears of them. Of what is
     on the host, and of objects, each rank is taken to have what this one has."""
-    all_reduce, all_gather, gather_into = dist.all_reduce, dist.all_gather, dist.all_gather_into_tensor
+    all_reduce = dist.all_reduce
 
     def gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(gather)
@@ -195,34 +178,33 @@ def _install_collectives(rank: RankZero) -> None:
         return reduce(tensor, op, group, async_op)
 
     def gather(tensor: Tensor, gather_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
-        with torch.no_grad():
-            for output in gather_list or ():
-                output.copy_(tensor)
-        return _Done() if async_op else None
+        return _copied([(output, tensor) for output in gather_list or ()], async_op)
 
     def scatter(tensor: Tensor, scatter_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
-        if scatter_list:
-            with torch.no_grad():
-                tensor.copy_(scatter_list[0])
-        return _Done() if async_op else None
+        return _copied([(tensor, scatter_list[0])] if scatter_list else [], async_op)
 
+    refused = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
     for name, function in {
         "all_reduce": reduce,
-        "all_gather": gathering(all_gather),
-        "all_gather_into_tensor": gathering(gather_into),
+        "all_gather": gathering(dist.all_gather),
+        "all_gather_into_tensor": gathering(dist.all_gather_into_tensor),
         "reduce": reduce_to_one,
         "gather": gather,
         "scatter": scatter,
-        "barrier": _nothing,
-        "monitored_barrier": _nothing,
-        "broadcast_object_list": _nothing,
+        **dict.fromkeys(("barrier", "monitored_barrier", "broadcast_object_list"), _nothing),
         "all_gather_object": _fill,
         "gather_object": lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
         "scatter_object_list": lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
-        **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), _refusing(_BETWEEN_TWO)),
-        **dict.fromkeys(("send_object_list", "recv_object_list"), _refusing(_BETWEEN_TWO)),
+        **dict.fromkeys(refused, _refusing(_BETWEEN_TWO)),
     }.items():
         _replace(name, function)
+
+
+@torch.no_grad()
+def _copied(pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> _Done | None:
+    for output, tensor in pairs:
+        output.copy_(tensor)
+    return _nothing(async_op=async_op)
 
 
 def _nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:

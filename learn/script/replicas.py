@@ -7,20 +7,20 @@ Start reading at `install_replicas`. The reducer's C++ needs tensors of a GPU; i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from featurize.parallel.buckets import limits_of
 from featurize.parallel.data_parallel import Replica
-from featurize.replacing import replace_attribute
+from featurize.replacing import replace_attribute, replaced
 from featurize.step_trace import BUCKET
 from learn.script.compiling import BUCKETS
-from learn.script.device_mode import CUDA
+from learn.script.device_mode import on_the_gpu
 from learn.script.rank_zero import RankZero
 
 _HOOK = "assumed: a communication hook of DistributedDataParallel takes no memory, and sends what it is given"
@@ -72,7 +72,7 @@ def install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
     for name, function in (
         ("__init__", init),
         ("forward", _forward),
-        ("no_sync", _no_sync),
+        ("no_sync", lambda self: replaced(self, "require_backward_grad_sync", False)),
         ("join", lambda self, *args, **kwargs: contextlib.nullcontext()),
         ("register_comm_hook", register_comm_hook),
         ("_set_static_graph", lambda self: None),
@@ -94,24 +94,10 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
     if self.require_forward_param_sync and self.broadcast_buffers:
         replica.broadcast_buffers()
     if self.device_ids:
-        inputs, kwargs = tree_map(_on_the_gpu, inputs), tree_map(_on_the_gpu, kwargs)
+        inputs, kwargs = tree_map(on_the_gpu, inputs), tree_map(on_the_gpu, kwargs)
     with self._inside_ddp_forward():  # which tells a compiled module whose buckets cut its graph
         output = self.module(*inputs, **kwargs)
     self.require_forward_param_sync = trains and self.require_backward_grad_sync
     if trains:
         replica.buckets.synchronizes = self.require_backward_grad_sync
     return output
-
-
-@contextlib.contextmanager
-def _no_sync(self: Any) -> Iterator[None]:
-    """Forward passes within leave the gradients of their backward passes unreduced."""
-    before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-    try:
-        yield
-    finally:
-        self.require_backward_grad_sync = before
-
-
-def _on_the_gpu(value: Any) -> Any:
-    return value.to(CUDA) if isinstance(value, Tensor) else value
