@@ -36,9 +36,9 @@ from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.on_machine import machine_for, require_workspaces
 from learn.estimation.on_ranks import parallel_job
 from learn.estimators import LEVEL
-from learn.script import kept_runs
+from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
-from learn.script.record_file import BadRecord, ScriptRecord, read_record
+from learn.script.records import BadRecord, ScriptRecord, read_record
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -151,13 +151,13 @@ def estimate_script(
             workspaces=workspaces, coverage=coverage, known=runs, torch_version=torch_version,
         )  # fmt: skip
 
-    key = kept_runs.key_of(parsed, spec)
-    record = None if show_output else kept_runs.find(key)
+    key = records.key_of(parsed, spec)
+    record = None if show_output else records.find(key)
     done = None
     if record is not None and page is None:
         done = cached_estimate(question_of(record), spec)
     if done is None:
-        record = record and kept_runs.with_trace(record)
+        record = record and records.with_trace(record)
         record = record or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
         question = question_of(record)
         if page is None:
@@ -248,7 +248,7 @@ def _recorded(
             raise UsageError(f"{command.name} left a record that cannot be read: {error}") from error
     if record.trace is None:
         raise UsageError(f"{command.name} cannot be followed: {record.problem}")
-    return kept_runs.keep(key, record, began_ns)
+    return records.keep(key, record, began_ns)
 
 
 def _workload(record: ScriptRecord, name: str) -> Workload:

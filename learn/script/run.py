@@ -1,6 +1,6 @@
 """One run of a script, with torch as on a machine with a GPU: it leaves a record of its first two training steps.
 
-Start reading at `Run.run`.
+Start reading at `Run.run`; `explained` says where a script failed.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import sysconfig
 import threading
 import traceback
 import types
@@ -19,12 +20,15 @@ from typing import Any
 
 import torch
 
+from conf.errors import CommandError
 from conf.own_packages import PACKAGES, ROOT
+from conf.plain_text import first_line
 from featurize.autocast import Autocast
 from featurize.cuda_policy import as_on_cuda
 from featurize.cudnn.workspaces import search_settings
 from featurize.device_spec import device_from_mapping
 from featurize.model_flops import precision_in_words
+from featurize.module_stack import origin
 from featurize.releases import complete
 from featurize.replacing import replace_attribute
 from featurize.step_trace import StepTrace
@@ -33,17 +37,20 @@ from featurize.trace import STEPS
 from featurize.training import AUTOCAST_DTYPES
 from featurize.vision import mend_torchvision
 from learn.script.compiling import ScriptCompiler
-from learn.script.containment import contain
-from learn.script.deepspeed_modules import install_deepspeed
+from learn.script.containment import DISTRIBUTED, contain
+from learn.script.deepspeed_engine import install_deepspeed
 from learn.script.device_mode import PretendCuda, enter_everywhere
-from learn.script.explaining import explained, is_installed
 from learn.script.fake_cuda import install_cuda
 from learn.script.process_group import install_process_group
 from learn.script.rank_zero import RankZero
-from learn.script.record_file import ScriptRecord, Setting, write_record
+from learn.script.records import ScriptRecord, Setting, write_record
 from learn.script.script_recorder import ScriptRecorder
 from learn.script.step_watch import StepWatch
 
+_OWN = (ROOT.resolve() / "learn", ROOT.resolve() / "featurize", Path(sysconfig.get_path("stdlib")).resolve())
+_LAUNCHED = (
+    "; the script expects a launcher: estimate the command that starts it, such as torchrun --nproc-per-node 8 train.py"
+)
 # Of a model whose weights are all of that type.
 _LOW_PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "fp16-true"}
 
@@ -260,3 +267,44 @@ def _elsewhere(name: str) -> ModuleSpec | None:
         return spec
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     return spec if any(next(folder.glob(form), None) for folder in folders for form in ("*.py", "*/*.py")) else None
+
+
+def explained(error: BaseException, script: str) -> str:
+    """Return one line for what a script raised.
+
+    Args:
+        error: What was raised, with its traceback.
+        script: The script's path, or its module's name.
+    """
+    folders = (Path(script).resolve().parent, Path.cwd())
+    frames, near = _frames(error, folders)
+    while error.__cause__ is not None:  # a framework's own error, raised from the user's
+        its_frames, its_near = _frames(error.__cause__, folders)
+        if not its_near:
+            break
+        error, frames, near = error.__cause__, its_frames, its_near
+    where = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(near or frames)), "")
+    if isinstance(error, CommandError):  # this project refuses what the line asks for
+        return f"{where}{error}"
+    operator, module = origin(error)
+    of = f" in operator {operator}" if operator else ""
+    of += f" of module {module!r}" if module else ""
+    text = first_line(error) if isinstance(error, Exception) else str(error)
+    launched = isinstance(error, KeyError) and error.args and error.args[0] in DISTRIBUTED
+    return f"{where}{type(error).__name__}{of}: {text}{_LAUNCHED if launched else ''}"
+
+
+def _frames(
+    error: BaseException, folders: tuple[Path, ...]
+) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
+    """Return the frames of code that the user could have written, and those of them below the folders."""
+    all_frames = traceback.extract_tb(error.__traceback__)
+    frames = [one for one in all_frames if not one.filename.startswith("<") and not is_installed(one.filename)]
+    return frames, [f for f in frames if any(Path(f.filename).resolve().is_relative_to(folder) for folder in folders)]
+
+
+def is_installed(filename: str) -> bool:
+    """Return whether a file is the standard library's, an installed library's, or this project's own code."""
+    path = Path(filename).resolve()
+    is_own = any(path.is_relative_to(folder) for folder in _OWN)
+    return is_own or any(part in ("site-packages", "dist-packages", "torch") for part in path.parts)

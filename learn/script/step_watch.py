@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 from featurize.replacing import replace_attribute
 from featurize.trace import STEPS
 from learn.script.rank_zero import RankZero
-from learn.script.record_file import Setting
+from learn.script.records import Setting
 from learn.script.script_recorder import ScriptRecorder
 
 BY_HAND = "an optimizer of its own"  # the name of an optimizer that is none of torch's

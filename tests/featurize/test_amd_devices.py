@@ -18,7 +18,7 @@ from featurize.replay import replay
 from featurize.simulate import simulate
 from featurize.trace import trace_step
 from featurize.training_settings import Training
-from learn.script.record_file import ScriptRecord, read_record, write_record
+from learn.script.records import ScriptRecord, read_record, write_record
 
 MIB = 2**20
 ON_AMD = [name for name in device_names() if load_device(name).architecture.vendor == AMD]

@@ -9,7 +9,7 @@ import pytest
 from featurize.device_spec import describe_device
 from learn import estimate_script
 from learn.estimation import answer_cache
-from learn.script import estimating, kept_runs
+from learn.script import estimating, records
 from learn.script.command_line import parse_command
 from tests.learn.test_script_failures import LOOP, RECORD
 
@@ -47,23 +47,23 @@ def test_a_script_runs_again_only_where_something_that_it_looked_at_has_changed(
 
 
 def test_a_run_is_kept_with_the_state_of_its_files():
-    key = kept_runs.key_of(parse_command(["python", "train.py"]), DEVICE)
+    key = records.key_of(parse_command(["python", "train.py"]), DEVICE)
     record = dataclasses.replace(RECORD, files=("widths.py", "missing.txt"))
-    kept = kept_runs.keep(key, record, time.time_ns())
-    found = kept_runs.find(key)
-    assert kept_runs.with_trace(found) == dataclasses.replace(kept, files=None)
+    kept = records.keep(key, record, time.time_ns())
+    found = records.find(key)
+    assert records.with_trace(found) == dataclasses.replace(kept, files=None)
     assert kept.key and found == dataclasses.replace(kept, files=None, trace=None)
     for path in record.files:
         write(path, "# changed")
-        assert kept_runs.find(key) is None
+        assert records.find(key) is None
     open("missing.txt", "w").close()  # since the run began
-    assert kept_runs.keep(key, record, time.time_ns() - 10**9).key is None
+    assert records.keep(key, record, time.time_ns() - 10**9).key is None
 
 
 @pytest.mark.parametrize("change", ["--lr 1", "-u", "env A=b", "other bytes", "other device"])
 def test_another_command_is_another_run(change):
     def key(*words, device=DEVICE):
-        return kept_runs.key_of(parse_command(words), device)
+        return records.key_of(parse_command(words), device)
 
     first = key("python", "train.py")
     if change == "other bytes":

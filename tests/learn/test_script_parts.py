@@ -16,8 +16,8 @@ from learn.commands.estimate import EstimateSettings
 from learn.estimation import estimate_view
 from learn.estimation.answers import Question
 from learn.script import estimating
-from learn.script.explaining import explained
-from learn.script.loggers import SilentLoggers
+from learn.script.containment import SilentLoggers
+from learn.script.run import explained
 from learn.script.step_watch import _samples, name_of
 from tests.learn.test_script_failures import RECORD
 
