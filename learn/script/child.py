@@ -21,11 +21,11 @@ def main(request_path: str) -> None:
     if request["launch"] is None:  # wrappers of several ranks import it in any case
         without_compiler()
     from learn.script.containment import leave_out_distributed
-    from learn.script.run import Run
+    from learn.script.run import ScriptRun
 
     leave_out_distributed()
     os.environ.update(request["environment"])
-    Run(request).run()
+    ScriptRun(request).run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One run of a script, with torch as on a machine with a GPU: it leaves a record of its first two training steps.
 
-Start reading at `Run.run`; `explained` says where a script failed.
+Start reading at `ScriptRun.run`; `explained` says where a script failed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LAUNCHED = (
 _LOW_PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "fp16-true"}
 
 
-class Run:
+class ScriptRun:
     """One run of one script.
 
     Args:
