@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from learn.admission.gpu_state import GpuState
     from learn.collocation.answers import slowdowns
     from learn.collocation.command import FittedSlowdowns, fit_slowdowns
-    from learn.collocation.memory import GroupMemory, group_memory
-    from learn.collocation.profile import JobProfile
+    from learn.collocation.profile import GroupMemory, JobProfile, group_memory
     from learn.collocation.slowdown import Slowdown
     from learn.estimation.fits import DeviceFit, LargestBatch, devices_that_fit, largest_batch
     from learn.planning.plans import plan
@@ -74,7 +73,7 @@ __all__ = [
 _LATER = {  # what a plain estimate does not need -> the module that has it
     "Admission": "admission.admitting", "admit": "admission.admitting", "GpuState": "admission.gpu_state",
     "FittedSlowdowns": "collocation.command", "fit_slowdowns": "collocation.command",
-    "GroupMemory": "collocation.memory", "group_memory": "collocation.memory", "JobProfile": "collocation.profile",
+    "GroupMemory": "collocation.profile", "group_memory": "collocation.profile", "JobProfile": "collocation.profile",
     "Slowdown": "collocation.slowdown", "slowdowns": "collocation.answers",
     "DeviceFit": "estimation.fits", "LargestBatch": "estimation.fits", "devices_that_fit": "estimation.fits",
     "largest_batch": "estimation.fits",

@@ -15,7 +15,7 @@ from conf.errors import UsageError, shown
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec
 from featurize.trial import TrialConfig
 from learn.admission.memory_need import MemoryNeed
-from learn.collocation.profile import JobProfile
+from learn.collocation.profile import JobProfile, profile_of_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimators import LEVEL
 
@@ -70,10 +70,7 @@ def known_job(
         from learn.estimation.estimating import estimate
 
         job = estimate(job, device=device, data=data)
-    profile = JobProfile(
-        name, memory_mib=job.peak_memory_mib, memory_bound_mib=job.upper_mib, step_ms=job.step_time_ms,
-        smact=job.smact, smocc=job.smocc, drama=job.drama,
-    )  # fmt: skip
+    profile = profile_of_estimate(job, name)
     upper = tuple((p, mib) for p, mib in job.distribution if _MEDIAN <= p <= job.coverage)
     return profile, MemoryNeed(upper) if upper and upper[-1][0] > _MEDIAN else _need_of(profile, job.coverage)
 

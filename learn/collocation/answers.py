@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from learn.cases import DEFAULT_DEVICE
-from learn.collocation.profile import JobProfile
+from learn.collocation.profile import JobProfile, profile_of_estimate
 from learn.collocation.slowdown import Slowdown, SlowdownEstimator
 from learn.collocation.stored import default_slowdowns
 from learn.estimation.job_estimate import Estimate
@@ -67,20 +67,8 @@ def profile_of(job: Job, device: str | DeviceSpec = DEFAULT_DEVICE) -> JobProfil
     if isinstance(job, JobProfile):
         return job
     if isinstance(job, Estimate):
-        return _of_estimate(job, job.estimator)
+        return profile_of_estimate(job, job.estimator)
     from learn.estimation.estimating import estimate
 
     family = job["family"] if isinstance(job, Mapping) and "family" in job else type(job).__name__
-    return _of_estimate(estimate(job, device=device), str(family))
-
-
-def _of_estimate(answer: Estimate, name: str) -> JobProfile:
-    return JobProfile(
-        name=name,
-        memory_mib=answer.peak_memory_mib,
-        memory_bound_mib=answer.upper_mib,
-        step_ms=answer.step_time_ms,
-        smact=answer.smact,
-        smocc=answer.smocc,
-        drama=answer.drama,
-    )
+    return profile_of_estimate(estimate(job, device=device), str(family))

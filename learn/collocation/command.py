@@ -17,7 +17,7 @@ import numpy as np
 
 from learn.collocation.judging import SlowdownScore, judged
 from learn.collocation.learned import LearnedSlowdowns, fitted_slowdowns
-from learn.collocation.memory import group_memory
+from learn.collocation.profile import group_memory
 from learn.collocation.rows import MeasuredGroup, measured_groups
 from learn.targets import SLOWDOWN
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from learn.collocation.profile import JobProfile
+from learn.collocation.profile import JobProfile, utilization
 
 FORMS = ("time", "time_and_bandwidth")
 
@@ -47,11 +47,6 @@ class ContentionFormula:
         waits = np.logaddexp(0.0, self.sharpness * beyond) / self.sharpness
         slowdown: np.ndarray = 1.0 + waits + self.bandwidth * loads.own_memory * loads.others_memory
         return slowdown
-
-
-def utilization(job: JobProfile) -> float | None:
-    """Return the share of time with a kernel on the GPU: nvidia-smi's, SMACT where that is unknown; None: neither."""
-    return job.gpu_util if job.gpu_util is not None else job.smact
 
 
 def loads_of(groups: Sequence[Sequence[JobProfile]], places: Sequence[int]) -> Loads:

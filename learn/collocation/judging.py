@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from learn.collocation.contention import utilization
 from learn.collocation.learned import LEAST_GROUPS, fitted_slowdowns
-from learn.collocation.profile import JobProfile
+from learn.collocation.profile import JobProfile, utilization
 from learn.collocation.rows import MeasuredGroup
 from learn.collocation.slowdown import ConstantSlowdown, NoUtilization, SharedTime, Slowdown, SlowdownEstimator
 

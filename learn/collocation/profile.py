@@ -1,8 +1,18 @@
-"""What is known of a job alone, measured or estimated: slowdowns and admissions are worked out from it."""
+"""What is known of a job alone, measured or estimated, and the memory that several take together.
+
+Slowdowns and admissions are computed from `JobProfile`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from conf.errors import UsageError
+
+if TYPE_CHECKING:
+    from learn.estimation.job_estimate import Estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +31,56 @@ class JobProfile:
     tensor: float | None = None  # share of cycles in which a tensor pipe is active
     launches_per_s: float | None = None
     power_w: float | None = None
+
+
+def profile_of_estimate(answer: Estimate, name: str) -> JobProfile:
+    """Return what an estimate says of a job alone."""
+    return JobProfile(
+        name,
+        memory_mib=answer.peak_memory_mib,
+        memory_bound_mib=answer.upper_mib,
+        step_ms=answer.step_time_ms,
+        smact=answer.smact,
+        smocc=answer.smocc,
+        drama=answer.drama,
+    )
+
+
+def utilization(job: JobProfile) -> float | None:
+    """Return the share of time with a kernel on the GPU: nvidia-smi's, SMACT where that is unknown; None: neither."""
+    return job.gpu_util if job.gpu_util is not None else job.smact
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """Device memory of a group at the moment when all members are at their peaks.
+
+    Args:
+        expected_mib: Sum of the members' peaks alone, a context each.
+        bound_mib: Sum of the members' bounds; None where one has none.
+    """
+
+    expected_mib: float
+    bound_mib: float | None
+
+    def fits(self, memory_mib: float) -> bool:
+        """Return whether the bound, or without one the expected memory, is at most `memory_mib`."""
+        return (self.expected_mib if self.bound_mib is None else self.bound_mib) <= memory_mib
+
+
+def group_memory(group: Sequence[JobProfile]) -> GroupMemory:
+    """Return the memory of jobs that share a GPU in processes of their own.
+
+    Peaks are those that a driver counts for each process, its context included. The bounds add as well: if each holds
+    for 99 of 100 jobs, their sum holds for at least 98 of 100 pairs, and in practice for more, as errors of two jobs
+    rarely coincide. Nothing is taken off for that: no measurement of groups with bounds says how much.
+
+    Raises:
+        UsageError: The memory of a job is not known.
+    """
+    unknown = [job.name for job in group if job.memory_mib is None]
+    if unknown:
+        raise UsageError(f"the memory of {', '.join(unknown)} is not known; pass memory_mib")
+    bounds = [job.memory_bound_mib for job in group]
+    whole = None if None in bounds else sum(bound or 0.0 for bound in bounds)
+    return GroupMemory(sum(job.memory_mib or 0.0 for job in group), whole)

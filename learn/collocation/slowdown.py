@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from learn.collocation.profile import JobProfile
+from learn.collocation.profile import JobProfile, utilization
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class SharedTime:
     name: str = "shared_time"
 
     def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
-        each = max(1.0, sum(_utilization(job) for job in group)) if len(group) > 1 else 1.0
+        each = max(1.0, sum(_known_utilization(job) for job in group)) if len(group) > 1 else 1.0
         return [Slowdown(each, each) for _ in group]
 
 
-def _utilization(job: JobProfile) -> float:
-    known = job.gpu_util if job.gpu_util is not None else job.smact
+def _known_utilization(job: JobProfile) -> float:
+    known = utilization(job)
     if known is None:
         raise NoUtilization(f"{job.name}: neither its GPU utilization nor its SMACT is known")
     return known

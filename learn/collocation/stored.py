@@ -14,8 +14,7 @@ from conf.errors import EnvironmentProblem
 from learn.artifact_files import DamagedArtifact, checked, read_json, say_damaged
 from learn.artifacts import DataPlace, models_folder
 from learn.collocation.contention import ContentionFormula
-from learn.collocation.known_jobs import KnownJobs
-from learn.collocation.learned import LearnedSlowdowns, packaged_slowdowns
+from learn.collocation.learned import KnownJobs, LearnedSlowdowns, packaged_slowdowns
 from learn.targets import SLOWDOWN
 
 FORMAT = 1

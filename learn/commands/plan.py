@@ -96,7 +96,7 @@ _NEEDED = {"model": "MODULE:FACTORY", "input": "[64,3,224,224]", "gpus": "64"}
 
 def entry(settings: PlanSettings) -> int:
     """Plan the job and print the layouts. Returns the exit code: 0 also where none fits."""
-    from learn.planning.plan_view import print_plan
+    from learn.planning.plan_report import print_plan
     from learn.planning.plans import plan
 
     title, gpus = settings.require_job()

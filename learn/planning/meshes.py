@@ -1,4 +1,4 @@
-"""The layouts of a job on a number of GPUs: all degrees of all modes that multiply to it.
+"""The layouts of a job on a number of GPUs: all degrees of all modes that multiply to it, and which modes are tried.
 
 Start reading at `meshes_of`. Torch-free.
 """
@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import EnvironmentProblem, UsageError, shown, unknown_name
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXPERTS, HYBRID, MODES, OWN, apt_settings
 from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_parallel
 from featurize.parallel.releases import refused_modes, refused_note
+from featurize.training_settings import Training
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MOST_GPUS = 65_536
 _WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
@@ -74,6 +78,36 @@ def modes_of(given: object, length: int = 0, experts: Iterable[int] = ()) -> Mod
     return Modes(checked_modes(tuple(modes)), unasked, counts)
 
 
+def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | None]) -> Modes:
+    """Return the modes of a plan.
+
+    Args:
+        given: As `modes_of` takes it.
+        inputs: Of the model, on any device.
+        model: Makes it on the meta device, or None where it cannot; called where its experts matter.
+
+    Raises:
+        UsageError: As `modes_of`.
+    """
+    experts: set[int] = set()
+    if given is None or EXPERTS in checked_modes(given):
+        from featurize.parallel.experts import expert_counts  # its imports take a while
+
+        made = model()
+        experts = set() if made is None else expert_counts(made)
+    return modes_of(given, _tokens_of(inputs), experts)
+
+
+def _tokens_of(inputs: object) -> int:
+    """The length of sequences: of [N, length] whole numbers, or [N, length, width] floats; 0 where there are none."""
+    from featurize.batches import tensors_of
+
+    for one in tensors_of(inputs):
+        if one.dim() == (3 if one.is_floating_point() else 2):
+            return one.shape[1]
+    return 0
+
+
 def checked_modes(given: object) -> tuple[str, ...]:
     """Return names of modes in their order, the outermost first. Raises `UsageError` for unknown ones."""
     names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list | tuple) else ()
@@ -119,6 +153,29 @@ def layout_settings(
     for mode in ("ddp", "fsdp"):  # between them they know all settings but tp's and cp's
         layout_of({mode: gpus}, settings)
     return settings
+
+
+def apt_for_training(
+    settings: Mapping[str, Any], gpus: int, training: Training
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return the settings that layouts share, without `zero` where DeepSpeed does not go with the training, and a note
+    on that. Layouts of `ddp` alone are then those of DistributedDataParallel.
+
+    Args:
+        settings: As `layout_settings` returns them.
+        gpus: Of the job.
+        training: Its settings.
+    """
+    if not settings.get("zero"):
+        return settings, ()
+    from featurize.parallel.zero_settings import settings_of_ranks
+
+    try:
+        settings_of_ranks(layout_of({"ddp": gpus}, settings), training)
+    except UsageError as error:
+        without = {name: value for name, value in settings.items() if name != "zero"}
+        return without, (f"layouts of ddp alone are tried without zero: {error}",)
+    return settings, ()
 
 
 def layout_of(degrees: Mapping[str, int], settings: Mapping[str, Any]) -> Parallel:

@@ -1,6 +1,6 @@
-"""A plan as one HTML page: memory over throughput, all rows, what was left out.
+"""How a plan is shown: as a printed table, as a picture of memory over throughput, as one HTML page.
 
-Start reading at `plan_page`; `conf.reports` draws it.
+Start reading at `print_plan` and `plan_page`; `conf.reports` draws the page.
 """
 
 from __future__ import annotations
@@ -9,12 +9,80 @@ from pathlib import Path
 
 from conf.outputs import write_output
 from conf.reports.blocks import Block, Callout, Drawn, Fold, Lead, Legend, Outcome, Page, Section, Tile, Tiles, table
-from conf.reports.page_text import count_of
+from conf.reports.page_text import MISSING, count_of
 from conf.reports.render import render_page
+from conf.reports.svg import LETTER_PX, Drawing, PlotArea, Svg, nice_step
 from learn.estimation.estimate_view import rate
-from learn.planning.plan_chart import BEST, DOT, FRONTIER, plan_svg
-from learn.planning.plan_view import HEADS, cells
-from learn.planning.rows import LayoutPlan
+from learn.planning.rows import LayoutPlan, PlanRow
+
+HEADS = ("mesh", "micro-batch", "checkpointing", "peak", "bound", "step ms", "waits ms", "samples/s", "known")
+_WORDS = ("mesh", "checkpointing", "known")
+_NARROW = {
+    "micro-batch": "micro-\nbatch", "checkpointing": "check-\npointing", "step ms": "step\nms", "waits ms": "waits\nms",
+}  # fmt: skip
+DOT, BEST, FRONTIER = "k3", "k1", "k6"  # colour classes
+_AREA = PlotArea(width=1000.0, height=440.0, left=66.0, right=24.0, top=30.0, bottom=46.0)
+_GIB = 1024.0
+_RADIUS, _DOT = 6.0, 3.5
+_LINE = 14.0  # pixels that a label is high
+
+
+def print_plan(done: LayoutPlan, most: int) -> None:
+    """Print what fits, the quickest first, at most so many rows; the nearest of each mesh that does not; notes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    screen = Console()
+    screen.print(title(done), soft_wrap=True, highlight=False, markup=False)
+    lines = Table()
+    for place, name in enumerate(HEADS):
+        lines.add_column(_NARROW.get(name, name), justify="left" if HEADS[place] in _WORDS else "right")
+    for row in done.fitting[:most]:
+        lines.add_row(*cells(row))
+    screen.print(lines)
+    if len(done.fitting) > most:
+        screen.print(f"{len(done.fitting) - most} more rows fit: rows=, or format=json", highlight=False, markup=False)
+    for line in lines_of_others(done)[:most]:
+        screen.print(line, soft_wrap=True, highlight=False, markup=False)
+    for note in done.notes:
+        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+    screen.print(f"planned in {done.seconds:.1f} s", highlight=False)
+
+
+def title(done: LayoutPlan) -> str:
+    """Return one line: the job, its GPUs, and how many rows fit."""
+    counts = sorted({row.parallel.ranks for row in done.rows})
+    of_batch = "" if done.global_batch is None else f", {done.global_batch:,} samples a step"
+    return (
+        f"{done.name} on {', '.join(map(str, counts))} x {done.device}{of_batch}: {count_of(len(done.fitting), 'row')} "
+        f"fit into {done.limit_mib:,.0f} MiB, by the {100 * done.coverage:g} % bound; memory in MiB"
+    )
+
+
+def cells(row: PlanRow) -> tuple[str, ...]:
+    """Return a row under `HEADS`."""
+    micro = MISSING if row.micro_batch is None else f"{row.micro_batch:,}"
+    memory = [MISSING if mib is None else f"{mib:,.0f}" for mib in (row.peak_memory_mib, row.upper_mib)]
+    times = [MISSING if ms is None else f"{ms:,.1f}" for ms in (row.step_time_ms, row.exposed_ms)]
+    speed = MISSING if row.samples_per_s is None else rate(row.samples_per_s)
+    steps = f" x {row.accumulation:,}" if row.accumulation > 1 else ""
+    return row.mesh, f"{micro}{steps}", row.checkpointing or "none", *memory, *times, speed, row.known or MISSING
+
+
+def lines_of_others(done: LayoutPlan) -> list[str]:
+    """Return a line for each mesh of which nothing fits, with the nearest, and for each reason to leave meshes out."""
+    fitting = {row.parallel for row in done.fitting}
+    nearest = {row.parallel: row for row in reversed(done.rows) if row.parallel not in fitting}
+    others = list(nearest.values())[::-1]
+    lines = [f"{row.mesh} does not fit: {row.step_text} {row.why}" for row in others if row.fits is False]
+    left_out: dict[str, list[str]] = {}
+    for row in others:
+        if row.fits is None:
+            left_out.setdefault(row.why or "", []).append(row.mesh)
+    for why, meshes in left_out.items():
+        more = f" and {len(meshes) - 1} more" if len(meshes) > 1 else ""
+        lines.append(f"{meshes[0]}{more}: left out, {why}")
+    return lines
 
 
 def write_plan_report(path: Path, done: LayoutPlan) -> None:
@@ -94,3 +162,85 @@ def _tables(done: LayoutPlan) -> list[Section]:
         rows = [(row.mesh, row.step_text, row.why or "") for row in others]
         sections.append(Section("left", "What does not fit", (table(("mesh", "step", "*why"), rows, words=2),)))
     return sections
+
+
+class _Scale:
+    """Samples a second -> x, MiB -> y. Both axes begin at 0."""
+
+    def __init__(self, done: LayoutPlan) -> None:
+        self.most_rate = 1.08 * max(row.samples_per_s or 0.0 for row in done.fitting)
+        self.most_mib = 1.06 * done.limit_mib
+
+    def x(self, row: PlanRow) -> float:
+        return _AREA.x((row.samples_per_s or 0.0) / self.most_rate)
+
+    def y(self, mib: float) -> float:
+        return _AREA.y(mib / self.most_mib)
+
+
+def plan_svg(done: LayoutPlan) -> Svg:
+    """Return the picture of the rows that fit; there is at least one."""
+    drawing, scale = Drawing(), _Scale(done)
+    _axes(drawing, scale)
+    y = scale.y(done.limit_mib)
+    drawing.path("limit", _AREA.across(y))
+    drawing.text("capacity", _AREA.left + 6, y - 6, f"{done.device}: {done.limit_mib:,.0f} MiB", "start")
+    _frontier(drawing, scale, done)
+    best, frontier = set(done.best_of_meshes), set(done.frontier)
+    for row in done.fitting:
+        if row not in best:
+            css = FRONTIER if row in frontier else DOT
+            drawing.circle(f"dot {css}", scale.x(row), scale.y(row.needed_mib), _DOT, _row_text(row))
+    for row in reversed(done.best_of_meshes):
+        css = FRONTIER if row in frontier else BEST
+        drawing.circle(f"full {css}", scale.x(row), scale.y(row.needed_mib), _RADIUS, _row_text(row))
+    _labels(drawing, scale, done)
+    quickest = done.fitting[0]
+    label = f"Memory of a rank over samples a second; the most: {_row_text(quickest)}"
+    return drawing.svg(_AREA.width, _AREA.height, label, css="timeline")
+
+
+def _axes(drawing: Drawing, scale: _Scale) -> None:
+    step = nice_step(scale.most_mib / _GIB / 5)
+    value = 0.0
+    while value * _GIB <= scale.most_mib:
+        _AREA.grid_line(drawing, scale.y(value * _GIB), f"{value:,.6g}")
+        value += step
+    drawing.text("axis", _AREA.left - 8, _AREA.top - 10, "GiB", "end")
+    step = nice_step(scale.most_rate / 6)
+    value = 0.0
+    while value <= scale.most_rate:
+        drawing.text("axis", _AREA.x(value / scale.most_rate), _AREA.bottom_edge + 18, f"{value:,.6g}")
+        value += step
+    drawing.text("axis", _AREA.right_edge, _AREA.height - 6, "samples a second of all ranks →", "end")
+
+
+def _frontier(drawing: Drawing, scale: _Scale, done: LayoutPlan) -> None:
+    """Draw the frontier as steps: for less memory, samples a second fall to the next row's."""
+    points = [(scale.x(row), scale.y(row.needed_mib)) for row in done.frontier]
+    first, *others = points
+    steps = [f"M{first[0]:.1f} {first[1]:.1f}", *(f"V{y:.1f}H{x:.1f}" for x, y in others)]
+    drawing.path(f"line {FRONTIER}", "".join(steps))
+
+
+def _labels(drawing: Drawing, scale: _Scale, done: LayoutPlan) -> None:
+    """Name the best of each mesh where there is room; all have their name as a tooltip."""
+    taken: list[tuple[float, float, float, float]] = []
+    limit = scale.y(done.limit_mib)
+    for row in done.best_of_meshes:
+        width = len(row.mesh) * LETTER_PX
+        x, y = scale.x(row) - _RADIUS - 4, scale.y(row.needed_mib) + 4
+        if y < limit + _LINE:  # clear of the line of the card
+            y = limit + _LINE + 4
+        left, anchored_right = x - width, True
+        if left < _AREA.left:
+            left, anchored_right = scale.x(row) + _RADIUS + 4, False
+        box = (left, y - _LINE, left + width, y)
+        if any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+            continue
+        taken.append(box)
+        drawing.text("peak", x if anchored_right else left, y, row.mesh, "end" if anchored_right else "start")
+
+
+def _row_text(row: PlanRow) -> str:
+    return f"{row.mesh}: {row.step_text}, {row.samples_per_s or 0.0:,.1f} samples/s, {row.needed_mib:,.0f} MiB"

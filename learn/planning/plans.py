@@ -23,13 +23,14 @@ from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.questions import checked, question_of, split_options, training_settings
 from learn.estimators import LEVEL
-from learn.planning.job_modes import apt_for_training, modes_of_job
 from learn.planning.meshes import (
+    apt_for_training,
     checked_gpus,
     in_search_order,
     layout_settings,
     mesh_text,
     meshes_of,
+    modes_of_job,
     traced_as,
 )
 from learn.planning.rows import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order
