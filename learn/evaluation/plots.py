@@ -122,6 +122,12 @@ def predicted(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
             style = {"color": colours[mask], "marker": marker, "linewidths": 0, "alpha": 0.5}
             axes.scatter(x[mask], y[mask], s=6, rasterized=True, **style)
         axes.set(xscale=scale, yscale=scale, xlim=(low, high), ylim=(low, high), aspect="equal", title=name)
+        if done.relative:
+            step = max(1, round(math.log2(high / low) / 4))
+            ticks = 2.0 ** np.arange(math.ceil(math.log2(low)), math.log2(high), step)
+            labels = [f"{tick:g}" for tick in ticks]
+            axes.set(xticks=ticks, yticks=ticks, xticklabels=labels, yticklabels=labels)
+            axes.minorticks_off()
     if len(styles) > 1:
         handles = [plt.Line2D([], [], color=style["color"], label=family) for family, style in styles.items()]
         figure.legend(handles=handles, loc="outside right upper", frameon=False)
@@ -185,7 +191,10 @@ def _by_batch(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
             batches = sorted(steps)
             curves[name] = batches, np.clip([np.median(steps[batch]) for batch in batches], -most, most)
     kind = "relative" if done.relative else "absolute"
-    return _lines(plt, curves, xscale="log", xlabel="batch size, from", ylabel=f"signed {kind} error, median")
+    figure = _lines(plt, curves, xlabel="batch size, from", ylabel=f"signed {kind} error, median")
+    if figure is not None:
+        figure.axes[0].set_xscale("log", base=2)
+    return figure
 
 
 def confusion(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
@@ -221,7 +230,7 @@ def _cells(axes: Any, table: np.ndarray, texts: Mapping[tuple[int, ...], str], *
     image = axes.imshow(table, aspect="auto", **colours)
     axes.grid(visible=False)
     for (line, column), text in texts.items():
-        dark = sum(image.cmap(image.norm(table[line, column]))[:3]) < 1.3
+        dark = sum(image.cmap(image.norm(table[line, column]))[:3]) < 1.8
         axes.text(column, line, text, ha="center", va="center", color="white" if dark else "black", fontsize=6.5)
 
 
