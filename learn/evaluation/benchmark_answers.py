@@ -5,7 +5,6 @@ Start reading at `ask_learned`; `ask_free` spreads the others over processes (`l
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ from conf.errors import CommandError
 from featurize.device_spec import describe_device
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, Estimator, Prediction, get_estimator, make_estimator
-from learn.evaluation.benchmark_figures import RELIABILITY, Asked, Given
+from learn.estimators import Estimator, get_estimator, make_estimator
+from learn.evaluation.benchmark_figures import Asked, Given, given_of
 from learn.evaluation.benchmark_rows import RowSelection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.evaluation.scores import median
@@ -163,29 +162,6 @@ def _ask(
         alone = [_ask(fitted, rows.subset([i]), bins, steps) for i in range(len(rows))]
         return [one for given, _ in alone for one in given], tuple(text for _, texts in alone for text in texts)
     return given_of(prediction, rows, bins), prediction.warnings
-
-
-def given_of(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list[Given]:
-    """Return the answer of each row, with its class by each of the bins."""
-    point, upper = prediction.point, prediction.upper(LEVEL)
-    quantiles = None if upper is None else np.stack([prediction.quantile(q) for q in RELIABILITY], axis=1)
-    classes = {
-        name: prediction.bin_probabilities(b.edges_of(rows.family)).argmax(axis=1).tolist() for name, b in bins.items()
-    }
-    given = []
-    for i in range(len(rows)):
-        if i in prediction.refusals or not math.isfinite(point[i]):
-            given.append(Given(estimate=None, reason=prediction.refusals.get(i, "no finite figure")))
-            continue
-        given.append(
-            Given(
-                estimate=float(point[i]),
-                upper=None if upper is None else float(upper[i]),
-                quantiles=() if quantiles is None else tuple(quantiles[i].tolist()),
-                classes={name: of_row[i] for name, of_row in classes.items()},
-            )
-        )
-    return given
 
 
 def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: StepStore) -> float | None:

@@ -6,6 +6,7 @@ Start reading at `Scored`, then `figures_of`, then `Benchmark`, which has all of
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from learn.data import LabelledRow
+from learn.data import LabelledRow, Rows
+from learn.estimators import LEVEL, Prediction
 from learn.evaluation.published_figures import PublishedFigure
 from learn.evaluation.scores import (
     RELATIVE_FLOOR,
@@ -139,6 +141,29 @@ class Figures:
     fit_seconds: float | None
     fits: int
     own_labels: bool = False
+
+
+def given_of(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list[Given]:
+    """Return the answer of each row, with its class by each of the bins."""
+    point, upper = prediction.point, prediction.upper(LEVEL)
+    quantiles = None if upper is None else np.stack([prediction.quantile(q) for q in RELIABILITY], axis=1)
+    classes = {
+        name: prediction.bin_probabilities(b.edges_of(rows.family)).argmax(axis=1).tolist() for name, b in bins.items()
+    }
+    given = []
+    for i in range(len(rows)):
+        if i in prediction.refusals or not math.isfinite(point[i]):
+            given.append(Given(estimate=None, reason=prediction.refusals.get(i, "no finite figure")))
+            continue
+        given.append(
+            Given(
+                estimate=float(point[i]),
+                upper=None if upper is None else float(upper[i]),
+                quantiles=() if quantiles is None else tuple(quantiles[i].tolist()),
+                classes={name: of_row[i] for name, of_row in classes.items()},
+            )
+        )
+    return given
 
 
 def described(row: LabelledRow, target: Target) -> dict[str, Any]:

@@ -14,8 +14,7 @@ import numpy as np
 from conf.errors import UsageError
 from learn.data import MIN_GROUPS, Rows
 from learn.estimators import Estimator, make_estimator
-from learn.evaluation.benchmark_answers import given_of
-from learn.evaluation.benchmark_figures import Figures, Given, Scored, described, figures_of
+from learn.evaluation.benchmark_figures import Figures, Given, Scored, described, figures_of, given_of
 from learn.evaluation.scores import has_relative, labels_are_its_own, mean, median, p90
 from learn.evaluation.splits import hold_out, require_groups, split
 from learn.step_store import StepStore

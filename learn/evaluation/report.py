@@ -90,8 +90,8 @@ def _write_predictions(path: Path, evaluation: Evaluation) -> None:
         writer.writerow(["run_id", "family", "label", "censored", "point", "upper", "class", "predicted_class"])
         for scored, row, (true, predicted_class) in rows:
             upper = "" if scored.upper is None else f"{scored.upper:.6g}"
-            told = int(row.censored), f"{scored.estimate:.6g}", upper, labels[true], labels[predicted_class]
-            writer.writerow([row.run_id, row.family, f"{row.label:.6g}", *told])
+            cells = int(row.censored), f"{scored.estimate:.6g}", upper, labels[true], labels[predicted_class]
+            writer.writerow([row.run_id, row.family, f"{row.label:.6g}", *cells])
 
 
 def _page(evaluation: Evaluation, meta: Mapping) -> Page:
