@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from featurize.parallel.data_parallel import DataParallel
     from featurize.parallel.pipeline import PipelineRank
     from featurize.parallel.sharded_rank import ShardedRank
-    from featurize.parallel.zero_rank import ZeroRank
-    from featurize.parallel.zero_sharded_rank import ZeroShardedRank
+    from featurize.parallel.zero import ZeroRank
+    from featurize.parallel.zero3 import ZeroShardedRank
     from featurize.steps_in_a_loop import StepsInALoop
 
     Wrapper = DataParallel | ShardedRank | ZeroRank | ZeroShardedRank

@@ -20,12 +20,11 @@ from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DeviceSpec
 from featurize.float8 import PRICED, is_converted, multiplies_8_bits, refuse_odd_tokens, require_8_bits
-from featurize.parallel.buckets import limits_of
-from featurize.parallel.data_parallel import DataParallel
+from featurize.parallel.data_parallel import DataParallel, limits_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.releases import require_traceable
-from featurize.parallel.zero_settings import settings_of_ranks
-from featurize.parallel.zero_sharded_rank import zero_rank
+from featurize.parallel.zero import settings_of_ranks
+from featurize.parallel.zero3 import zero_rank
 from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorded_steps import StepRunner, batch_on_meta, target_for
 from featurize.recorder import Recorder
@@ -39,8 +38,8 @@ from featurize.wrappers import compiled_modules, remarks, unwrapped
 
 if TYPE_CHECKING:
     from featurize.parallel.sharded_rank import ShardedRank
-    from featurize.parallel.zero_rank import ZeroRank
-    from featurize.parallel.zero_sharded_rank import ZeroShardedRank
+    from featurize.parallel.zero import ZeroRank
+    from featurize.parallel.zero3 import ZeroShardedRank
     from featurize.recorded_steps import Wrapper
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"

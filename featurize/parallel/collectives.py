@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, Interconnect
 from featurize.kernel_model.packaged import packaged_section
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import OWN
+from featurize.parallel.layout import OWN, Parallel
 
 # Kinds, by the names that traces have.
 ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"

@@ -6,20 +6,208 @@ Start reading at `Replica`. The reducer itself is C++ and wants several processe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import UsageError
-from featurize.parallel.buckets import BROADCAST_LIMITS, assigned, limits_of
+from conf.units import MIB
+from featurize.optimizers import is_shared
 from featurize.parallel.collectives import ALL_REDUCE, BROADCAST
-from featurize.parallel.gradient_buckets import GradientBuckets, dense_parameters
 from featurize.parallel.layout import Parallel
 from featurize.recorder import Recorder
 from featurize.step_trace import BUCKET, Collective
 from featurize.tensor_parts import local_tensor
+
+ONE_BUCKET = (float("inf"),)
+BROADCAST_LIMITS = (250.0 * MIB,)  # broadcast_bucket_size of torch/nn/parallel/distributed.py
+_FIRST_MIB, _LATER_MIB = 1, 25  # torch/csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes, ...BytesCap
+
+
+def limits_of(bucket_cap_mb: float | None) -> tuple[float, ...]:
+    """Return the bytes at which the first bucket and all later ones are full.
+
+    Only torch's own size has a smaller first bucket (torch/nn/parallel/distributed.py: `_BucketCapacityConfig`).
+
+    Args:
+        bucket_cap_mb: Argument of DistributedDataParallel, in MiB.
+    """
+    if bucket_cap_mb is None:
+        return _FIRST_MIB * MIB, _LATER_MIB * MIB
+    return (int(bucket_cap_mb * MIB),)
+
+
+def assigned(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -> list[list[int]]:
+    """Return the tensors of each bucket, by their places, in the order in which the buckets fill up.
+
+    A bucket holds one type. It takes tensors until its bytes reach the limit, the last one whole; each type goes
+    through the limits by itself (torch/csrc/distributed/c10d/reducer.cpp: `compute_bucket_assignment_by_size`).
+
+    Args:
+        tensors: Type and bytes of each tensor.
+        limits: Bytes of each bucket; the last one counts for all further buckets.
+    """
+    full: list[list[int]] = []
+    waiting: dict[Hashable, tuple[list[int], int]] = {}
+    filled: dict[Hashable, int] = {}
+    for place, (kind, nbytes) in enumerate(tensors):
+        members, total = waiting.pop(kind, ([], 0))
+        members.append(place)
+        total += nbytes
+        number = filled.get(kind, 0)
+        if total >= limits[min(number, len(limits) - 1)]:
+            full.append(members)
+            filled[kind] = number + 1
+        else:
+            waiting[kind] = members, total
+    return [*full, *(members for members, _ in waiting.values())]
+
+
+class Reduction(NamedTuple):
+    """One bucket that is ready: its bytes, and how many operators of the step came before."""
+
+    nbytes: int
+    after: int
+
+
+class GradientBuckets:
+    """The flat buffers in which gradients are reduced; each has a place for each parameter's.
+
+    The first step of torch knows no order of gradients, and takes one bucket of a type. After it the buckets are
+    rebuilt in the order in which gradients were complete, unless parameters may go without one.
+
+    Args:
+        parameters: Of the module; those that train and have dense gradients count.
+        recorder: Hears of the buckets' memory, as blocks of `kind`.
+        limits: Bytes of each bucket, as `featurize.parallel.data_parallel.limits_of` gives them.
+        rebuilds: Whether torch rebuilds the buckets.
+        as_view: Gradients are left in their buckets.
+        kind: Of the blocks.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        recorder: Recorder,
+        *,
+        limits: Sequence[float],
+        rebuilds: bool,
+        as_view: bool,
+        kind: str,
+    ) -> None:
+        self.synchronizes = True
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self._recorder, self._kind, self._as_view = recorder, kind, as_view
+        self._limits, self._rebuilds = limits, rebuilds
+        self._views: dict[int, Tensor] = {}
+        self._bucket_of: dict[int, int] = {}
+        self._bytes: list[int] = []
+        self._complete: dict[int, Tensor] = {}  # parameter -> itself, in the order of the first step's gradients
+        self._ready: dict[int, int] = {}
+        self._reduced: list[Tensor] = []  # parameters whose gradients wait for the end of the backward pass
+        self.backward_end = 0  # operators before it
+        # In the order of the parameters, and then from the last one: about that in which gradients are complete.
+        self._fill(assigned(map(_size, self.parameters), ONE_BUCKET if rebuilds else limits)[::-1], self.parameters)
+
+    def rebuild(self) -> None:
+        """Give the buckets back and take the final ones, where torch does: once, after the first gradients."""
+        if not (self._rebuilds and self._complete):
+            return
+        self._rebuilds = False
+        order = [*self._complete.values(), *self.without_gradient()]
+        self._fill(assigned(map(_size, order), self._limits), order)
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether gradients were reduced so far."""
+        return bool(self._complete)
+
+    def without_gradient(self) -> list[Tensor]:
+        """Return the parameters that no gradient came for so far."""
+        return [p for p in self.parameters if id(p) not in self._complete]
+
+    def reduce(self, parameter: Tensor) -> None:
+        """Copy a complete gradient into its bucket, and leave it there, or copy the reduced one back at the end of the
+        backward pass (reducer.cpp: `finalize_backward`)."""
+        gradient, view = parameter.grad, self._views.get(id(parameter))
+        if not self.synchronizes or gradient is None or view is None or gradient.is_sparse:
+            return
+        self._complete.setdefault(id(parameter), parameter)
+        with torch.no_grad():  # divided by the number of ranks on the way (`mark_variable_ready_dense`)
+            view.div_(1.0) if gradient is view else view.copy_(own_part(gradient, parameter))
+        if self._as_view:
+            parameter.grad = view
+        self._ready[self._bucket_of[id(parameter)]] = len(self._recorder.operators)
+        if not self._reduced:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._reduced.append(parameter)
+
+    def _finish(self) -> None:
+        self.backward_end = len(self._recorder.operators)
+        for parameter in self._reduced if not self._as_view else ():
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    own_part(parameter.grad, parameter).copy_(self._views[id(parameter)])
+        self._reduced.clear()
+
+    def begin_step(self) -> None:
+        """Forget which buckets were ready."""
+        self._ready.clear()
+
+    def reductions(self) -> list[Reduction]:
+        """Return the buckets that were ready since the step began. They are reduced in their order, each after the
+        ones before it (reducer.cpp: `mark_bucket_ready`)."""
+        after, reductions = 0, []
+        for bucket, nbytes in enumerate(self._bytes):
+            after = max(after, self._ready.get(bucket, 0))
+            reductions.append(Reduction(nbytes, after))
+        return reductions
+
+    def _fill(self, buckets: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -> None:
+        self._views.clear()
+        self._bucket_of.clear()
+        self._bytes.clear()
+        for members in buckets:
+            self._take([parameters[place] for place in members])
+
+    def _take(self, members: Sequence[Tensor]) -> None:
+        parts = [local_tensor(parameter.detach()) for parameter in members]
+        flat = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
+        if flat.is_meta:
+            self._recorder.name((flat,), self._kind)
+        offset = 0
+        for parameter, part in zip(members, parts, strict=True):
+            view = flat.as_strided(part.shape, part.stride(), offset)
+            offset += part.numel()
+            self._views[id(parameter)], self._bucket_of[id(parameter)] = view, len(self._bytes)
+            if self._as_view and parameter.grad is not None and not parameter.grad.is_sparse:
+                with torch.no_grad():
+                    view.copy_(parameter.grad)
+                parameter.grad = view
+        self._bytes.append(flat.nbytes)
+
+
+def dense_parameters(model: nn.Module) -> list[Tensor]:
+    """Return a model's parameters whose gradients lie in buckets: all but the weights of sparse embeddings
+    (torch/nn/parallel/distributed.py: `_build_params_for_reducer`)."""
+    sparse = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+    return [p for p in model.parameters() if id(p) not in sparse]
+
+
+def _size(tensor: Tensor) -> tuple[torch.dtype, int]:
+    return tensor.dtype, local_tensor(tensor.detach()).nbytes
+
+
+def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
+    if is_shared(parameter):
+        placements = cast(Any, parameter).placements
+        if cast(Any, gradient).placements != placements:
+            gradient = cast(Any, gradient).redistribute(placements=placements)
+    return local_tensor(gradient)
+
 
 _IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: kMaxInFlight)
 
@@ -81,9 +269,10 @@ class Replica:
         missing = {id(p) for p in self.buckets.without_gradient()}
         return [name for name, p in self._model.named_parameters() if id(p) in missing]
 
-    def require_gradients(self) -> None:
-        """Raise `UsageError` where torch stops in its second step: a parameter took no part in the loss."""
-        if names := self.without_gradient():
+    def begin_phase(self, phase: str) -> None:
+        """Raise `UsageError` before the update where torch stops in its second step: a parameter took no part in the
+        loss."""
+        if phase == "optimizer" and (names := self.without_gradient()):
             raise UsageError(
                 f"{len(names)} parameters get no gradient (the first: {names[0]}), at which DistributedDataParallel "
                 "stops; add find_unused_parameters=true to parallel, or freeze them"
@@ -125,11 +314,6 @@ class DataParallel(Replica):
         self.buckets.rebuild()
         if self._parallel.broadcast_buffers:
             self.broadcast_buffers()
-
-    def begin_phase(self, phase: str) -> None:
-        """Hear that a phase begins. Raises as `require_gradients` before the update."""
-        if phase == "optimizer":
-            self.require_gradients()
 
 
 def _in_groups(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -1,26 +1,75 @@
-"""What of a step's communication its computation hides, and what it waits for.
+"""What of a step's communication its computation hides, and what a rank waits for.
 
-Start reading at `communication_of`.
+Start reading at `communication_of`, or at `simulate_rank` for all that a rank shows of a traced step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from featurize.kernel_model.costs import operator_costs
 from featurize.kernel_model.step_time import overlapped, time_step
-from featurize.parallel.collectives import collective_s, fabrics_of, sent_bytes
-from featurize.parallel.delays import begin_moments_ms, exposed_ms
+from featurize.parallel.collectives import collective_s, communicators_mib, fabrics_of, sent_bytes
 from featurize.parallel.layout import Parallel
-from featurize.step_trace import StepTrace
+from featurize.replay import MemoryProfile
+from featurize.simulate import SimulatedStep, simulate
+from featurize.step_trace import Collective, StepTrace
 from featurize.training_settings import TrainingSettings
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
+
+
+_BEGINS, _WAITS = 0, 1
+
+
+def exposed_ms(collectives: Sequence[Collective], lasts_ms: Sequence[float], begins_ms: Sequence[float]) -> float:
+    """Return how long the kernels wait for collectives. Arguments: as `delays_ms`."""
+    return next((late for _, late in reversed(delays_ms(collectives, lasts_ms, begins_ms))), 0.0)
+
+
+def delays_ms(
+    collectives: Sequence[Collective], lasts_ms: Sequence[float], begins_ms: Sequence[float]
+) -> list[tuple[int, float]]:
+    """Return at which moments the kernels wait for collectives, in their order, and by how much they are late from then
+    on. Those of one dimension of the mesh run one after the other.
+
+    Args:
+        collectives: In the order in which they begin.
+        lasts_ms: How long each one runs.
+        begins_ms: When each operator would begin without any communication, and the end of the step.
+    """
+    moments = sorted(
+        (moment, kind, number)
+        for number, one in enumerate(collectives)
+        for moment, kind in ((one.after, _BEGINS), (one.before, _WAITS))
+    )
+    late_ms = 0.0  # by which kernels are late
+    delays: list[tuple[int, float]] = []
+    free_ms: dict[str, float] = defaultdict(float)  # when a communicator is done with all that came before
+    ends_ms: dict[int, float] = {}
+    for moment, kind, number in moments:
+        now_ms = begins_ms[moment] + late_ms
+        if kind == _BEGINS:
+            axis = collectives[number].axis
+            free_ms[axis] = ends_ms[number] = max(now_ms, free_ms[axis]) + lasts_ms[number]
+        else:
+            late_ms += max(ends_ms[number] - now_ms, 0.0)
+            delays.append((moment, late_ms))
+    return delays
+
+
+def begin_moments_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, step_ms: float) -> list[float]:
+    """Return when each operator begins, and the end of the step: in proportion to the GPU's own time."""
+    ends = np.cumsum([0.0, *(cost.seconds for cost in operator_costs(trace, spec, settings))])
+    return (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +115,7 @@ def communication_of(
     for one in trace.collectives:
         sent_mib[one.kind] += sent_bytes(one.kind, one.nbytes, fabrics[one.axis].ranks) / MIB
     if trace.pipeline is not None and trace.pipeline.groups:
-        from featurize.parallel.pipeline_step import waits_of  # its imports take a second
+        from featurize.parallel.pipeline_time import waits_of  # its imports take a second
 
         waits = waits_of(trace.pipeline, spec, settings, parallel, step_ms)
         return Communication(busy_ms=sum(lasts_ms), sent_mib=dict(sent_mib), **waits)
@@ -93,3 +142,49 @@ def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSp
         power_w=device.idle_power_w + (step.power_w - device.idle_power_w) * share,
         bound_by="communication" if talk.exposed_ms > step.step_time_ms else step.bound_by,
     )
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A rank's step with its waiting for others, and its memory with what the communication library keeps."""
+
+    step: SimulatedStep
+    talk: Communication
+
+
+def simulate_rank(
+    trace: StepTrace,
+    spec: DeviceSpec,
+    settings: TrainingSettings,
+    layout: Parallel,
+    *,
+    memory: MemoryProfile | None = None,
+) -> RankStep:
+    """Price the traced step of a rank.
+
+    Args:
+        trace: Of a job on several GPUs.
+        memory: A replay of the trace that is at hand already.
+
+    Raises:
+        UsageError: The GPU model's description says nothing of what joins the GPUs.
+    """
+    step = simulate(trace, spec, settings, memory=memory)
+    talk = communication_of(trace, spec, settings, layout, step.step_time_ms)
+    peak_mib = step.peak_memory_mib + communicators_mib(spec, layout, (one.axis for one in trace.collectives))
+    fits = step.fits and peak_mib <= spec.memory_mib
+    return RankStep(replace(lengthened(step, talk, spec), peak_memory_mib=peak_mib, fits=fits), talk)
+
+
+def ranks_of_stages(trace: StepTrace) -> Mapping[int, StepTrace]:
+    """Return the trace of each rank of `pp`, by its number; of a job without a pipeline that of rank 0 alone."""
+    if trace.pipeline is None:
+        return {0: trace}
+    groups = trace.pipeline.groups
+    traces = {
+        rank: replace(group.trace, pipeline=replace(group.trace.pipeline, groups=groups))
+        for group in groups
+        if group.trace.pipeline is not None
+        for rank in group.ranks
+    }
+    return dict(sorted(traces.items()))

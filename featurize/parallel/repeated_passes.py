@@ -19,7 +19,7 @@ from featurize.recorder import Recorder
 from featurize.step_trace import Operator
 
 if TYPE_CHECKING:
-    from featurize.parallel.shard_states import ShardStates
+    from featurize.parallel.shards_on_meta import ShardStates
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"  # kinds of passes
 # Whose block an event is about.

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from featurize.step_trace import Collective
@@ -153,6 +154,17 @@ class Streams:
         """Say what blocks are."""
         if self.recorder is not None:
             self.recorder.name(tensors, kind)
+
+    def empty(self, count: int, like: Tensor, kind: str) -> Tensor:
+        """Take a block of so many elements of a tensor's type, and say what it is."""
+        made = torch.empty(count, dtype=like.dtype, device=like.device)
+        self.name([made], kind)
+        return made
+
+    def copied(self, *tensors: Tensor) -> None:
+        """Say that tensors are copied by what no operator of the trace does."""
+        if self.recorder is not None:
+            self.recorder.copied(tensors)
 
     def use(self, tensor: Tensor, stream: OneStream) -> None:
         """Say that a stream uses a tensor, whichever it was made on."""

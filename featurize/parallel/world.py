@@ -38,7 +38,8 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
 
     with (
         _rank_again(distributed_c10d.GroupMember.WORLD),
-        replaced(distributed_c10d, "_world", _OwnWorld()),
+        _own_groups(),
+        replaced(distributed_c10d, "_world", distributed_c10d._World()),
         replaced(distributed_c10d, "_backend", distributed_c10d._backend),
         replaced(distributed_c10d, "_default_pg_init_method", distributed_c10d._default_pg_init_method),
         # A group's start replaces the hook by one that names the rank.
@@ -80,28 +81,15 @@ def _real_tensors() -> Iterator[None]:
         yield
 
 
-class _OwnWorld(distributed_c10d._World):
-    """Process groups beside those of torch's own world, which lie in variables of its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._maps: dict[str, dict[Any, Any]] = {}
-        self._count = _FIRST_NAME
-
-    pg_map = property(lambda self: self._maps.setdefault("map", {}))
-    pg_names = property(lambda self: self._maps.setdefault("names", {}))
-    pg_group_ranks = property(lambda self: self._maps.setdefault("ranks", {}))
-    pg_backend_config = property(lambda self: self._maps.setdefault("backends", {}))
-    tags_to_pg = property(lambda self: self._maps.setdefault("tags", {}))
-    pg_to_tag = property(lambda self: self._maps.setdefault("to_tag", {}))
-
-    @property
-    def group_count(self) -> int:
-        return self._count
-
-    @group_count.setter
-    def group_count(self, value: int) -> None:
-        self._count = value
+@contextlib.contextmanager
+def _own_groups() -> Iterator[None]:
+    """While entered, torch's world of process groups is empty: it lies in variables of its module."""
+    maps = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+    with contextlib.ExitStack() as stack:
+        for name in maps:
+            stack.enter_context(replaced(distributed_c10d, name, {}))
+        stack.enter_context(replaced(distributed_c10d, "_group_count", _FIRST_NAME))
+        yield
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The engine that `deepspeed.initialize` returns in a script: it plays the first rank of the settings' ZeRO.
 
-Start reading at `DeepSpeedJob.initialize`. DeepSpeed itself is never run: `featurize.parallel.zero_rank` has its rules
+Start reading at `DeepSpeedJob.initialize`. DeepSpeed itself is never run: `featurize.parallel.zero` has its rules
 (release 0.19), and deepspeed/runtime/engine.py is what scripts see here.
 """
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from featurize.parallel.buckets import limits_of
-from featurize.parallel.data_parallel import Replica
+from featurize.parallel.data_parallel import Replica, limits_of
 from featurize.replacing import replace_attribute
 from featurize.step_trace import BUCKET
 from learn.script.compiling import BUCKETS

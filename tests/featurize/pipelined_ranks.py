@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from featurize.nets.prenorm import SelfAttention
 from featurize.parallel.experts import expert_mesh
 from featurize.parallel.layout import Parallel
-from featurize.parallel.pipeline_order import schedule_class
+from featurize.parallel.pipeline_time import schedule_class
 from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_mesh
 from featurize.parallel.sharding import shard_units, split_modules
 from featurize.training import Training, TrainingStep

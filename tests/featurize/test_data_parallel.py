@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conf.errors import UsageError
 from featurize.device_spec import load_device
-from featurize.parallel.buckets import assigned, limits_of
 from featurize.parallel.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of
+from featurize.parallel.data_parallel import assigned, limits_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import parse_parallel
 from featurize.parallel.overlap import communication_of, exposed_ms

@@ -10,7 +10,7 @@ from featurize.families import get_family
 from featurize.parallel import layout, wrapping
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import parse_parallel
-from featurize.parallel.wrapping import wrapped
+from featurize.parallel.sharding import wrapped
 from featurize.row_config import UnreadableConfig, config_of_one_gpu, config_of_row
 from featurize.training import TrainingStep
 from featurize.trial import canonical_json, config_from_mapping, config_hash

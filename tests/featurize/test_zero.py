@@ -10,11 +10,10 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.parallel.deepspeed_config import read_deepspeed
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import apt_settings
+from featurize.parallel.layout import Parallel, apt_settings
 from featurize.parallel.layout_text import parse_parallel
 from featurize.parallel.overlap import communication_of
-from featurize.parallel.wrapping import wrapped
+from featurize.parallel.sharding import wrapped
 from featurize.trace import trace_step
 from featurize.training import Training
 
