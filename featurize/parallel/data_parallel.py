@@ -5,9 +5,10 @@ Start reading at `Replica`. The reducer itself is C++ and wants several processe
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,13 +66,6 @@ def assigned(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -
     return [*full, *(members for members, _ in waiting.values())]
 
 
-class Reduction(NamedTuple):
-    """One bucket that is ready: its bytes, and how many operators of the step came before."""
-
-    nbytes: int
-    after: int
-
-
 class GradientBuckets:
     """The flat buffers in which gradients are reduced; each has a place for each parameter's.
 
@@ -79,37 +73,25 @@ class GradientBuckets:
     rebuilt in the order in which gradients were complete, unless parameters may go without one.
 
     Args:
-        parameters: Of the module; those that train and have dense gradients count.
+        model: Those of its parameters count that train and have dense gradients.
         recorder: Hears of the buckets' memory, as blocks of `kind`.
-        limits: Bytes of each bucket, as `featurize.parallel.data_parallel.limits_of` gives them.
-        rebuilds: Whether torch rebuilds the buckets.
-        as_view: Gradients are left in their buckets.
+        parallel: The wrapper's own settings.
         kind: Of the blocks.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        recorder: Recorder,
-        *,
-        limits: Sequence[float],
-        rebuilds: bool,
-        as_view: bool,
-        kind: str,
-    ) -> None:
+    def __init__(self, model: nn.Module, recorder: Recorder, parallel: Parallel, kind: str) -> None:
         self.synchronizes = True
-        self.parameters = [p for p in parameters if p.requires_grad]
-        self._recorder, self._kind, self._as_view = recorder, kind, as_view
-        self._limits, self._rebuilds = limits, rebuilds
-        self._views: dict[int, Tensor] = {}
-        self._bucket_of: dict[int, int] = {}
-        self._bytes: list[int] = []
+        self.parameters = [p for p in dense_parameters(model) if p.requires_grad]
+        self._recorder, self._kind, self._as_view = recorder, kind, parallel.gradient_as_bucket_view
+        self._limits = limits_of(parallel.bucket_cap_mb)
+        self._rebuilds = parallel.static_graph or not parallel.find_unused_parameters
         self._complete: dict[int, Tensor] = {}  # parameter -> itself, in the order of the first step's gradients
         self._ready: dict[int, int] = {}
         self._reduced: list[Tensor] = []  # parameters whose gradients wait for the end of the backward pass
         self.backward_end = 0  # operators before it
         # In the order of the parameters, and then from the last one: about that in which gradients are complete.
-        self._fill(assigned(map(_size, self.parameters), ONE_BUCKET if rebuilds else limits)[::-1], self.parameters)
+        limits = ONE_BUCKET if self._rebuilds else self._limits
+        self._fill(assigned(map(_size, self.parameters), limits)[::-1], self.parameters)
 
     def rebuild(self) -> None:
         """Give the buckets back and take the final ones, where torch does: once, after the first gradients."""
@@ -156,31 +138,29 @@ class GradientBuckets:
         """Forget which buckets were ready."""
         self._ready.clear()
 
-    def reductions(self) -> list[Reduction]:
-        """Return the buckets that were ready since the step began. They are reduced in their order, each after the
-        ones before it (reducer.cpp: `mark_bucket_ready`)."""
-        after, reductions = 0, []
+    def reductions(self, axis: str) -> Iterator[Collective]:
+        """Yield the buckets that were ready since the step began. They are reduced in their order, each after the ones
+        before it (reducer.cpp: `mark_bucket_ready`)."""
+        after = 0
         for bucket, nbytes in enumerate(self._bytes):
             after = max(after, self._ready.get(bucket, 0))
-            reductions.append(Reduction(nbytes, after))
-        return reductions
+            yield Collective(ALL_REDUCE, nbytes, after, self.backward_end, axis)
 
     def _fill(self, buckets: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -> None:
-        self._views.clear()
-        self._bucket_of.clear()
-        self._bytes.clear()
+        self._views: dict[int, Tensor] = {}
+        self._bucket_of: dict[int, int] = {}
+        self._bytes: list[int] = []
         for members in buckets:
             self._take([parameters[place] for place in members])
 
     def _take(self, members: Sequence[Tensor]) -> None:
         parts = [local_tensor(parameter.detach()) for parameter in members]
-        flat = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
+        flat = _flat(parts)
         if flat.is_meta:
             self._recorder.name((flat,), self._kind)
-        offset = 0
-        for parameter, part in zip(members, parts, strict=True):
+        offsets = itertools.accumulate((part.numel() for part in parts), initial=0)
+        for parameter, part, offset in zip(members, parts, offsets, strict=False):
             view = flat.as_strided(part.shape, part.stride(), offset)
-            offset += part.numel()
             self._views[id(parameter)], self._bucket_of[id(parameter)] = view, len(self._bytes)
             if self._as_view and parameter.grad is not None and not parameter.grad.is_sparse:
                 with torch.no_grad():
@@ -229,13 +209,12 @@ class Replica:
         self._model, self._recorder, self._parallel, self._axis = model, recorder, parallel, axis
         self._sent: list[Collective] = []  # of buffers
         with recorder, torch.no_grad():
-            state = [local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]
-            self._take_copies(state)
-            self.buckets = GradientBuckets(
-                dense_parameters(model), recorder, limits=limits_of(parallel.bucket_cap_mb),
-                rebuilds=parallel.static_graph or not parallel.find_unused_parameters,
-                as_view=parallel.gradient_as_bucket_view, kind=kind,
-            )  # fmt: skip
+            # The first rank's state is sent in flat copies, a few at a time.
+            in_flight: deque[Tensor] = deque(maxlen=_IN_FLIGHT)
+            for members in _in_groups([local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]):
+                in_flight.append(_flat(members))
+            in_flight.clear()
+            self.buckets = GradientBuckets(model, recorder, parallel, kind)
         for parameter in self.buckets.parameters:
             parameter.register_post_accumulate_grad_hook(self.buckets.reduce)
 
@@ -249,7 +228,7 @@ class Replica:
         buffers, now = list(self._model.buffers()), len(self._recorder.operators)
         with torch.no_grad():
             for members in _in_groups(buffers):
-                self._take_flat(members)
+                _flat(members)
                 self._sent.append(Collective(BROADCAST, sum(t.nbytes for t in members), now, now, self._axis))
                 self._recorder.copied(members)  # into one
                 for one in members:
@@ -257,9 +236,7 @@ class Replica:
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent since the step began."""
-        end = self.buckets.backward_end
-        reduced = [Collective(ALL_REDUCE, one.nbytes, one.after, end, self._axis) for one in self.buckets.reductions()]
-        return (*self._sent, *reduced)
+        return (*self._sent, *self.buckets.reductions(self._axis))
 
     def without_gradient(self) -> list[str]:
         """Return the names of the parameters that no gradient came for so far, where torch stops at them in its second
@@ -277,15 +254,6 @@ class Replica:
                 f"{len(names)} parameters get no gradient (the first: {names[0]}), at which DistributedDataParallel "
                 "stops; add find_unused_parameters=true to parallel, or freeze them"
             )
-
-    def _take_copies(self, tensors: Sequence[Tensor]) -> None:
-        """What the constructor takes to send the first rank's state, and gives back."""
-        in_flight: deque[Tensor] = deque(maxlen=_IN_FLIGHT)
-        for members in _in_groups(tensors):
-            in_flight.append(self._take_flat(members))
-
-    def _take_flat(self, members: Sequence[Tensor]) -> Tensor:
-        return torch.empty(sum(t.numel() for t in members), dtype=members[0].dtype, device=members[0].device)
 
 
 class DataParallel(Replica):
@@ -316,8 +284,11 @@ class DataParallel(Replica):
             self.broadcast_buffers()
 
 
-def _in_groups(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def _in_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return the tensors that are sent together."""
-    several = list(tensors)
-    groups = assigned(((t.dtype, t.nbytes) for t in several), BROADCAST_LIMITS)
-    return [[several[place] for place in members] for members in groups]
+    groups = assigned(((t.dtype, t.nbytes) for t in tensors), BROADCAST_LIMITS)
+    return [[tensors[place] for place in members] for members in groups]
+
+
+def _flat(members: Sequence[Tensor]) -> Tensor:
+    return torch.empty(sum(t.numel() for t in members), dtype=members[0].dtype, device=members[0].device)

@@ -15,7 +15,8 @@ from featurize.parallel.deepspeed_config import COUNTS, read_deepspeed
 from featurize.parallel.layout import EXAMPLE, EXPERTS, HYBRID, MODES, OWN, Parallel
 
 DEEPSPEED = "deepspeed"
-_BETWEEN = re.compile(r",(?![^\[{]*[\]}])")  # commas that are not within brackets
+_WITHIN = re.compile(r"[\[{][^\]}]*")  # brackets
+_COMMA = "\0"  # stands for one within brackets
 NETWORK = "network_gb_s"
 PREFETCH = "backward_prefetch"
 _QUOTED = " '\""
@@ -111,7 +112,8 @@ def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
-    for part in _BETWEEN.split(text):
+    for masked in _WITHIN.sub(lambda inside: inside[0].replace(",", _COMMA), text).split(","):
+        part = masked.replace(_COMMA, ",")
         name, equals, value = (one.strip() for one in part.partition("="))
         if name in (*MODES, EXPERTS, OWN, HYBRID) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")

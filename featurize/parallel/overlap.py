@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,16 +22,7 @@ from featurize.simulate import SimulatedStep, simulate
 from featurize.step_trace import Collective, StepTrace
 from featurize.training_settings import TrainingSettings
 
-if TYPE_CHECKING:
-    from featurize.simulate import SimulatedStep
-
-
 _BEGINS, _WAITS = 0, 1
-
-
-def exposed_ms(collectives: Sequence[Collective], lasts_ms: Sequence[float], begins_ms: Sequence[float]) -> float:
-    """Return how long the kernels wait for collectives. Arguments: as `delays_ms`."""
-    return next((late for _, late in reversed(delays_ms(collectives, lasts_ms, begins_ms))), 0.0)
 
 
 def delays_ms(
@@ -120,7 +110,8 @@ def communication_of(
         waits = waits_of(trace.pipeline, spec, settings, parallel, step_ms)
         return Communication(busy_ms=sum(lasts_ms), sent_mib=dict(sent_mib), **waits)
     own = time_step(trace, spec, settings)
-    late_ms = exposed_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, own.busy_ms))
+    delays = delays_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, own.busy_ms))
+    late_ms = delays[-1][1] if delays else 0.0
     waits_ms = overlapped(own.busy_ms + late_ms, own.host_ms) - overlapped(own.busy_ms, own.host_ms)
     return Communication(busy_ms=sum(lasts_ms), exposed_ms=waits_ms, sent_mib=dict(sent_mib))
 

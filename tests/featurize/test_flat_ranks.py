@@ -150,35 +150,12 @@ def test_parameters_are_those_of_the_whole_model():
     assert traced("two").parameters == sum(p.numel() for p in Net().parameters())
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("fsdp=2,tp=2,fsdp_version=1", "fsdp_version=1 goes with ddp alone, not with tp"),
-        ("fsdp=2,cp=2,ep=2,fsdp_version=1", "not with cp, ep"),
-        ("fsdp=4,fsdp_version=1,reshard_after_forward=2", "FULL_SHARD.*not a number"),
-        ("fsdp=4,fsdp_version=3", "fsdp_version must be 2 .* or 1"),
-        ("fsdp=4,fsdp_version=1,backward_prefetch=soon", "backward_prefetch must be one of pre, post, none"),
-        ("fsdp=4,fsdp_version=1,cpu_offload=true", "cpu_offload with fsdp_version=1 is not estimated yet"),
-        ("fsdp=4,no_sync=true", "no_sync: of fsdp_version=1 only"),
-        ("ddp=4,fsdp_version=1", "fsdp_version: of fsdp only"),
-    ],
-)
-def test_what_does_not_go_with_flat_parameters_is_refused(given, message):
-    with pytest.raises(UsageError, match=message):
-        parse_parallel(given)
-
-
 def test_frozen_parameters_beside_others_need_the_original_ones():
     with pytest.raises(UsageError, match="use_orig_params=true"):
         trace_step(
             Adapted, torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta"), loss_of,
             parallel=parse_parallel("fsdp=2,fsdp_version=1,use_orig_params=false"),
         )  # fmt: skip
-
-
-def test_no_prefetch_is_none_as_text_has_it():
-    assert parse_parallel("fsdp=2,fsdp_version=1,backward_prefetch=none").backward_prefetch == "none"
-    assert parse_parallel({"fsdp": 2, "fsdp_version": 1, "backward_prefetch": None}).backward_prefetch == "none"
 
 
 def test_a_unit_with_parameters_of_two_types_is_told_what_helps():
