@@ -172,7 +172,7 @@ def example_of(tensor: Tensor | None, parallel: Parallel) -> Tensor | tuple[()]:
     if tensor is None:
         return ()
     casts = parallel.sharded > 1 and tensor.is_floating_point()
-    return like(tensor, DTYPES.get(parallel.param_dtype or "") if casts else None)
+    return like(tensor, DTYPES[parallel.param_dtype] if casts else None)
 
 
 class Parts(nn.Module):
@@ -255,7 +255,7 @@ class PipelineRank(ShardedRank):
     def _stage(self, model: nn.Module, number: int, inputs: Inputs) -> Stage:
         parallel = self.parallel
         mixtures = split_modules(model, parallel, self._mesh, self._experts)
-        computed = DTYPES.get(parallel.param_dtype or "") if parallel.sharded > 1 else None
+        computed = DTYPES[parallel.param_dtype] if parallel.sharded > 1 else None
         with torch.enable_grad():
             survey = surveyed(model, inputs, parallel.stages, computed)
         starts = starts_of(survey, parallel)

@@ -6,6 +6,7 @@ and given back. A repeated pass gives tensors that stand for what the stage woul
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -264,12 +265,9 @@ class _Reading:
 
     def _alive(self, blocks: Sequence[int]) -> set[int]:
         """Blocks that the pass took and that are there after it. Workspaces are never given back."""
-        count: dict[int, int] = {}
-        for block in blocks:
-            count[block] = count.get(block, 0) + 1
         return {
             block
-            for block, times in count.items()
+            for block, times in Counter(blocks).items()
             if block >= self._first and times == 1 and self._recorder.kind_of(block) != "workspace"
         }
 

@@ -6,7 +6,7 @@ Start reading at `wrapped` for real ranks, and at `shard`, which is the same for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,7 +101,12 @@ def shard_flat(
     return wrapper
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: Mapping[str | None, torch.dtype | None] = {
+    None: None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> nn.Module:
@@ -118,7 +123,7 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
         UsageError: There is no module of a class that `wrap` names; the plan or `ep` does not fit the model.
     """
     if parallel.flat:
-        types = MixedPrecision(param_dtype=_dtype(parallel.param_dtype), reduce_dtype=_dtype(parallel.reduce_dtype))
+        types = MixedPrecision(param_dtype=DTYPES[parallel.param_dtype], reduce_dtype=DTYPES[parallel.reduce_dtype])
         return shard_flat(model, parallel, mesh, units(model, parallel.wrap), types)
     mixtures = split_modules(model, parallel, mesh, experts)
     if parallel.sharded > 1:
@@ -166,7 +171,7 @@ def shard_units(
         return
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=_dtype(parallel.param_dtype), reduce_dtype=_dtype(parallel.reduce_dtype)
+            param_dtype=DTYPES[parallel.param_dtype], reduce_dtype=DTYPES[parallel.reduce_dtype]
         ),
         "offload_policy": CPUOffloadPolicy() if parallel.cpu_offload else OffloadPolicy(),
     }
@@ -187,23 +192,20 @@ def _shard_experts(
     if isinstance(kept, int) and not isinstance(kept, bool):
         options = {**options, "reshard_after_forward": True}
     own = mesh[EXPERT_REPLICAS, EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
+    ranks = parallel.expert_shards
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        """Spread fewer experts than ranks along their next dimension, as torchtitan: FSDP2 would gather padding."""
+        few = parameter.dim() > 1 and len(parameter) < ranks and parameter.shape[1] % ranks == 0
+        return Shard(1) if few else None
+
     for modules in mixtures:
-        unit = fully_shard(modules, mesh=own, shard_placement_fn=_placement(mesh[EXPERT_SHARDS].size()), **options)
+        unit = fully_shard(modules, mesh=own, shard_placement_fn=place, **options)
         for one in unit:
             if isinstance(one, FSDPModule):
                 # Of an expert's gradients, all ranks' batches are the mean: a sum, divided by itself.
                 one.set_gradient_divide_factor(float(parallel.ddp * parallel.sharded))
-                one.set_force_sum_reduction_for_comms(mesh[EXPERT_SHARDS].size() > 1)
-
-
-def _placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Fewer experts than ranks are spread along their next dimension, as in torchtitan: FSDP2 would gather padding."""
-
-    def place(parameter: nn.Parameter) -> Shard | None:
-        few = parameter.dim() > 1 and len(parameter) < ranks and parameter.shape[1] % ranks == 0
-        return Shard(1) if few else None
-
-    return place
+                one.set_force_sum_reduction_for_comms(ranks > 1)
 
 
 def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
@@ -223,10 +225,6 @@ def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
             f"parallel: wrap: the model has no module of class {', '.join(missing)}; it has {', '.join(there)}"
         )
     return chosen[::-1]
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else DTYPES[name]
 
 
 def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
