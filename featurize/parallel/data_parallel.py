@@ -1,4 +1,4 @@
-"""What DistributedDataParallel adds to a traced step: buckets of gradients, and copies of the buffers that it sends.
+"""DistributedDataParallel in a traced step: buckets of gradients, and copies of the buffers that it sends.
 
 Start reading at `Replica`. The reducer itself is C++ and wants several processes; its rules are followed here.
 """
@@ -103,7 +103,7 @@ class GradientBuckets:
 
     @property
     def has_reduced(self) -> bool:
-        """Whether gradients were reduced so far."""
+        """Gradients were reduced so far."""
         return bool(self._complete)
 
     def without_gradient(self) -> list[Tensor]:

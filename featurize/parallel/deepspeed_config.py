@@ -65,7 +65,7 @@ _OF_WIDTH: Mapping[str, Callable[[int], int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFile:
-    """What a file says.
+    """The content of a file.
 
     zero          settings of `featurize.parallel.layout.Parallel`, `zero` among them, without the number of GPUs
     training      settings of `featurize.training_settings.Training`
@@ -208,7 +208,7 @@ class _Reader:
             self.problems.append(f"{_ZERO}: not estimated: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
 
     def _resolved(self, name: str) -> int | None:
-        """What Hugging Face's Trainer fills in for a bucket; None for what it leaves open."""
+        """Return the size that Hugging Face's Trainer fills in for a bucket; None where it leaves it open."""
         size = self._hidden_size() if name in _OF_WIDTH else None
         if size is None:
             self._open.append(f"{_ZERO}.{name}")
@@ -307,7 +307,7 @@ class _Reader:
 
 
 def _is_off(value: object) -> bool:
-    """Whether a block asks for nothing."""
+    """Return whether a block asks for nothing."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return value in (None, False)

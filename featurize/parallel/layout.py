@@ -256,12 +256,12 @@ class Parallel:
 
     @property
     def replicates(self) -> bool:
-        """Whether each replica holds all of its gradients, which are reduced in buckets."""
+        """Each replica holds all of its gradients, which are reduced in buckets."""
         return self.ddp > 1 and self.sharded == 1
 
     @property
     def flat(self) -> bool:
-        """Whether FullyShardedDataParallel spreads flat parameters."""
+        """FullyShardedDataParallel spreads flat parameters."""
         return self.fsdp > 1 and self.fsdp_version == FLAT
 
     @property
@@ -305,7 +305,7 @@ class Parallel:
 
     @property
     def shards(self) -> bool:
-        """Whether PyTorch's own wrappers spread tensors over ranks, but for what a pipeline does."""
+        """PyTorch's own wrappers spread tensors over ranks, but for what a pipeline does."""
         return self.fsdp > 1 or self.cp > 1 or self.tp > 1 or self.own > 1
 
     @property

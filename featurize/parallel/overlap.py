@@ -1,4 +1,4 @@
-"""What of a step's communication its computation hides, and what a rank waits for.
+"""Communication of a step: how much of it computation hides, and how long a rank waits.
 
 Start reading at `communication_of`, or at `simulate_rank` for all that a rank shows of a traced step.
 """
@@ -64,7 +64,7 @@ def begin_moments_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetti
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """What the ranks of a job tell each other in a step.
+    """Communication between the ranks of a job in a step.
 
     busy_ms      of the collectives themselves, one after the other
     exposed_ms   by which they make the step longer

@@ -49,7 +49,7 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What follows needs messages to be complete: all of those that were posted together."""
+    """A wait for messages: for all of those that were posted together."""
 
     messages: tuple[Message, ...]
 

@@ -1,4 +1,4 @@
-"""What a recorder asks about the ranks of a traced job: which tensors are shared among them, what they send.
+"""Operators of a rank in a traced job: which run on tensors that ranks share, and what is sent.
 
 Start reading at `Ranks.ran`.
 """

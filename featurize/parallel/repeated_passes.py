@@ -61,7 +61,7 @@ class _Result(NamedTuple):
 
 @dataclass
 class _Note:
-    """What a pass did. Numbers of operators are those of its step."""
+    """The record of a pass. Numbers of operators are those of its step."""
 
     changes: list[_Change]
     operators: list[Operator]
@@ -113,7 +113,7 @@ class RepeatedPasses:
         self._batches: dict[tuple[int, int], _Batch] = {}
 
     def begin_schedule(self) -> None:
-        """Hear that the schedule is run again."""
+        """Begin another run of the schedule."""
         self._batches.clear()
         self._schedules += 1
 

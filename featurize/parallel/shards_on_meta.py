@@ -186,7 +186,7 @@ def _copied_from_host() -> property:
 
 
 def _of_shape(value: Any) -> Any:
-    """What DTensor asks for shapes by: on meta, also where the mesh is of GPUs, which this PyTorch may not know."""
+    """Return what DTensor asks for shapes: on meta, also where the mesh is of GPUs, which this PyTorch may not know."""
     tensor = value.tensor_meta
     return torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype, device=_META)
 

@@ -334,7 +334,7 @@ class Stage:
         return arriving
 
     def leave(self, tensor: Tensor) -> None:
-        """Hear what is given on: from here on, it is another stage that runs."""
+        """Take what is given on: from here on, another stage runs."""
         self._leaving = tensor
         self._stop()
 

@@ -176,7 +176,7 @@ class Streams:
         return 0 if self.recorder is None else len(self.recorder.events)
 
     def host_waited(self, after: int, place: int) -> None:
-        """Hear that the host waits for a moment of a stream."""
+        """Let the host wait for a moment of a stream."""
         self._host_after = max(self._host_after, after)
         if self.recorder is not None:
             self.recorder.host_waited(place)
@@ -186,7 +186,7 @@ class Streams:
         return 0 if self.recorder is None else len(self.recorder.operators)
 
     def waited(self, stream: OneStream, done: dict[int, int]) -> None:
-        """Hear that a stream waits for the collectives of others up to some."""
+        """Let a stream wait for the collectives of others up to some."""
         if stream.number != MAIN:
             return
         for number, one in enumerate(self.sent):

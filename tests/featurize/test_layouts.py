@@ -1,4 +1,4 @@
-"""What a layout may hold, how it is written, and a real model in its wrapper."""
+"""Layouts: their values, how it is written, and a real model in its wrapper."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What the stages of DeepSpeed's ZeRO take of a rank, and what they send."""
+"""The memory of a rank in the stages of DeepSpeed's ZeRO, and its communication."""
 
 import json
 from dataclasses import replace
