@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -66,39 +66,60 @@ def assigned(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -
     return [*full, *(members for members, _ in waiting.values())]
 
 
-class GradientBuckets:
-    """The flat buffers in which gradients are reduced; each has a place for each parameter's.
+_IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: kMaxInFlight)
+
+
+class Replica:
+    """A model's wrapper: flat buffers in which gradients are reduced, and copies in which parameters and buffers are sent.
 
     The first step of torch knows no order of gradients, and takes one bucket of a type. After it the buckets are
     rebuilt in the order in which gradients were complete, unless parameters may go without one.
 
     Args:
-        model: Those of its parameters count that train and have dense gradients.
-        recorder: Hears of the buckets' memory, as blocks of `kind`.
+        model: On the meta device, as the optimizer gets it.
+        recorder: Hears of memory and operators.
         parallel: The wrapper's own settings.
-        kind: Of the blocks.
+        kind: Of the buckets' blocks.
+        axis: The dimension of the mesh whose ranks hold replicas; empty: all ranks.
     """
 
-    def __init__(self, model: nn.Module, recorder: Recorder, parallel: Parallel, kind: str) -> None:
-        self.synchronizes = True
-        self.parameters = [p for p in dense_parameters(model) if p.requires_grad]
-        self._recorder, self._kind, self._as_view = recorder, kind, parallel.gradient_as_bucket_view
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, parallel: Parallel, *, kind: str = BUCKET, axis: str = ""
+    ) -> None:
+        self._model, self._recorder, self._parallel, self._axis = model, recorder, parallel, axis
+        self._kind, self._as_view = kind, parallel.gradient_as_bucket_view
         self._limits = limits_of(parallel.bucket_cap_mb)
         self._rebuilds = parallel.static_graph or not parallel.find_unused_parameters
+        self.synchronizes = True
+        self._sent: list[Collective] = []  # of buffers
         self._complete: dict[int, Tensor] = {}  # parameter -> itself, in the order of the first step's gradients
         self._ready: dict[int, int] = {}
         self._reduced: list[Tensor] = []  # parameters whose gradients wait for the end of the backward pass
-        self.backward_end = 0  # operators before it
-        # In the order of the parameters, and then from the last one: about that in which gradients are complete.
-        limits = ONE_BUCKET if self._rebuilds else self._limits
-        self._fill(assigned(map(_size, self.parameters), limits)[::-1], self.parameters)
+        self._backward_end = 0  # operators before it
+        self._parameters = [p for p in dense_parameters(model) if p.requires_grad]
+        with recorder, torch.no_grad():
+            # The first rank's state is sent in flat copies, a few at a time.
+            in_flight: deque[Tensor] = deque(maxlen=_IN_FLIGHT)
+            for members in _in_groups([local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]):
+                in_flight.append(_flat(members))
+            in_flight.clear()
+            # In the order of the parameters, and then from the last one: about that in which gradients are complete.
+            limits = ONE_BUCKET if self._rebuilds else self._limits
+            self._fill(assigned(map(_size, self._parameters), limits)[::-1], self._parameters)
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._reduce)
+
+    def begin_step(self) -> None:
+        """Forget what was sent, and which buckets were ready."""
+        self._sent = []
+        self._ready.clear()
 
     def rebuild(self) -> None:
         """Give the buckets back and take the final ones, where torch does: once, after the first gradients."""
         if not (self._rebuilds and self._complete):
             return
         self._rebuilds = False
-        order = [*self._complete.values(), *self.without_gradient()]
+        order = [*self._complete.values(), *(p for p in self._parameters if id(p) not in self._complete)]
         self._fill(assigned(map(_size, order), self._limits), order)
 
     @property
@@ -106,11 +127,7 @@ class GradientBuckets:
         """Gradients were reduced so far."""
         return bool(self._complete)
 
-    def without_gradient(self) -> list[Tensor]:
-        """Return the parameters that no gradient came for so far."""
-        return [p for p in self.parameters if id(p) not in self._complete]
-
-    def reduce(self, parameter: Tensor) -> None:
+    def _reduce(self, parameter: Tensor) -> None:
         """Copy a complete gradient into its bucket, and leave it there, or copy the reduced one back at the end of the
         backward pass (reducer.cpp: `finalize_backward`)."""
         gradient, view = parameter.grad, self._views.get(id(parameter))
@@ -127,24 +144,12 @@ class GradientBuckets:
         self._reduced.append(parameter)
 
     def _finish(self) -> None:
-        self.backward_end = len(self._recorder.operators)
+        self._backward_end = len(self._recorder.operators)
         for parameter in self._reduced if not self._as_view else ():
             if parameter.grad is not None:
                 with torch.no_grad():
                     own_part(parameter.grad, parameter).copy_(self._views[id(parameter)])
         self._reduced.clear()
-
-    def begin_step(self) -> None:
-        """Forget which buckets were ready."""
-        self._ready.clear()
-
-    def reductions(self, axis: str) -> Iterator[Collective]:
-        """Yield the buckets that were ready since the step began. They are reduced in their order, each after the ones
-        before it (reducer.cpp: `mark_bucket_ready`)."""
-        after = 0
-        for bucket, nbytes in enumerate(self._bytes):
-            after = max(after, self._ready.get(bucket, 0))
-            yield Collective(ALL_REDUCE, nbytes, after, self.backward_end, axis)
 
     def _fill(self, buckets: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -> None:
         self._views: dict[int, Tensor] = {}
@@ -168,61 +173,6 @@ class GradientBuckets:
                 parameter.grad = view
         self._bytes.append(flat.nbytes)
 
-
-def dense_parameters(model: nn.Module) -> list[Tensor]:
-    """Return a model's parameters whose gradients lie in buckets: all but the weights of sparse embeddings
-    (torch/nn/parallel/distributed.py: `_build_params_for_reducer`)."""
-    sparse = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
-    return [p for p in model.parameters() if id(p) not in sparse]
-
-
-def _size(tensor: Tensor) -> tuple[torch.dtype, int]:
-    return tensor.dtype, local_tensor(tensor.detach()).nbytes
-
-
-def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
-    if is_shared(parameter):
-        placements = cast(Any, parameter).placements
-        if cast(Any, gradient).placements != placements:
-            gradient = cast(Any, gradient).redistribute(placements=placements)
-    return local_tensor(gradient)
-
-
-_IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: kMaxInFlight)
-
-
-class Replica:
-    """A model's wrapper: the buckets of its gradients, and the copies in which it sends parameters and buffers.
-
-    Args:
-        model: On the meta device, as the optimizer gets it.
-        recorder: Hears of memory and operators.
-        parallel: The wrapper's own settings.
-        kind: Of the buckets' blocks.
-        axis: The dimension of the mesh whose ranks hold replicas; empty: all ranks.
-    """
-
-    def __init__(
-        self, model: nn.Module, recorder: Recorder, parallel: Parallel, *, kind: str = BUCKET, axis: str = ""
-    ) -> None:
-        self._model, self._recorder, self._parallel, self._axis = model, recorder, parallel, axis
-        self._sent: list[Collective] = []  # of buffers
-        with recorder, torch.no_grad():
-            # The first rank's state is sent in flat copies, a few at a time.
-            in_flight: deque[Tensor] = deque(maxlen=_IN_FLIGHT)
-            for members in _in_groups([local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]):
-                in_flight.append(_flat(members))
-            in_flight.clear()
-            self.buckets = GradientBuckets(model, recorder, parallel, kind)
-        for parameter in self.buckets.parameters:
-            parameter.register_post_accumulate_grad_hook(self.buckets.reduce)
-
-    def begin_step(self) -> None:
-        """Forget what was sent."""
-        self._sent = []
-        self.buckets.begin_step()
-
     def broadcast_buffers(self) -> None:
         """Send the first rank's buffers to all others."""
         buffers, now = list(self._model.buffers()), len(self._recorder.operators)
@@ -235,15 +185,21 @@ class Replica:
                     self._recorder.copied([one])  # and back
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent since the step began."""
-        return (*self._sent, *self.buckets.reductions(self._axis))
+        """Return what the ranks sent since the step began. Buckets are reduced in their order, each after those before it
+        (reducer.cpp: `mark_bucket_ready`)."""
+        ready = itertools.accumulate((self._ready.get(bucket, 0) for bucket in range(len(self._bytes))), max)
+        reduced = zip(self._bytes, ready, strict=True)
+        return (
+            *self._sent,
+            *(Collective(ALL_REDUCE, nbytes, after, self._backward_end, self._axis) for nbytes, after in reduced),
+        )
 
     def without_gradient(self) -> list[str]:
         """Return the names of the parameters that no gradient came for so far, where torch stops at them in its second
         step."""
         if self._parallel.find_unused_parameters or self._parallel.static_graph:
             return []
-        missing = {id(p) for p in self.buckets.without_gradient()}
+        missing = {id(p) for p in self._parameters} - self._complete.keys()
         return [name for name, p in self._model.named_parameters() if id(p) in missing]
 
     def begin_phase(self, phase: str) -> None:
@@ -276,10 +232,10 @@ class DataParallel(Replica):
             return
         first = self._passes % self._micro_steps == 0
         self._passes += 1
-        self.buckets.synchronizes = self._passes % self._micro_steps == 0
+        self.synchronizes = self._passes % self._micro_steps == 0
         if not first:
             return
-        self.buckets.rebuild()
+        self.rebuild()
         if self._parallel.broadcast_buffers:
             self.broadcast_buffers()
 
@@ -292,3 +248,23 @@ def _in_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def _flat(members: Sequence[Tensor]) -> Tensor:
     return torch.empty(sum(t.numel() for t in members), dtype=members[0].dtype, device=members[0].device)
+
+
+def dense_parameters(model: nn.Module) -> list[Tensor]:
+    """Return a model's parameters whose gradients lie in buckets: all but the weights of sparse embeddings
+    (torch/nn/parallel/distributed.py: `_build_params_for_reducer`)."""
+    sparse = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+    return [p for p in model.parameters() if id(p) not in sparse]
+
+
+def _size(tensor: Tensor) -> tuple[torch.dtype, int]:
+    return tensor.dtype, local_tensor(tensor.detach()).nbytes
+
+
+def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
+    if is_shared(parameter):
+        placements = cast(Any, parameter).placements
+        if cast(Any, gradient).placements != placements:
+            gradient = cast(Any, gradient).redistribute(placements=placements)
+    return local_tensor(gradient)

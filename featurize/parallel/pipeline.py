@@ -102,7 +102,7 @@ class TracedStage(PipelineStage):
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         if self._replica is not None:
-            self._replica.buckets.synchronizes = last_backward
+            self._replica.synchronizes = last_backward
 
         def compute() -> Sequence[Tensor | None]:
             gradients, _ = super(TracedStage, self).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -343,7 +343,7 @@ class PipelineRank(ShardedRank):
         step.zero_grad()
         self._begun.clear()
         for replica in self._replicas:
-            replica.buckets.rebuild()
+            replica.rebuild()
         for number in range(step.settings.accumulation):
             if number:
                 step.on_batch()
