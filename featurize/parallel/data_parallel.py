@@ -70,7 +70,7 @@ _IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: k
 
 
 class Replica:
-    """A model's wrapper: flat buffers in which gradients are reduced, and copies in which parameters and buffers are sent.
+    """A model's wrapper: buckets in which gradients are reduced, and copies in which parameters and buffers are sent.
 
     The first step of torch knows no order of gradients, and takes one bucket of a type. After it the buckets are
     rebuilt in the order in which gradients were complete, unless parameters may go without one.
@@ -185,8 +185,8 @@ class Replica:
                     self._recorder.copied([one])  # and back
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent since the step began. Buckets are reduced in their order, each after those before it
-        (reducer.cpp: `mark_bucket_ready`)."""
+        """Return what the ranks sent since the step began. Buckets are reduced in their order (reducer.cpp:
+        `mark_bucket_ready`)."""
         ready = itertools.accumulate((self._ready.get(bucket, 0) for bucket in range(len(self._bytes))), max)
         reduced = zip(self._bytes, ready, strict=True)
         return (

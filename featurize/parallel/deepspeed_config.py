@@ -160,11 +160,9 @@ class _Reader:
     def _read_types(self) -> None:
         blocks = {"bf16": self._block("bf16") or self._block("bfloat16"), "fp16": self._block("fp16")}
         asked = {name: self._value(block, "enabled", name) for name, block in blocks.items()}
-        self.problems += [
-            f"{name}.enabled must be true, false or auto, got {shown(value)}"
-            for name, value in asked.items()
-            if value not in (None, True, False)
-        ]
+        for name, value in asked.items():
+            if value not in (None, True, False):
+                self.problems.append(f"{name}.enabled must be true, false or auto, got {shown(value)}")
         enabled = [name for name, value in asked.items() if value is True]
         if len(enabled) > 1:
             self.problems.append("bf16 and fp16 exclude each other: enable either")
@@ -175,11 +173,11 @@ class _Reader:
                 if block.get(key):
                     self.problems.append(f"{name}.{key} is not estimated; leave it out")
         own = enabled[0] if enabled else "fp32"
-        summed = self._block("data_types").get("grad_accum_dtype")
-        for key, value in (
-            ("data_types.grad_accum_dtype", summed),
-            ("communication_data_type", self._given.get("communication_data_type")),
-        ):
+        types = {
+            "data_types.grad_accum_dtype": self._block("data_types").get("grad_accum_dtype"),
+            "communication_data_type": self._given.get("communication_data_type"),
+        }
+        for key, value in types.items():
             if value not in (None, AUTO, own):
                 self.problems.append(f"{key}={value} is not estimated beside a model in {own}; leave it out")
 
@@ -254,9 +252,9 @@ class _Reader:
     def _read_batch(self) -> int | None:
         steps, micro = (self._count(name) for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"))
         total = self._count("train_batch_size")
-        if total is not None and micro is not None and steps is None:
-            steps = max(total // (micro * self._ranks), 1)
-        if total is not None and steps is not None and micro is None:
+        if total is not None and micro is not None:
+            steps = steps or max(total // (micro * self._ranks), 1)
+        elif total is not None and steps is not None:
             micro = max(total // (steps * self._ranks), 1)
         if total is not None and micro is not None and steps is not None and total != micro * steps * self._ranks:
             self.problems.append(
@@ -271,8 +269,8 @@ class _Reader:
             _ZERO, "optimizer", "bf16", "bfloat16", "fp16", "data_types", "communication_data_type",
             "gradient_clipping", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size",
         }  # fmt: skip
-        others = {name: value for name, value in self._given.items() if name not in read and name not in _NO_MATTER}
-        if wanted := [name for name, value in others.items() if not _is_off(value)]:
+        others = self._given.keys() - read - _NO_MATTER
+        if wanted := [name for name, value in self._given.items() if name in others and not _is_off(value)]:
             self.problems.append(
                 f"not estimated: {', '.join(map(str, wanted))}; read: {', '.join(sorted(read))}; ignored, as no memory "
                 f"depends on it: {', '.join(sorted(_NO_MATTER))}"
@@ -293,17 +291,17 @@ class _Reader:
 
     def _number(self, name: str) -> float | None:
         value = self._value(self._given, name, "")
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+        if value is None or (type(value) in (int, float) and math.isfinite(value)):
             return value
         self.problems.append(f"{name} must be a number or auto, got {shown(value)}")
         return None
 
     def _count(self, name: str) -> int | None:
         value = self._number(name)
-        if value is not None and (value != int(value) or value < 1):
-            self.problems.append(f"{name} must be a whole number >= 1, got {shown(value)}")
-            return None
-        return None if value is None else int(value)
+        if value is None or (value == int(value) and value >= 1):
+            return None if value is None else int(value)
+        self.problems.append(f"{name} must be a whole number >= 1, got {shown(value)}")
+        return None
 
 
 def _is_off(value: object) -> bool:

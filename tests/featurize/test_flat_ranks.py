@@ -3,9 +3,8 @@
 import pytest
 import torch
 from rank_watch import watched_steps
-from real_ranks import run_ranks
+from real_ranks import assert_like_real, mesh_of, run_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from uneven_net import BATCH, WIDTH, Net
 
 from conf.errors import UsageError
@@ -78,8 +77,7 @@ def train_real(rank):
     measured = {}
     for name, (_, _, make) in CASES.items():
         parallel = layout_of(name)
-        places = torch.arange(parallel.ranks).view(*parallel.axes.values())
-        mesh = DeviceMesh("cpu", places, mesh_dim_names=tuple(parallel.axes))
+        mesh = mesh_of(parallel)
         if rank < parallel.ranks:
             target = torch.zeros(())
             batch = torch.randn(BATCH, WIDTH)
@@ -108,9 +106,7 @@ def traced(name, rank=0):
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_and_collectives_are_those_of_real_flat_ranks(measured, name):
     for rank in range(layout_of(name).ranks):
-        trace, real = traced(name, rank), measured[rank][name]
-        assert [[one.kind, one.nbytes] for one in trace.collectives] == real["sent"]
-        assert trace.peak_live_bytes == real["peak"]
+        assert_like_real(traced(name, rank), measured[rank][name])
 
 
 def test_gathered_parameters_wait_for_their_stream_unless_the_host_does():
@@ -144,10 +140,7 @@ def test_whole_gradients_stay_until_the_step_that_reduces_them():
     whole = sum(p.numel() for p in Net().parameters()) * 4
     assert apart.breakdown["unreduced_gradient"] > together.breakdown["unreduced_gradient"]
     assert apart.breakdown["unreduced_gradient"] >= 0.6 * whole
-
-
-def test_parameters_are_those_of_the_whole_model():
-    assert traced("two").parameters == sum(p.numel() for p in Net().parameters())
+    assert apart.parameters == sum(p.numel() for p in Net().parameters())
 
 
 def test_frozen_parameters_beside_others_need_the_original_ones():
