@@ -341,6 +341,10 @@ def _whole(least: int, most: float, words: str) -> _Value:
     return _Value(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
 
 
+def _elements(least: int) -> _Value:
+    return _whole(least, math.inf, f"of elements, at least {least}")
+
+
 def _one_of(choices: tuple[str, ...]) -> _Value:
     return _Value(lambda value: value in choices, f"one of {', '.join(choices)}")
 
@@ -382,10 +386,7 @@ _VALUES: Mapping[str, _Value] = {
         lambda value: type(value) is int and value in ZERO_STAGES,
         "a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2",
     ),
-    **{
-        name: _whole(least := 0 if name.startswith("stage3_") else 1, math.inf, f"of elements, at least {least}")
-        for name in COUNTS
-    },
+    **{name: _elements(0 if name.startswith("stage3_") else 1) for name in COUNTS},
 }
 
 
@@ -413,8 +414,8 @@ def _problems_of(layout: Parallel) -> Iterator[str]:
 
 
 def _misfits(layout: Parallel) -> Iterator[str]:
-    kept, number = layout.reshard_after_forward, type(layout.reshard_after_forward) is int
-    divides = number and 1 < kept < layout.sharded and not layout.sharded % kept
+    kept = layout.reshard_after_forward
+    divides = type(kept) is int and 1 < kept < layout.sharded and not layout.sharded % kept
     if not (kept is None or isinstance(kept, bool) or divides):
         yield f"reshard_after_forward must be true, false or a divisor of fsdp times cp, got {shown(kept)}"
     if layout.fsdp_version == FLAT:
@@ -422,7 +423,7 @@ def _misfits(layout: Parallel) -> Iterator[str]:
             yield "cpu_offload with fsdp_version=1 is not estimated yet; leave it out, or use fsdp_version=2"
         if others := [name for name in ("pp", "cp", "tp", EXPERTS) if getattr(layout, name) != 1]:
             yield f"fsdp_version=1 goes with ddp alone, not with {', '.join(others)}; leave either out"
-        if number:
+        if type(kept) is int:
             yield "reshard_after_forward of fsdp_version=1 is true (FULL_SHARD) or false (SHARD_GRAD_OP), not a number"
     if layout.zero is not None and layout.ranks == 1:
         yield f"zero={layout.zero} is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero={layout.zero}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -449,7 +449,7 @@ class MasterWeights:
         self._optimizers: list[torch.optim.Optimizer] = []
 
     @property
-    def state(self) -> Mapping[Any, Any]:
+    def state(self) -> Any:
         """The states of all optimizers."""
         return {key: value for one in self._optimizers for key, value in one.state.items()}
 
