@@ -158,8 +158,8 @@ def test_every_kind_of_link_leads_to_a_page(service, of_a_kind):
         path = waiting.pop(0)
         status, headers, content = service.send("GET", path)
         assert status == 200, path
-        found = links(ParsedPage(content.decode())) if headers["content-type"].startswith("text/html") else []
-        for link in (found_link.split("#")[0] for found_link in found if found_link.startswith("/")):
+        targets = links(ParsedPage(content.decode())) if headers["content-type"].startswith("text/html") else []
+        for link in (target.split("#")[0] for target in targets if target.startswith("/")):
             place, _, query = link.partition("?")
             alike = followed.setdefault((place.rsplit("/", 1)[0] + "/", min(query.count("="), 3)), set())
             if link not in alike and len(alike) < of_a_kind:
