@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.units import MIB
-from featurize.allocator import CachingAllocator, OutOfMemory
-from featurize.allocator_blocks import AddressSpace, PoolBlock, Segment, SegmentEvent
+from featurize.allocator import AddressSpace, CachingAllocator, OutOfMemory, PoolBlock, Segment, SegmentEvent
 from featurize.allocator_settings import AllocatorSettings
 
 TAKEN = ("segment_alloc", "segment_map")

@@ -5,8 +5,7 @@ MiB sizes stand in the tests as plain numbers; `events` shows segments as (`+` t
 
 import pytest
 
-from featurize.allocator import CachingAllocator, OutOfMemory
-from featurize.allocator_blocks import AddressSpace
+from featurize.allocator import AddressSpace, CachingAllocator, OutOfMemory
 from featurize.allocator_settings import AllocatorSettings
 
 MIB = 2**20
