@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from featurize.allocator_history import recorded_segments, replay_history
 from featurize.allocator_settings import AllocatorSettings
+from featurize.block_comparison import recorded_segments, replay_history
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
