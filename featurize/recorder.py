@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _ADD = torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default
+_READ = torch.ops.aten._local_scalar_dense.default
 KERNEL = object()  # what `Ranks.ran` gives for an operator that this GPU computes
 
 
@@ -163,6 +164,8 @@ class Recorder(OperatorRecord, _Uncompiled):
             func = in_place_overload(func, args, kwargs, self._held_alone) or func
             if (kept := taken_over(func, args)) is not None:
                 return kept
+        elif self.phase == "optimizer" and func is _READ and not args[0].is_meta:
+            return func(*args)  # a step counter on the host
         traits = self.traits_of(func)
         if traits.composite:  # runs below a tensor that wraps others, where autograd did not take it apart
             with self:
@@ -189,8 +192,10 @@ class Recorder(OperatorRecord, _Uncompiled):
             return
         module = self.stack.now()
         maker = (traits.name, module, None)
-        for tensor in inputs:  # a constant that the model holds without registering it as a buffer
-            self._see(tensor.untyped_storage(), "buffer")
+        for tensor in inputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:  # a constant that the model holds without registering it as a buffer
+                self._see(storage, "buffer")
         if isinstance(out, Tensor) and out.is_sparse:  # its indices may be those that it was given
             given = {t.untyped_storage()._cdata for t in inputs}
             outputs = [t for t in outputs if t.untyped_storage()._cdata not in given]
