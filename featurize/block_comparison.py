@@ -183,7 +183,10 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
     """
     from featurize.trace import trace_config
 
-    spec = _described(str(history["device_name"]))
+    known = known_device(str(history["device_name"]))
+    if known is None:
+        raise UsageError(f"no device description matches the GPU {shown(history['device_name'])}")
+    spec = load_device(known)
     config = config_from_mapping(history["config"])
     settings = AllocatorSettings.parse(history["conf"])
     round_up = settings.size_rounding()
@@ -227,13 +230,6 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         verdict=verdict,
         sentence=_sentence(verdict, apart_bytes, gap, difference, first_reordered),
     )
-
-
-def _described(name: str) -> DeviceSpec:
-    known = known_device(name)
-    if known is None:
-        raise UsageError(f"no device description matches the GPU {shown(name)}")
-    return load_device(known)
 
 
 def _last_step(history: Mapping[str, Any]) -> range:

@@ -137,7 +137,8 @@ class TrainingStep:
         for number in range(settings.accumulation):
             if number:
                 self.on_batch()
-            with contextlib.nullcontext() if number == settings.accumulation - 1 else self._between_updates():
+            between = number < settings.accumulation - 1 and isinstance(self.model, OwnUpdates)
+            with self.model.between_updates() if between else contextlib.nullcontext():
                 self.on_phase("forward")
                 given = self.converted(inputs)  # which live until the next, as a script's variables do
                 loss = self._forward(given, targets)
@@ -167,10 +168,6 @@ class TrainingStep:
         that takes others."""
         self._take(wrapper(self.model), update)
 
-    def _between_updates(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context of all micro-steps but the last."""
-        return self.model.between_updates() if isinstance(self.model, OwnUpdates) else contextlib.nullcontext()
-
     def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], AnyUpdate] | None = None) -> None:
         self.model = model
         self.average = MovingAverage(model) if self.settings.ema else None
@@ -178,10 +175,6 @@ class TrainingStep:
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """The tensors of the optimizer's state that lie on the device."""
-        if isinstance(self.optimizer, OptimizerInBackward):
-            return self.optimizer.tensors()
-        if isinstance(self.optimizer, OptimizerOnHost):
-            return iter(())
         return state_tensors(self.optimizer)
 
     def _making(self) -> MakeOptimizer:
@@ -287,7 +280,16 @@ class TrainingStep:
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
 
     def _saving(self) -> contextlib.AbstractContextManager[object]:
-        return _saved_on_host(self.device) if self.settings.offload_activations else contextlib.nullcontext()
+        """Return the context of a forward pass, whose saved tensors may wait in host memory (`save_on_cpu`).
+
+        Everything that autograd saves is moved, weights included, and comes back as a new tensor of the device when its
+        backward operator reads it. Meta tensors stand for the device's: nothing but their shape is kept.
+        """
+        if not self.settings.offload_activations:
+            return contextlib.nullcontext()
+        if self.device.type != "meta":
+            return save_on_cpu(pin_memory=self.device.type == "cuda")
+        return saved_tensors_hooks(_to_host, _from_host)
 
 
 def _prepared(model: nn.Module, settings: Training) -> nn.Module:
@@ -370,17 +372,6 @@ def _channels_last(x: Tensor) -> Tensor:
 
 def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
-
-
-def _saved_on_host(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return the context for a forward pass whose saved tensors wait in host memory (`save_on_cpu`).
-
-    Everything that autograd saves is moved, weights included, and comes back as a new tensor of the device when its
-    backward operator reads it. Meta tensors stand for the device's: nothing but their shape is kept.
-    """
-    if device.type != "meta":
-        return save_on_cpu(pin_memory=device.type == "cuda")
-    return saved_tensors_hooks(_to_host, _from_host)
 
 
 def _to_host(tensor: Tensor) -> Tensor | tuple[torch.Size, torch.dtype]:
