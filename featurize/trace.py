@@ -25,16 +25,7 @@ from featurize.module_stack import origin
 from featurize.parallel.layout import Parallel
 from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.releases import complete
-from featurize.step_trace import BATCH as BATCH
-from featurize.step_trace import BLOCK_KINDS as BLOCK_KINDS
-from featurize.step_trace import PHASES as PHASES
-from featurize.step_trace import BatchMix as BatchMix
-from featurize.step_trace import Block as Block
-from featurize.step_trace import Event as Event
-from featurize.step_trace import Operator as Operator
-from featurize.step_trace import StepTrace as StepTrace
-from featurize.tracing import COMPILED_SHAPES as COMPILED_SHAPES
-from featurize.tracing import STEPS as STEPS
+from featurize.step_trace import StepTrace
 from featurize.tracing import Tracing
 from featurize.training import Training, TrainingSettings
 from featurize.trial_config import TrialConfig

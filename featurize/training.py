@@ -28,10 +28,10 @@ from featurize.optimizers import (
     clip_norm,
     clip_value,
     is_shared,
+    make_optimizer,
     run_step,
     state_tensors,
 )
-from featurize.optimizers import make_optimizer as make_optimizer
 from featurize.quantized import quantize
 from featurize.tf32 import allow_tf32
 from featurize.training_settings import Training as Training

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.training import Training, TrainingStep, cross_entropy, make_optimizer
+from featurize.optimizers import make_optimizer
+from featurize.training import Training, TrainingStep, cross_entropy
 from featurize.trial import OPTIMIZERS
 
 
