@@ -1,6 +1,7 @@
 """Replays that can be worked out by hand, on traces built event by event, and on real ones."""
 
 import dataclasses
+import functools
 from itertools import pairwise
 
 import pytest
@@ -49,6 +50,7 @@ def card(trace, mib, like=A100):
     return dataclasses.replace(like, memory_mib=mib + outside_mib(trace, like))
 
 
+@functools.cache
 def mlp(batch=64, widths=(1000, 2000, 10), device="A100-SXM4-40GB", optimizer="adam"):
     def model():
         return nn.Sequential(*(m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())))
@@ -59,6 +61,7 @@ def mlp(batch=64, widths=(1000, 2000, 10), device="A100-SXM4-40GB", optimizer="a
     return trace_step(model, data, optimizer=optimizer, device=device)
 
 
+@functools.cache
 def cnn():
     def model():
         return nn.Sequential(
