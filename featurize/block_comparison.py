@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from conf.errors import UsageError, shown
 from conf.plain_text import counted
 from conf.units import MIB
-from featurize.allocator import AddressSpace, CachingAllocator, OutOfMemory, PoolBlock, Segment, SegmentEvent
+from featurize.allocator import AddressSpace, CachingAllocator, OutOfMemory, SegmentEvent
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec, known_device, load_device
 from featurize.library_calls import CUBLAS, workspace_bytes
@@ -525,29 +525,6 @@ def _explains(allocator: CachingAllocator, nbytes: int, stream: int, given_back:
     whole = [s for s in allocator.snapshot() if [block.state for block in s.blocks] == ["inactive"]]
     whole.sort(key=lambda s: (s.pool == "small", s.stream, s.size, s.address))
     return [s.address for s in whole] != given_back
-
-
-def recorded_segments(snapshot: Iterable[Mapping[str, Any]]) -> tuple[Segment, ...]:
-    """`torch.cuda.memory_snapshot()` of one device in the simulator's terms, to compare with its `snapshot()`."""
-    segments = []
-    for segment in snapshot:
-        blocks, address = [], int(segment["address"])
-        for block in segment["blocks"]:
-            live = block["state"] == "active_allocated"
-            size, requested = int(block["size"]), int(block.get("requested_size", 0)) if live else 0
-            blocks.append(PoolBlock(address, size, requested, str(block["state"])))
-            address += size
-        segments.append(
-            Segment(
-                address=int(segment["address"]),
-                size=int(segment["total_size"]),
-                pool=str(segment["segment_type"]),
-                stream=int(segment["stream"]),
-                expandable=bool(segment.get("is_expandable", False)),
-                blocks=tuple(blocks),
-            )
-        )
-    return tuple(sorted(segments, key=lambda segment: segment.address))
 
 
 class _RecordedAddresses(AddressSpace):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 from torch.nn.modules import module as registration
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from featurize.values import remember
@@ -226,7 +227,7 @@ def _emptied(tensor: Tensor) -> Tensor: ...
 def _emptied(tensor: Tensor) -> Tensor:
     """On meta: same shape, strides, kind, flags and attributes; of the values, those of small buffers, which models
     read, are remembered beside it. Lazy ones stay lazy."""
-    if _is_lazy(tensor):
+    if is_lazy(tensor):
         made: Callable[..., Tensor] = type(tensor)  # of an uninitialized parameter or buffer
         more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
         return made(requires_grad=tensor.requires_grad, device="meta", dtype=tensor.dtype, **more)
@@ -275,11 +276,7 @@ def _names_a_gpu(device: object) -> bool:
     return kind == "cuda"
 
 
-def _is_lazy(tensor: Tensor) -> bool:
-    return nn.parameter.is_lazy(tensor)
-
-
 def _may_stay(tensor: Tensor, largest_real: int) -> bool:
     """Return whether a registered tensor is on meta, or small enough to be real."""
     with torch._C.DisableTorchFunction():
-        return tensor.is_meta or (not _is_lazy(tensor) and tensor.numel() <= largest_real)
+        return tensor.is_meta or (not is_lazy(tensor) and tensor.numel() <= largest_real)

@@ -93,16 +93,14 @@ class TrainingStep:
         settings: TrainingSettings,
         device: torch.device | str,
         *,
-        on_phase: Callable[[str], None] | None = None,
-        on_batch: Callable[[], None] | None = None,
         loss: Callable[..., Tensor] | None = None,
         holds_output: bool = False,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.settings = training_of(settings)
-        self.on_phase = on_phase or (lambda name: None)
-        self.on_batch = on_batch or (lambda: None)
+        self.on_phase: Callable[[str], None] = lambda name: None
+        self.on_batch: Callable[[], None] = lambda: None
         self.loss = loss or cross_entropy
         self.holds_output = holds_output and self.settings.holds_output
         self._held: tuple = ()
