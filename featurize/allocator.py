@@ -548,7 +548,7 @@ class CachingAllocator:
             self._addresses.give(piece.address, pool.ranges.pop(piece.address))
 
     def _missing_bytes(self, pool: Pool, size: int) -> int:
-        """What `_expand` would map, all in all. Changes nothing."""
+        """Return the bytes that `_expand` would map. Changes nothing."""
         page = self._page(pool)
         piece = self._find_space(pool, size)
         if piece is None:

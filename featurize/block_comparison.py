@@ -95,7 +95,7 @@ class StepCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockComparison:
-    """What `compare_blocks` finds. Bytes; allocated ones are sums of rounded blocks.
+    """Result of `compare_blocks`. Bytes; allocated ones are sums of rounded blocks.
 
     Args:
         name: Of the history.

@@ -121,7 +121,7 @@ class Recorder(OperatorRecord, _Uncompiled):
         return self.values.without_masks(args, nonzero, put="put" in traits.name)
 
     def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
-        """What the operator gives on meta tensors, and values where they are read back."""
+        """Return what the operator gives on meta tensors, and values where they are read back."""
         if traits.name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
             return 1.0  # a norm that scales an update: it decides no size
         decided = self.values.decide(func, traits.name, args, kwargs)
