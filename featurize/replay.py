@@ -69,8 +69,8 @@ def loads_cudnn(trace: StepTrace) -> bool:
 
 
 def outside_mib(trace: StepTrace, spec: DeviceSpec) -> float:
-    """Return the MiB outside the allocator where the device's description was measured: the context, and cuDNN where its
-    layers run. `featurize.machine` has other machines."""
+    """Return the MiB outside the allocator where the device's description was measured: the context, and cuDNN where
+    its layers run. `featurize.machine` has other machines."""
     return spec.context_mib + (CUDNN_MIB if loads_cudnn(trace) else 0)
 
 

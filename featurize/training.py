@@ -162,8 +162,8 @@ class TrainingStep:
     def rewrap(
         self, wrapper: Callable[[nn.Module], nn.Module], update: Callable[[MakeOptimizer], AnyUpdate] | None = None
     ) -> None:
-        """Wrap the model. The optimizer then takes the parameters that the wrapper leaves; `update` makes one that takes
-        others."""
+        """Wrap the model. The optimizer then takes the parameters that the wrapper leaves; `update` makes one that
+        takes others."""
         self._take(wrapper(self.model), update)
 
     def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], AnyUpdate] | None = None) -> None:
