@@ -25,7 +25,7 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 
 from conf.errors import UsageError
 from featurize.batches import Inputs, named_tensors, tensors_of
-from featurize.fewer_blocks import built_to_shorten
+from featurize.deeper import built_to_shorten
 from featurize.parallel.collectives import SEND
 from featurize.parallel.data_parallel import Replica
 from featurize.parallel.layout import Parallel

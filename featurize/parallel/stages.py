@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from conf.errors import UsageError
 from featurize.batches import Inputs, call, mapped
 from featurize.checkpointing import repeated_blocks
-from featurize.fewer_blocks import container_of
+from featurize.deeper import container_of
 from featurize.parallel.layout import EXAMPLE_STARTS, Parallel
 
 BEFORE = -1  # the place of what runs before the first member
