@@ -68,7 +68,7 @@ _OF_WIDTH: Mapping[str, Callable[[int], int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFile:
-    """What a file says.
+    """The settings of one file.
 
     zero          settings of `featurize.parallel.layout.Parallel`, `zero` among them, without the number of GPUs
     training      settings of `featurize.training_settings.Training`
@@ -297,7 +297,7 @@ class _Reader:
 
 
 def _is_off(value: object) -> bool:
-    """Whether a block asks for nothing."""
+    """Return whether a block asks for nothing."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return value in (None, False)

@@ -80,8 +80,10 @@ def _pretend_gpus(args: argparse.Namespace) -> None:
         return max(1, args.num_processes // (args.num_machines or 1))
 
     for name, value in (
-        ("is_available", lambda: True), ("device_count", device_count), ("is_bf16_supported", lambda *_, **__: True),
-    ):  # fmt: skip
+        ("is_available", lambda: True),
+        ("device_count", device_count),
+        ("is_bf16_supported", lambda *_, **__: True),
+    ):
         setattr(torch.cuda, name, value)
 
 

@@ -64,12 +64,12 @@ class ScriptCompiler:
         replace_attribute(torch, "compile", compile_any)
 
         def state_of(module: nn.Module) -> dict[str, Any]:
-            """What is copied and saved of a module: a copy of a compiled one runs as it is written."""
+            """Return what is copied and saved of a module: a copy of a compiled one runs as it is written."""
             own = _OWN if id(module) in self._compiled else ()
             return {name: value for name, value in vars(module).items() if name not in own and not saves(value)}
 
         def saves(value: Any) -> bool:
-            """Whether an attribute is the method that `containment` gives a module which is not scripted."""
+            """Return whether an attribute is the method that `containment` gives a module which is not scripted."""
             return isinstance(value, functools.partial) and value.func is torch.jit.save
 
         setattr(nn.Module, "__getstate__", state_of)  # noqa: B010 -- before Python 3.11 there is none to replace
@@ -77,7 +77,7 @@ class ScriptCompiler:
 
     @property
     def capturing(self) -> bool:
-        """Whether a graph is captured now, in a thread of its own, which is to have no modes."""
+        """Return whether a graph is captured now, in a thread of its own, which is to have no modes."""
         return any(regions.capturing for regions in self._regions)
 
     def notes(self) -> tuple[str, ...]:

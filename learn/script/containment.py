@@ -41,13 +41,26 @@ ENVIRONMENT = {
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 # Arguments of a `DataLoader` that loads in the process itself.
 _WITHOUT_WORKERS = {
-    "num_workers": 0, "pin_memory": False, "pin_memory_device": "", "persistent_workers": False,
-    "prefetch_factor": None, "multiprocessing_context": None, "timeout": 0,
-}  # fmt: skip
+    "num_workers": 0,
+    "pin_memory": False,
+    "pin_memory_device": "",
+    "persistent_workers": False,
+    "prefetch_factor": None,
+    "multiprocessing_context": None,
+    "timeout": 0,
+}
 _LOOPBACK = ("127.", "::1", "localhost")
 _LOGGERS = (
-    "wandb", "mlflow", "comet_ml", "neptune", "aim", "clearml", "swanlab", "tensorboardX", "torch.utils.tensorboard",
-)  # fmt: skip
+    "wandb",
+    "mlflow",
+    "comet_ml",
+    "neptune",
+    "aim",
+    "clearml",
+    "swanlab",
+    "tensorboardX",
+    "torch.utils.tensorboard",
+)
 
 
 def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:

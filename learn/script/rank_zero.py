@@ -75,7 +75,7 @@ class RankZero:
         return self._of_node or max(Parallel.gpus_per_node, self.launched)
 
     def add(self, replica: Replica, settings: Parallel | None) -> None:
-        """Hear of a wrapped model; of replicas on some of the ranks with None."""
+        """Add a wrapped model; replicas on some of the ranks come with None."""
         self._replicas.append(replica)
         self._wrapper = self._wrapper or settings
 
@@ -89,13 +89,13 @@ class RankZero:
         return self._zero
 
     def begin_backward(self) -> None:
-        """Hear that a backward pass begins."""
+        """Begin a backward pass."""
         if self._zero is not None:
             self._zero.begin_phase("forward")
             self._zero.begin_phase("backward")
 
     def end_backward(self) -> None:
-        """Hear that a backward pass is over."""
+        """End a backward pass."""
         if self._zero is not None:
             self._zero.begin_phase("optimizer")
 
@@ -110,14 +110,14 @@ class RankZero:
         return "" if group is None or self._streams is None else own_axis(group.group_name)
 
     def begin_step(self) -> None:
-        """Hear that a step begins."""
+        """Begin a step."""
         for wrapper in self._wrappers():
             wrapper.begin_step()
         if self._ranks is not None:
             self._ranks.begin_step()
 
     def end_step(self) -> None:
-        """Hear that a step ends: the last one's collectives count."""
+        """End a step; the last one's collectives count."""
         sent = () if self._streams is None else self._streams.collectives()
         self._collectives = (*sent, *(one for wrapper in self._wrappers() for one in wrapper.collectives()))
 

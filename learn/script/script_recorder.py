@@ -115,7 +115,7 @@ class ScriptRecorder(Recorder):
                 self._made_by[block] = -1
 
     def name_batches(self) -> None:
-        """What was copied from the host and belongs to no model is a batch."""
+        """Name a batch what was copied from the host and belongs to no model."""
         for block in self._copied:
             if self._kinds[block] is None:
                 self._kinds[block] = "batch"
@@ -127,7 +127,7 @@ class ScriptRecorder(Recorder):
             return whole_elements(models, on_meta=True)
 
     def channels_last(self) -> bool:
-        """Whether the first convolution's weight is in channels-last format."""
+        """Return whether the first convolution's weight is in channels-last format."""
         weights = (p for p in self._parameters() if p.dim() == 4 and p.shape[1] > 1 and max(p.shape[2:]) > 1)
         first = next(weights, None)
         return (
@@ -241,7 +241,7 @@ class ScriptRecorder(Recorder):
             raise
 
     def _all_distinct(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `unique` gives of values that are not known: each is another one."""
+        """Return what `unique` gives of values that are not known: each is another one."""
         self.values.assume(ALL_DISTINCT)
         inverse = torch.empty(tensor.shape, dtype=torch.int64, device="meta")
         counts = torch.tensor([1]).expand(tensor.numel()).to("meta")

@@ -52,10 +52,13 @@ def check_same(script, module, *, held_mib=0.0, times=TIME):
     assert script.parameters == module.parameters
 
 
+_BATCHES = {"torchrun_tensor_parallel": 64, "accelerate_launched": 16}
+
+
 def of_module(script, parallel, **settings):
     """The estimate of a script's model under a layout: `make_model` or `Net`, which have a batch or a width."""
     names = names_of(script)
-    inputs = [16, 3, 32, 32] if script == "torchrun_ddp" else [names.get("BATCH", 32), names["WIDTH"]]
+    inputs = [16, 3, 32, 32] if script == "torchrun_ddp" else [_BATCHES.get(script, 32), names["WIDTH"]]
     if script.startswith("torchrun_fsdp"):
         settings = {"optimizer": "adamw", **settings}
     if script == "torchrun_fsdp1":
@@ -150,30 +153,29 @@ SHARDS = (
 
 
 def of_accelerate(parallel, **settings):
-    names = names_of("accelerate_launched")
-    return estimate(
-        names["Net"], [16, names["WIDTH"]], parallel=parallel, estimator="trace", optimizer="adamw", clip_norm=1.0,
-        **settings,
-    )  # fmt: skip
+    return of_module("accelerate_launched", parallel, optimizer="adamw", clip_norm=1.0, **settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_accelerate_ends_in_ddp_with_its_own_accumulation(precision):
-    before = "--mixed_precision bf16" if precision == "bf16" else ""
-    script = launched("accelerate_launched", ranks=4, launcher=ACCELERATE, before=before)
-    module = of_accelerate("ddp=4", accumulation=2, precision=precision)
-    check_same(script, module, held_mib=0.003)
-    assert script.warnings[0].endswith("2 backward passes in a step")
-
-
-@pytest.mark.slow
-@pytest.mark.needs_mode("fsdp")
-def test_accelerate_ends_in_shards_where_its_options_say_so():
-    script = launched("accelerate_launched", "--accumulate 1", ranks=4, launcher=ACCELERATE, before=SHARDS)
-    module = of_accelerate("fsdp=4,wrap=[Block]")
-    check_same(script, module, held_mib=0.003, times=("communication_ms",))
-    assert script.step_time_ms == pytest.approx(module.step_time_ms, rel=0.02)  # its clipping runs more kernels
+@pytest.mark.parametrize(
+    ("before", "parallel", "settings"),
+    [
+        ("", "ddp=4", {"accumulation": 2}),
+        ("--mixed_precision bf16", "ddp=4", {"accumulation": 2, "precision": "bf16"}),
+        (
+            "--use_deepspeed --zero_stage 2 --gradient_accumulation_steps 2 --gradient_clipping 1.0", "ddp=4,zero=2",
+            {"accumulation": 2},
+        ),
+        pytest.param(SHARDS, "fsdp=4,wrap=[Block]", {}, marks=pytest.mark.needs_mode("fsdp")),
+    ],
+)  # fmt: skip
+def test_accelerate_ends_in_the_layout_that_its_options_say(before, parallel, settings):
+    options = "" if settings else "--accumulate 1"
+    script = launched("accelerate_launched", options, ranks=4, launcher=ACCELERATE, before=before)
+    module = of_accelerate(parallel, **settings)
+    check_same(script, module, held_mib=0.003, times=TIME if settings else ("communication_ms",))
+    assert script.step_time_ms == pytest.approx(module.step_time_ms, rel=0.02)  # its clipping may run more kernels
+    assert script.warnings[0].endswith("2 backward passes in a step") == bool(settings)
 
 
 @pytest.mark.slow

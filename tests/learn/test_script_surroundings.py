@@ -1,4 +1,4 @@
-"""What a script has around its training loop: packages of its own, evaluations, frameworks, habits."""
+"""Scripts have more than a training loop: packages of its own, evaluations, frameworks, habits."""
 
 import shutil
 
@@ -68,15 +68,7 @@ def test_a_detector_may_be_evaluated_before_it_trains():
 
 
 @pytest.mark.slow
-def test_an_engine_of_ignite_is_estimated_as_its_module():
-    pytest.importorskip("ignite")
-    settings = {"precision": "fp16", "holds_output": False}
-    kinds.check_same("ignite_loop", kinds.Job(kinds.RESNET18, kinds.IMAGES, settings))
-
-
-@pytest.mark.slow
 def test_a_learner_of_fastai_is_estimated_as_its_module():
-    pytest.importorskip("fastai")
     script = kinds.run("fastai_fit", estimator="trace")
     module = estimate(kinds.RESNET18, kinds.IMAGES, estimator="trace", implementation="loop", set_to_none=False)
     assert script.allocated_mib == pytest.approx(module.allocated_mib, rel=0.03)
