@@ -32,8 +32,7 @@ def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
     replica wraps, or the innermost units of shards. None for a model without a wrapper inside."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return [module.module]
-    sharding = sys.modules.get("torch.distributed.fsdp")
-    if sharding is None:
+    if (sharding := sys.modules.get("torch.distributed.fsdp")) is None:
         return None
     wrappers = sharding.FSDPModule, sharding.FullyShardedDataParallel
     units = [one for one in module.modules() if isinstance(one, wrappers)]

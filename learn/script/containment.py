@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -90,33 +90,21 @@ def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
 
 
 def _refuse_connections(note: Callable[[str], None]) -> None:
-    def refuse(error: OSError) -> NoReturn:
-        note("a network connection was refused: scripts run offline here")
-        raise error
-
-    class Socket(socket.socket):
-        def connect(self, address: Any) -> None:
-            self._require_local(address)
-            super().connect(address)
-
-        def connect_ex(self, address: Any) -> int:
-            self._require_local(address)
-            return super().connect_ex(address)
-
-        def _require_local(self, address: Any) -> None:
-            if self.family in (socket.AF_INET, socket.AF_INET6) and not str(address[0]).startswith(_LOOPBACK):
-                refuse(ConnectionRefusedError("no network while a script is estimated"))
-
-    replace_attribute(socket, "socket", Socket)
-    resolve = socket.getaddrinfo
-
-    def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+    def is_local(event: str, args: tuple) -> bool:
+        if event == "socket.connect":
+            is_internet = args[0].family in (socket.AF_INET, socket.AF_INET6)
+            return not is_internet or str(args[1][0]).startswith(_LOOPBACK)
+        host = args[0]
         is_name = isinstance(host, str) and host and not host.startswith(_LOOPBACK) and not host[0].isdigit()
-        if is_name and host != socket.gethostname():
-            refuse(socket.gaierror(socket.EAI_FAIL, "no network while a script is estimated"))
-        return resolve(host, *args, **kwargs)
+        return not is_name or host == socket.gethostname()
 
-    replace_attribute(socket, "getaddrinfo", getaddrinfo)
+    def refuse(event: str, args: tuple) -> None:
+        if event in ("socket.connect", "socket.getaddrinfo") and not is_local(event, args):
+            note("a network connection was refused: scripts run offline here")
+            error = ConnectionRefusedError if event == "socket.connect" else socket.gaierror
+            raise error(socket.EAI_FAIL, "no network while a script is estimated")
+
+    sys.addaudithook(refuse)
 
 
 def _run_eagerly(note: Callable[[str], None]) -> None:
