@@ -140,6 +140,7 @@ def test_a_script_that_splits_its_modules_takes_what_a_plan_takes(options, paral
     module = of_module(
         "torchrun_tensor_parallel", {**parallel, "tp_plan": {"*.up": "colwise", "*.down": "rowwise"}},
         loss=lambda output, _: nn.functional.mse_loss(output, torch.zeros_like(output)), optimizer="adamw",
+        framework="eager",
     )  # fmt: skip
     check_same(launched("torchrun_tensor_parallel", options, ranks=4), module, held_mib=0.001)
 
@@ -173,7 +174,7 @@ def test_accelerate_ends_in_the_layout_that_its_options_say(before, parallel, se
     script = launched("accelerate_launched", options, ranks=4, launcher=ACCELERATE, before=before)
     module = of_accelerate(parallel, **settings)
     check_same(script, module, held_mib=0.003, times=TIME if settings else ("communication_ms",))
-    assert script.step_time_ms == pytest.approx(module.step_time_ms, rel=0.02)  # its clipping may run more kernels
+    assert script.step_time_ms == pytest.approx(module.step_time_ms, rel=0.03)  # its clipping may run more kernels
     assert script.warnings[0].endswith("2 backward passes in a step") == bool(settings)
 
 
@@ -280,7 +281,7 @@ def test_the_graph_of_a_compiled_replica_is_cut_where_its_buckets_end(tmp_path, 
             lambda cap: estimate(
                 lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), [8, 64],
                 parallel=f"ddp=4,bucket_cap_mb={cap}", compile=True, optimizer="sgd", estimator="trace",
-                loss=lambda output, _: output.sum(),
+                framework="eager", loss=lambda output, _: output.sum(),
             ),
         )
     )  # fmt: skip
