@@ -131,15 +131,14 @@ JOBS = {
     "torchvision_like --wd 0 --amp": Job(RESNET34, IMAGES, {**MOMENTUM, **LATE, "precision": "fp16"}),
     "rnn_loop": Job(Recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
     "segmentation_loop": Job(FCN, [2, 3, 64, 64], SEGMENTATION),
-    "ignite_loop": Job(RESNET18, IMAGES, {"precision": "fp16", "holds_output": False}),
     "detection_loop": Job(detector, [*detections(masks=False)], {"optimizer": "momentum"}),
 }
 NEEDS = {
     "plain_amp": ("torchvision",), "hf_trainer": ("transformers", "accelerate"),
     "accelerate_loop": ("transformers", "accelerate"), "lightning_fit": ("torchvision", "lightning"),
     "timm_like": ("timm",), "torchvision_like": ("torchvision",), "segmentation_loop": ("torchvision",),
-    "detection_loop": ("torchvision",), "ignite_loop": ("torchvision", "ignite"),
-    "fastai_fit": ("torchvision", "fastai"), "mask_rcnn_evaluated": ("torchvision",),
+    "detection_loop": ("torchvision",), 
+    "mask_rcnn_evaluated": ("torchvision",),
     "pretrained_folder": ("transformers",), "trainer_saves": ("transformers", "accelerate"),
     "accelerate_saves": ("accelerate",), "lightning_saves": ("lightning",),
 }  # fmt: skip
