@@ -101,8 +101,9 @@ def _refuse_connections(note: Callable[[str], None]) -> None:
     def refuse(event: str, args: tuple) -> None:
         if event in ("socket.connect", "socket.getaddrinfo") and not is_local(event, args):
             note("a network connection was refused: scripts run offline here")
-            error = ConnectionRefusedError if event == "socket.connect" else socket.gaierror
-            raise error(socket.EAI_FAIL, "no network while a script is estimated")
+            if event == "socket.connect":
+                raise ConnectionRefusedError("no network while a script is estimated")
+            raise socket.gaierror(socket.EAI_FAIL, "no network while a script is estimated")
 
     sys.addaudithook(refuse)
 

@@ -137,8 +137,7 @@ NEEDS = {
     "plain_amp": ("torchvision",), "hf_trainer": ("transformers", "accelerate"),
     "accelerate_loop": ("transformers", "accelerate"), "lightning_fit": ("torchvision", "lightning"),
     "timm_like": ("timm",), "torchvision_like": ("torchvision",), "segmentation_loop": ("torchvision",),
-    "detection_loop": ("torchvision",), 
-    "mask_rcnn_evaluated": ("torchvision",),
+    "detection_loop": ("torchvision",), "mask_rcnn_evaluated": ("torchvision",),
     "pretrained_folder": ("transformers",), "trainer_saves": ("transformers", "accelerate"),
     "accelerate_saves": ("accelerate",), "lightning_saves": ("lightning",),
 }  # fmt: skip
