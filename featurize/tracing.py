@@ -155,7 +155,7 @@ class Tracing:
             self.settings = settings_of_ranks(parallel, self.settings)
             return
         require_traceable(parallel)
-        from featurize.parallel.sharded_rank import sharded_rank  # its imports take half a second
+        from featurize.parallel.play_rank import sharded_rank  # its imports take half a second
 
         if parallel.own > 1 and isinstance(model, nn.Module):
             raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")

@@ -18,8 +18,8 @@ from torch.distributed.pipelining import schedules
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.step_time import overlapped, time_step
 from featurize.parallel.collectives import SEND, collective_s, fabric_of, fabrics_of
+from featurize.parallel.delays import begin_moments_ms, delays_ms
 from featurize.parallel.layout import GPIPE, INTERLEAVED, ONE_F_ONE_B, Parallel
-from featurize.parallel.overlap import begin_moments_ms, delays_ms
 from featurize.replacing import replaced
 from featurize.step_trace import PipelinePart, StepTrace
 from featurize.training_settings import TrainingSettings, training_of

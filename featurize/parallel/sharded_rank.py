@@ -1,14 +1,11 @@
 """One rank of a job whose wrapper is PyTorch's own, in a trace: `fully_shard` itself runs, on meta tensors.
 
-Start reading at `sharded_rank`.
+Start reading at `ShardedRank`, which `featurize.parallel.play_rank.sharded_rank` makes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -22,14 +19,12 @@ from featurize.batches import Inputs
 from featurize.module_stack import origin
 from featurize.optimizers import is_shared
 from featurize.parallel.data_parallel import DataParallel, Replica
-from featurize.parallel.experts import expert_mesh
 from featurize.parallel.layout import Parallel
 from featurize.parallel.ranks import Ranks
 from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_length, sequence_mesh
 from featurize.parallel.sharding import shard
-from featurize.parallel.shards_on_meta import shards_on_meta
 from featurize.parallel.streams import Streams
-from featurize.parallel.world import axes_of_groups, pretended_mesh
+from featurize.parallel.world import axes_of_groups
 from featurize.recorder import Recorder
 from featurize.step_trace import Collective, PipelinePart
 
@@ -37,47 +32,9 @@ if TYPE_CHECKING:
     from featurize.parallel.pipeline import PipelineRank
     from featurize.training import TrainingStep
 
-_lock = threading.RLock()  # groups and replacements are the process's: one trace at a time
-
-
-@contextlib.contextmanager
-def sharded_rank(parallel: Parallel, rank: int = 0, *, every_pass: bool = True) -> Iterator[ShardedRank]:
-    """Play one rank. Of unevenly sharded parameters the first one has the largest part.
-
-    Args:
-        parallel: The job.
-        rank: Which one, from 0.
-        every_pass: As `featurize.parallel.pipeline.PipelineRank` takes it.
-    """
-    streams = Streams()
-    with _lock, pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
-        experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
-        if parallel.pp == 1:
-            yield ShardedRank(parallel, mesh, streams, experts)
-            return
-        from featurize.parallel.pipeline import PipelineRank, schedules_on_meta  # their imports take a second
-
-        with schedules_on_meta(streams):
-            yield PipelineRank(parallel, mesh, streams, experts, rank, every_pass=every_pass)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide warnings that the real job gives, too: of fully_shard on outputs that are views, of DTensor on reductions
-    one after the other."""
-    logger = logging.getLogger("torch.distributed")
-    level = logger.level
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-
 
 class ShardedRank:
-    """A model's wrapper in a trace; made by `sharded_rank`.
+    """A model's wrapper in a trace; made by `featurize.parallel.play_rank.sharded_rank`.
 
     Args:
         parallel: The job.

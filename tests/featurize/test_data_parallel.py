@@ -12,8 +12,9 @@ from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.parallel.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of
 from featurize.parallel.data_parallel import assigned, limits_of
+from featurize.parallel.delays import delays_ms
 from featurize.parallel.layout import Parallel
-from featurize.parallel.overlap import communication_of, delays_ms
+from featurize.parallel.overlap import communication_of
 from featurize.replay import replay
 from featurize.step_trace import Collective
 from featurize.trace import trace_step
