@@ -16,6 +16,7 @@ from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import Calls, kernel_calls
 from featurize.trace import trace_step
 from featurize.training_settings import Training, uses_tf32
+from featurize.vision import import_library
 
 ZEUS = "zeus"
 
@@ -87,8 +88,6 @@ def _shufflenet() -> nn.Module:
 
 
 def _resnet50() -> nn.Module:
-    from featurize.vision import import_library
-
     return import_library("timm").create_model("resnet50")
 
 

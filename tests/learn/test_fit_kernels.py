@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from learn_rows import make_configs, write_llm_foundry, write_runs
 
-import warehouse
 from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.kernel_model.calls import kernel_calls
@@ -99,9 +98,7 @@ def folder(tmp_path_factory):
 
 
 def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reason(folder):
-    connection = warehouse.connect(folder)
-    rows, left_out = measured_times(connection, silent)
-    connection.close()
+    rows, left_out = measured_times(folder, silent)
     by_source = {source: [row for row in rows if row.source == source] for source in {row.source for row in rows}}
     assert {source: len(of) for source, of in by_source.items()} == {"farm": 22, "llm_foundry": 1}
     assert left_out == {"no description of GPU-of-nobody": 1, "llm_foundry: 9t in amp_bf16": 1}
@@ -113,9 +110,7 @@ def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reaso
 
 
 def test_a_number_of_steps_is_drawn_from_each_source(folder):
-    connection = warehouse.connect(folder)
-    drawn, again = (measured_times(connection, silent, 5)[0] for _ in range(2))
-    connection.close()
+    drawn, again = (measured_times(folder, silent, 5)[0] for _ in range(2))
     assert [row.name for row in drawn] == [row.name for row in again]
     assert sorted(row.source for row in drawn) == ["farm"] * 5 + ["llm_foundry"]
 
@@ -135,9 +130,7 @@ def test_measured_operators_of_the_table_of_kernels_are_learned_from(tmp_path):
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "kernels.parquet")
     ingest(IngestSettings(source="neusight", path=str(tmp_path / "kernels.parquet"), data=str(tmp_path / "data")))
-    connection = warehouse.connect(tmp_path / "data")
-    times, left_out = kernel_times(connection, 10)
-    connection.close()
+    times, left_out = kernel_times(tmp_path / "data", 10)
     assert not left_out
     product, batched, convolution, relu, norm = (
         next(one for one in times if one.group == f"aten::{name}")
