@@ -14,12 +14,11 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from conf.errors import UsageError
 from featurize.device_spec import plain_device
 from learn.bounds import Held, conformal_score, group_score, held_of, too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, to_space, write_state
+from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, to_space, traced_rows, write_state
 from learn.learned.familiarity import (
     DEVICE,
     FAMILY,
@@ -32,7 +31,7 @@ from learn.learned.familiarity import (
     share_of_known,
     torch_release,
 )
-from learn.learned.tabular import group_folds
+from learn.learned.tabular import cross_fitted, group_folds
 from learn.learned.trees import Boosters, Settings, Trees, boost
 from learn.step_record import StepRecord, traced_column
 from learn.step_store import StepStore
@@ -98,19 +97,7 @@ class HybridEstimator(Estimator):
 
         For memory, out-of-memory rows take part; for other targets only rows with a figure."""
         rows = rows.trusted if rows.target.is_memory else rows.trusted.exact
-        rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
-        steps = StepStore() if steps is None else steps
-        records = [steps.record(case) for case in rows.cases]
-        traced = np.array([record.error is None for record in records], dtype=bool)
-        if int((traced & ~rows.censored).sum()) < LEAST_ROWS:
-            reasons = sorted({record.error for record in records if record.error is not None})
-            first_reason = f"; not traced: {reasons[0]}" if reasons else ""
-            raise UsageError(
-                f"target={rows.target.name}: {int((traced & ~rows.censored).sum())} traced rows with an exact label to "
-                f"fit on, {LEAST_ROWS} are needed{first_reason}"
-            )
-        rows = rows.subset(traced)
-        records = [record for record, good in zip(records, traced, strict=True) if good]
+        rows, records = traced_rows(rows, StepStore() if steps is None else steps, LEAST_ROWS)
         self.target = rows.target
         self._columns = self._choose(records)
         table, base = self._table(rows.cases, records), self._base(records)
@@ -122,13 +109,22 @@ class HybridEstimator(Estimator):
             traced_memory = table[:, self._columns.index(_LOG_MEMORY)]
             low, high = math.floor(traced_memory.min()), math.ceil(traced_memory.max())
             self._knots = np.linspace(low, high, (high - low) * KNOTS_PER_DOUBLING + 1)
-        held_out = self._held_out(rows, table, label - base, weight, base)
-        self._correction = boost(self._settings(), self.seed, table, label - base, rows.censored, weight).trees()
+        settings = _MEMORY if self.target.is_memory else _OTHERS
+
+        def without(inside: np.ndarray) -> np.ndarray:
+            boosters = boost(
+                settings, self.seed, table[inside], (label - base)[inside], rows.censored[inside], weight[inside]
+            )
+            return self._centre(boosters, table[~inside], base[~inside])
+
+        held_out = cross_fitted(group_folds(_units(rows), FOLDS, self.seed), without)
+        self._correction = boost(settings, self.seed, table, label - base, rows.censored, weight).trees()
 
         exact = ~rows.censored
         if self.target.is_memory:
             self._evidence = self._weighed(rows, records, table, label - base, weight, base, held_out)
-            held_out = base + self._shares_of_families(rows) * (held_out - base)
+            shares = np.array([self._evidence.share_of_family(str(family)) for family in rows.family])
+            held_out = base + shares * (held_out - base)
         gap = label - held_out
         residual = gap[exact]
         self._floor = max(_SCALE_SHARE * float(np.quantile(np.abs(residual), 0.9)), 1e-6)
@@ -227,9 +223,6 @@ class HybridEstimator(Estimator):
         name = traced_column(self.target)
         return to_space(np.array([record.values[name] for record in records]), self.target.space)
 
-    def _settings(self) -> Settings:
-        return _MEMORY if self.target.is_memory else _OTHERS
-
     def _centre(self, trees: Trees | Boosters, table: np.ndarray, base: np.ndarray) -> np.ndarray:
         if not self.target.is_memory:
             raw = base + trees.predict(table)
@@ -248,17 +241,6 @@ class HybridEstimator(Estimator):
         inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
         return inside + (asked - place) * math.log(2)  # beyond the knots: the factor of the nearest
 
-    def _held_out(self, rows: Rows, table, correction, weight, base) -> np.ndarray:
-        fold = group_folds(_units(rows), FOLDS, self.seed)
-        points = np.empty(len(rows))
-        for k in range(fold.max() + 1):
-            inside = fold != k
-            boosters = boost(
-                self._settings(), self.seed, table[inside], correction[inside], rows.censored[inside], weight[inside]
-            )
-            points[~inside] = self._centre(boosters, table[~inside], base[~inside])
-        return points
-
     def _weighed(
         self,
         rows: Rows,
@@ -272,7 +254,8 @@ class HybridEstimator(Estimator):
         """Return what leaving out one kind of the rows after the other shows. `correction`: label less trace."""
         exact = ~rows.censored
         left_out: dict[str, list[LeftOut]] = {}
-        by_module = {family for family in set(map(str, rows.family)) if _of_many_modules(rows, family)}
+        families = sorted(set(map(str, rows.family)))
+        by_module = {family for family in families if _of_many_modules(rows, family)}
         for axis, mask in kinds_to_leave_out(records, list(map(str, rows.device)), list(map(str, rows.family)), exact):
             judged = mask & exact
             if axis == FAMILY and str(rows.family[judged][0]) in by_module:  # its modules were each held out already
@@ -291,15 +274,12 @@ class HybridEstimator(Estimator):
                 points = self._centre(boosters, table[judged], base[judged])
             left_out.setdefault(axis, []).append(LeftOut(correction[judged], points - base[judged]))
         of_known = {}
-        for family in sorted(set(map(str, rows.family))):
+        for family in families:
             mine = exact & (rows.family == family)
             if mine.sum() >= LEAST_KNOWN:
                 of_known[family] = share_of_known(LeftOut(correction[mine], (held_out - base)[mine]))
         known = np.abs(correction + base - held_out)[exact]
         return Evidence.of(left_out, float(np.quantile(known, 0.95)), of_known)
-
-    def _shares_of_families(self, rows: Rows) -> np.ndarray:
-        return np.array([self._evidence.share_of_family(family) for family in map(str, rows.family)])
 
     def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
@@ -311,13 +291,14 @@ class HybridEstimator(Estimator):
         informative = ~rows.censored | (gap > 0)
         rows, gap, network = rows.subset(informative), gap[informative], self._of_network(table)[informative]
         units = _units(rows)
-        fold = group_folds(units, FOLDS, self.seed + 1)
         weight = _balanced(rows.module)
-        scale = np.empty(len(rows))
-        for k in range(fold.max() + 1):
-            inside = (fold != k) & ~rows.censored
-            boosters = boost(_SCALE, self.seed, network[inside], np.abs(gap[inside]), None, weight[inside])
-            scale[fold == k] = np.maximum(boosters.predict(network[fold == k]), self._floor)
+
+        def without(inside: np.ndarray) -> np.ndarray:
+            exact = inside & ~rows.censored
+            boosters = boost(_SCALE, self.seed, network[exact], np.abs(gap[exact]), None, weight[exact])
+            return np.maximum(boosters.predict(network[~inside]), self._floor)
+
+        scale = cross_fitted(group_folds(units, FOLDS, self.seed + 1), without)
         score = gap / scale
         self._held_out_rows = len(rows)
         self._held = {}
@@ -353,7 +334,7 @@ class HybridEstimator(Estimator):
             "held": {str(kind): asdict(held) for kind, held in self._held.items()},
             "held_out_rows": self._held_out_rows,
             "scores": [scores.tolist() for scores in self._scores],
-            "familiarity": self._familiarity.to_mapping(),
+            "familiarity": asdict(self._familiarity),
             "evidence": asdict(self._evidence),
         }
         write_state(folder, self, state)
@@ -369,7 +350,7 @@ class HybridEstimator(Estimator):
         loaded._held = {int(kind): Held(**held) for kind, held in state["held"].items()}
         loaded._held_out_rows = int(state["held_out_rows"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
-        loaded._familiarity = Familiarity.from_mapping(state["familiarity"])
+        loaded._familiarity = Familiarity(**state["familiarity"])
         loaded._evidence = Evidence(**state["evidence"])
         loaded._correction = Trees.load(folder, "correction")
         loaded._scale = Trees.load(folder, "scale")

@@ -6,7 +6,7 @@ Start reading at `TabularEstimator.fit`; a subclass fits the trees, as `LightGBM
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -65,11 +65,10 @@ class TabularEstimator(Estimator, ABC):
         if rows.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
 
-        fold = group_folds(rows.group, FOLDS, self.seed)
-        held_out = np.empty(len(rows))
-        for k in range(fold.max() + 1):
-            inside = fold != k
-            held_out[~inside] = self._centre(self._train(features[inside], label[inside]), features[~inside])
+        held_out = cross_fitted(
+            group_folds(rows.group, FOLDS, self.seed),
+            lambda inside: self._centre(self._train(features[inside], label[inside]), features[~inside]),
+        )
         self._residuals = np.sort(label - held_out)
         self._trees = self._train(features, label)
         return self
@@ -144,7 +143,7 @@ class LightGBMEstimator(TabularEstimator):
             params={"verbosity": -1, "min_data_in_bin": 1, "num_threads": 1},
         )
         booster = lightgbm.train(self._parameters(len(label)), table, num_boost_round=self.rounds)
-        return Trees.of_lightgbm([booster.model_to_string()])
+        return Trees.of_lightgbm([booster])
 
     def _parameters(self, n: int) -> dict:
         """LightGBM's defaults want 20 rows a leaf and 100 a category, which is a stump on 60 rows."""
@@ -183,6 +182,14 @@ def group_folds(groups: np.ndarray, folds: int, seed: int) -> np.ndarray:
         fold_of[group] = np.argmin(load)
         load[fold_of[group]] += sizes[group]
     return fold_of[member]
+
+
+def cross_fitted(fold: np.ndarray, answers: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return each row's figure from a fit without its fold, (n,): `answers` fits inside a mask, and answers outside."""
+    figures = np.empty(len(fold))
+    for k in range(fold.max() + 1):
+        figures[fold == k] = answers(fold != k)
+    return figures
 
 
 @lru_cache(maxsize=100_000)
