@@ -16,7 +16,8 @@ import numpy as np
 
 from conf.extras import advice_for
 from conf.plain_text import exception_line
-from featurize.device_spec import DeviceSpec
+from featurize.device_spec import DeviceSpec, describe_device
+from featurize.training_settings import Training
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import (
@@ -60,6 +61,13 @@ def described(case: Case) -> DeviceSpec:
     return case.spec
 
 
+def require_covered(settings: Training, name: str, covered: Sequence[str], where: str = "") -> None:
+    """Raise `CannotEstimate` where a training setting is none of those that a formula covers."""
+    value = getattr(settings, name)
+    if value not in covered:
+        raise CannotEstimate(f"{name}={value} is not covered{where}: the formula is of {' and '.join(covered)}")
+
+
 class Peer(Estimator):
     """An estimator that learns nothing but the target. It gives a point for the case's own device, and no bound.
 
@@ -77,8 +85,6 @@ class Peer(Estimator):
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Note the target; `steps` is not read. Devices that `conf/device` does not describe raise `UsageError`."""
-        from featurize.device_spec import describe_device
-
         require_target(type(self), rows.target.name)
         rows = require_rows(rows)
         for device in sorted(set(map(str, rows.device))):

@@ -9,8 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import nn
+
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
-from learn.peers.base import CannotEstimate, Peer
+from learn.peers.base import CannotEstimate, Peer, require_covered
+from learn.peers.modules import leaf_outputs, meta_model
 from learn.workload import Workload
 
 PAGE = 2 * 2**20  # bytes; CUDA's memory page
@@ -40,18 +44,9 @@ class LLMem(Peer):
     name: ClassVar[str] = "llmem"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from conf.units import MIB
-        from learn.peers.modules import meta_model
-
         settings = workload.settings
-        if settings.precision not in PRECISIONS:
-            raise CannotEstimate(
-                f"precision={settings.precision} is not covered: the formula is of {' and '.join(PRECISIONS)}"
-            )
-        if settings.optimizer not in OPTIMIZERS:
-            raise CannotEstimate(
-                f"optimizer={settings.optimizer} is not covered: the formula is of {' and '.join(OPTIMIZERS)}"
-            )
+        require_covered(settings, "precision", PRECISIONS)
+        require_covered(settings, "optimizer", OPTIMIZERS)
         model = meta_model(workload)
         shape = _shape_of(workload, model)
         if not (getattr(settings, "activation_checkpointing", False) or _checkpoints(model)):
@@ -91,11 +86,6 @@ class _Shape:
 
 def _shape_of(workload: Workload, model) -> _Shape:
     """Return what the formulas need. `CannotEstimate` names what makes the model no transformer language model."""
-    import torch
-    from torch import nn
-
-    from featurize.batches import call, tensors_of
-    from learn.peers.modules import LeafCalls, explained
 
     def refuse(why: str) -> CannotEstimate:
         return CannotEstimate(f"{type(model).__name__} is not covered: it is no transformer language model ({why})")
@@ -108,19 +98,12 @@ def _shape_of(workload: Workload, model) -> _Shape:
         raise refuse("it has no nn.ModuleList of equal layers")
     if not any(_attends(m) for m in layers[0].modules()):
         raise refuse(f"its layers, {type(layers[0]).__name__}, have no attention")
-    called: list[tuple[nn.Module, tuple[int, ...]]] = []
-
-    def see(module, output) -> None:
-        called.extend((module, tuple(tensor.shape)) for tensor in list(tensors_of(output))[:1])
-
-    with explained("the forward pass", model), LeafCalls(model, see), torch.no_grad():
-        inputs, _targets = workload.batch("meta")
-        call(model, inputs)
-    words = [(m, s) for m, s in called if isinstance(m, nn.Embedding) and len(s) == 3]
+    called = [(module, tensors[0][0]) for module, tensors in leaf_outputs(workload, model) if tensors]
+    words = [m for m, s in called if isinstance(m, nn.Embedding) and len(s) == 3]
     linear = [(m, s) for m, s in called if isinstance(m, nn.Linear)]
     if not words or not linear:
         raise refuse("it embeds no sequence of tokens")
-    table = max((m for m, _s in words), key=lambda m: m.num_embeddings)
+    table = max(words, key=lambda m: m.num_embeddings)
     head, logits = linear[-1]
     if head.out_features != table.num_embeddings or len(logits) != 3:
         raise refuse(f"its last linear layer gives {list(logits)}, not one logit a word of {table.num_embeddings}")
@@ -144,9 +127,7 @@ def _shape_of(workload: Workload, model) -> _Shape:
 
 
 def _weights(module):
-    """The matrix of an embedding or linear layer; GPT-2's Conv1D is a linear layer with its matrix transposed."""
-    from torch import nn
-
+    """Yield the matrix of an embedding or linear layer; GPT-2's Conv1D is a linear layer with its matrix transposed."""
     if isinstance(module, nn.Embedding | nn.Linear) or type(module).__name__ == "Conv1D":
         yield module.weight
     elif isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:

@@ -9,13 +9,25 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from conf.units import MIB
 from featurize.allocator import CachingAllocator
 from featurize.device_spec import DeviceSpec
 from featurize.trial import OPTIMIZERS
 from learn.peers.base import CannotEstimate, Peer
+from learn.peers.modules import (
+    PlainStep,
+    batch_tensors,
+    explained,
+    leaf_outputs,
+    meta_model,
+    real_model,
+    unique_bytes,
+)
 from learn.workload import Workload
 
 STEPS = 2
@@ -66,8 +78,6 @@ class XMem(Peer):
     warning: ClassVar[str] = f"{Peer.warning}; xmem leaves the CUDA context out"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from conf.units import MIB
-
         _require_memory(workload)
         static, batch, events = _profile(workload)
         blocks = pair(events)
@@ -144,59 +154,35 @@ def replay(
 
 
 def _require_memory(workload: Workload) -> None:
-    """`CannotEstimate` where the job is larger than this machine's free memory.
+    """Raise `CannotEstimate` where the job is larger than this machine's free memory.
 
     A model that does not run on meta, since it computes with values, runs once for real, without a backward pass.
     """
-    import psutil
-    import torch
-
-    from conf.units import MIB
-    from featurize.batches import call, tensors_of
-    from learn.peers.modules import LeafCalls, explained, meta_model, real_model, unique_bytes
+    import psutil  # an extra
 
     model = meta_model(workload)
-    weights = sum(unique_bytes(model.parameters()))
-    states = 2 + OPTIMIZERS[workload.settings.optimizer].states
+    states_mib = sum(unique_bytes(model.parameters())) * (2 + OPTIMIZERS[workload.settings.optimizer].states) / MIB
 
-    def require(outputs: int) -> None:
-        needed = (weights * states + outputs) / MIB
-        free = psutil.virtual_memory().available / MIB
-        if needed > RAM_SHARE * free:
+    def require(outputs_mib: float) -> None:
+        free_mib = psutil.virtual_memory().available / MIB
+        if states_mib + outputs_mib > RAM_SHARE * free_mib:
             raise CannotEstimate(
-                f"it runs the model on the CPU, which takes about {needed:,.0f} MiB of real memory "
-                f"({weights * states / MIB:,.0f} for weights, gradients and optimizer, {outputs / MIB:,.0f} for "
-                f"outputs), and {free:,.0f} MiB are free"
+                f"it runs the model on the CPU, which takes about {states_mib + outputs_mib:,.0f} MiB of real memory "
+                f"({states_mib:,.0f} for weights, gradients and optimizer, {outputs_mib:,.0f} for outputs), and "
+                f"{free_mib:,.0f} MiB are free"
             )
 
-    def outputs_of(model, device: str) -> int:
-        total = 0
-
-        def count(_module, output) -> None:
-            nonlocal total
-            total += sum(t.numel() * t.element_size() for t in tensors_of(output))
-
-        with explained("the forward pass", model), LeafCalls(model, count), torch.no_grad():
-            inputs, _targets = workload.batch(device)
-            call(model, inputs)
-        return total
-
     try:
-        outputs = outputs_of(model, "meta")
+        outputs = leaf_outputs(workload, model)
     except CannotEstimate:
-        require(0)
+        require(0.0)
         with torch.random.fork_rng(devices=[]):
-            outputs = outputs_of(real_model(workload), "cpu")
-    require(outputs)
+            outputs = leaf_outputs(workload, real_model(workload), "cpu")
+    require(sum(nbytes for _, tensors in outputs for _, nbytes in tensors) / MIB)
 
 
 def _profile(workload: Workload) -> tuple[list[int], list[int], list[ProfilerEvent]]:
     """(bytes of each parameter and buffer, bytes of each tensor of the batch, the events of two steps)."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    from learn.peers.modules import PlainStep, batch_tensors, explained, real_model, unique_bytes
-
     if torch.autograd._profiler_enabled():
         raise CannotEstimate("a torch profiler is running in this process, and there can be only one")
     with torch.random.fork_rng(devices=[]):
@@ -208,15 +194,9 @@ def _profile(workload: Workload) -> tuple[list[int], list[int], list[ProfilerEve
             quiet = _quiet_profiler()
             with quiet, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 for i in range(STEPS):
-                    step(inputs, targets, partial(_marked, i))
+                    step(inputs, targets, lambda phase, i=i: record_function(f"{PREFIX}{i}:{phase}"))
     events = _events(profiler.profiler.kineto_results.experimental_event_tree())
     return unique_bytes([*model.parameters(), *model.buffers()]), unique_bytes(batch_tensors(inputs, targets)), events
-
-
-def _marked(step: int, phase: str) -> contextlib.AbstractContextManager:
-    from torch.profiler import record_function
-
-    return record_function(f"{PREFIX}{step}:{phase}")
 
 
 @contextlib.contextmanager
