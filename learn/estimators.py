@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,9 +80,8 @@ class Prediction(Protocol):
         """Return what the row's bound at `LEVEL` held of left-out groups; None where that was not measured."""
 
 
-@runtime_checkable
-class Estimator(Protocol):
-    """Learns one target. Everything random is drawn from `seed`; predicting is pure. Implementations inherit from it.
+class Estimator(ABC):
+    """Learns one target. Everything random is drawn from `seed`; predicting is pure.
 
     targets             the targets that it can be fitted to; None: any
     needs_trace         it reads records of a `StepStore`, which `StepStore.prepare` computes in parallel
@@ -93,22 +93,37 @@ class Estimator(Protocol):
     needs_trace: ClassVar[bool] = False
     uses_out_of_memory: ClassVar[bool] = False
 
-    def __init__(self, seed: int = 0) -> None: ...
+    target: Target  # once it is fitted or loaded
 
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = int(seed)
+
+    def require_fitted(self) -> Target:
+        """Return the target that it was fitted to. Raises `RuntimeError` before that."""
+        if not hasattr(self, "target"):
+            raise RuntimeError("fit or load the estimator first: it is not fitted")
+        return self.target
+
+    @abstractmethod
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Learn from the rows, whose steps' records are taken from `steps` (None: a store of this call's own). Nothing
         to learn from, or a target not among `targets`, raises `UsageError`."""
 
+    @abstractmethod
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> Prediction:
-        """One distribution a case, in order; a case's distribution does not depend on its neighbours. `steps` as in
-        `fit`."""
+        """Return one distribution a case, in order, whatever its neighbours are. `steps` as in `fit`."""
 
     def save(self, folder: Path) -> None:
         """Write the fitted state into an existing folder, as text that any version can read; no pickle."""
+        raise NotImplementedError
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Return what `save` wrote, predicting the same figures."""
+        raise NotImplementedError
+
+
+EstimatorT = TypeVar("EstimatorT", bound=Estimator)
 
 
 def default_estimator(rows: Rows) -> str:
@@ -130,7 +145,7 @@ def get_estimator(name: str) -> type[Estimator]:
 
 
 def require_target(estimator: type[Estimator], target: str) -> None:
-    """`UsageError` where the estimator cannot be fitted to that target."""
+    """Raise `UsageError` where the estimator cannot be fitted to that target."""
     if estimator.targets is not None and target not in estimator.targets:
         known = ", ".join(estimator.targets)
         raise UsageError(f"estimator={estimator.name} estimates target={known} only, got target={target}")
@@ -141,27 +156,14 @@ def make_estimator(name: str, seed: int = 0) -> Estimator:
     return get_estimator(name)(seed=seed)
 
 
-class Seeded(Protocol):
-    """An estimator with a seed, which knows its target once it is fitted or loaded."""
-
-    name: ClassVar[str]
-    seed: int
-    target: Target
-
-    def __init__(self, seed: int = 0) -> None: ...
-
-
-SeededT = TypeVar("SeededT", bound=Seeded)
-
-
-def write_state(folder: Path, estimator: Seeded, state: Mapping[str, Any]) -> None:
-    """`estimator.json` of a fitted estimator: who it is, its target and seed, and what else `load` needs."""
-    about = {"estimator": estimator.name, "target": estimator.target.name, "seed": estimator.seed}
+def write_state(folder: Path, estimator: Estimator, state: Mapping[str, Any]) -> None:
+    """Write `estimator.json`: who a fitted estimator is, its target and seed, and what else `load` needs."""
+    about = {"estimator": estimator.name, "target": estimator.require_fitted().name, "seed": estimator.seed}
     (folder / "estimator.json").write_text(json.dumps({**about, **state}, indent=1))
 
 
-def open_state(cls: type[SeededT], folder: Path) -> tuple[SeededT, dict[str, Any]]:
-    """An unfitted estimator of the target and seed that `write_state` wrote, and all that it wrote."""
+def open_state(cls: type[EstimatorT], folder: Path) -> tuple[EstimatorT, dict[str, Any]]:
+    """Return an estimator of the target and seed that `write_state` wrote, and all that it wrote."""
     state = json.loads((folder / "estimator.json").read_text())
     loaded = cls(state["seed"])
     loaded.target = get_target(state["target"])
@@ -266,7 +268,7 @@ def class_masses(below: np.ndarray, edges: np.ndarray, known: np.ndarray) -> np.
 
 
 def require_rows(rows: Rows, least: int = 1) -> Rows:
-    """The rows with an exact label that nothing speaks against; fewer than `least` raises `UsageError`."""
+    """Return the rows with an exact label that nothing speaks against; fewer than `least` raises `UsageError`."""
     exact = rows.trusted.exact
     if len(exact) < least:
         raise UsageError(

@@ -35,7 +35,6 @@ from learn.learned.tabular import cross_fitted, group_folds
 from learn.learned.trees import Boosters, Settings, Trees, boost
 from learn.step_record import StepRecord, traced_column
 from learn.step_store import StepStore
-from learn.targets import Target
 
 FOLDS = 5
 LEAST_ROWS = 10
@@ -73,24 +72,10 @@ class HybridEstimator(Estimator):
     """
 
     name: ClassVar[str] = "hybrid"
-    targets: ClassVar[tuple[str, ...] | None] = None
     needs_trace: ClassVar[bool] = True
     uses_out_of_memory: ClassVar[bool] = True
-    target: Target  # with the next two, once it is fitted or loaded
-    _scale: Trees
-    _familiarity: Familiarity
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = int(seed)
-        self._columns: tuple[str, ...] = ()
-        self._correction: Trees | None = None
-        self._kinds: dict[str, int] = {}
-        self._scores: list[np.ndarray] = []
-        self._held: dict[int, Held] = {}
-        self._held_out_rows = 0
-        self._floor = 0.0
-        self._knots = np.empty(0)
-        self._evidence = Evidence()
+    _knots = np.empty(0)  # of memory only
+    _evidence = Evidence()
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the trusted rows whose step can be traced; `UsageError` for fewer than 10 of them or a single group.
@@ -135,8 +120,7 @@ class HybridEstimator(Estimator):
         return self
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
-        if self._correction is None:
-            raise RuntimeError("fit or load the estimator before predicting")
+        target = self.require_fitted()
         steps = StepStore() if steps is None else steps
         records = [steps.record(case) for case in cases]
         refusals = {i: refusal for i, record in enumerate(records) if (refusal := self._refusal(record)) is not None}
@@ -152,11 +136,11 @@ class HybridEstimator(Estimator):
             centre[known] = self._centre(self._correction, table, base)
             traced = dict(zip(known, base.tolist(), strict=True))
             scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
-            if self.target.is_memory:
+            if target.is_memory:
                 least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in kept]
             for i, record in zip(known, kept, strict=True):
                 unlike = self._familiarity.judge(cases[i], record)
-                share = self._evidence.share(unlike.axes) if unlike is not None and self.target.is_memory else 1.0
+                share = self._evidence.share(unlike.axes) if unlike is not None and target.is_memory else 1.0
                 if (kept_share := min(share, self._evidence.share_of_family(cases[i].family))) < 1.0:
                     centre[i] = traced[i] + kept_share * (centre[i] - traced[i])
                 if unlike is not None:
@@ -169,7 +153,7 @@ class HybridEstimator(Estimator):
         return ResidualPrediction(
             centre,
             self._scores,
-            self.target.space,
+            target.space,
             (warning,) if warning else (),
             refusals,
             unfamiliar,
@@ -321,11 +305,7 @@ class HybridEstimator(Estimator):
     # ---- on disk
 
     def save(self, folder: Path) -> None:
-        if self._correction is None:
-            raise RuntimeError("fit or load the estimator before saving it")
         folder = Path(folder)
-        self._correction.save(folder, "correction")
-        self._scale.save(folder, "scale")
         state = {
             "columns": list(self._columns),
             "knots": self._knots.tolist(),
@@ -338,6 +318,8 @@ class HybridEstimator(Estimator):
             "evidence": asdict(self._evidence),
         }
         write_state(folder, self, state)
+        self._correction.save(folder, "correction")
+        self._scale.save(folder, "scale")
 
     @classmethod
     def load(cls, folder: Path) -> Self:

@@ -30,7 +30,6 @@ from learn.estimators import (
     write_state,
 )
 from learn.step_store import StepStore
-from learn.targets import Target
 from learn.workload import Workload
 
 NO_BOUND = "no bound is calibrated: it gives a point, not a guarantee"
@@ -78,10 +77,6 @@ class Peer(Estimator):
     name: ClassVar[str]
     targets: ClassVar[tuple[str, ...] | None] = ("memory",)
     warning: ClassVar[str] = NO_BOUND
-    target: Target  # once it is fitted or loaded
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = int(seed)
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Note the target; `steps` is not read. Devices that `conf/device` does not describe raise `UsageError`."""
@@ -91,13 +86,6 @@ class Peer(Estimator):
             describe_device(device)
         self.target = rows.target
         return self
-
-    @property
-    def fitted_target(self) -> Target:
-        """The target that it was fitted to. Raises `RuntimeError` before that."""
-        if not hasattr(self, "target"):
-            raise RuntimeError("fit or load the estimator before predicting")
-        return self.target
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
         """Return part -> MiB, which sum to the estimate of peak memory. Raises `CannotEstimate`, and lets no other
@@ -114,7 +102,7 @@ class Peer(Estimator):
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         """Return one point a case; a case without an answer has NaN there and its reason in `refusals`."""
-        target = self.fitted_target
+        target = self.require_fitted()
         values, refusals = np.full(len(cases), np.nan), {}
         for i, case in enumerate(cases):
             try:

@@ -41,7 +41,6 @@ from learn.learned.tabular import group_folds
 from learn.peers.torch_fit import arrays_of, quiet_torch, steady, with_arrays
 from learn.step_record import StepRecord
 from learn.step_store import StepStore
-from learn.targets import Target
 
 FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out: more of them where rows are few
 LEAST_ROWS = 10
@@ -76,17 +75,8 @@ class GNNEstimator(Estimator):
     """
 
     name: ClassVar[str] = "gnn"
-    targets: ClassVar[tuple[str, ...] | None] = None
     needs_trace: ClassVar[bool] = True
     uses_out_of_memory: ClassVar[bool] = True
-    target: Target  # once it is fitted or loaded
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = int(seed)
-        self._scaling: Scaling | None = None
-        self._shape: dict[str, Any] = {}  # arguments of GraphNet
-        self._weights: dict[str, np.ndarray] = {}
-        self._residuals = np.empty(0)
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the rows that can be traced; at least 10 with exact labels, in 2 groups, or `UsageError`."""
@@ -121,8 +111,7 @@ class GNNEstimator(Estimator):
         return self
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
-        if self._scaling is None:
-            raise RuntimeError("fit or load the estimator before predicting")
+        target = self.require_fitted()
         steps = StepStore() if steps is None else steps
         refusals: dict[int, str] = {}
         graphs: dict[int, Graph] = {}
@@ -136,12 +125,11 @@ class GNNEstimator(Estimator):
         if graphs:
             centre[list(graphs)] = self._centre(list(graphs.values()))
         warning = too_few_for(LEVEL, len(self._residuals))
-        return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else (), refusals)
+        return ResidualPrediction(centre, self._residuals, target.space, (warning,) if warning else (), refusals)
 
     def save(self, folder: Path) -> None:
         folder = Path(folder)
-        if (scaling := self._scaling) is None:
-            raise RuntimeError("fit or load the estimator before saving it")
+        scaling = self._scaling
         arrays: dict[str, Any] = {"node_scaling": scaling.nodes, "scalar_scaling": scaling.scalars}
         arrays |= {f"net/{name}": array for name, array in self._weights.items()}
         np.savez_compressed(folder / "gnn.npz", **arrays)

@@ -45,7 +45,7 @@ from learn.estimators import LEVEL, Estimator, class_masses, open_state, require
 from learn.learned.tabular import config_features, group_folds, why_not
 from learn.peers.torch_fit import arrays_of, quiet_torch, steady, with_arrays
 from learn.step_store import StepStore
-from learn.targets import MIB_PER_GB, Target, default_bin_gb, utilization_bins
+from learn.targets import MIB_PER_GB, default_bin_gb, utilization_bins
 
 FOLDS = 5
 LEAST_ROWS = 10  # of a family, for an ensemble of its own
@@ -96,14 +96,9 @@ class GPUMemNetEstimator(Estimator):
 
     targets: ClassVar[tuple[str, ...] | None] = ("memory", "smact", "smocc", "drama")
     uses_out_of_memory: ClassVar[bool] = True
-    target: Target  # once it is fitted or loaded
     members: ClassVar[int]
     reads_sequence: ClassVar[bool]
     training: ClassVar[NetTraining]
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = int(seed)
-        self._ensembles: dict[str, Ensemble] = {}
 
     @abstractmethod
     def _net(self, member: int, scalars: int, classes: int) -> nn.Module:
@@ -116,7 +111,7 @@ class GPUMemNetEstimator(Estimator):
         require_rows(rows, least=LEAST_ROWS)
         rows = rows.trusted
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
-        self.target, self._ensembles = rows.target, {}
+        self._ensembles: dict[str, Ensemble] = {}
         problem: CommandError = UsageError(f"target={rows.target.name}: there are no rows to fit on")
         for family in sorted(set(map(str, rows.family))):
             try:
@@ -125,6 +120,7 @@ class GPUMemNetEstimator(Estimator):
                 problem = error
         if not self._ensembles:
             raise problem
+        self.target = rows.target
         return self
 
     def _fit_family(self, family: str, rows: Rows) -> Ensemble:
@@ -156,8 +152,7 @@ class GPUMemNetEstimator(Estimator):
         return Ensemble(edges, mean, scale, tuple(weights), scores)
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> BinnedPrediction:
-        if not self._ensembles:
-            raise RuntimeError("fit or load the estimator before predicting")
+        target = self.require_fitted()
         families = list(self._ensembles)
         refusals: dict[int, str] = {}
         kind = np.full(len(cases), -1)
@@ -181,7 +176,7 @@ class GPUMemNetEstimator(Estimator):
             mass[index] = np.pad(shares, ((0, 0), (0, most - 1 - shares.shape[1])))
             if warning := too_few_for(LEVEL, len(one.scores)):
                 warnings.append(f"{family}: {warning}")
-        share = 1.0 if self.target.is_memory else 0.5
+        share = 1.0 if target.is_memory else 0.5
         scores = [one.scores for one in self._ensembles.values()]
         return BinnedPrediction(edges, mass, share, scores, kind, tuple(warnings), refusals)
 
@@ -210,13 +205,15 @@ class GPUMemNetEstimator(Estimator):
         folder = Path(folder)
         loaded, state = open_state(cls, folder)
         with np.load(folder / "weights.npz", allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        for family, family_state in state["families"].items():
-            weights = []
-            for member in range(family_state.pop("members")):
-                prefix = f"{family}/{member}/"
-                weights.append({n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)})
-            parts = {part: np.asarray(values, dtype=float) for part, values in family_state.items()}
+            arrays = dict(stored)
+        loaded._ensembles = {}
+        for family, parts in state["families"].items():
+            prefixes = [f"{family}/{member}/" for member in range(parts.pop("members"))]
+            weights = [
+                {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+                for prefix in prefixes
+            ]
+            parts = {part: np.asarray(values, dtype=float) for part, values in parts.items()}
             loaded._ensembles[family] = Ensemble(weights=tuple(weights), **parts)
         return loaded
 
