@@ -175,7 +175,7 @@ class Rows:
 
     @property
     def left_out(self) -> list[str]:
-        """What could not be used of runs that have a label, a sentence each, for reports."""
+        """A sentence for each reason why runs with a label could not be used, for reports."""
         notes = [f"{n} rows {unusable.rows_that}" for unusable in _UNUSABLE if (n := self.counts.get(unusable.reason))]
         return [*(f"{note}; they are left out" for note in notes), *self.remarks]
 
@@ -364,7 +364,7 @@ def _is_described(name: str) -> bool:
 
 @cache
 def _described_memory(name: str) -> float | None:
-    """Of the device in `conf/device`, as far as it is there."""
+    """Return the MiB of the device in `conf/device`, where it is there."""
     from featurize.device_spec import known_device, load_device
 
     known = known_device(name)
@@ -467,8 +467,8 @@ def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
 
 
 def module_of(config: TrialConfig) -> str:
-    """What a network is one of, for reports and for leaving whole kinds out: `cnn/residual`, `timm/convnext`, or the
-    family where it has no topologies."""
+    """Return the kind of a network, for reports and for leaving whole kinds out: `cnn/residual`, `timm/convnext`, or
+    the family where it has no topologies."""
     family = _family(config.family)
     if hasattr(family, "kind"):
         return str(family.kind(config))

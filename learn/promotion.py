@@ -38,7 +38,7 @@ LEAST_FITTED = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """What came of one target in one cycle.
+    """Decision on one target in one cycle.
 
     decision   first: there was no model before; promoted: the candidate is current now; kept: the old one stays;
                skipped: there was nothing to fit on. `why` says it in a sentence

@@ -1,4 +1,4 @@
-"""What is known of one training job before it runs, from its traced step, and how it is computed.
+"""The record of one training job before it runs: features of its traced step, and how they are computed.
 
 Start reading at `StepRecord` and `compute`; `learn.step_store` keeps records, in the data folder as `to_bytes` writes
 them.
@@ -38,7 +38,7 @@ _TRACED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms", "power":
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What is known of one case before it runs. `error`: why its step could not be traced; there is nothing else then.
+    """Features of one case before it runs. `error`: why its step could not be traced; there is nothing else then.
 
     values   `featurize.step_features.step_features`
     graph    the forward pass as `featurize.opgraph.OpGraph` arrays, packed, or what packs it; see `operator_graph`

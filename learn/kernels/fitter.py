@@ -1,4 +1,4 @@
-"""What the fits of `learn.kernels` share: kernels of many rows as columns, gradient descent, rows left out in turn.
+"""Tools of all fits of kernels: kernels of many rows as columns, gradient descent, rows left out in turn.
 
 Start reading at `descended`.
 """

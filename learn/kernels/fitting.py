@@ -97,7 +97,7 @@ class MeasuredTime:
 
 @dataclass(frozen=True, kw_only=True)
 class FittedTimes:
-    """What a fit gives.
+    """Result of a fit.
 
     Args:
         parameters: The efficiencies.

@@ -367,7 +367,7 @@ def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:
 
 @contextlib.contextmanager
 def _attention(fused: bool) -> Iterator[None]:
-    """Let timm's models compute attention as they did with a release of PyTorch before it had a fused one."""
+    """Make timm's models compute attention as they did with a release of PyTorch before it had a fused one."""
     if fused:
         yield
         return

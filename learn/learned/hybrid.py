@@ -6,7 +6,7 @@ Start reading at `HybridEstimator.fit`. `learn.learned.familiarity` tells cases 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from learn.learned.familiarity import (
     torch_release,
 )
 from learn.learned.tabular import cross_fitted, group_folds
-from learn.learned.trees import Boosters, Settings, Trees, boost
+from learn.learned.trees import MEMBERS, Boosters, Settings, Trees, boost
 from learn.step_record import StepRecord, traced_column
 from learn.step_store import StepStore
 
@@ -96,18 +96,27 @@ class HybridEstimator(Estimator):
             self._knots = np.linspace(low, high, (high - low) * KNOTS_PER_DOUBLING + 1)
         settings = _MEMORY if self.target.is_memory else _OTHERS
 
-        def without(inside: np.ndarray) -> np.ndarray:
-            boosters = boost(
-                settings, self.seed, table[inside], (label - base)[inside], rows.censored[inside], weight[inside]
-            )
-            return self._centre(boosters, table[~inside], base[~inside])
+        correction = label - base
 
-        held_out = cross_fitted(group_folds(_units(rows), FOLDS, self.seed), without)
-        self._correction = boost(settings, self.seed, table, label - base, rows.censored, weight).trees()
+        def answers(inside: np.ndarray, asked: np.ndarray, members: int = MEMBERS) -> np.ndarray:
+            """Return the points of the rows `asked`, fitted on the rows `inside`."""
+            boosters = boost(
+                settings, self.seed, table[inside], correction[inside], rows.censored[inside], weight[inside], members
+            )
+            return self._centre(boosters, table[asked], base[asked])
+
+        held_out = cross_fitted(group_folds(_units(rows), FOLDS, self.seed), lambda inside: answers(inside, ~inside))
+        self._correction = boost(settings, self.seed, table, correction, rows.censored, weight).trees()
 
         exact = ~rows.censored
         if self.target.is_memory:
-            self._evidence = self._weighed(rows, records, table, label - base, weight, base, held_out)
+            self._evidence = _weighed(
+                rows,
+                records,
+                correction,
+                held_out - base,
+                lambda inside, asked: answers(inside, asked, members=1) - base[asked],
+            )
             shares = np.array([self._evidence.share_of_family(str(family)) for family in rows.family])
             held_out = base + shares * (held_out - base)
         gap = label - held_out
@@ -225,46 +234,6 @@ class HybridEstimator(Estimator):
         inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
         return inside + (asked - place) * math.log(2)  # beyond the knots: the factor of the nearest
 
-    def _weighed(
-        self,
-        rows: Rows,
-        records: Sequence[StepRecord],
-        table: np.ndarray,
-        correction: np.ndarray,
-        weight: np.ndarray,
-        base: np.ndarray,
-        held_out: np.ndarray,
-    ) -> Evidence:
-        """Return what leaving out one kind of the rows after the other shows. `correction`: label less trace."""
-        exact = ~rows.censored
-        left_out: dict[str, list[LeftOut]] = {}
-        families = sorted(set(map(str, rows.family)))
-        by_module = {family for family in families if _of_many_modules(rows, family)}
-        for axis, mask in kinds_to_leave_out(records, list(map(str, rows.device)), list(map(str, rows.family)), exact):
-            judged = mask & exact
-            if axis == FAMILY and str(rows.family[judged][0]) in by_module:  # its modules were each held out already
-                points = held_out[judged]
-            else:
-                inside = ~mask
-                boosters = boost(
-                    _MEMORY,
-                    self.seed,
-                    table[inside],
-                    correction[inside],
-                    rows.censored[inside],
-                    weight[inside],
-                    members=1,
-                )
-                points = self._centre(boosters, table[judged], base[judged])
-            left_out.setdefault(axis, []).append(LeftOut(correction[judged], points - base[judged]))
-        of_known = {}
-        for family in families:
-            mine = exact & (rows.family == family)
-            if mine.sum() >= LEAST_KNOWN:
-                of_known[family] = share_of_known(LeftOut(correction[mine], (held_out - base)[mine]))
-        known = np.abs(correction + base - held_out)[exact]
-        return Evidence.of(left_out, float(np.quantile(known, 0.95)), of_known)
-
     def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
         enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
@@ -337,6 +306,41 @@ class HybridEstimator(Estimator):
         loaded._correction = Trees.load(folder, "correction")
         loaded._scale = Trees.load(folder, "scale")
         return loaded
+
+
+def _weighed(
+    rows: Rows,
+    records: Sequence[StepRecord],
+    residual: np.ndarray,
+    correction: np.ndarray,
+    correction_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> Evidence:
+    """Return what leaving out one kind of the rows after the other shows.
+
+    Args:
+        rows: The rows fitted on.
+        records: Of their steps.
+        residual: Label less trace, (n,).
+        correction: What fits without each row's group add to the trace, (n,).
+        correction_of: Mask of the rows to fit on, and of those asked -> what the fit adds to the trace of these.
+    """
+    exact = ~rows.censored
+    left_out: dict[str, list[LeftOut]] = {}
+    families = rows.family.astype(str)
+    for axis, mask in kinds_to_leave_out(records, rows.device.astype(str).tolist(), families.tolist(), exact):
+        judged = mask & exact
+        if axis == FAMILY and _of_many_modules(rows, families[judged][0]):  # its modules were each held out already
+            added = correction[judged]
+        else:
+            added = correction_of(~mask, judged)
+        left_out.setdefault(axis, []).append(LeftOut(residual[judged], added))
+    of_known = {}
+    for family in np.unique(families).tolist():
+        mine = exact & (families == family)
+        if mine.sum() >= LEAST_KNOWN:
+            of_known[family] = share_of_known(LeftOut(residual[mine], correction[mine]))
+    known = np.abs(residual - correction)[exact]
+    return Evidence.of(left_out, float(np.quantile(known, 0.95)), of_known)
 
 
 def _evened(score: np.ndarray, family: np.ndarray) -> np.ndarray:
