@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, Unpack
 
@@ -171,8 +171,11 @@ def save_judged(
         "refused_run_ids": sorted({*rows.run_ids} - {*train.run_ids, *test.run_ids}),
         "fitted_on": fitted_on,
     }
-    extras = partial(write_report, evaluation=evaluation, meta=meta)
-    return save_artifact(data, rows.target.name, estimator, meta, report, now=now, extras=extras), meta
+    path = save_artifact(
+        data, rows.target.name, estimator, meta, report,
+        now=now, extras=lambda folder: write_report(folder, evaluation, meta),
+    )  # fmt: skip
+    return path, meta
 
 
 def save_artifact(
