@@ -155,7 +155,7 @@ class TimeFit:
         self.is_sharded = of_rows(row.source in SHARDED for row in rows)
         self.kernels, self.count, self.row = self._all_kernels(self.names)
 
-    def _all_kernels(self, names: tuple[tuple[str, ...], ...]) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
+    def _all_kernels(self, names: tuple[Sequence[str], Sequence[str]]) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
         """Return the kernels of all rows as one sequence, how often each runs, and in which row."""
         alike: dict[tuple, list[int]] = {}
         for at, row in enumerate(self.rows):

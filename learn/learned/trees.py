@@ -149,7 +149,7 @@ class Trees:
             columns["first"].append(len(columns["root"]))
             for tree in booster.dump_model()["tree_info"]:
                 columns["root"].append(nodes.add(tree["tree_structure"]))
-        arrays = {name: np.array(values, _KINDS[name]) for name, values in columns.items()}
+        arrays: dict[str, np.ndarray] = {name: np.array(values, _KINDS[name]) for name, values in columns.items()}
         return cls(**arrays, start=np.array(start))
 
     @classmethod
@@ -279,6 +279,7 @@ def boost(
         gradient = np.where(satisfied, 0.0, np.clip(gap, -spread, spread))
         return gradient * weight, np.where(satisfied, _NOTHING_KNOWN, 1.0) * weight
 
+    wanted: dict[str, Any]
     if settings.quantile is None:  # the objective has the weights, and begins at the start
         start = float(np.median(label[~bound])) if (~bound).any() else 0.0
         wanted, of_data = {"objective": objective}, {"label": label, "init_score": np.full(n, start)}

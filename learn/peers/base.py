@@ -17,7 +17,7 @@ import numpy as np
 from conf.extras import advice_for
 from conf.plain_text import exception_line
 from featurize.device_spec import DeviceSpec, describe_device
-from featurize.training_settings import Training
+from featurize.training_settings import TrainingSettings
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import (
@@ -60,7 +60,7 @@ def described(case: Case) -> DeviceSpec:
     return case.spec
 
 
-def require_covered(settings: Training, name: str, covered: Sequence[str], where: str = "") -> None:
+def require_covered(settings: TrainingSettings, name: str, covered: Sequence[str], where: str = "") -> None:
     """Raise `CannotEstimate` where a training setting is none of those that a formula covers."""
     value = getattr(settings, name)
     if value not in covered:

@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -194,9 +195,13 @@ def _profile(workload: Workload) -> tuple[list[int], list[int], list[ProfilerEve
             quiet = _quiet_profiler()
             with quiet, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 for i in range(STEPS):
-                    step(inputs, targets, lambda phase, i=i: record_function(f"{PREFIX}{i}:{phase}"))
+                    step(inputs, targets, partial(_marked, i))
     events = _events(profiler.profiler.kineto_results.experimental_event_tree())
     return unique_bytes([*model.parameters(), *model.buffers()]), unique_bytes(batch_tensors(inputs, targets)), events
+
+
+def _marked(step: int, phase: str) -> contextlib.AbstractContextManager:
+    return record_function(f"{PREFIX}{step}:{phase}")
 
 
 @contextlib.contextmanager
