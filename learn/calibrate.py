@@ -206,18 +206,21 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
         ).fetchall()
     numbers: list[MeasuredMemory] = []
     for run_id, text, device_name, process_mib, reserved_mib in rows:
-        if plain_device(device_name) == plain_device(device.name) and len(numbers) < MOST_RUNS:
-            with contextlib.suppress(CommandError):  # a config that cannot be read or traced
-                _, loads_cudnn = _traced(of_config(config_of_one_gpu(text)), device)
-                numbers.append(
-                    MeasuredMemory(
-                        kind="process",
-                        mib=process_mib,
-                        reserved_mib=reserved_mib,
-                        loads_cudnn=loads_cudnn,
-                        source=f"run {run_id}",
-                    )
-                )
+        if plain_device(device_name) != plain_device(device.name) or len(numbers) == MOST_RUNS:
+            continue
+        try:
+            _, loads_cudnn = _traced(of_config(config_of_one_gpu(text)), device)
+        except CommandError:  # the config cannot be read or traced
+            continue
+        numbers.append(
+            MeasuredMemory(
+                kind="process",
+                mib=process_mib,
+                reserved_mib=reserved_mib,
+                loads_cudnn=loads_cudnn,
+                source=f"run {run_id}",
+            )
+        )
     return numbers
 
 

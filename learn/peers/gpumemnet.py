@@ -157,13 +157,12 @@ class GPUMemNetEstimator(Estimator):
         refusals: dict[int, str] = {}
         kind = np.full(len(cases), -1)
         for i, case in enumerate(cases):
-            reason = why_not(case)
-            if reason is None and case.family not in self._ensembles:
-                reason = f"it was fitted to {', '.join(families)}, and this is of the family {case.family}"
-            if reason is None:
-                kind[i] = families.index(case.family)
-            else:
+            if (reason := why_not(case)) is not None:
                 refusals[i] = reason
+            elif case.family not in families:
+                refusals[i] = f"it was fitted to {', '.join(families)}, and this is of the family {case.family}"
+            else:
+                kind[i] = families.index(case.family)
         most = max(len(one.edges) for one in self._ensembles.values())
         edges, mass = np.full((len(cases), most), np.nan), np.full((len(cases), most - 1), np.nan)
         warnings = []

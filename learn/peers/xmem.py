@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,7 +89,7 @@ class XMem(Peer):
 
 
 def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
-    """Blocks of the events, by address. A free of what was allocated before the profile began is left out.
+    """Return blocks of the events, by address. A free of what was allocated before the profile began is left out.
 
     What the first optimizer step leaves behind is the optimizer's state and stays; what a backward pass leaves behind
     is a gradient, freed where the CPU freed it, at the latest by the next `zero_grad`.
@@ -107,19 +108,17 @@ def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
             same = event.step == events[block.begin].step and event.phase == phase
             kind = "temporaries" if same and phase in ("optimizer", "backward") else block.kind
             done.append(replace(block, end=i, kind=kind))
-    for block in opened.values():
-        begin = events[block.begin]
-        if block.kind == "gradients":
-            done.append(replace(block, end=cleared.get(begin.step + 1)))
-        else:
-            done.append(block)
-    return sorted(done, key=lambda block: block.begin)
+    kept = [
+        replace(block, end=cleared.get(events[block.begin].step + 1)) if block.kind == "gradients" else block
+        for block in opened.values()
+    ]
+    return sorted([*done, *kept], key=lambda block: block.begin)
 
 
 def replay(
     static: Iterable[int], batch: Iterable[int], events: Sequence[ProfilerEvent], blocks: Sequence[ProfiledBlock]
 ) -> tuple[int, dict[str, int]]:
-    """(peak reserved bytes, live bytes by kind when most were live). `static` are the sizes of parameters and
+    """Return peak reserved bytes, and live bytes by kind when most were live. `static` are the sizes of parameters and
     buffers, `batch` those of one step's batch."""
     allocator = CachingAllocator()
     live = {"parameters and buffers": 0, "batch": 0}
@@ -127,10 +126,9 @@ def replay(
         allocator.allocate(nbytes)
         live["parameters and buffers"] += nbytes
     begins = {block.begin: block for block in blocks}
-    ends: dict[int, list[ProfiledBlock]] = {}
+    ends: dict[int | None, list[ProfiledBlock]] = defaultdict(list)
     for block in blocks:
-        if block.end is not None:
-            ends.setdefault(block.end, []).append(block)
+        ends[block.end].append(block)
     handles: dict[ProfiledBlock, int | None] = {}
     loaded: list = []
     at_top = dict(live)
