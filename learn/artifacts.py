@@ -164,8 +164,8 @@ def save_judged(
         **about,
     }
     report = {
-        "cv": [metrics.to_mapping() for metrics in evaluation.cv],
-        "test": evaluation.test.to_mapping(),
+        "cv": list(evaluation.cv),
+        "test": evaluation.test,
         "test_run_ids": test.run_ids.tolist(),
         "train_run_ids": train.run_ids.tolist(),
         "refused_run_ids": sorted({*rows.run_ids} - {*train.run_ids, *test.run_ids}),

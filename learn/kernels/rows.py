@@ -155,7 +155,7 @@ def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[
 
 
 class RowLeftOut(Exception):
-    """Why a row is not learned from."""
+    """A reason why a row is not learned from."""
 
 
 def read_each(

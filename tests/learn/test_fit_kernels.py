@@ -107,11 +107,7 @@ def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reaso
     assert step.measured_ms == pytest.approx(4 * 512 / 409_600 * 1e3)  # one micro-step of one GPU
     assert step.device.name == "H100-SXM5-80GB"
     assert step.calls.kind.count("attention") == 1  # twelve equal layers are one kernel that runs twelve times
-
-
-def test_a_number_of_steps_is_drawn_from_each_source(folder):
-    drawn, again = (measured_times(folder, silent, 5)[0] for _ in range(2))
-    assert [row.name for row in drawn] == [row.name for row in again]
+    drawn = measured_times(folder, silent, 5)[0]
     assert sorted(row.source for row in drawn) == ["farm"] * 5 + ["llm_foundry"]
 
 
