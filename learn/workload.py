@@ -65,11 +65,33 @@ class Workload:
     given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     key: str | None = field(default=None, compare=False, repr=False)
 
+    def with_samples(self, size: int) -> Workload:
+        """Return the job with so many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
+        from learn.batch_sizes import batch_size_of, with_batch_size
+
+        if size == self.batch_size:
+            return self
+        if self.config is not None:
+            resized = of_config(replace(self.config, batch_size=size))
+        else:
+            model, input_dtype, loss, pairs = self.given
+            sizes = {batch_size_of(inputs): None for inputs, _ in pairs}
+            if len(sizes) > 1:
+                texts = ", ".join(map(str, sizes))
+                raise UsageError(f"the batches have {texts} samples: largest_batch scales batches of one size")
+            scaled = [
+                [None if part is None else with_batch_size(part, size, from_size=self.batch_size) for part in pair]
+                for pair in pairs
+            ]
+            resized = of_module(model, None, self.settings, input_dtype=input_dtype, loss=loss, batches=scaled)
+        return replace(resized, name=self.name, parallel=self.parallel, training_loop=self.training_loop)
+
     def alone(self, at: int) -> Workload:
         """Return the job with the batch at this place of `batches` in every step."""
         batch = self.batches[at]
         inputs, _target = batch("meta")
-        return replace(self, batch=batch, batches=(), batch_size=_batch_size(inputs), given=(), key=None)
+        given = (*self.given, at) if self.given else ()
+        return replace(self, batch=batch, batches=(), batch_size=_batch_size(inputs), given=given, key=None)
 
     @property
     def longest(self) -> int:
@@ -120,14 +142,14 @@ def name_of(config: TrialConfig) -> str:
 
 def of_module(
     model: nn.Module | Callable[[], nn.Module],
-    inputs,
+    inputs: Any = None,
     settings: TrainingSettings | None = None,
     *,
     input_dtype: str = "float32",
-    target=None,
+    target: Any = None,
     loss: Callable | None = None,
     name: str | None = None,
-    batches: Sequence[tuple[Any, Any]] = (),
+    batches: Sequence[Sequence[Any]] = (),
 ) -> Workload:
     """The workload of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
 
@@ -137,11 +159,11 @@ def of_module(
     settings     adam and fp32 by default
     target       a tensor or the shape of class indices; None: the output's own loss, or whatever suits the output
     loss         `loss(output, target)`; None: cross entropy of the output, its `logits` or its first tensor
-    batches      inputs and target of each step, in order, instead of `inputs` and `target` (None)
+    batches      inputs and target of each step, in order, instead of `inputs` and `target`
 
     Tensors that were given are copied with their values, on meta with those of small ones (`featurize.values`); of
     shapes, integers are 0, so that they are valid token ids, and the rest is normal. Raises `UsageError` for inputs
-    that are neither. What is no module, and what a factory gives that is none, is one when it is built.
+    that are neither. What is not a module, and what a factory gives that is not, is refused when it is built.
     """
     from torch import nn
 
@@ -149,7 +171,8 @@ def of_module(
     from featurize.training import Training
 
     dtype = torch_dtype(input_dtype)
-    makers = [_maker_of_batch(one, wanted, dtype) for one, wanted in batches or [(inputs, target)]]
+    pairs = batches or [(inputs, target)]
+    makers = [_maker_of_batch(one, wanted, dtype) for one, wanted in pairs]
     made = [maker("meta") for maker in makers]
     mixed = len({shape_of(one) for one in made}) > 1
     at = max(range(len(made)), key=lambda one: sum(x.numel() for x in tensors_of(made[one][0])))
@@ -165,10 +188,10 @@ def of_module(
         build=build,
         batch=makers[at],
         settings=settings if settings is not None else Training(),
-        batch_size=_batch_size(batches[at][0] if batches else inputs),
+        batch_size=_batch_size(pairs[at][0]),
         loss=loss,
         batches=tuple(makers) if mixed else (),
-        given=(model, inputs, input_dtype, target, loss, None if not batches else list(batches)),
+        given=(model, input_dtype, loss, pairs),
     )
 
 

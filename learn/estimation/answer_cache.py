@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import CommandError
 from featurize import trace_cache
 from featurize.device_spec import DeviceSpec
 from featurize.disk_cache import code_version, user_cache
@@ -98,14 +97,10 @@ def _key(question: Question, device: DeviceSpec) -> tuple[str | None, Question]:
     if not question.job.key:
         return None, question
     job, folder, own = question.job, DataFolder.resolve(question.data), question.own_runs
-    try:
-        runs = None if own is None or job.config is None else own.of(job.config, device)
-    except CommandError:  # which the answer itself says
-        return None, question
     identity = (
         job.key, job.name, job.training_loop, device, device.interconnect, question.allocator, question.estimator,
         question.loop, machine_for(question.machine, device, question.data), question.torch_version, question.coverage,
-        question.known, own and own.asked_for, runs, str(folder.root), tuple(_models_of(folder)),
+        question.known, own and (own.asked_for, own.changed_ns), str(folder.root), tuple(_models_of(folder)),
     )  # fmt: skip
     return hashlib.sha256(repr(identity).encode()).hexdigest(), question
 

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
@@ -27,7 +27,7 @@ from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
 from learn.estimation.memory_causes import COVERAGES, uncertainty_of
 from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
-from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, talk_of, values_of_ranks
+from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, require_batch_of_file, talk_of, values_of_ranks
 from learn.estimation.sources import (
     TARGETS,
     WITHOUT_TRACE,
@@ -60,9 +60,6 @@ class Question:
     """A job and how its estimate is made, whatever the device. The fields are as in `learn.estimate`, checked.
 
     own_runs          the data folder's measured runs of a trial config, where they may serve
-    known_jobs        a module's job at the batch size of each run of `known`
-    known_traces      batch size of a run of `known` -> its traces, from one answer to the next
-    longest_traces    traces of the longest batch of a mix alone, likewise
     """
 
     job: Workload
@@ -76,9 +73,12 @@ class Question:
     coverage: float = LEVEL
     known: tuple[KnownRun, ...] = ()
     own_runs: OwnRuns | None = None
-    known_jobs: Mapping[int, Workload] = field(default_factory=dict)
-    known_traces: dict[int, Traces] = field(default_factory=dict)
-    longest_traces: Traces = field(default_factory=dict)
+
+    def with_samples(self, size: int) -> Question:
+        """Return what is asked of the job with another batch size. Raises `UsageError`."""
+        if self.job.parallel is not None:
+            require_batch_of_file(self.job.parallel, size)
+        return replace(self, job=self.job.with_samples(size))
 
     def _in_loop(self, job: Workload) -> Workload:
         return job if self.loop is None else replace(job, training_loop=self.loop == PIPELINE)
@@ -180,7 +180,7 @@ class Question:
         leave can suit it better than its own, in the order that was given."""
         from learn.traced import step_of
 
-        longest = step_of(alone, device, allocator=self.allocator, timeline=timeline, traces=self.longest_traces)
+        longest = step_of(alone, device, allocator=self.allocator, timeline=timeline)
         if longest.step.peak_memory_mib <= mixed.step.peak_memory_mib:
             return mixed
         mix = mixed.trace.mix
@@ -216,9 +216,9 @@ class Question:
         Raises:
             UsageError: There are runs, and the job is not traced.
         """
-        config, own = self.job.config, self.own_runs
-        if own is not None and config is not None and (traced is not None or own.asked_for):
-            runs, notes = own.of(config, device)
+        own = self.own_runs
+        if own is not None and (traced is not None or own.asked_for):
+            runs, notes = own.of(self.job.batch_size, device)
         else:
             own, runs = None, tuple(run for run in self.known if run.is_of(device))
             notes = []
@@ -244,16 +244,12 @@ class Question:
         """Return the estimate moved by runs, each traced at its batch size."""
         from learn.estimation.known_runs import moved
         from learn.traced import step_of
-        from learn.workload import of_config
-
-        config = self.job.config
 
         def trace_of(batch_size: int) -> TracedStep:
             if batch_size == self.job.batch_size:
                 return traced
-            job = self.known_jobs[batch_size] if config is None else of_config(replace(config, batch_size=batch_size))
-            job = self._in_loop(job)
-            step = step_of(job, device, allocator=self.allocator, traces=self.known_traces.setdefault(batch_size, {}))
+            job = self._in_loop(self.job.with_samples(batch_size))
+            step = step_of(job, device, allocator=self.allocator)
             return self._placed(step, job, device, on, workspaces=self.workspaces)
 
         return moved(done, runs, trace_of, self.coverage, uncertainty_of(traced, device, on))

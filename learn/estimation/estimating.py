@@ -23,7 +23,6 @@ from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE, RUNS, KnownRun, leaves_out
-from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import machine_for
 from learn.estimation.questions import checked, question_of, require_same, training_settings
@@ -150,48 +149,45 @@ def estimate(
         >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
     """
     began = time.monotonic_ns()
-    device = checked(estimator, method, device, power_limit_w)
-    loop, coverage = require_loop(loop), require_coverage(coverage)
+    spec = checked(estimator, method, device, power_limit_w)
     if isinstance(model, Mapping):
         model = config_from_mapping(model)
-    given = {
+    training |= {
         "optimizer": optimizer,
         "precision": precision,
         "cudnn_benchmark": cudnn_benchmark,
         "channels_last": channels_last,
-        **training,
     }
-    given = training_settings(given, settings)
-    of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
     if method == "fast":
+        given = training_settings(training, settings)
         traced_only = {
             "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "workspaces": workspaces,
-            "known": None if leaves_out(known) else known, "torch_version": torch_version,
-            "parallel": parallel, "power_limit_w": power_limit_w, **of_modules,
+            "known": None if leaves_out(known) else known, "torch_version": torch_version, "parallel": parallel,
+            "power_limit_w": power_limit_w, "inputs": inputs, "batches": batches, "target": target, "loss": loss,
         }  # fmt: skip
-        _require_coverage_of_fast(coverage)
-        config = _config_for_fast(model, given, traced_only)
-        from learn.estimation.fast_estimates import fast_estimates
-
-        return fast_estimates([config], device, machine_for(machine, device, data), data)[0]
+        _require_config_alone(traced_only, coverage)
+        if not isinstance(model, TrialConfig):
+            raise UsageError("method=fast answers from a trial config alone; modules take method=full")
+        require_same(model, given)
+        return _fast_estimates([model], spec, machine, data)[0]
     page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
 
         page = checked_path(Path(report))
     question = question_of(
-        model, inputs, batches=batches, training=given, allocator=allocator, estimator=estimator, data=data,
+        model, inputs, batches=batches, settings=settings, allocator=allocator, estimator=estimator, data=data,
         input_dtype=input_dtype, target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine,
-        workspaces=workspaces, torch_version=torch_version, coverage=coverage, known=known,
-        parallel=parallel,
+        workspaces=workspaces, torch_version=torch_version, coverage=coverage, known=known, parallel=parallel,
+        **training,
     )  # fmt: skip
     if page is None:
         from learn.estimation.answer_cache import answer
 
-        return replace(answer(question, device), seconds=(time.monotonic_ns() - began) / 1e9)
-    done, traced = question.answered(device, timeline=True)
+        return replace(answer(question, spec), seconds=(time.monotonic_ns() - began) / 1e9)
+    done, traced = question.answered(spec, timeline=True)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
-    write_step_report(page, question.job, device, done, traced, question.allocator)
+    write_step_report(page, question.job, spec, done, traced, question.allocator)
     return done
 
 
@@ -234,27 +230,21 @@ def estimate_many(
         raise UsageError("a trial config has its own inputs; leave batches out")
     if known not in (None, RUNS) and not leaves_out(known):
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
-    described = checked(estimator, method, device)
+    spec = checked(estimator, method, device)
     jobs = _configs(configs)
+    runs = None if leaves_out(known) else known
     if method == "fast":
-        from learn.estimation.fast_estimates import fast_estimates
-
-        if estimator is not None:
-            raise UsageError("method=fast is an estimator of its own; leave estimator= out")
-        if require_loop(loop) is not None:
-            raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
-        _require_coverage_of_fast(require_coverage(coverage))
-        runs = None if leaves_out(known) else known
-        _require_config_alone({"workspaces": workspaces, "known": runs, "torch_version": torch_version})
-        return fast_estimates(jobs, described, machine_for(machine, described, data), data)
+        traced_only = {"estimator": estimator, "loop": loop, "workspaces": workspaces, "torch_version": torch_version}
+        _require_config_alone({**traced_only, "known": runs}, coverage)
+        return _fast_estimates(jobs, spec, machine, data)
     estimates = []
     with contextlib.nullcontext(progress) if progress is not None else _bar(len(jobs)) as report:
         for done, config in enumerate(jobs):
             report(done, len(jobs))
             one = estimate(
-                config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
+                config, device=spec, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
                 coverage=coverage, workspaces=workspaces, torch_version=torch_version,
-                known=None if known is None else NONE if leaves_out(known) else RUNS,
+                known=NONE if known is not None and runs is None else runs,
             )  # fmt: skip
             estimates.append(one)
     return estimates
@@ -291,20 +281,18 @@ def _configs(given: object) -> list[TrialConfig]:
     return configs
 
 
-def _config_for_fast(model: object, given: Mapping[str, Any], traced_only: Mapping[str, Any]) -> TrialConfig:
-    _require_config_alone(traced_only)
-    if not isinstance(model, TrialConfig):
-        raise UsageError("method=fast answers from a trial config alone; modules take method=full")
-    require_same(model, given)
-    return model
-
-
-def _require_config_alone(traced_only: Mapping[str, Any]) -> None:
+def _require_config_alone(traced_only: Mapping[str, Any], coverage: float) -> None:
     """Raise `UsageError` that names the keywords of a trace that were given to method=fast."""
+    require_coverage(coverage)
     if given_too := [name for name, value in traced_only.items() if value is not None]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
-
-
-def _require_coverage_of_fast(coverage: float) -> None:
     if coverage != LEVEL:
         raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+
+
+def _fast_estimates(
+    configs: Sequence[TrialConfig], device: DeviceSpec, machine: str | MachineProfile | None, data: Data | None
+) -> list[Estimate]:
+    from learn.estimation.fast_estimates import fast_estimates
+
+    return fast_estimates(configs, device, machine_for(machine, device, data), data)

@@ -5,30 +5,25 @@ Start reading at `largest_batch`; `learn.estimation.batch_search` decides which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
 from featurize.device_spec import device_names
-from featurize.parallel.layout_text import parse_parallel
-from featurize.trial import TrialConfig, config_from_mapping
-from learn.batch_lengths import is_of_lengths
-from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answer_cache import answer, with_key
 from learn.estimation.answers import is_of_job
 from learn.estimation.batch_search import MOST_SAMPLES, largest_fitting
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.on_machine import release_workspaces
-from learn.estimation.questions import checked, question_from
+from learn.estimation.questions import checked, question_of
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.trace_cache import Traces
-    from learn.estimation.own_runs import MeasuredRow
-    from learn.estimation.questions import Inputs, Job, Model, Tensors
+    from learn.estimation.questions import Inputs, Job, Tensors
 
 BOUND, POINT = BY = ("bound", "point")
 
@@ -62,8 +57,8 @@ class LargestBatch:
             "batch": self.batch,
             "is_lower_bound": self.is_lower_bound,
             "by": self.by,
-            "estimate": None if self.estimate is None else self.estimate.to_mapping(),
-            "beyond": None if self.beyond is None else self.beyond.to_mapping(),
+            "estimate": self.estimate and self.estimate.to_mapping(),
+            "beyond": self.beyond and self.beyond.to_mapping(),
             "tried": {str(batch): mib for batch, mib in self.tried.items()},
         }
 
@@ -88,13 +83,7 @@ class DeviceFit:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields, the estimate as its own mapping."""
-        return {
-            "device": self.device,
-            "fits": self.fits,
-            "room_mib": self.room_mib,
-            "estimate": None if self.estimate is None else self.estimate.to_mapping(),
-            "problem": self.problem,
-        }
+        return {**vars(self), "estimate": self.estimate and self.estimate.to_mapping()}
 
 
 def largest_batch(
@@ -139,33 +128,17 @@ def largest_batch(
     """
     _require_by(by)
     spec = checked(options.get("estimator"), "full", device)
-    model = _with_config(model)
-    batches = options.pop("batches", None)
-    of_steps = None if batches is None or is_of_lengths(batches) else batches
-    given = model.batch_size if isinstance(model, TrialConfig) else _batch_size(inputs, of_steps)
-    unit = _samples_together(model, options.get("parallel"))
+    question = question_of(model, inputs, target=target, **options)
+    given = question.job.batch_size
+    unit = 1 if question.job.parallel is None else question.job.parallel.chunks
     estimates: dict[int, Estimate] = {}
-    known_traces: dict[int, Traces] = {}
-    own_rows: dict[str, Sequence[MeasuredRow]] = {}
 
     def card_needed_mib(units: int) -> float:
         batch = units * unit
-        if isinstance(model, TrialConfig):
-            question = question_from(replace(model, batch_size=batch), inputs, target, {**options, "batches": batches})
-        else:
-            scaled, of_scaled = (
-                None if one is None else with_batch_size(one, batch, from_size=given) for one in (inputs, target)
-            )
-            at_size = batches
-            if of_steps is not None:
-                at_size = [with_batch_size(one, batch, from_size=given) for one in of_steps]
-            question = question_from(model, scaled, of_scaled, {**options, "batches": at_size})
         try:
-            own_runs = None if question.own_runs is None else replace(question.own_runs, remembered=own_rows)
-            estimates[batch] = answer(replace(question, known_traces=known_traces, own_runs=own_runs), spec)
+            done = estimates[batch] = answer(question.with_samples(batch), spec)
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
-        done = estimates[batch]
         # The bound stays at the card's memory over many batches, and shows no slope there.
         card_mib = needed_mib(done, by) if by == POINT or done.least_card_mib is None else done.least_card_mib
         return card_mib + spec.memory_mib - _limit_mib(done, spec)
@@ -212,7 +185,7 @@ def devices_that_fit(
     """
     _require_by(by)
     specs = [checked(options.get("estimator"), "full", one) for one in (device_names() if devices is None else devices)]
-    question = question_from(_with_config(model), inputs, target, options)
+    question = question_of(model, inputs, target=target, **options)
     if any(run.device is None for run in question.known):
         raise UsageError(
             "known: a run without a device would speak for every GPU model; name its own, as in "
@@ -252,33 +225,3 @@ def _limit_mib(done: Estimate, spec: DeviceSpec) -> float:
 def _require_by(by: str) -> None:
     if by not in BY:
         raise unknown_name("by", by, BY)
-
-
-def _with_config(model: Job) -> Model | TrialConfig:
-    return config_from_mapping(model) if isinstance(model, Mapping) else model
-
-
-def _samples_together(model: Model | TrialConfig, parallel: Any) -> int:
-    """Return by how many samples a batch grows: a pipeline divides it evenly into micro-batches."""
-    if parallel is None and isinstance(model, TrialConfig):
-        parallel = model.parallel
-    layout = parse_parallel(parallel, files=True)
-    return 1 if layout is None else layout.chunks
-
-
-def _batch_size(inputs: Inputs | None, batches: Any) -> int:
-    """The samples of the batch; of several, which must have as many each."""
-    if batches is None:
-        return batch_size_of(_require_inputs(inputs))
-    sizes = {batch_size_of(one): None for one in batches}
-    if len(sizes) > 1:
-        raise UsageError(
-            f"the batches have {', '.join(map(str, sizes))} samples: largest_batch scales batches of one size"
-        )
-    return next(iter(sizes))
-
-
-def _require_inputs(inputs: Inputs | None) -> Inputs:
-    if inputs is None:
-        raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
-    return inputs

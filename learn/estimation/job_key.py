@@ -11,8 +11,8 @@ Start reading at `key_of`. A stale answer is worse than a slow one. So a key hol
 - Code of installed libraries counts by its place, size and time of change; `forward` and what it names also by where it
   is defined, so that a replaced one is noticed.
 
-What is neither of these (a generator, an open file, an object of a compiled extension) has no key, nor has a job whose
-batches have several shapes: such a job is traced each time.
+What is neither of these (a generator, an open file, an object of a compiled extension) has no key: such a job is traced
+each time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def key_of(job: Workload) -> tuple[str | None, Build]:
         return job.key or None, job.build
     if job.config is not None:
         return trace_cache.config_key(job.config, job.parallel), job.build
-    if not job.given or job.batches:
+    if not job.given:
         return None, job.build
     model, *rest = job.given
     build = job.build

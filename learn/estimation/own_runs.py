@@ -5,10 +5,10 @@ Start reading at `OwnRuns.of`; `learn.estimation.known_runs` moves the estimate.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,11 +18,10 @@ from featurize.device_spec import DeviceSpec, plain_device
 from featurize.trial_config import TRAINING_FIELDS, TrialConfig
 from learn.estimation.known_runs import NONE, KnownRun
 from learn.estimation.notes import INFO, WARNING, Note
+from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
     import os
-
-    from warehouse.folder import DataFolder
 
     MeasuredRow: TypeAlias = tuple[str, int, float]  # GPU model, batch size, MiB of the process
 
@@ -32,7 +31,6 @@ _OF_FAMILY = (
     "AND coalesce(quality, 'trusted') = 'trusted' AND peak_memory_mib > 0 AND device_name IS NOT NULL "
     "AND group_id IS NULL"
 )
-_WITHOUT_RUNS: dict[Path, int] = {}  # a family's folder without any such run -> when it last changed, in ns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +41,16 @@ class OwnRuns:
 
     Args:
         data: The data folder; None is the default one.
+        config: The job, at any batch size.
         asked_for: Whether the caller named them (`known="runs"`). If not, a folder that cannot be read is a note.
-        remembered: Job as JSON -> its rows, kept from one answer to the next.
     """
 
     data: str | os.PathLike[str] | DataFolder | None
+    config: TrialConfig
     asked_for: bool
-    remembered: dict[str, Sequence[MeasuredRow]] = field(default_factory=dict)
 
-    def of(self, config: TrialConfig, device: DeviceSpec) -> tuple[tuple[KnownRun, ...], list[Note]]:
-        """Return a job's runs on a GPU model, and notes: those at its own batch size, else at the nearest smaller and
+    def of(self, batch_size: int, device: DeviceSpec) -> tuple[tuple[KnownRun, ...], list[Note]]:
+        """Return the job's runs on a GPU model, and notes: those at its own batch size, else at the nearest smaller and
         the nearest larger one. The others would change nothing, and each is traced.
 
         Of several runs at one batch size, the median. Runs that hold more than the card has are of another card.
@@ -61,17 +59,17 @@ class OwnRuns:
             CommandError: The folder that the caller asked for cannot be read.
         """
         try:
-            rows = self._rows(config)
+            rows = self._rows
         except CommandError as error:
             if self.asked_for:
                 raise
             return (), [self.left_out(error)]
         measured_mib: dict[int, list[float]] = {}
-        for name, batch_size, mib in rows:
+        for name, size, mib in rows:
             if plain_device(name) == plain_device(device.name) and mib <= device.memory_mib:
-                measured_mib.setdefault(batch_size, []).append(mib)
-        smaller = max((size for size in measured_mib if size <= config.batch_size), default=None)
-        larger = min((size for size in measured_mib if size >= config.batch_size), default=None)
+                measured_mib.setdefault(size, []).append(mib)
+        smaller = max((size for size in measured_mib if size <= batch_size), default=None)
+        larger = min((size for size in measured_mib if size >= batch_size), default=None)
         nearest = sorted({size for size in (smaller, larger) if size is not None})
         runs = tuple(KnownRun(batch_size=size, memory_mib=median(measured_mib[size])) for size in nearest)
         if not runs and self.asked_for:
@@ -90,40 +88,38 @@ class OwnRuns:
         """Return a note that says why runs which nobody asked for move nothing."""
         return Note("runs-left-out", WARNING, f"the data folder's measured runs are left out: {first_line(error)}")
 
-    def _rows(self, config: TrialConfig) -> Sequence[MeasuredRow]:
-        job = json.dumps({**config.to_mapping(), "batch_size": None}, sort_keys=True, default=str)
-        if job not in self.remembered:
-            self.remembered[job] = _measured_rows(self.data, config)
-        return self.remembered[job]
+    @property
+    def changed_ns(self) -> int:
+        """When the folder of the job's family last changed, which the runs follow from; 0 where there is none."""
+        folder, family = DataFolder.resolve(self.data), self.config.family
+        return folder.partition("runs", family).stat().st_mtime_ns if family in folder.families("runs") else 0
+
+    @cached_property
+    def _rows(self) -> list[MeasuredRow]:
+        changed_ns = self.changed_ns  # before the query: a run that lands meanwhile is looked for the next time
+        if not changed_ns or not _has_measured(DataFolder.resolve(self.data), self.config.family, changed_ns):
+            return []
+        return _measured_rows(self.data, self.config)
+
+
+@lru_cache
+def _has_measured(folder: DataFolder, family: str, _changed_ns: int) -> bool:
+    """Return whether a family has such runs: a folder of many simulated ones is searched once."""
+    import warehouse
+
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        return connection.execute(f"SELECT 1 {_OF_FAMILY} LIMIT 1", [family]).fetchone() is not None
 
 
 def _measured_rows(data: str | os.PathLike[str] | DataFolder | None, config: TrialConfig) -> list[MeasuredRow]:
-    """Return what was measured of a job, at any batch size on any GPU model. A folder without its family is not read.
-
-    Raises:
-        CommandError: The folder cannot be read.
-    """
+    """Return what was measured of a job, at any batch size on any GPU model. Raises `CommandError`."""
     import warehouse
     from featurize.row_config import UnreadableConfig, config_of_row
-    from warehouse.folder import DataFolder
 
-    folder = DataFolder.resolve(data)
-    if config.family not in folder.families("runs"):
-        return []
-    partition = folder.partition("runs", config.family)
-    landed_ns = partition.stat().st_mtime_ns  # before the query: a run that lands meanwhile is looked for the next time
-    if _WITHOUT_RUNS.get(partition) == landed_ns:
-        return []
     same_fields, values = _same_fields(config)
-    connection = warehouse.connect(folder)
-    try:
-        rows = connection.execute(
-            f"SELECT device_name, config, peak_memory_mib {_OF_FAMILY}{same_fields}", [config.family, *values]
-        ).fetchall()
-        if not rows and connection.execute(f"SELECT 1 {_OF_FAMILY} LIMIT 1", [config.family]).fetchone() is None:
-            _WITHOUT_RUNS[partition] = landed_ns
-    finally:
-        connection.close()
+    query = f"SELECT device_name, config, peak_memory_mib {_OF_FAMILY}{same_fields}"
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        rows = connection.execute(query, [config.family, *values]).fetchall()
     measured = []
     for device_name, text, mib in rows:
         try:

@@ -285,7 +285,7 @@ def _estimates(
         allocator = replace(allocator, per_process_memory_fraction=run["memory_fraction"])
     given = None if allocator == AllocatorSettings() else allocator
     traces: dict = {}
-    question = question_of(config, training={}, allocator=given, data=data, known=NONE)
+    question = question_of(config, allocator=given, data=data, known=NONE)
     shipped, _ = question.answered(device, traces=traces)
     alone, traced = replace(question, estimator=TRACE, loop=RESIDENT).answered(device, traces=traces)
     by_operator: dict[str, float] = defaultdict(float)

@@ -76,12 +76,12 @@ def test_a_repeated_question_is_answered_without_a_trace_also_by_the_next_proces
 
 
 def test_what_is_not_known_is_neither_built_nor_traced(cache, traced):
-    question = question_of(CONFIG, training={})
+    question = question_of(CONFIG)
     assert cached_estimate(question, A100) is None and not traced
     done = estimate(CONFIG, device=A100)
     assert figures(cached_estimate(question, A100)) == figures(done)
     assert cached_estimate(question, V100).device == V100.name and len(traced) == 1
-    assert cached_estimate(question_of(net, (2, 4), training={}), A100) is None
+    assert cached_estimate(question_of(net, (2, 4)), A100) is None
 
 
 def test_an_answer_that_the_caller_changes_changes_no_later_one(cache):
