@@ -3,30 +3,29 @@
 Start reading at `key_of`. A stale answer is worse than a slow one. So a key holds all that a trace follows from:
 
 - A trial config is its fields; one that names somebody's own code has no key.
-- A module is walked: the classes of its parts with the bytecode of their functions and the globals that these name,
-  what its parts hold, and the shapes of its parameters. Values of buffers, inputs and small parameters count, since
-  models read them; no model is known to read a value of a large parameter.
-- A factory is built first, on meta, and then walked: what it reads on the way (a file, a setting) shows in what it
+- A module is pickled into a hash: the classes of its parts with the bytecode of their functions and the globals that
+  these name, what its parts hold, and the shapes of its parameters. Values of buffers, inputs and small parameters
+  count, since models read them; no model is known to read a value of a large parameter.
+- A factory is built first, on meta, and then pickled: what it reads on the way (a file, a setting) shows in what it
   makes. Only one that an installed library holds under its own name is known by that name.
 - Code of installed libraries counts by its place, size and time of change; `forward` and what it names also by where it
   is defined, so that a replaced one is noticed.
 
-What is neither of these (a generator, an open file, an object of a compiled extension) has no key: such a job is traced
-each time.
+What pickle cannot write (an open file, a lock, a weak reference) has no key: such a job is traced each time.
 """
 
 from __future__ import annotations
 
-import enum
+import copyreg
 import functools
 import hashlib
 import os
+import pickle
 import site
 import sys
 import sysconfig
 import types
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,25 +42,23 @@ if TYPE_CHECKING:
 
 _LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
 _LARGEST_TENSOR = 2**20  # of other tensors, as `featurize.values` keeps them
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.Size,
-          torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
+_NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl")
-_COLLECTIONS = (dict, list, tuple, set, frozenset, OrderedDict, defaultdict, Counter, types.MappingProxyType)
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _INSTALLED = tuple({os.path.realpath(path) + os.sep for path in (
     *site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
 )})  # fmt: skip
 
 
-class _Untold(Exception):
-    """Something of the job is nothing that a text can stand for."""
-
-
 def key_of(job: Workload) -> tuple[str | None, Build]:
     """Return a job's key, and what builds its model: a factory that was built to tell its key is not built again.
 
-    Within `featurize.trace_cache.nothing_is_traced`, a factory that is not a library's has no key, nor has that of a
-    job on several GPUs.
+    A factory of a job on several GPUs has no key, unless it is a library's.
     """
+    from featurize import flash_attention
+    from featurize.skeleton import BuiltOnMeta, build_on_meta
+
     if job.key is not None or job.recorded is not None:
         return job.key or None, job.build
     if job.config is not None:
@@ -70,30 +67,24 @@ def key_of(job: Workload) -> tuple[str | None, Build]:
         return None, job.build
     model, *rest = job.given
     build = job.build
+    if not isinstance(model, nn.Module) and not _is_of_library(model):
+        if job.parallel is not None:  # a rank's factory builds in its rank's place
+            return None, build
+        try:
+            with kept_from_exit(), as_a_training_script():
+                model = flash_attention.building(lambda: build_on_meta(job.build))
+        except Exception:  # a factory may raise anything, and raises it again where it is traced
+            return None, build
+        if not isinstance(model, nn.Module):
+            return None, build
+        build = BuiltOnMeta(model, build)
+    digest = hashlib.sha256()
+    known = (model, rest, job.settings, repr(job.parallel), trace_cache.torch_state())
     try:
-        if not isinstance(model, nn.Module) and not _is_of_library(model):
-            if job.parallel is not None or not trace_cache.may_trace():  # a rank's factory builds in its rank's place
-                return None, build
-            model, build = _built(build)
-        walk = _Walk()
-        walk.see((model, rest, job.settings, repr(job.parallel), trace_cache.torch_state()))
-    except _Untold:
+        _Teller(types.SimpleNamespace(write=digest.update), protocol=5).dump(known)
+    except Exception:  # somebody's object may raise anything as it is pickled
         return None, build
-    return walk.digest.hexdigest(), build
-
-
-def _built(build: Build) -> tuple[nn.Module, Build]:
-    from featurize import flash_attention
-    from featurize.skeleton import BuiltOnMeta, build_on_meta
-
-    try:
-        with kept_from_exit(), as_a_training_script():
-            built = flash_attention.building(lambda: build_on_meta(build))
-    except Exception as error:  # a factory may raise anything, and raises it again where it is traced
-        raise _Untold from error
-    if not isinstance(built, nn.Module):
-        raise _Untold
-    return built, BuiltOnMeta(built, build)
+    return digest.hexdigest(), build
 
 
 def _is_of_library(value: object) -> bool:
@@ -120,131 +111,103 @@ def _stamp(path: str) -> tuple[str, int, int]:
     return path, status.st_size, status.st_mtime_ns
 
 
-class _Walk:
-    """Goes through values, each object once, and digests what they are."""
+def _told(*_: object) -> None:
+    """Stand, in the pickle, for what makes an object."""
 
-    def __init__(self) -> None:
-        self.digest = hashlib.sha256()
-        self._seen: dict[int, tuple[int, object]] = {}  # by identity; held, so that no other takes its place
 
-    def see(self, value: object) -> None:
-        """Digest a value. Raises `_Untold`."""
-        if isinstance(value, _PLAIN):
-            return self._note(value)
-        if type(value) in _COLLECTIONS and not value:
-            return self._note(type(value).__name__)
-        if id(value) in self._seen:
-            return self._note("seen", self._seen[id(value)][0])
-        self._seen[id(value)] = len(self._seen), value
+class _Teller(pickle.Pickler):
+    """Pickles values, but writes of tensors, functions and classes what a trace follows from."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return what is written of an object, as `object.__reduce__` does."""
         if isinstance(value, Tensor):
-            self._see_tensor(value)
-        elif isinstance(value, dict | types.MappingProxyType):
-            self._see_object(value, [part for pair in value.items() for part in pair])
-        elif isinstance(value, list | tuple):
-            self._see_object(value, value)
-        elif isinstance(value, set | frozenset):
-            self._see_object(value, sorted(value, key=repr))
-        elif isinstance(value, type):
-            self._see_class(value)
-        elif isinstance(value, types.FunctionType):
-            self._see_function(value)
-        elif isinstance(value, types.ModuleType):
-            self._note("module", value.__name__)
-        elif isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType | types.WrapperDescriptorType):
-            self._note("builtin", getattr(value, "__module__", None), value.__qualname__)
-        elif isinstance(value, types.MethodType):
-            self._see_parts("method", value.__func__, value.__self__)
-        elif isinstance(value, functools.partial):
-            self._see_parts("partial", value.func, value.args, value.keywords)
-        elif isinstance(value, property):
-            self._see_parts("property", value.fget, value.fset)
-        elif isinstance(value, staticmethod | classmethod):
-            self._see_parts("method", value.__func__)
-        elif isinstance(value, enum.Enum):
-            self._see_parts("enum", type(value), value.name)
-        else:
-            self._see_object(value, ())
+            return _tensor(value)
+        if isinstance(value, nn.Module):
+            return copyreg.__newobj__, (type(value),), _ordered(vars(value))  # type: ignore[attr-defined]
+        if isinstance(value, type):
+            return _class(value)
+        if isinstance(value, types.FunctionType):
+            return NotImplemented if value is _told else _function(value)
+        if isinstance(value, types.ModuleType):
+            return _told, ("module", value.__name__)
+        if isinstance(value, _BUILTINS):
+            return _told, ("builtin", getattr(value, "__module__", None), value.__qualname__)
+        if isinstance(value, types.MethodType):
+            return _told, ("method",), (value.__func__, value.__self__)
+        if isinstance(value, property):
+            return _told, ("property",), (value.fget, value.fset)
+        if isinstance(value, staticmethod | classmethod):
+            return _told, ("method",), value.__func__
+        if isinstance(value, types.MappingProxyType):
+            return _told, ("mapping",), dict(value)
+        return NotImplemented
 
-    def _note(self, *texts: object) -> None:
-        self.digest.update(repr(texts).encode())
 
-    def _see_parts(self, name: str, *parts: object) -> None:
-        self._note(name, len(parts))
-        for part in parts:
-            self.see(part)
+def _tensor(value: Tensor) -> Any:
+    if is_lazy(value) or value.layout is not torch.strided:
+        raise pickle.PicklingError
+    content = None
+    largest = _LARGEST_PARAMETER if isinstance(value, nn.Parameter) else _LARGEST_TENSOR
+    if value.numel() <= largest and not value.is_meta:
+        held = value.detach().cpu()
+        content = (held.float() if held.dtype in _NOT_OF_NUMPY else held).numpy().tobytes()
+    shape = tuple(value.shape), value.stride(), str(value.dtype), value.device.type, value.requires_grad
+    state = {name: one for name, one in vars(value).items() if not name.startswith("_backward")}
+    return _told, (type(value).__qualname__, shape, content), state or None
 
-    def _see_tensor(self, value: Tensor) -> None:
-        if is_lazy(value) or value.layout is not torch.strided:
-            raise _Untold
-        shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
-        self._note(type(value).__qualname__, shape)
-        largest = _LARGEST_PARAMETER if isinstance(value, nn.Parameter) else _LARGEST_TENSOR
-        if value.numel() <= largest and not value.is_meta:
-            self.digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        if state := {name: one for name, one in vars(value).items() if not name.startswith("_backward")}:
-            self.see(state)
 
-    def _see_object(self, value: Any, parts: Iterable[object]) -> None:
-        """An object with all that it holds: in its dictionary, its slots, and `parts` of a collection."""
-        kind: Any = type(value)  # mypy takes a class for unhashable
-        if not _is_transparent(kind):
-            raise _Untold
-        held = list(parts)
-        self._note("object", len(held))
-        self.see(kind)
-        for part in held:
-            self.see(part)
-        for name in _slots(kind):
-            self.see(getattr(value, name, None))
-        for name, part in getattr(value, "__dict__", {}).items():
-            self._note(name)
-            self.see(part)
+def _class(kind: type) -> Any:
+    module = sys.modules.get(kind.__module__)
+    path = getattr(module, "__file__", None)
+    if not _is_installed(module):
+        state = {name: part for name, part in vars(kind).items()
+                 if name not in _OF_PYTHON and not isinstance(part, _DESCRIPTORS)}  # fmt: skip
+        return _told, (kind.__module__, kind.__qualname__), (kind.__bases__, _ordered(state))
+    forward = getattr(kind, "forward", None)
+    own = forward if isinstance(forward, types.FunctionType) else None
+    return _told, (kind.__module__, kind.__qualname__, _stamp(path) if path else None), own
 
-    def _see_class(self, kind: type) -> None:
-        self._note("class", kind.__module__, kind.__qualname__)
-        module = sys.modules.get(kind.__module__)
-        if kind.__module__ == "builtins":
-            return
-        if _is_installed(module):
-            if path := getattr(module, "__file__", None):
-                self._note(_stamp(path))
-            if isinstance(forward := getattr(kind, "forward", None), types.FunctionType):
-                self._see_function(forward)
-            return
-        for base in kind.__bases__:
-            self.see(base)
-        for name, part in vars(kind).items():
-            if name not in _OF_PYTHON and not isinstance(part, types.MemberDescriptorType | types.GetSetDescriptorType):
-                self._note(name)
-                self.see(part)
 
-    def _see_function(self, function: types.FunctionType) -> None:
-        code = function.__code__
-        named = {name: function.__globals__[name] for name in _names(code) if name in function.__globals__}
-        if _is_installed(sys.modules.get(function.__module__)):
-            self._note("function", code.co_filename, code.co_firstlineno, len(code.co_code))
-            for name, value in named.items():
-                self._note(name, getattr(value, "__module__", None), getattr(value, "__qualname__", None))
-                self._note(getattr(getattr(value, "__code__", None), "co_firstlineno", None))
-            return
-        self._see_code(code)
-        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-        self._see_parts("function", function.__defaults__, function.__kwdefaults__, vars(function), *cells)
-        for name, value in sorted(named.items()):
-            self._note(name)
-            self.see(value)
-            if isinstance(value, types.ModuleType) and not _is_installed(value):
-                for attribute in sorted(_names(code) & vars(value).keys()):
-                    self._note(attribute)
-                    self.see(vars(value)[attribute])
+def _function(function: types.FunctionType) -> Any:
+    code = function.__code__
+    named = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
+    if _is_installed(sys.modules.get(function.__module__)):
+        places = [(name, _place(value)) for name, value in named.items()]
+        return _told, (code.co_filename, code.co_firstlineno, len(code.co_code), places)
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    of_modules = [
+        (name, attribute, vars(value)[attribute])
+        for name, value in named.items()
+        if isinstance(value, types.ModuleType) and not _is_installed(value)
+        for attribute in sorted(_names(code) & vars(value).keys())
+    ]
+    defaults = function.__defaults__, function.__kwdefaults__, vars(function)
+    return _told, (_text_of(code),), (defaults, cells, _ordered(named), of_modules)
 
-    def _see_code(self, code: types.CodeType) -> None:
-        self._note("code", code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags)
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                self._see_code(constant)
-            else:
-                self.see(constant)
+
+def _place(value: object) -> tuple[object, ...]:
+    line = getattr(getattr(value, "__code__", None), "co_firstlineno", None)
+    return getattr(value, "__module__", None), getattr(value, "__qualname__", None), line
+
+
+def _ordered(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return values by name, sets as sorted lists; most of a module's values are empty mappings of hooks."""
+    ordered = []
+    for name, one in values.items():
+        if isinstance(one, set | frozenset):
+            one = sorted(one, key=repr)
+        ordered.append((name, "{}" if isinstance(one, dict) and not one else one))
+    return ordered
+
+
+@functools.cache
+def _text_of(code: types.CodeType) -> str:
+    constants = [
+        _text_of(one) if isinstance(one, types.CodeType)
+        else sorted(map(repr, one)) if isinstance(one, frozenset) else repr(one)
+        for one in code.co_consts
+    ]  # fmt: skip
+    return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants))
 
 
 @functools.cache
@@ -252,24 +215,3 @@ def _names(code: types.CodeType) -> frozenset[str]:
     """Return all names that a function and those within it look up."""
     inner = [_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
     return frozenset(code.co_names).union(*inner)
-
-
-@functools.cache
-def _is_transparent(kind: Any) -> bool:
-    """Return whether all that an object of this class holds can be seen: no compiled code but Python's own collections
-    keeps anything in it."""
-    known = (object, *_COLLECTIONS)
-    return all(one in known or (one.__flags__ & (1 << 9) and _is_written(one)) for one in kind.__mro__)
-
-
-def _is_written(kind: type) -> bool:
-    """Return whether a class is written in Python: its module has a file of source, or is the caller's own."""
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return path is None or path.endswith((".py", ".pyc"))
-
-
-@functools.cache
-def _slots(kind: Any) -> tuple[str, ...]:
-    named = [vars(one).get("__slots__", ()) for one in kind.__mro__]
-    return tuple(name for names in named for name in ((names,) if isinstance(names, str) else names)
-                 if name not in ("__dict__", "__weakref__"))  # fmt: skip
