@@ -7,11 +7,9 @@ none: `config_key` for trial configs, `learn.estimation.job_key` for modules.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.identity import canonical_json
@@ -30,26 +28,6 @@ if TYPE_CHECKING:
 
 MOST_EVENTS = 500_000  # of all traces in memory: some 150 MB
 _jobs: OrderedDict[str, Traces] = OrderedDict()  # the one asked for last comes last
-_tracing: ContextVar[bool] = ContextVar("tracing", default=True)
-
-
-class NotTraced(Exception):
-    """The job has not been traced before, and may not be traced now."""
-
-
-@contextlib.contextmanager
-def nothing_is_traced() -> Iterator[None]:
-    """Have `traced` raise `NotTraced` within, where a job would have to be traced."""
-    before = _tracing.set(False)
-    try:
-        yield
-    finally:
-        _tracing.reset(before)
-
-
-def may_trace() -> bool:
-    """Return whether a job may be traced, or a model built for it."""
-    return _tracing.get()
 
 
 def config_key(config: TrialConfig, parallel: object = None) -> str | None:
@@ -81,9 +59,6 @@ def traced(
         training_loop: As in `featurize.trace.trace_step`.
         trace: Traces the job.
         kept: Traces of the job that the caller has at hand, and keeps.
-
-    Raises:
-        NotTraced: Within `nothing_is_traced`.
     """
     kind = (spec.architecture.attention, training_loop)
     traces = _traces_of(key)
@@ -92,8 +67,6 @@ def traced(
     if known is None and key is not None:
         known = _from_disk(key, kind, traces)
     if known is None:
-        if not may_trace():
-            raise NotTraced
         known = trace()
         made = {kind: known}
         if known.in_a_loop is not None:

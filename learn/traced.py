@@ -100,7 +100,6 @@ def trace_of(job: Workload, spec: DeviceSpec, traces: Traces | None = None) -> S
 
     Raises:
         UsageError: As `step_of`.
-        featurize.trace_cache.NotTraced: The job is not known, and nothing may be traced.
     """
     from featurize import trace_cache
     from featurize.float8 import multiplies_8_bits, require_8_bits

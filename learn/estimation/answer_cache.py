@@ -1,6 +1,6 @@
 """Answers that were given before: in this process, and on disk for all processes of this user.
 
-Start reading at `answer` and `cached_estimate`. An answer follows from its question, the GPU model, the machine, what
+Start reading at `answer`. An answer follows from its question, the GPU model, the machine, what
 the data folder holds (its models, its measured runs of the job) and the code: all of it is in its key.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featurize import trace_cache
 from featurize.device_spec import DeviceSpec
 from featurize.disk_cache import code_version, user_cache
 from learn.estimation.job_estimate import Estimate
@@ -43,18 +42,6 @@ def answer(question: Question, device: DeviceSpec, traces: Traces | None = None)
             _answers.popitem(last=False)
     own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
     return replace(known, **own)  # whoever changes these changes no later answer
-
-
-def cached_estimate(question: Question, device: DeviceSpec) -> Estimate | None:
-    """Return the estimate if this was answered before, or if the job's trace is known; None: not yet known.
-
-    No model is built and nothing is traced. Raises as `Question.answered`.
-    """
-    try:
-        with trace_cache.nothing_is_traced():
-            return answer(question, device)
-    except trace_cache.NotTraced:
-        return None
 
 
 def with_key(question: Question) -> Question:
