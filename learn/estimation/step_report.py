@@ -114,15 +114,12 @@ def estimate_html(done: Estimate) -> str:
 
 
 def _answers(done: Estimate) -> tuple[tuple[str, ...], ...]:
+    bound = coverage_text(done)
     return tuple(
-        (
-            name,
-            text(value),
-            basis_of(done, target),
-            coverage_text(done) if target == "bound" else done.answered_by.get(target, ""),
-        )
-        for name, value, text, target in figures(done)
-    )
+        (one.name, one.text, basis_of(done, one.target),
+         bound if one.target == "bound" else done.answered_by.get(one.target, ""))
+        for one in figures(done)
+    )  # fmt: skip
 
 
 def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
