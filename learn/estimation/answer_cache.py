@@ -7,16 +7,14 @@ the data folder holds (its models, its measured runs of the job) and the code: a
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featurize.device_spec import DeviceSpec
-from featurize.disk_cache import code_version, user_cache
+from featurize.disk_cache import keep, recall
 from learn.estimation.job_estimate import Estimate
 
 if TYPE_CHECKING:
@@ -25,21 +23,21 @@ if TYPE_CHECKING:
     from warehouse.folder import DataFolder
 
 MOST_ANSWERS = 5000
-_answers: OrderedDict[str, Estimate] = OrderedDict()  # oldest first
+_answers: dict[str, Estimate] = {}  # oldest first
 
 
 def answer(question: Question, device: DeviceSpec, traces: Traces | None = None) -> Estimate:
     """Return the answer of `Question.answered`, made now where it was not given before. Raises as there."""
     key, question = _key(question, device)
-    known = None if key is None else _answers.get(key) or _from_disk(key)
+    if key is None:
+        return question.answered(device, traces=traces)[0]
+    known = _answers.get(key) or _from_disk(key)
     if known is None:
-        known, _ = question.answered(device, traces=traces)
-        if key is not None and (cache := user_cache()) is not None:
-            cache.write([(_disk_key(key), json.dumps(known.to_mapping()).encode())])
-    if key is not None:
-        _answers[key] = known
-        if len(_answers) > MOST_ANSWERS:
-            _answers.popitem(last=False)
+        known = question.answered(device, traces=traces)[0]
+        keep({f"answer {key}": known.to_mapping()})
+    _answers[key] = known
+    if len(_answers) > MOST_ANSWERS:
+        del _answers[next(iter(_answers))]
     own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
     return replace(known, **own)  # whoever changes these changes no later answer
 
@@ -57,18 +55,10 @@ def clear() -> None:
     _answers.clear()
 
 
-def _disk_key(key: str) -> str:
-    return f"{code_version()} answer {key}"
-
-
 def _from_disk(key: str) -> Estimate | None:
-    cache, on_disk = user_cache(), _disk_key(key)
-    content = None if cache is None else cache.read([on_disk]).get(on_disk)
-    if content is None:
-        return None
     try:
-        return Estimate.from_mapping(json.loads(content))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Estimate.from_mapping(recall(f"answer {key}"))
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
