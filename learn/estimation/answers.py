@@ -1,6 +1,6 @@
 """What is known of one training job before it runs, and who says so: the trace, a training-free method, fitted models.
 
-Start reading at `Question.answered`; `learn.estimation.sources` has those who are asked.
+Start reading at `Question.answered`; `learn.estimation.answers` has those who are asked.
 """
 
 from __future__ import annotations
@@ -9,47 +9,44 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+import numpy as np
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.extras import naming_the_extra
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
+from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec, UnsuitableDevice
-from featurize.machine import MachineProfile
-from featurize.training_settings import training_of
+from featurize.machine import MACHINES, MachineProfile
+from featurize.model_flops import seconds_at_peak
+from featurize.training_settings import TrainingSettings, training_of
+from featurize.version import is_current
 from learn.cases import Case
-from learn.estimation.answer_notes import loading_ms, note_of_absent, note_of_two_loops, notes_of_memory, notes_of_trace
 from learn.estimation.job_estimate import Estimate, estimators_named
-from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
-from learn.estimation.memory_causes import COVERAGES, uncertainty_of
-from learn.estimation.notes import INFO, WARNING, Note
-from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
+from learn.estimation.loops import PIPELINE, RESIDENT, loop_named, loops_of_sources
+from learn.estimation.memory_causes import COVERAGES, HELD_OUT, uncertainty_of, widest
+from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
+from learn.estimation.on_machine import machine_for, placed, prepare_workspaces, workspace_notes
 from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, require_batch_of_file, talk_of, values_of_ranks
-from learn.estimation.sources import (
-    TARGETS,
-    WITHOUT_TRACE,
-    Gathered,
-    ask_fitted,
-    ask_method,
-    ask_stored,
-    in_a_plain_loop,
-)
-from learn.estimation.throughput import throughput_of
 from learn.estimators import LEVEL
 from learn.workload import Workload, as_a_training_script
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
     from featurize.trace_cache import Traces
-    from learn.estimation.known_runs import KnownRun
-    from learn.estimation.own_runs import OwnRuns
+    from learn.estimation.known_runs import KnownRun, OwnRuns
     from learn.traced import TracedStep
     from warehouse.folder import DataFolder
 
     Data: TypeAlias = str | os.PathLike[str] | DataFolder
+    from featurize.step_trace import BatchMix, StepTrace
+    from learn.artifacts import Artifact, Wanted
+    from learn.estimators import Prediction
+    from learn.step_store import StepStore
 
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
@@ -403,3 +400,448 @@ def _parameters(job: Workload) -> int | None:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
     except Exception:  # a model may raise anything, and the trace's reason is told already
         return None
+
+
+TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
+# Target -> the stored feature of a step that is the trace's own figure.
+_STORED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms"} | {
+    name: f"job_priced_{name}" for name in ("smact", "smocc", "drama")
+}
+# Where the trace meets its own limits, these may still answer: what each of them does instead.
+WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
+
+
+@dataclass
+class Gathered:
+    """Gathers figures: `values` by their field of `Estimate`, `by` target -> who gave it, `loops` target -> of which
+    loop. `absent`: targets without a fitted model, in the folder `searched`."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    by: dict[str, str] = field(default_factory=dict)
+    loops: dict[str, str] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    searched: str = ""
+    beyond_fit: bool = False
+
+    def bound(
+        self,
+        quantiles_mib: Mapping[float, float],
+        coverage: float,
+        causes_mib: Mapping[str, float],
+        least_card_mib: float | None = None,
+        held_out: Mapping[str, Any] = {},
+    ) -> None:
+        """Take a memory bound: its distribution, the causes' MiB at the coverage, the smallest card that has room,
+        where that is less than the bound, and what share of left-out rows it held, where that was measured."""
+        ascending = np.maximum.accumulate([quantiles_mib[p] for p in sorted(quantiles_mib)]).tolist()
+        self.values["distribution"] = tuple(zip(sorted(quantiles_mib), ascending, strict=True))
+        self.values |= {"upper_mib": quantiles_mib[coverage], "coverage": coverage, "uncertain": dict(causes_mib)}
+        self.values["bound_held_out"] = dict(held_out)
+        self.values["least_card_mib"] = self.values["upper_mib"] if least_card_mib is None else least_card_mib
+
+    def move(self, mib: float) -> None:
+        """Move memory that a model which comes along answered to another machine than its rows were measured on."""
+        if self.by.get("memory", "").endswith("(default)"):
+            for name in ("peak_memory_mib", "upper_mib", "least_card_mib"):
+                if self.values.get(name) is not None:
+                    self.values[name] += mib
+            self.values["distribution"] = tuple((p, at + mib) for p, at in self.values.get("distribution", ()))
+
+
+def ask_fitted(
+    gathered: Gathered,
+    case: Case,
+    steps: StepStore,
+    in_a_plain_loop: Callable[[], Case],
+    estimator: str | None,
+    data: Any,
+    loop: str | None,
+    coverage: float,
+) -> None:
+    """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
+    folder's, else the one that comes with the project.
+
+    Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
+    each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
+    answer; memory, which hardly depends on the loop, is answered by any.
+    """
+    from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
+    from learn.targets import get_target
+    from warehouse.folder import DataFolder
+
+    folder = DataFolder.resolve(data)
+    if data is not None:
+        folder.open()
+    module = case.config is None
+    family = None if module else case.family
+    wanted: Wanted = {"estimator": estimator, "family": family, "device": case.device, "for_modules": module}
+    learnt: Wanted = {**wanted, "learnt": True}
+    shipped = {target: default_artifact(target) for target in TARGETS}
+    shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
+    if estimator is not None and "memory" not in shipped:
+        load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
+    gathered.searched = str(folder.models)
+    notes: list[Note] = []
+    for target in TARGETS:
+        own = None
+        try:
+            own = find_latest(folder, target, **learnt)
+        except StaleArtifact as error:
+            if estimator is not None:
+                raise
+            notes.append(Note("stale-model", WARNING, str(error)))
+        artifact, note = _of_loop(target, own, shipped.get(target), loop)
+        notes += note
+        if artifact is None:
+            gathered.absent.append(target)
+            continue
+        default = artifact is not own
+        sources = artifact.meta["rows"]["source"]
+        asked = in_a_plain_loop() if loops_of_sources(sources) == {PIPELINE} else case
+        prediction = artifact.estimator.predict([asked], steps)
+        if prediction.refusals:
+            if target == "memory" and estimator is not None:
+                raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
+            gathered.absent.append(target)
+            continue
+        name = artifact.meta["estimator"]
+        gathered.values[get_target(target).column] = float(prediction.point[0])
+        gathered.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
+        gathered.loops[target] = loop_named(asked.training_loop)
+        if target == "memory":
+            quantiles_mib = _quantiles(prediction, coverage)
+            if quantiles_mib:
+                above_mib = quantiles_mib[coverage] - float(prediction.point[0])
+                held_out = _held_out(prediction, artifact) if coverage == LEVEL else {}
+                gathered.bound(quantiles_mib, coverage, {HELD_OUT: above_mib}, held_out=held_out)
+            gathered.beyond_fit = default and 0 in prediction.outside
+        of_target = (target,)
+        notes += [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
+        notes += [
+            Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", of_target)
+            for text in prediction.unfamiliar.get(0, ())
+        ]
+        of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
+        notes.append(Note("fitted-rows", INFO, f"fitted on {', '.join(sources)} rows{of_loop}", of_target))
+        if default and not is_current(artifact.meta["feature_version"]):
+            text = (
+                "the model that comes with the project was fitted with features "
+                f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
+            )
+            notes.append(Note("stale-model", WARNING, text, of_target))
+    gathered.notes += _merged(notes)
+
+
+def _held_out(prediction: Prediction, artifact: Artifact) -> Mapping[str, Any]:
+    """Return what the bound of one case held of left-out groups, or of held-out rows where its fit left out none."""
+    held = prediction.held_of(0)
+    return artifact.bound_held_out() if held is None else asdict(held)
+
+
+def _quantiles(prediction: Prediction, coverage: float) -> dict[float, float]:
+    """Return probability -> MiB of one case; above one half they are bounds. Empty without a calibrated bound."""
+    quantiles = {}
+    for level in sorted({*COVERAGES, coverage}):
+        at = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
+        if at is None:
+            return {}
+        quantiles[level] = float(at[0])
+    return quantiles
+
+
+def _of_loop(
+    target: str, own: Artifact | None, shipped: Artifact | None, loop: str | None
+) -> tuple[Artifact | None, list[Note]]:
+    """Return the first of the two models that knows the loop, and which model was passed over for that."""
+    if loop is None or target == "memory":
+        return own or shipped, []
+    passed_over: list[Note] = []
+    for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
+        if artifact is None:
+            continue
+        known = loops_of_sources(artifact.meta["rows"]["source"])
+        if loop in known:
+            return artifact, passed_over
+        passed_over += [
+            Note(
+                "other-loop", INFO, f"{words} was fitted on the {name} loop only; pass loop={name} to use it", (target,)
+            )
+            for name in known
+        ]
+    return None, passed_over
+
+
+def in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack, traces: Traces | None) -> Case:
+    """The case in such a loop, its record at hand while `lent` is open."""
+    from learn.traced import step_of
+
+    if case.training_loop or case.spec is None:
+        return case
+    looped = replace(case, training_loop=True)
+    if case.module is not None:
+        looped = replace(looped, module=replace(case.module, training_loop=True))
+    with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
+        lent.enter_context(steps.lent(looped, step_of(looped.workload, case.spec, traces=traces)))
+    return looped
+
+
+def ask_method(gathered: Gathered, job: Workload, device: DeviceSpec, estimator: str) -> None:
+    """Memory by a training-free method. `UsageError` with the method's reason."""
+    from learn.estimators import get_estimator
+    from learn.peers.base import Peer, analyse
+    from learn.traced import wants_values
+
+    if beyond := training_of(job.settings).beyond_trials():
+        raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
+    known = get_estimator(estimator)
+    assert issubclass(known, Peer), estimator
+    by_method = analyse(known(), job, device)
+    if by_method.mib is None:
+        stuck = wants_values(str(by_method.reason)) and f"estimator={estimator}" not in WITHOUT_TRACE
+        advice = f"; {WITHOUT_TRACE}" if stuck else ""
+        raise UsageError(f"estimator={estimator} has no answer: {by_method.reason}{advice}")
+    gathered.values |= {"peak_memory_mib": by_method.mib, "breakdown": dict(by_method.parts)}
+    gathered.by["memory"], gathered.loops["memory"] = estimator, loop_named(job.training_loop)
+    gathered.notes.append(Note("estimator", WARNING, known.warning))
+
+
+def ask_stored(gathered: Gathered, case: Case, steps: StepStore) -> None:
+    """The trace's figures that were stored of a case that cannot be traced here, for targets without an answer."""
+    from learn.targets import get_target
+
+    if (features := steps.features(case)) is None:
+        return
+    for target in TARGETS:
+        column = get_target(target).column
+        if column not in gathered.values:
+            gathered.values[column], gathered.by[target] = features[_STORED[target]], "trace"
+            gathered.loops[target] = loop_named(case.training_loop)
+    text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
+    gathered.notes.append(Note("stored-trace", INFO, text))
+
+
+def _merged(notes: list[Note]) -> list[Note]:
+    """Return one note for those that say the same of several targets, whose names then begin its text."""
+    targets: dict[Note, list[str]] = {}
+    for note in notes:
+        targets.setdefault(replace(note, targets=()), []).extend(note.targets)
+    return [
+        replace(note, text=f"{', '.join(names)}: {note.text}", targets=tuple(names)) if names else note
+        for note, names in targets.items()
+    ]
+
+
+def notes_of_trace(
+    gathered: Gathered,
+    traced: TracedStep,
+    job: Workload,
+    device: DeviceSpec,
+    limit_mib: float,
+    torch_version: str | None,
+    on: MachineProfile,
+) -> list[Note]:
+    """Return whether the traced step fits, and what was assumed of it.
+
+    Args:
+        gathered: The figures, with the source of each.
+        traced: The step, placed on its machine.
+        job: What was traced; of a mix of batches, the longest alone.
+        device: The GPU model.
+        limit_mib: What the job may take of the card, in MiB.
+        torch_version: The release of PyTorch that was asked for.
+        on: The machine.
+    """
+    memory, by = traced.memory, gathered.by["memory"]
+    notes: list[Note] = []
+    whole = limit_mib >= device.memory_mib
+    more = f"{device.name} has" if whole else f"the {limit_mib:,.0f} MiB {_room(device, limit_mib)}"
+    if not memory.fits and by == "trace":
+        notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: the step needs more than {more}"))
+    elif not memory.fits:
+        notes.append(Note("trace-out-of-memory", WARNING, f"the trace finds that the step needs more than {more}"))
+    elif memory.retries:
+        text = f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}"
+        notes.append(Note("near-limit", WARNING, text))
+    notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
+    if (mix := traced.trace.mix) is not None:
+        notes.append(Note("batch-mix", INFO, _of_mix(mix, job.shape_text(), traced)))
+    notes += workspace_notes(memory.workspaces, torch_version)
+    if device.architecture.vendor == AMD:
+        notes.append(Note(AMD_GPU, WARNING, _of_amd(traced.trace, on)))
+    if gathered.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > traced.step.step_time_ms:
+        text = (
+            "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. Power "
+            "and energy are of a GPU that waits; a loader with workers changes them"
+        )
+        notes.append(Note("input-bound", WARNING, text, ("step_time",)))
+    if memory.workspaces and by != "trace" and not gathered.beyond_fit:
+        text = f"workspaces= changes the trace's figures only; memory is answered by {by}"
+        notes.append(Note("without-effect", WARNING, text))
+    return notes
+
+
+def loading_ms(traced: TracedStep, job: Workload) -> float:
+    """Return how long a plain loop takes to load the batches of a step, in ms."""
+    from featurize.input_pipeline import input_ms
+
+    return input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)
+
+
+def notes_of_memory(
+    gathered: Gathered, device: DeviceSpec, limit_mib: float, allocator: AllocatorSettings | None
+) -> tuple[list[Note], list[Note]]:
+    """Return the notes that come first, that the job does not fit, and those on what bounds its memory.
+
+    Args:
+        gathered: The figures, with the source of each.
+        device: The GPU model.
+        limit_mib: What the job may take of the card, in MiB.
+        allocator: The settings that were asked for.
+    """
+    from learn.peers.trace import NO_BOUND
+
+    peak_mib, upper_mib = gathered.values["peak_memory_mib"], gathered.values.get("upper_mib")
+    by, room = gathered.by["memory"], _room(device, limit_mib)
+    first: list[Note] = []
+    notes: list[Note] = []
+    if upper_mib is not None and peak_mib <= limit_mib < upper_mib:
+        text = f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}"
+        notes.append(Note(MAY_RUN_OUT, PROBLEM, text))
+    if upper_mib is None and by == "trace":
+        notes.append(Note("no-bound", WARNING, NO_BOUND))
+    elif by != "trace" and peak_mib > device.memory_mib:
+        text = f"out of memory by {by}: {device.name} has {device.memory_mib:,.0f} MiB"
+        first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
+    elif by != "trace" and peak_mib > limit_mib:
+        text = f"out of memory by {by}: it may take {limit_mib:,.0f} MiB {room}"
+        first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
+    if (note := widest(gathered.values.get("uncertain", {}), (upper_mib or 0.0) - peak_mib)) is not None:
+        notes.append(note)
+    if allocator is not None and by != "trace":
+        limits = "" if limit_mib >= device.memory_mib else f" and the limit of {limit_mib:,.0f} MiB"
+        text = f"allocator= changes the trace's figures{limits} only; memory is answered by {by}"
+        notes.append(Note("without-effect", WARNING, text))
+    return first, notes
+
+
+def note_of_absent(gathered: Gathered, job: Workload, device: DeviceSpec, *, is_traced: bool) -> list[Note]:
+    """Return a note on the targets without a fitted model, and which command fits one."""
+    if not gathered.absent:
+        return []
+    instead = ": answered by the trace" if is_traced else ""
+    family = "modules" if job.config is None else job.config.family
+    text = (
+        f"no fitted model for {family} on {device.name} in {gathered.searched} for "
+        f"{', '.join(gathered.absent)}{instead} (python -m learn.fit target={gathered.absent[0]} fits one)"
+    )
+    return [Note("not-fitted", INFO, text)]
+
+
+def note_of_two_loops(loops: Mapping[str, str]) -> list[Note]:
+    """Return a note where utilization and step time are not all of one loop, so that they do not belong together."""
+    of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
+    if not all(of_loop.values()):
+        return []
+    parts = " and ".join(
+        f"{', '.join(targets)} {'is' if len(targets) == 1 else 'are'} for the {loop} loop"
+        for loop, targets in of_loop.items()
+    )
+    return [Note("two-loops", WARNING, f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one")]
+
+
+def times(count: int) -> str:
+    """Return how often, in words."""
+    return "once" if count == 1 else f"{count} times"
+
+
+def _of_amd(trace: StepTrace, on: MachineProfile) -> str:
+    from featurize.replay import loads_cudnn
+
+    of_context = ", its context is assumed" if on.name in MACHINES else ""
+    of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes" if loads_cudnn(trace) else ""
+    return (
+        f"on an AMD GPU: no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
+        f"{of_context}{of_layers}"
+    )
+
+
+def _room(device: DeviceSpec, limit_mib: float) -> str:
+    return f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
+
+
+def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
+    memory = traced.memory
+    return (
+        f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the longest, "
+        f"{longest}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved by the mix "
+        f"{memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of it fragmentation; "
+        "utilization and step time are of the longest"
+    )
+
+
+class Throughput(TypedDict):
+    """The fields of `Estimate` that follow from a step's time."""
+
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    energy_j: float | None
+
+
+def throughput_of(
+    traced: TracedStep, job: Workload, device: DeviceSpec, *, step_time_ms: float | None, power_w: float
+) -> Throughput:
+    """Return a job's samples and tokens a second, its model FLOPs utilization in [0, 1], and a step's energy in J.
+
+    Args:
+        traced: The job's traced step.
+        job: With its batch and its settings. All micro-steps of an optimizer step and all replicas of the model count,
+            but for utilization and energy, which are of one GPU.
+        device: The GPU model.
+        step_time_ms: Of one optimizer step, by any estimator. None or 0: unknown, and so is everything else.
+        power_w: The board's mean power in the loop that the step time is of.
+    """
+    if not step_time_ms:
+        return Throughput(samples_per_s=None, tokens_per_s=None, mfu=None, energy_j=None)
+    step_s = step_time_ms / 1e3
+    micro_steps = training_of(job.settings).accumulation
+    tokens = tokens_of(job, traced.trace)
+    replicas = 1 if job.parallel is None else job.parallel.replicas
+    at_peak_s = _at_peak_s(traced.trace, device, job.settings)
+    return Throughput(
+        samples_per_s=replicas * micro_steps * job.batch_size / step_s,
+        tokens_per_s=None if tokens is None else replicas * micro_steps * tokens / step_s,
+        mfu=None if at_peak_s is None else at_peak_s / step_s,
+        energy_j=power_w * step_s,
+    )
+
+
+def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:
+    """Seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the model."""
+    groups = () if trace.pipeline is None else trace.pipeline.groups
+    if not groups:
+        return seconds_at_peak(trace, device, settings)
+    seconds = [(seconds_at_peak(group.trace, device, settings), len(group.ranks)) for group in groups]
+    known = [(one, count) for one, count in seconds if one is not None]
+    return sum(one * count for one, count in known) / sum(count for _, count in known) if known else None
+
+
+def tokens_of(job: Workload, trace: StepTrace) -> int | None:
+    """Return the tokens of one micro-step; None where the job has no sequences of them.
+
+    Tokens are the elements of the first input of integers that has the shape [batch, length], padding included. A
+    script's inputs are not kept: there, what the first embedding of that shape looks up counts.
+    """
+    if job.recorded is None:
+        from featurize.batches import tensors_of
+
+        inputs, _targets = job.batch("meta")
+        shapes = [
+            tuple(x.shape)
+            for x in tensors_of(inputs)
+            if not (x.is_floating_point() or x.is_complex() or x.dtype.itemsize == 1)
+        ]
+    else:
+        shapes = [op.input_shapes[1] for op in trace.operators if op.name == "aten::embedding"]
+    return next((batch * size[0] for batch, *size in shapes if batch == job.batch_size and len(size) == 1), None)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from conf.plain_text import one_line
 from conf.reports.page_text import MISSING, count_of
+from learn.estimation.answers import TARGETS
 from learn.estimation.loops import legend
 from learn.estimation.notes import Note, most_important
 from learn.estimation.past_run import PastRun, agrees_by_construction
-from learn.estimation.sources import TARGETS
 from learn.targets import get_target
 
 if TYPE_CHECKING:

@@ -21,12 +21,11 @@ from featurize.trial import TrialConfig, config_from_mapping
 from featurize.trial_config import TRAINING_FIELDS
 from learn.batch_lengths import batches_of
 from learn.estimation.answers import Question
-from learn.estimation.known_runs import RUNS, KnownRun, known_runs, leaves_out, require_movable
+from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs, leaves_out, require_movable
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import require_workspaces
 from learn.estimation.on_ranks import parallel_job, require_whole, training_of_file
-from learn.estimation.own_runs import OwnRuns
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
