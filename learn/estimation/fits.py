@@ -13,16 +13,15 @@ from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
 from featurize.device_spec import device_names
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answer_cache import answer, with_key
-from learn.estimation.answers import is_of_job
+from learn.estimation.answers import answer, is_of_job, with_key
+from learn.estimation.estimating import checked, question_of
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.on_machine import release_workspaces
-from learn.estimation.questions import checked, question_of
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.trace_cache import Traces
-    from learn.estimation.questions import Inputs, Job, Tensors
+    from learn.estimation.estimating import Inputs, Job, Tensors
 
 BOUND, POINT = BY = ("bound", "point")
 

@@ -277,7 +277,7 @@ def _estimates(
     """Return the estimates of a run, and operator -> ms of its kernels in a step where these are asked for."""
     from featurize.kernel_model.costs import operator_costs
     from featurize.row_config import config_of_row
-    from learn.estimation.questions import question_of
+    from learn.estimation.estimating import question_of
 
     config = config_of_row(run["config"])
     allocator = AllocatorSettings.parse(run["allocator_settings"] or "")

@@ -20,8 +20,8 @@ from featurize.trial import TrialConfig
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Question
+from learn.estimation.estimating import checked, question_of, split_options
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.questions import checked, question_of, split_options
 from learn.estimators import LEVEL
 from learn.planning.meshes import (
     apt_for_training,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.layout import Parallel
     from featurize.trace_cache import Traces
-    from learn.estimation.questions import Inputs, Model, Tensors
+    from learn.estimation.estimating import Inputs, Model, Tensors
 
 NONE = "none"
 WAYS = (NONE, *reversed(CHECKPOINTING))  # in the order of what is recomputed

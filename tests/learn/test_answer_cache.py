@@ -16,7 +16,7 @@ from featurize.disk_cache import DiskCache
 from featurize.families import cnn
 from featurize.trace import trace_step
 from learn import estimate
-from learn.estimation import answer_cache
+from learn.estimation import answers
 from learn.estimation.job_key import key_of
 from learn.workload import of_module
 
@@ -47,7 +47,7 @@ def traced(monkeypatch):
 
 def as_another_process():
     trace_cache.clear()
-    answer_cache.clear()
+    answers.clear()
 
 
 def figures(done):
