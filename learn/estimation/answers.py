@@ -1,6 +1,6 @@
 """What is known of one training job before it runs, and who says so: the trace, a training-free method, fitted models.
 
-Start reading at `Question.answered`; `learn.estimation.answers` has those who are asked.
+Start reading at `Question.answered`; `ask_fitted` and its neighbours are the sources.
 """
 
 from __future__ import annotations

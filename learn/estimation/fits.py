@@ -1,6 +1,6 @@
 """The calls `learn.largest_batch` and `learn.devices_that_fit`: what fits a GPU, and which GPUs fit.
 
-Start reading at `largest_batch`; `learn.estimation.fits` decides which batch sizes are estimated.
+Start reading at `largest_batch`; `largest_fitting` decides which batch sizes are estimated.
 """
 
 from __future__ import annotations
