@@ -870,6 +870,13 @@ def answer(question: Question, device: DeviceSpec, traces: Traces | None = None)
     return replace(known, **own)  # whoever changes these changes no later answer
 
 
+def cached_estimate(question: Question, device: DeviceSpec) -> Estimate | None:
+    """Return the answer if it was given before; None: it is not yet known. Nothing is traced."""
+    key, question = _key(question, device)
+    is_known = key is not None and (key in _answers or _from_disk(key) is not None)
+    return answer(question, device) if is_known else None
+
+
 def with_key(question: Question) -> Question:
     """Return the question with its job's key, for which a factory is built once for all that is asked of it."""
     from learn.estimation.job_key import key_of
