@@ -1,22 +1,54 @@
 """The command line that starts a training script, as its user types it: `python train.py`, or a launcher's.
 
-Start reading at `parse_command`; `learn.script.launchers` has the launchers.
+Start reading at `parse_command`. torchrun and accelerate are read by their own parsers. DeepSpeed's may be missing
+here: its options are those of release 0.19 (deepspeed/launcher/runner.py: `parse_args`), its variables those of
+deepspeed/launcher/launch.py. The first process is the one that is estimated.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from conf.errors import UsageError
 from conf.own_packages import users_environment
-from learn.script.launchers import LAUNCHER_MODULES, LAUNCHERS, Launch, launched
+from conf.plain_text import one_line
+from featurize.parallel.layout import Parallel
 
 FORM = "python SCRIPT.py ARGUMENTS or python -m MODULE ARGUMENTS"
-_ENV = "env"
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
+_PORT = "29500"
+_ACCELERATE_S = 120.0
+_GPUS = Parallel.gpus_per_node  # of a node that is not full
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The processes of a job, one GPU each.
+
+    ranks         all processes
+    per_node      those of a node
+    environment   variables that the launcher sets for the first one
+    """
+
+    ranks: int
+    per_node: int
+    environment: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        Parallel(own=self.ranks, gpus_per_node=self.gpus_per_node)  # refuses what is out of range
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node: several nodes are full."""
+        return max(self.per_node, _GPUS) if self.ranks == self.per_node else self.per_node
 
 
 @dataclass(frozen=True)
@@ -30,7 +62,7 @@ class ScriptCommand:
     script: str
     module: bool
     arguments: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=users_environment)
+    environment: Mapping[str, str]
     launch: Launch | None = None
 
     @property
@@ -49,30 +81,17 @@ def parse_command(command: Sequence[str]) -> ScriptCommand:
     """
     if isinstance(command, str) or not all(isinstance(word, str) for word in command):
         raise UsageError(f"a script's command is a list of words: {FORM}")
-    words = list(command)
-    if not words:
-        raise UsageError(f"a script's command is missing: {FORM}")
     environment = users_environment()
-    if Path(words[0]).name == _ENV:
+    words = list(command)
+    if words and Path(words[0]).name == "env":
         words = _after_env(words[1:], environment)
-        if not words:
-            raise UsageError(f"env starts no script here: {FORM}")
-    runner = Path(words[0]).name
-    if runner in LAUNCHERS:
-        return _of_launcher(runner, words[1:], environment)
-    if _PYTHON.fullmatch(runner):
-        words = words[1:]
-    elif not words[0].endswith(".py"):
-        raise UsageError(f"{words[0]} does not start a script here; give {FORM}, or one of {', '.join(LAUNCHERS)}")
-    while words[:1] in (["-u"], ["-O"]):
-        words = words[1:]
-    if words[:1] == ["-m"] and len(words) > 1:
-        if (launcher := LAUNCHER_MODULES.get(words[1])) is not None:
-            return _of_launcher(launcher, words[2:], environment)
-        return ScriptCommand(words[1], True, tuple(words[2:]), environment)
-    if not words or words[0].startswith("-"):
-        raise UsageError(f"a script's command is {FORM}, got {' '.join(command)}")
-    return _existing(ScriptCommand(words[0], False, tuple(words[1:]), environment))
+    if not words:
+        problem = "env starts no script here" if command else "a script's command is missing"
+        raise UsageError(f"{problem}: {FORM}")
+    parsed = _parsed(words, environment)
+    if not parsed.module and not Path(parsed.script).is_file():
+        raise UsageError(f"{parsed.script}: there is no such file")
+    return parsed
 
 
 def _after_env(words: list[str], environment: dict[str, str]) -> list[str]:
@@ -92,12 +111,237 @@ def _after_env(words: list[str], environment: dict[str, str]) -> list[str]:
     return words
 
 
-def _of_launcher(launcher: str, words: list[str], environment: Mapping[str, str]) -> ScriptCommand:
-    started, launch = launched(launcher, words, environment)
-    return _existing(ScriptCommand(started.script, started.module, started.arguments, environment, launch))
+def _parsed(words: list[str], environment: Mapping[str, str]) -> ScriptCommand:
+    runner, rest = Path(words[0]).name, words[1:]
+    if runner in LAUNCHERS:
+        return LAUNCHERS[runner](runner, rest, environment)
+    if not _PYTHON.fullmatch(runner):
+        if not words[0].endswith(".py"):
+            raise UsageError(f"{words[0]} does not start a script here; give {FORM}, or one of {', '.join(LAUNCHERS)}")
+        rest = words
+    while rest[:1] in (["-u"], ["-O"]):
+        rest = rest[1:]
+    is_module = rest[:1] == ["-m"] and len(rest) > 1
+    if not is_module and (not rest or rest[0].startswith("-")):
+        raise UsageError(f"a script's command is {FORM}, got {' '.join(words)}")
+    script, *arguments = rest[1:] if is_module else rest
+    if is_module and (launcher := _LAUNCHER_MODULES.get(script)) is not None:
+        return LAUNCHERS[launcher](launcher, arguments, environment)
+    return ScriptCommand(script, is_module, tuple(arguments), environment)
 
 
-def _existing(command: ScriptCommand) -> ScriptCommand:
-    if not command.module and not Path(command.script).is_file():
-        raise UsageError(f"{command.script}: there is no such file")
-    return command
+def _thread_limit(per_node: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that launchers set for several processes of a node, unless it is set."""
+    return {} if "OMP_NUM_THREADS" in environment or per_node == 1 else {"OMP_NUM_THREADS": "1"}
+
+
+def _count_of(text: object, option: str) -> int:
+    """Return a number of processes or of nodes. Raises `UsageError` for what is none."""
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", str(text)):
+        raise UsageError(f"{option} must be a whole number >= 1, got {text}")
+    return int(str(text))
+
+
+def _options(parser: argparse.ArgumentParser, launcher: str, words: list[str]) -> argparse.Namespace:
+    """Return a launcher's options, read by its own parser, whose errors are `UsageError`."""
+
+    def refuse(message: str) -> NoReturn:
+        raise UsageError(f"{launcher}: {one_line(message)}")
+
+    vars(parser)["error"] = refuse
+    if "-h" in words[:1] or "--help" in words[:1]:
+        refuse("give the command line that starts a script")
+    return parser.parse_args(words)
+
+
+# -- torchrun and accelerate
+
+
+def _torchrun(launcher: str, words: list[str], before: Mapping[str, str]) -> ScriptCommand:
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    is_old = launcher == "torch.distributed.launch"  # it passes `--local-rank` to the script, unless it is told not to
+    if is_old:
+        parser.add_argument("--use-env", "--use_env", action="store_true")
+    options = _options(parser, launcher, words)
+    if options.no_python or options.run_path:
+        option = "--no-python" if options.no_python else "--run-path"
+        raise UsageError(f"{launcher} {option} is not followed; give a Python script, or a module with -m")
+    if options.nproc_per_node in ("auto", "gpu", "cuda"):
+        raise UsageError(
+            f"{launcher} --nproc-per-node {options.nproc_per_node} counts the GPUs of a node, and this machine is not "
+            "the one that is estimated; give their number"
+        )
+    per_node = _count_of(options.nproc_per_node, f"{launcher} --nproc-per-node")
+    fewest, _, most = str(options.nnodes).partition(":")
+    if most and most != fewest:
+        raise UsageError(
+            f"{launcher} --nnodes {options.nnodes} leaves the number of nodes open; give the one to estimate"
+        )
+    nodes = _count_of(fewest, f"{launcher} --nnodes")
+    variables = _variables_of_torchrun(nodes, per_node, options.role, options.rdzv_id, options.max_restarts)
+    launch = Launch(nodes * per_node, per_node, {**variables, **_thread_limit(per_node, before)})
+    first = ["--local-rank=0"] if is_old and not options.use_env else []
+    arguments = (*first, *options.training_script_args)
+    return ScriptCommand(options.training_script, options.module, arguments, before, launch)
+
+
+def _variables_of_torchrun(nodes: int, per_node: int, role: str, run_id: str, restarts: int) -> dict[str, str]:
+    """Return what torchrun sets for a worker (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+    ranks = str(nodes * per_node)
+    return {
+        "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "ROLE_NAME": role,
+        "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": str(per_node), "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT,
+        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+        "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+
+
+def _accelerate(launcher: str, words: list[str], before: Mapping[str, str]) -> ScriptCommand:
+    """Ask accelerate itself, in a process of its own: it looks for GPUs, and takes defaults from its own file."""
+    if launcher == "accelerate":
+        if words[:1] != ["launch"]:
+            raise UsageError("of accelerate, `accelerate launch OPTIONS train.py ARGUMENTS` is estimated")
+        words = words[1:]
+    reader = [sys.executable, str(Path(__file__).with_name("accelerate_options.py")), *words]
+    try:
+        done = subprocess.run(
+            reader, capture_output=True, text=True, timeout=_ACCELERATE_S, stdin=subprocess.DEVNULL, env=before
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"accelerate launch: its options were not read in {_ACCELERATE_S:g} s") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["its options were refused"]
+        raise UsageError(f"accelerate launch: {one_line(lines[-1].strip())}")
+    read = json.loads(done.stdout.splitlines()[-1])
+    nodes, per_node = read["nodes"], read["per_node"]
+    variables = dict(read["environment"])
+    if nodes * per_node > 1:
+        usual = _variables_of_torchrun(nodes, per_node, "default", "none", 0)
+        variables = {**usual, **_thread_limit(per_node, before), **variables}
+    launch = Launch(nodes * per_node, per_node, variables)
+    return ScriptCommand(read["script"], read["module"], tuple(read["arguments"]), before, launch)
+
+
+# -- DeepSpeed
+
+_TEXTS = (
+    "--master_port", "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--enable_each_rank_log",
+    "--bind_core_list", "--ssh_port", "--venv_script", "--log_level", "--num_nodes",
+)  # fmt: skip
+_FLAGS = (
+    "--module", "--no_python", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid", "--bind_cores_to_rank",
+    "--no_local_rank",
+)  # fmt: skip
+_REFUSED = {
+    "no_python": "--no_python is not followed; give a Python script, or a module with --module",
+    "autotuning": "--autotuning tries several settings; estimate the ones that you mean",
+    "exclude": "--exclude is not followed; give --include, or --num_gpus",
+}
+
+
+def _deepspeed(launcher: str, words: list[str], before: Mapping[str, str]) -> ScriptCommand:
+    parser = argparse.ArgumentParser()
+    for short, name in (("-H", "--hostfile"), ("-i", "--include"), ("-e", "--exclude")):
+        parser.add_argument(short, name)
+    parser.add_argument("--num_gpus", "--num_accelerators")
+    parser.add_argument("--autotuning")
+    for name in _TEXTS:
+        parser.add_argument(name)
+    for name in _FLAGS:
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("-q", "--quiet", action="store_true")
+    parser.add_argument("user_script")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER)
+    options = _options(parser, launcher, words)
+    for name, reason in _REFUSED.items():
+        if getattr(options, name):
+            raise UsageError(f"{launcher} {reason}")
+    gpus_of_nodes = _gpus_of_nodes(options, launcher)
+    if len(set(gpus_of_nodes)) > 1:
+        sizes = ", ".join(map(str, gpus_of_nodes))
+        raise UsageError(f"{launcher}: nodes with different numbers of GPUs ({sizes}) are not followed")
+    nodes, per_node = len(gpus_of_nodes), gpus_of_nodes[0]
+    variables = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(nodes * per_node), "LOCAL_SIZE": str(per_node),
+        "CROSS_RANK": "0", "CROSS_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT,
+        **_thread_limit(per_node, before),
+    }  # fmt: skip
+    arguments = (*([] if options.no_local_rank else ["--local_rank=0"]), *options.user_args)
+    return ScriptCommand(
+        options.user_script, options.module, arguments, before, Launch(nodes * per_node, per_node, variables)
+    )
+
+
+def _gpus_of_nodes(options: argparse.Namespace, launcher: str) -> list[int]:
+    slots = {} if options.hostfile is None else _slots_of(options.hostfile, launcher)
+    if options.include:
+        if options.num_nodes is not None or options.num_gpus is not None:
+            raise UsageError(f"{launcher} --include goes with neither --num_nodes nor --num_gpus; leave it out")
+        return [_included(part, slots, launcher) for part in options.include.split("@")]
+    nodes = _count_of(options.num_nodes or len(slots) or 1, f"{launcher} --num_nodes")
+    if slots and nodes > len(slots):
+        raise UsageError(f"{launcher} --num_nodes {nodes}: {options.hostfile} has {len(slots)} nodes")
+    if options.num_gpus is not None:
+        return [_count_of(options.num_gpus, f"{launcher} --num_gpus")] * nodes
+    if not slots:
+        raise UsageError(
+            f"{launcher} without --num_gpus is not followed: it counts the GPUs of this machine, which is not the one "
+            "that is estimated; give --num_gpus"
+        )
+    return list(slots.values())[:nodes]
+
+
+def _included(part: str, slots: dict[str, int], launcher: str) -> int:
+    """Return the GPUs of `worker-1:0,2`, or of a whole node of the host file."""
+    name, colon, numbers = part.partition(":")
+    if colon:
+        return len(numbers.split(","))
+    if name not in slots:
+        raise UsageError(f"{launcher} --include {part} names no GPUs; write {name}:0,1 or give --hostfile")
+    return slots[name]
+
+
+def _slots_of(path: str, launcher: str) -> dict[str, int]:
+    """Return the GPUs of each node, as `worker-1 slots=8` in lines of a host file."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{launcher} --hostfile {path} cannot be read: {error}") from error
+    slots = {}
+    for line in lines:
+        text = line.partition("#")[0].strip()
+        if text and not (words := re.fullmatch(r"(\S+)\s+slots=(\S+)", text)):
+            raise UsageError(f"{launcher} --hostfile {path}: {line!r} is not written as `worker-1 slots=8`")
+        if text:
+            slots[words[1]] = _count_of(words[2], f"{launcher} --hostfile {path}: slots")
+    if not slots:
+        raise UsageError(f"{launcher} --hostfile {path} names no node, as in `worker-1 slots=8`")
+    return slots
+
+
+def _other(launcher: str, _words: list[str], _before: Mapping[str, str]) -> NoReturn:
+    raise UsageError(
+        f"{launcher} is not followed; give the same job to torchrun, as in torchrun --nproc-per-node 8 train.py, where "
+        "the script runs under it"
+    )
+
+
+LAUNCHERS: Mapping[str, Callable[[str, list[str], Mapping[str, str]], ScriptCommand]] = {
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "accelerate-launch": _accelerate,
+    "torch.distributed.run": _torchrun,
+    "torch.distributed.launch": _torchrun,
+    "deepspeed": _deepspeed,
+    **dict.fromkeys(("mpirun", "mpiexec", "srun", "horovodrun"), _other),
+}
+_LAUNCHER_MODULES = {
+    "torch.distributed.run": "torch.distributed.run",
+    "torch.distributed.launch": "torch.distributed.launch",
+    "accelerate.commands.launch": "accelerate-launch",
+    "deepspeed.launcher.runner": "deepspeed",
+    "deepspeed": "deepspeed",
+}

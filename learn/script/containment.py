@@ -5,19 +5,23 @@ Start reading at `contain`. It stops honest scripts from side effects; it is no 
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import os
 import socket
 import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
 
 from featurize.replacing import replace_attribute
-from learn.script.loggers import SilentLoggers
 from learn.script.saved_files import SavedFiles
 from learn.script.saved_tensors import install_saving
 
@@ -35,83 +39,76 @@ ENVIRONMENT = {
 }
 # What torchrun and accelerate set for one of several processes: here there is one.
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+# Arguments of a `DataLoader` that loads in the process itself.
+_WITHOUT_WORKERS = {
+    "num_workers": 0, "pin_memory": False, "pin_memory_device": "", "persistent_workers": False,
+    "prefetch_factor": None, "multiprocessing_context": None, "timeout": 0,
+}  # fmt: skip
 _LOOPBACK = ("127.", "::1", "localhost")
+_LOGGERS = (
+    "wandb", "mlflow", "comet_ml", "neptune", "aim", "clearml", "swanlab", "tensorboardX", "torch.utils.tensorboard",
+)  # fmt: skip
 
 
-class Notes:
-    """What was kept from happening, each said once."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, None] = {}
-
-    def add(self, text: str) -> None:
-        """Note this, unless it is noted already."""
-        self._texts.setdefault(text)
-
-    def all(self) -> tuple[str, ...]:
-        """Return the notes in the order of their first occurrence."""
-        return tuple(self._texts)
-
-
-def contain(notes: Notes, saved: Path) -> None:
+def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
     """Replace what saves, connects, compiles and starts workers, in this process.
 
     Args:
-        notes: Takes a note of what was kept from happening.
+        note: Called with what was kept from happening.
         saved: A folder for what the script saves.
+
+    Returns:
+        The files that the script saves and looks at.
     """
-    files = SavedFiles(saved, notes.add)
-    install_saving(files, notes.add)
+    files = SavedFiles(saved, note)
+    install_saving(files, note)
     files.install()
-    _refuse_connections(notes)
-    _run_eagerly(notes)
+    _refuse_connections(note)
+    _run_eagerly(note)
     replace_attribute(torch, "inference_mode", _NoGrad)
-    _load_in_this_process(notes)
-    sys.meta_path.insert(0, SilentLoggers(notes.add))
+    _load_in_this_process(note)
+    sys.meta_path.insert(0, SilentLoggers(note))
 
     def always_step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)  # nobody knows of an infinite gradient
 
     replace_attribute(torch.amp.GradScaler, "_maybe_opt_step", always_step)
+    return files
 
 
-def _refuse_connections(notes: Notes) -> None:
+def _refuse_connections(note: Callable[[str], None]) -> None:
+    def refuse(error: OSError) -> NoReturn:
+        note("a network connection was refused: scripts run offline here")
+        raise error
+
     class Socket(socket.socket):
         def connect(self, address: Any) -> None:
-            self._refuse(address)
+            self._require_local(address)
             super().connect(address)
 
         def connect_ex(self, address: Any) -> int:
-            self._refuse(address)
+            self._require_local(address)
             return super().connect_ex(address)
 
-        def _refuse(self, address: Any) -> None:
-            if self.family not in (socket.AF_INET, socket.AF_INET6) or str(address[0]).startswith(_LOOPBACK):
-                return
-            notes.add("a network connection was refused: scripts run offline here")
-            raise ConnectionRefusedError("no network while a script is estimated")
+        def _require_local(self, address: Any) -> None:
+            if self.family in (socket.AF_INET, socket.AF_INET6) and not str(address[0]).startswith(_LOOPBACK):
+                refuse(ConnectionRefusedError("no network while a script is estimated"))
 
     replace_attribute(socket, "socket", Socket)
     resolve = socket.getaddrinfo
 
     def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            isinstance(host, str)
-            and host
-            and not host.startswith(_LOOPBACK)
-            and not host[0].isdigit()
-            and host != socket.gethostname()
-        ):
-            notes.add("a network connection was refused: scripts run offline here")
-            raise socket.gaierror(socket.EAI_FAIL, "no network while a script is estimated")
+        is_name = isinstance(host, str) and host and not host.startswith(_LOOPBACK) and not host[0].isdigit()
+        if is_name and host != socket.gethostname():
+            refuse(socket.gaierror(socket.EAI_FAIL, "no network while a script is estimated"))
         return resolve(host, *args, **kwargs)
 
     replace_attribute(socket, "getaddrinfo", getaddrinfo)
 
 
-def _run_eagerly(notes: Notes) -> None:
+def _run_eagerly(note: Callable[[str], None]) -> None:
     def not_scripted(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        notes.add("TorchScript was left out: its functions and modules run as they are written")
+        note("TorchScript was left out: its functions and modules run as they are written")
         if isinstance(function, torch.nn.Module):
             vars(function).setdefault("save", functools.partial(torch.jit.save, function))
         return function if function is not None else lambda given: given
@@ -121,7 +118,7 @@ def _run_eagerly(notes: Notes) -> None:
 
 
 class _NoGrad(torch.no_grad):
-    """In the place of `torch.inference_mode`, in which composite operators reach a dispatch mode undivided."""
+    """Stands for `torch.inference_mode`, in which composite operators reach a dispatch mode undivided."""
 
     def __new__(cls, mode: Any = True) -> Any:
         return object.__new__(cls) if isinstance(mode, bool) else cls()(mode)
@@ -142,25 +139,17 @@ class _NoGrad(torch.no_grad):
         return type(self)(self.mode)
 
 
-def _load_in_this_process(notes: Notes) -> None:
+def _load_in_this_process(note: Callable[[str], None]) -> None:
     made = DataLoader.__init__
     signature = inspect.signature(made)
 
     @functools.wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        if given.get("num_workers"):
-            notes.add("data loaders run in the script's own process: num_workers was put to 0")
-        for name, value in (
-            ("num_workers", 0), ("pin_memory", False), ("persistent_workers", False), ("prefetch_factor", None),
-            ("multiprocessing_context", None), ("timeout", 0),
-        ):  # fmt: skip
-            if name in given:
-                given[name] = value
-        given.pop("pin_memory_device", None)
-        given.pop("self")
-        more = given.pop("kwargs", {})
-        made(self, **given, **more)
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("num_workers"):
+            note("data loaders run in the script's own process: num_workers was put to 0")
+        given.arguments.update({name: value for name, value in _WITHOUT_WORKERS.items() if name in given.arguments})
+        made(*given.args, **given.kwargs)
 
     replace_attribute(DataLoader, "__init__", init)
 
@@ -171,3 +160,79 @@ def leave_out_distributed() -> None:
         for name in DISTRIBUTED:
             os.environ.pop(name, None)
     os.environ.update(ENVIRONMENT)
+
+
+class SilentLoggers(MetaPathFinder, Loader):
+    """Imports of experiment loggers give a module that takes every call and does nothing.
+
+    note   called with which logger was kept from logging
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        logger = _logger_of(fullname)
+        if logger is None or (not _is_installed(logger) and is_ready_for_its_absence()):
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Silent(spec.name, self._note)
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+class _Silent(types.ModuleType):
+    """Every attribute can be called, entered, indexed and asked for more."""
+
+    def __init__(self, name: str, note: Callable[[str], None]) -> None:
+        super().__init__(name)
+        self._note = note
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Silent(f"{self.__name__}.{name}", self._note)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._note(f"{_logger_of(self.__name__)} was kept from logging")
+        if len(args) == 1 and not kwargs and inspect.isfunction(args[0]):  # a decorator
+            return args[0]
+        return self
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def _logger_of(name: str) -> str | None:
+    return next((logger for logger in _LOGGERS if f"{name}.".startswith(f"{logger}.")), None)
+
+
+def _is_installed(logger: str) -> bool:
+    """Return whether a package is there. wandb leaves a mere folder of its name in the working folder."""
+    spec = PathFinder.find_spec("tensorboard" if logger == "torch.utils.tensorboard" else logger)
+    return spec is not None and spec.origin is not None
+
+
+def is_ready_for_its_absence() -> bool:
+    """Return whether the import stands in a `try`, or only asks whether there is such a module."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
+        if frame.f_code.co_name == "find_spec" and frame.f_globals["__name__"] == "importlib.util":
+            return True
+        frame = frame.f_back
+    if frame is None:
+        return False
+    handlers = dis.Bytecode(frame.f_code).exception_entries  # those with `lasti` are of `with`, and of `except` itself
+    return any(entry.start <= frame.f_lasti < entry.end and not entry.lasti for entry in handlers)

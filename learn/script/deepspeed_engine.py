@@ -1,43 +1,61 @@
-"""The engine that `deepspeed.initialize` returns in a script: it plays the first rank of the settings' ZeRO.
+"""The package `deepspeed` as a script sees it, installed or not: what trains in several processes, and no more.
 
-Start reading at `DeepSpeedJob.initialize`. DeepSpeed itself is never run: `featurize.parallel.zero_rank` has its rules
-(release 0.19), and deepspeed/runtime/engine.py is what scripts see here.
+Start reading at `install_deepspeed`, then at `DeepSpeedJob.initialize`. DeepSpeed itself is never run: an engine plays
+the first rank of the settings' ZeRO, by the rules of `featurize.parallel.zero_rank` (release 0.19). What scripts see is
+that of deepspeed/runtime/engine.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
+import functools
+import importlib.metadata
+import inspect
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
+from torch.utils import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
-from featurize.optimizers import state_tensors
+from featurize.optimizers import make_optimizer, state_tensors
 from featurize.parallel.deepspeed_config import DeepSpeedFile, read_deepspeed, settings_of
 from featurize.training_settings import Training
-from learn.script.choices import name_of
-from learn.script.deepspeed_optimizers import EngineOptimizer, kind_of, maker_of
+from learn.script.containment import is_ready_for_its_absence
 from learn.script.device_mode import CUDA
+from learn.script.fake_cuda import giving
 from learn.script.rank_zero import RankZero
 from learn.script.step_watch import StepWatch
 
+NAME, VERSION = "deepspeed", "0.19.8"
+_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 _ALONE = (
     "DeepSpeed on one GPU is not estimated; start the script on several, as in deepspeed --num_gpus 8 train.py, or "
     "leave DeepSpeed out"
 )
-_TWICE = "several engines of DeepSpeed in a script are not followed"
-_NO_OPTIMIZER = "deepspeed.initialize is given no optimizer, and its settings have none"
-_COMPILED = "compiled models are not followed under DeepSpeed; leave compile out"
 _NOT_SAVED = "checkpoints of DeepSpeed were left out"
 _ONE_GROUP = "assumed: all groups of the optimizer's parameters are updated as one"
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_MARK = "ds_id"  # of a parameter that was made in parts
+
+
+def install_deepspeed(rank: RankZero, watch: StepWatch, note: Callable[[str], None]) -> None:
+    """Give scripts a package `deepspeed` whose engine plays a rank, in this process."""
+    sys.meta_path.insert(0, _Finder(_contents(DeepSpeedJob(rank, watch, note)), rank))
 
 
 class DeepSpeedJob:
@@ -65,7 +83,7 @@ class DeepSpeedJob:
         if not isinstance(model, nn.Module):
             raise RuntimeError("deepspeed.initialize wants a model")
         if self._has_engine:
-            raise RuntimeError(_TWICE)
+            raise RuntimeError("several engines of DeepSpeed in a script are not followed")
         given = config if config is not None else config_params
         settings = _settings(given if given is not None else getattr(args, "deepspeed_config", None))
         self.init_distributed()
@@ -102,14 +120,23 @@ class DeepSpeedEngine(nn.Module):
         self, job: DeepSpeedJob, model: nn.Module, basic: Optimizer, file: DeepSpeedFile, settings: Mapping[str, Any]
     ) -> None:
         super().__init__()
-        self._file, self._settings, self._job = file, settings, job
+        rank, ranks = job.rank, job.rank.launched
+        self._job = job
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self.training_dataloader: Any = None
         self.lr_scheduler: Any = None
         self._boundary: bool | None = None
-        rank, accumulation = job.rank, int(file.training.get("accumulation", 1))
+        accumulation, clip = int(file.training.get("accumulation", 1)), file.training.get("clip_norm")
         layout = rank.settings(**file.zero)
-        clip = file.training.get("clip_norm")
+        micro_batch = file.micro_batch or int(settings.get("train_batch_size", 1)) // (accumulation * ranks)
+        for name, value in {
+            "gradient_accumulation_steps": accumulation, "gradient_clipping": clip or 0.0, "zero_optimization": True,
+            "zero_optimization_stage": layout.zero, "zero_optimization_partition_weights": layout.zero == 3,
+            "fp16_enabled": layout.param_dtype == "fp16", "bfloat16_enabled": layout.param_dtype == "bf16",
+            "get_global_grad_norm": 1.0, "was_step_applied": True, "train_micro_batch_size_per_gpu": micro_batch,
+            "train_batch_size": micro_batch * accumulation * ranks,
+        }.items():  # fmt: skip
+            setattr(self, name, giving(value))
         training = Training(accumulation=accumulation, clip_norm=clip, offload_optimizer=layout.cpu_offload)
         job.note(f"DeepSpeed does not run here: its stage {layout.zero} is followed as release 0.19 has it")
         if len(basic.param_groups) > 1:
@@ -118,14 +145,18 @@ class DeepSpeedEngine(nn.Module):
         whole = {name: (p.shape, p.numel()) for name, p in model.named_parameters()}
         played = rank.play(layout, training)
         self.module = played.wrapped(model)
-        if layout.zero == 3:
-            _mark_parts(model, whole)
+        if layout.zero == 3:  # parameters say what they are as a whole
+            for number, (name, parameter) in enumerate(model.named_parameters()):
+                shape, count = whole[name]
+                vars(parameter).update(ds_id=number, ds_shape=shape, ds_numel=count)
         played.is_boundary = self.is_gradient_accumulation_boundary
         self._update = played.update(maker_of(basic))
         self.basic_optimizer, self.optimizer = basic, _ZeroOptimizer(basic)
         self.config, self.device, self.local_rank = settings, CUDA, 0
-        self.global_rank, self.world_size = 0, rank.launched
-        _note_choices(job.watch, basic, clip)
+        self.global_rank, self.world_size = 0, ranks
+        job.watch.note_optimizer(basic)
+        if clip is not None:
+            job.watch.seen["clip_norm"] = float(clip)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -137,7 +168,7 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if any("_orig_mod" in vars(module) for module in self.modules()):
-            raise RuntimeError(_COMPILED)
+            self.compile()
         return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> Tensor:
@@ -176,52 +207,11 @@ class DeepSpeedEngine(nn.Module):
             raise RuntimeError("no_sync does not go with gradients that stages 2 and 3 spread")
         yield
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: gradients were freed as they were reduced."""
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        micro = self._file.micro_batch
-        return micro or int(self._settings.get("train_batch_size", 1)) // (
-            self.gradient_accumulation_steps() * self.world_size
-        )
-
-    def train_batch_size(self) -> int:
-        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
-
-    def gradient_accumulation_steps(self) -> int:
-        return int(self._file.training.get("accumulation", 1))
-
-    def gradient_clipping(self) -> float:
-        return float(self._file.training.get("clip_norm", 0.0))
-
-    def zero_optimization(self) -> bool:
-        return True
-
-    def zero_optimization_stage(self) -> int:
-        return int(self._file.zero["zero"])
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.zero_optimization_stage() == 3
-
-    def fp16_enabled(self) -> bool:
-        return self._file.zero.get("param_dtype") == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self._file.zero.get("param_dtype") == "bf16"
-
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.basic_optimizer.param_groups]
 
-    def get_global_grad_norm(self) -> float:
-        return 1.0
-
-    def was_step_applied(self) -> bool:
-        return True
-
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **_: Any) -> Any:
         """Return a loader of the rank's share of a data set, in batches of a micro-step."""
-        from torch.utils.data import DataLoader, DistributedSampler
-
         return DataLoader(
             dataset, batch_size or self.train_micro_batch_size_per_gpu(), sampler=DistributedSampler(dataset),
             collate_fn=collate_fn,
@@ -238,10 +228,51 @@ class DeepSpeedEngine(nn.Module):
         return None, {}
 
     def compile(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError(_COMPILED)
+        raise RuntimeError("compiled models are not followed under DeepSpeed; leave compile out")
 
-    def destroy(self) -> None:
-        pass
+    zero_grad = destroy = giving(None)  # gradients were freed as they were reduced
+
+
+class EngineOptimizer(Optimizer):
+    """An optimizer of DeepSpeed's own: it says what its engine is to make, and makes no state.
+
+    our_name        as `featurize.optimizers` spells it
+    implementation  likewise; None: its default
+    """
+
+    our_name = "adamw"
+    implementation: str | None = None
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, *_: Any, weight_decay: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "fused": self.implementation == "fused" or None}
+        )
+        if not (options.get("adam_w_mode", True) and options.get("adamw_mode", True)):
+            self.our_name = "adam"  # weights are decayed as AdamW does, unless it is told otherwise
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise RuntimeError(
+            "optimizers of deepspeed.ops are followed within deepspeed.initialize only; without it, take one of "
+            "torch.optim"
+        )
+
+
+def kind_of(name: str, our_name: str, implementation: str | None = None) -> type[EngineOptimizer]:
+    """Return a class of optimizers, by the name that a script knows."""
+    return type(name, (EngineOptimizer,), {"our_name": our_name, "implementation": implementation})
+
+
+def maker_of(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """Return what makes an optimizer of the same kind, with the settings of the first group, for other parameters."""
+    if isinstance(optimizer, EngineOptimizer):
+        return functools.partial(
+            make_optimizer, optimizer.our_name, foreach=True, implementation=optimizer.implementation
+        )
+    taken = inspect.signature(type(optimizer).__init__).parameters
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name in taken and name != "params"}
+    return lambda parameters: type(optimizer)(parameters, **options)
 
 
 class _ZeroOptimizer(Optimizer):
@@ -257,15 +288,14 @@ class _ZeroOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise RuntimeError("DeepSpeed's optimizer is stepped by engine.step()")
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        pass
-
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         loss.backward(retain_graph=retain_graph)
 
+    zero_grad = giving(None)
+
 
 def _settings(given: Any) -> Mapping[str, Any]:
-    """Settings of a mapping, a file, or the encoded text that libraries of Hugging Face take as well.
+    """Return settings of a mapping, a file, or the encoded text that libraries of Hugging Face take as well.
 
     Raises:
         RuntimeError: There are none.
@@ -280,19 +310,18 @@ def _settings(given: Any) -> Mapping[str, Any]:
 
 
 def _optimizer(given: Any, trained: list[Any], file: DeepSpeedFile) -> Optimizer:
-    """The script's own optimizer, or that of the settings."""
+    """Return the script's own optimizer, or that of the settings."""
     if isinstance(given, Optimizer):
         return given
     if callable(given):
         return given(trained)
-    name = file.training.get("optimizer")
-    if name is None:
-        raise RuntimeError(_NO_OPTIMIZER)
+    if (name := file.training.get("optimizer")) is None:
+        raise RuntimeError("deepspeed.initialize is given no optimizer, and its settings have none")
     return kind_of(name, name, file.training.get("implementation"))(trained)
 
 
 def _scheduler(given: Any, basic: Optimizer, settings: Mapping[str, Any]) -> Any:
-    """The script's own scheduler. That of the settings changes rates alone, and leaves them as they are here."""
+    """Return the script's own scheduler. That of the settings changes rates alone, and leaves them as they are here."""
     if given is not None and not hasattr(given, "step") and callable(given):
         return given(basic)
     if given is None and settings.get("scheduler"):
@@ -302,7 +331,7 @@ def _scheduler(given: Any, basic: Optimizer, settings: Mapping[str, Any]) -> Any
 
 def _place(model: nn.Module, dtype: torch.dtype | None, recorder: Any, *, in_parts: bool) -> None:
     """Move a model to the GPU, with parameters of the settings' type; what `zero.Init` made takes nothing there."""
-    parts = [p for p in model.parameters() if hasattr(p, _MARK)] if in_parts else []
+    parts = [p for p in model.parameters() if hasattr(p, "ds_id")] if in_parts else []
     recorder.nowhere += bool(parts)
     for parameter in parts or model.parameters():
         if parameter.is_floating_point():
@@ -311,21 +340,157 @@ def _place(model: nn.Module, dtype: torch.dtype | None, recorder: Any, *, in_par
     model.to(CUDA)
 
 
-def _mark_parts(model: nn.Module, whole: Mapping[str, tuple[torch.Size, int]]) -> None:
-    """Let parameters of stage 3 say what they are as a whole."""
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        shape, count = whole[name]
-        vars(parameter).update(ds_id=number, ds_shape=shape, ds_numel=count)
+# -- the package
 
 
-def _note_choices(watch: StepWatch, basic: Optimizer, clip: Any) -> None:
-    seen = watch.choices.seen
-    if isinstance(basic, EngineOptimizer):
-        watch.optimizer_name = basic.our_name
-        if basic.implementation is not None:
-            seen["implementation"] = basic.implementation
-    else:
-        watch.optimizer_name = name_of(basic)
-        watch.choices.of_optimizer(basic)
-    if clip is not None:
-        seen["clip_norm"] = float(clip)
+class _Finder(MetaPathFinder, Loader):
+    """Finds the package and all modules in it, and its version.
+
+    Where one process runs and DeepSpeed is missing, it stays missing for who is ready for that.
+    """
+
+    def __init__(self, contents: Mapping[str, Mapping[str, Any]], rank: RankZero) -> None:
+        self._rank = rank
+        self._modules = {name: _Part(name) for name in contents}
+        for name, module in self._modules.items():
+            vars(module).update(contents[name])
+            package, _, leaf = name.rpartition(".")
+            if package:
+                vars(self._modules[package])[leaf] = module
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if not f"{fullname}.".startswith(f"{NAME}."):
+            return None
+        if fullname == NAME and not self._is_there() and is_ready_for_its_absence():
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def _is_there(self) -> bool:
+        return self._rank.launched > 1 or PathFinder.find_spec(NAME) is not None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return self._modules.get(spec.name) or _Part(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        wanted = getattr(context, "name", None)
+        return [_Distribution()] if wanted == NAME and self._is_there() else []
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """What `importlib.metadata` says of the package."""
+
+    def read_text(self, filename: str) -> str | None:
+        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Path:
+        return Path(path)
+
+
+class _Part(types.ModuleType):
+    """A module that has what it is known for. All else of DeepSpeed can be imported, and says that it is not followed
+    when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Part(f"{self.__name__}.{name}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"{self.__name__} is not followed; estimate the model itself with the layout, as in parallel=ddp=8,zero=2"
+        )
+
+    def __mro_entries__(self, bases: tuple) -> tuple:
+        return self()
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return False
+
+
+def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
+    """Return module -> what is in it, besides the modules below it."""
+    zero = {
+        "Init": Init, "register_external_parameter": giving(None),
+        "GatheredParameters": lambda *_, **__: contextlib.nullcontext(),  # they are whole until there is an engine
+    }  # fmt: skip
+    arange = {"zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn, "_orig_torch_arange": torch.arange}
+    of_torch = {name: getattr(dist, name) for name in dir(dist) if not name.startswith("_")}
+    within = {
+        "": {
+            "__version__": VERSION, "initialize": job.initialize, "init_distributed": job.init_distributed,
+            "add_config_arguments": _add_arguments, "DeepSpeedEngine": DeepSpeedEngine,
+        },
+        ".zero": zero,
+        ".comm": {**of_torch, "init_distributed": job.init_distributed},
+        ".checkpointing": {"checkpoint": _checkpoint, "configure": giving(None), "is_configured": giving(True)},
+        ".utils": {
+            "logger": logging.getLogger("DeepSpeed"), "log_dist": giving(None), "set_z3_leaf_modules": giving(None),
+        },
+        ".runtime": {},
+        ".runtime.zero": zero,
+        ".runtime.zero.partition_parameters": {**zero, **arange},
+        ".runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
+        ".runtime.lr_schedules": {"VALID_LR_SCHEDULES": _SCHEDULES},
+        ".accelerator": {"get_accelerator": _Accelerator},
+        ".ops": {},
+        ".ops.adam": {
+            "FusedAdam": kind_of("FusedAdam", "adamw", "fused"),
+            "DeepSpeedCPUAdam": kind_of("DeepSpeedCPUAdam", "adamw"),
+        },
+        ".ops.lion": {
+            "FusedLion": kind_of("FusedLion", "lion"), "DeepSpeedCPULion": kind_of("DeepSpeedCPULion", "lion"),
+        },
+        ".ops.adagrad": {"DeepSpeedCPUAdagrad": kind_of("DeepSpeedCPUAdagrad", "adagrad")},
+    }  # fmt: skip
+    return {f"{NAME}{name}": content for name, content in within.items()}
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint.checkpoint(function, *args, use_reentrant=True)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", default=False, action="store_true")
+    group.add_argument("--deepspeed_config", default=None, type=str)
+    return parser
+
+
+class Init:
+    """`deepspeed.zero.Init`: what is made while it is entered never lies on a GPU as a whole."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, module: nn.Module | None = None, *_: Any, enabled: bool = True, **__: Any) -> None:
+        self._enabled = enabled
+        self._hook: RemovableHandle | None = None
+        for parameter in module.parameters() if module is not None and enabled else ():
+            self._mark(parameter)
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._hook = register_module_parameter_registration_hook(lambda _module, _name, one: self._mark(one))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _mark(self, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            vars(parameter).update(ds_id=next(self._numbers), ds_shape=parameter.shape, ds_numel=parameter.numel())
+
+
+class _Accelerator:
+    """What `deepspeed.accelerator.get_accelerator()` returns: torch.cuda, with names of its own."""
+
+    current_device_name, communication_backend_name = giving(str(CUDA)), giving("nccl")
+    is_fp16_supported = giving(True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def device_name(self, index: int | None = None) -> str:
+        return "cuda" if index is None else f"cuda:{index}"

@@ -49,21 +49,28 @@ class PretendCuda(TorchFunctionMode):
         except TypeError:  # not hashable
             special = None
         if special is not None:
-            return special(self, func, args, kwargs)
-        for value in args:
-            if type(value) is torch.device or type(value) is str:
-                args = tuple(_META if names_cuda(value) else value for value in args)
-                break
-        if kwargs:
-            kwargs = _without_cuda(kwargs)
-        return func(*args, **kwargs)
+            return special(func, args, kwargs)
+        return func(*_on_meta(args), **_without_cuda(kwargs))
 
 
-def _without_cuda(kwargs: Mapping) -> dict:
-    """The keyword arguments for meta: no pinned memory, no generator of a GPU."""
+def on_the_gpu(value: Any) -> Any:
+    """Return a tensor on the GPU, anything else as it is."""
+    return value.to(CUDA) if isinstance(value, Tensor) else value
+
+
+def _on_meta(args: Sequence) -> Sequence:
+    if any(type(value) is torch.device or type(value) is str for value in args):
+        return tuple(_META if names_cuda(value) else value for value in args)
+    return args
+
+
+def _without_cuda(kwargs: Mapping) -> Mapping:
+    """Return the keyword arguments for meta: no pinned memory, no generator of a GPU."""
+    if not kwargs:
+        return kwargs
     kwargs = dict(kwargs)
     device = kwargs.get("device")
-    if device is not None and (names_cuda(device) or (type(device) is int)):
+    if names_cuda(device) or type(device) is int:
         kwargs["device"] = _META
     if "pin_memory" in kwargs:
         kwargs["pin_memory"] = False
@@ -77,34 +84,26 @@ def _asked_by_own_code() -> bool:
     return sys._getframe(3).f_code.co_filename.startswith(_OWN)
 
 
-def _of_index(value: Any) -> Any:
-    return torch.device("cuda", value) if type(value) is int else value
-
-
-def _make_device(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> torch.device:
-    """A bare index is a GPU."""
+def _make_device(func: Callable, args: Sequence, kwargs: Mapping) -> torch.device:
+    """Make a device; a bare index is a GPU."""
     return torch.device("cuda", args[0]) if len(args) == 1 and type(args[0]) is int else func(*args, **kwargs)
 
 
-def _device(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> torch.device:
+def _device(func: Callable, args: Sequence, kwargs: Mapping) -> torch.device:
     device = func(*args)
     return CUDA if device.type == "meta" and not _asked_by_own_code() else device
 
 
-def _is_cuda(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> bool:
+def _is_cuda(func: Callable, args: Sequence, kwargs: Mapping) -> bool:
     return func(*args) if _asked_by_own_code() else args[0].is_meta
 
 
-def _is_meta(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> bool:
+def _is_meta(func: Callable, args: Sequence, kwargs: Mapping) -> bool:
     return func(*args) and _asked_by_own_code()
 
 
-def _get_device(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> int:
-    return 0 if args[0].is_meta else func(*args)
-
-
-def _data_ptr(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> int:
-    """Of tensors that share memory, by which libraries know them; that of meta tensors is 0."""
+def _data_ptr(func: Callable, args: Sequence, kwargs: Mapping) -> int:
+    """Return an address by which libraries know tensors that share memory; that of meta tensors is 0."""
     tensor = args[0]
     if not tensor.is_meta:
         return func(*args)
@@ -115,54 +114,41 @@ def _storage_ptr(storage: torch.UntypedStorage) -> int:
     return storage._cdata if storage.device.type == "meta" and storage.nbytes() else _POINTER_OF_STORAGE(storage)
 
 
-def _cuda(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
-    if (memory_format := kwargs.get("memory_format")) is not None:
-        return args[0].to(_META, memory_format=memory_format)
-    return args[0].to(_META)
+def _cuda(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+    return args[0].to(_META, memory_format=kwargs.get("memory_format") or torch.preserve_format)
 
 
-def _to(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+def _to(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
     # A bare index is a GPU; `to(other)` with a tensor needs nothing.
-    args = tuple(
-        _META if names_cuda(value) or (place == 1 and type(value) is int) else value for place, value in enumerate(args)
-    )
-    return func(*args, **_without_cuda(kwargs))
+    tensor, *rest = args
+    if rest and type(rest[0]) is int:
+        rest[0] = _META
+    return func(tensor, *_on_meta(rest), **_without_cuda(kwargs))
 
 
-def _from_values(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
-    """Made on the host and copied, so that the values of small integers stay known."""
+def _from_values(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+    """Make a tensor on the host and copy it, so that the values of small integers stay known."""
     device = kwargs.get("device")
-    if device is None and not isinstance(args[0] if args else None, Tensor):
+    is_tensor = bool(args) and isinstance(args[0], Tensor)
+    if device is None and not is_tensor:
         device = default_device.CURRENT_DEVICE
     if device is None or not (names_cuda(device) or type(device) is int or torch.device(device).type == "meta"):
         return func(*args, **_without_cuda(kwargs))
     rest = {key: value for key, value in kwargs.items() if key not in ("device", "requires_grad", "pin_memory")}
-    if not (args and isinstance(args[0], Tensor)):
-        rest["device"] = "cpu"
-    made = func(*args, **rest).to(_META)
+    made = func(*args, **rest, **({} if is_tensor else {"device": "cpu"})).to(_META)
     return made.requires_grad_() if kwargs.get("requires_grad") else made
 
 
-def _same(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
-    return args[0]
-
-
-def _false(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> bool:
-    return False
-
-
-def _tolist(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Any:
+def _tolist(func: Callable, args: Sequence, kwargs: Mapping) -> Any:
     return func(args[0].detach().cpu() if args[0].is_meta else args[0])
 
 
-def _format(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> str:
+def _format(func: Callable, args: Sequence, kwargs: Mapping) -> str:
     tensor, *rest = args
-    if tensor.is_meta and tensor.dim() == 0:
-        return format(tensor.item(), *rest)
-    return func(*args, **kwargs)
+    return format(tensor.item(), *rest) if tensor.is_meta and tensor.dim() == 0 else func(*args, **kwargs)
 
 
-def _repr(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> str:
+def _repr(func: Callable, args: Sequence, kwargs: Mapping) -> str:
     tensor = args[0]
     if not tensor.is_meta:
         return func(*args, **kwargs)
@@ -170,19 +156,19 @@ def _repr(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -
     return f"tensor({value}, size={tuple(tensor.shape)}, device='cuda:0', dtype={tensor.dtype})"
 
 
-def _type(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Any:
-    if len(args) == 1 and not kwargs:
-        tensor = args[0]
+def _type(func: Callable, args: Sequence, kwargs: Mapping) -> Any:
+    tensor, *wanted = args
+    if not wanted and not kwargs:
         return f"torch.cuda.{_TYPE_NAMES.get(tensor.dtype, 'Float')}Tensor" if tensor.is_meta else func(tensor)
-    if len(args) > 1 and isinstance(args[1], str) and args[1].startswith("torch.cuda."):
-        wanted = args[1].removeprefix("torch.cuda.").removesuffix("Tensor")
-        dtype = next((dtype for dtype, name in _TYPE_NAMES.items() if name == wanted), torch.float32)
-        return args[0].to(_META, dtype)
+    if wanted and isinstance(wanted[0], str) and wanted[0].startswith("torch.cuda."):
+        name = wanted[0].removeprefix("torch.cuda.").removesuffix("Tensor")
+        dtype = next((dtype for dtype, known in _TYPE_NAMES.items() if known == name), torch.float32)
+        return tensor.to(_META, dtype)
     return func(*args, **kwargs)
 
 
-def _set_data(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> None:
-    """`p.data = p.data.cuda()`: set_data refuses another kind of tensor, which CUDA's is not."""
+def _set_data(func: Callable, args: Sequence, kwargs: Mapping) -> None:
+    """Run `p.data = p.data.cuda()`: set_data refuses another kind of tensor, which CUDA's is not."""
     tensor, new = args
     if tensor.is_meta == new.is_meta:
         func(tensor, new)
@@ -209,8 +195,11 @@ def enter_everywhere(unless: Callable[[], bool]) -> None:
     parse = torch._C._nn._parse_to
 
     def parse_to(*args: Any, **kwargs: Any) -> Any:  # of `module.to(0)`
-        args = tuple(_of_index(value) for value in args)
-        return parse(*args, **{key: _of_index(value) if key == "device" else value for key, value in kwargs.items()})
+        if args and type(args[0]) is int:
+            args = (torch.device("cuda", args[0]), *args[1:])
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        return parse(*args, **kwargs)
 
     replace_attribute(torch._C._nn, "_parse_to", parse_to)
     replace_attribute(torch.UntypedStorage, "data_ptr", _storage_ptr)
@@ -231,12 +220,12 @@ _SPECIAL: dict[Callable, Callable] = {
     _IS_CUDA.__get__: _is_cuda,
     _IS_META.__get__: _is_meta,
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_values),
-    Tensor.get_device: _get_device,
+    Tensor.get_device: lambda func, args, kwargs: 0 if args[0].is_meta else func(*args),
     Tensor.data_ptr: _data_ptr,
     Tensor.cuda: _cuda,
     Tensor.to: _to,
-    Tensor.pin_memory: _same,
-    Tensor.is_pinned: _false,
+    Tensor.pin_memory: lambda func, args, kwargs: args[0],
+    Tensor.is_pinned: lambda func, args, kwargs: False,
     Tensor.tolist: _tolist,
     Tensor.__format__: _format,
     Tensor.__repr__: _repr,

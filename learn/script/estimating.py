@@ -9,23 +9,24 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from conf.children.keeper import MEMORY, TIME, Ended
+from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
 from conf.errors import UsageError, shown
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
-from featurize.cudnn.workspaces import require_release
+from featurize.cudnn.workspaces import require_release, search_settings
 from featurize.device_spec import device_of_user
 from featurize.machine import MachineProfile
-from featurize.model_flops import precision_in_words
+from featurize.parallel.collectives import fabric_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import named_settings, names_network_only
 from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
+from learn.estimation.answer_cache import answer, cached_estimate
 from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
@@ -35,15 +36,14 @@ from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.on_machine import machine_for, require_workspaces
 from learn.estimation.on_ranks import parallel_job
 from learn.estimators import LEVEL
+from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
-from learn.script.launchers import require_interconnect
+from learn.script.records import BadRecord, ScriptRecord, read_record
+from learn.workload import Workload
 
 if TYPE_CHECKING:
-    from featurize.cudnn.signature import SearchSettings
     from featurize.device_spec import DeviceSpec
     from learn.estimation.answers import Data
-    from learn.script.record_file import ScriptRecord
-    from learn.workload import Workload
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
@@ -132,28 +132,41 @@ def estimate_script(
     on = machine_for(machine, spec, data)
     workspaces, torch_version = require_workspaces(workspaces), require_release(torch_version)
     network = _network_of(parallel)
-    if parsed.launch is not None:
-        require_interconnect(spec, parsed.launch)
+    if (launch := parsed.launch) is not None and launch.ranks > 1:  # refuses a GPU model that nothing is known to join
+        fabric_of(spec, Parallel(own=launch.ranks, gpus_per_node=launch.gpus_per_node))
     page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
 
         page = checked_path(Path(report))
-    record = _recorded(parsed, spec, time_limit_s, memory_limit_gib, show_output)
-    job = parallel_job(
-        _workload(record, name or parsed.name), _in_network(record.parallel, network), estimator=estimator,
-        others={"known": runs or None},
-    )  # fmt: skip
-    _require_batch_of_script(runs, job.batch_size)
-    question = Question(
-        job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on, workspaces=workspaces,
-        coverage=coverage, known=runs, torch_version=torch_version,
-    )  # fmt: skip
-    done, traced = question.answered(spec, timeline=page is not None)
-    notes = tuple(_notes(record))
-    done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
+
+    def question_of(record: ScriptRecord) -> Question:
+        job = parallel_job(
+            _workload(record, name or parsed.name), _in_network(record.parallel, network), estimator=estimator,
+            others={"known": runs or None},
+        )  # fmt: skip
+        _require_batch_of_script(runs, job.batch_size)
+        return Question(
+            job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on,
+            workspaces=workspaces, coverage=coverage, known=runs, torch_version=torch_version,
+        )  # fmt: skip
+
+    key = records.key_of(parsed, spec)
+    record = None if show_output else records.find(key)
+    done = None
+    if record is not None and page is None:
+        done = cached_estimate(question_of(record), spec)
+    if done is None:
+        record = record and records.with_trace(record)
+        record = record or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
+        question = question_of(record)
+        if page is None:
+            done = answer(question, spec)
+        else:
+            done, traced = question.answered(spec, timeline=True)
+    done = replace(done, notes=(*_notes(record), *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
-        write_step_report(page, job, spec, done, traced, allocator)
+        write_step_report(page, question.job, spec, done, traced, allocator)
     return done
 
 
@@ -193,17 +206,13 @@ def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
 
 
 def _recorded(
-    command: ScriptCommand, spec: DeviceSpec, time_limit_s: float, memory_limit_gib: float | None, show_output: bool
-) -> ScriptRecord:
-    """Run the script and read what it left. Raises `UsageError` where it did not reach two steps."""
-    from learn.script.record_file import BadRecord, read_record
-
-    launch = command.launch
-    memory_bytes = int(
-        memory_limit_gib * 2**30
-        if memory_limit_gib is not None
-        else _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
+    command: ScriptCommand, spec: DeviceSpec, key: str, time_limit_s: float, memory_limit_gib: float | None,
+    show_output: bool,
+) -> ScriptRecord:  # fmt: skip
+    """Run the script, read what it left, and keep that. Raises `UsageError` where it did not reach two steps."""
+    launch, began_ns = command.launch, time.time_ns()
+    if memory_limit_gib is None:
+        memory_limit_gib = _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     with ChildRunner(command.environment) as child:
         record_path, request_path = child.folder / "record.json", child.folder / "request.json"
         request = {
@@ -220,100 +229,58 @@ def _recorded(
         ended = child.run(
             [str(Path(__file__).with_name("child.py")), str(request_path)],
             time_limit_s=time_limit_s,
-            memory_limit_bytes=memory_bytes,
+            memory_limit_bytes=int(memory_limit_gib * 2**30),
             shows_output=show_output,
         )
         if not record_path.exists():
-            _explain_end(command, ended, time_limit_s, memory_bytes)
+            limits = {
+                TIME: f"has not done two optimizer steps in {time_limit_s:g} s (time_limit_s= sets the limit)",
+                MEMORY: f"takes more than {memory_limit_gib:,.1f} GiB of this machine's memory (memory_limit_gib= sets "
+                "the limit)",
+                None: f"ended its process with code {ended.code} before two optimizer steps were done",
+            }
+            lines = [one_line(line.strip()) for line in ended.output.splitlines() if line.strip()]
+            output = f"; its output ends: {' | '.join(lines[-_LAST_LINES:])}" if lines else ""
+            raise UsageError(f"{command.name} {limits[ended.limit]}{output}")
         try:
             record = read_record(record_path)
         except BadRecord as error:
             raise UsageError(f"{command.name} left a record that cannot be read: {error}") from error
     if record.trace is None:
         raise UsageError(f"{command.name} cannot be followed: {record.problem}")
-    return record
-
-
-def _explain_end(command: ScriptCommand, ended: Ended, time_limit_s: float, memory_limit_bytes: int) -> NoReturn:
-    lines = [one_line(line.strip()) for line in ended.output.splitlines() if line.strip()]
-    shown = f"; its output ends: {' | '.join(lines[-_LAST_LINES:])}" if lines else ""
-    if ended.limit == TIME:
-        raise UsageError(
-            f"{command.name} has not done two optimizer steps in {time_limit_s:g} s "
-            f"(time_limit_s= sets the limit){shown}"
-        )
-    if ended.limit == MEMORY:
-        raise UsageError(
-            f"{command.name} takes more than {memory_limit_bytes / 2**30:,.1f} GiB of this machine's memory "
-            f"(memory_limit_gib= sets the limit){shown}"
-        )
-    raise UsageError(
-        f"{command.name} ended its process with code {ended.code} before two optimizer steps were done{shown}"
-    )
+    return records.keep(key, record, began_ns)
 
 
 def _workload(record: ScriptRecord, name: str) -> Workload:
-    from learn.workload import Workload
-
     def absent(*_: object) -> NoReturn:
         raise UsageError("a script has no module that could be built by itself")
 
+    chosen = record.settings
+    search = search_settings(benchmark=bool(chosen.get("cudnn_benchmark")))
+    names = {field.name for field in fields(ScriptSettings)}
     return Workload(
         name=name,
         build=absent,
         batch=lambda _device: ((), None),  # which a report would list
-        settings=_settings(record.settings),
+        settings=ScriptSettings(**{name: value for name, value in chosen.items() if name in names}),
         batch_size=max(1, record.batch_size),
         recorded=record.trace,
-        search=_search(record.settings),
-    )
-
-
-def _search(chosen: Mapping[str, str | bool | int | float]) -> SearchSettings:
-    """Return how cuDNN searches in the script's process."""
-    from featurize.cudnn.workspaces import search_settings
-
-    searching = search_settings(benchmark=bool(chosen.get("cudnn_benchmark")))
-    return replace(
-        searching,
-        allow_tf32=bool(chosen.get("cudnn_allow_tf32", searching.allow_tf32)),
-        deterministic=bool(chosen.get("cudnn_deterministic", searching.deterministic)),
-    )
-
-
-def _settings(chosen: Mapping[str, str | bool | int | float]) -> ScriptSettings:
-    """Return a record's settings, which were checked when it was read; what it does not name has its default."""
-
-    def text(name: str) -> str | None:
-        return str(chosen[name]) if name in chosen else None
-
-    def number(name: str) -> float | None:
-        return float(chosen[name]) if name in chosen else None
-
-    return ScriptSettings(
-        optimizer=text("optimizer") or ScriptSettings.optimizer,
-        precision=text("precision") or ScriptSettings.precision,
-        cudnn_benchmark=bool(chosen.get("cudnn_benchmark")),
-        channels_last=bool(chosen.get("channels_last")),
-        implementation=text("implementation"),
-        accumulation=int(chosen.get("accumulation", 1)),
-        clip_norm=number("clip_norm"),
-        clip_value=number("clip_value"),
-        zero_grad=text("zero_grad") or ScriptSettings.zero_grad,
-        checkpointing=text("checkpointing"),
-        checkpoint_reentrant=bool(chosen.get("checkpoint_reentrant")),
+        search=replace(
+            search,
+            allow_tf32=bool(chosen.get("cudnn_allow_tf32", search.allow_tf32)),
+            deterministic=bool(chosen.get("cudnn_deterministic", search.deterministic)),
+        ),
+        key=record.key,
     )
 
 
 def _notes(record: ScriptRecord) -> Iterator[Note]:
     settings = record.settings
-    precision = str(settings.get("precision"))
-    if record.trace is not None:
-        precision = precision_in_words(record.trace, precision)
+    precision = settings.get("precision_in_words", settings.get("precision"))
     micro = f", {record.backwards} backward passes in a step" if record.backwards > 1 else ""
     text = (
-        f"the script trains with {settings.get('optimizer')}, {precision}, "
-        f"{record.batch_size} samples in a forward pass{micro}"
+        f"the script trains with {settings.get('optimizer')}, {precision}, {record.batch_size} samples in a forward "
+        f"pass{micro}"
     )
     yield Note("script-settings", INFO, text)
     if more := [f"{name}={settings[name]}" for name in _ALSO_NOTED if name in settings]:

@@ -1,10 +1,13 @@
 """torch.distributed for the one process that runs: the rank 0 of its group, whose other ranks say what it says.
 
 Start reading at `install_process_group`; `learn.script.rank_zero` has what the rank takes and sends.
+DistributedDataParallel has its buckets and copies, without its reducer, whose C++ needs tensors of a GPU; its rules are
+in `featurize.parallel.data_parallel`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -13,13 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import device_mesh, distributed_c10d
+from torch.utils._pytree import tree_map
 
+from featurize.parallel.buckets import limits_of
+from featurize.parallel.data_parallel import Replica
 from featurize.parallel.releases import SHARDS, refused_modes
 from featurize.releases import require_torch
-from featurize.replacing import replace_attribute
+from featurize.replacing import replace_attribute, replaced
+from featurize.step_trace import BUCKET
+from learn.script.compiling import BUCKETS
+from learn.script.device_mode import on_the_gpu
+from learn.script.fake_cuda import giving
 from learn.script.rank_zero import RankZero
-from learn.script.replicas import install_replicas
 
 ALONE = "torch.distributed runs with one process: buffers of NCCL are not counted"
 _BETWEEN_TWO = "messages between two ranks, as pipelines send them, are not followed in scripts"
@@ -27,19 +37,14 @@ _SHARDED_ALONE = "fully_shard cannot be followed in one process: start the scrip
 _OFFLOADED = (
     "CPU offload of shards is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
 )
+_HOOK = "assumed: a communication hook of DistributedDataParallel takes no memory, and sends what it is given"
+_MIXED = "DistributedDataParallel's mixed_precision is not followed: use torch.autocast"
 
 
 class _Done:
     """The handle of a collective that has ended."""
 
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
+    wait = is_completed = is_success = giving(True)
 
 
 def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
@@ -55,7 +60,7 @@ def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
         return
     _install_group(rank, note)
     _install_collectives(rank)
-    install_replicas(rank, note)
+    _install_replicas(rank, note)
 
 
 def _calling_directly(rank: RankZero) -> Callable[..., None]:
@@ -68,15 +73,9 @@ def _calling_directly(rank: RankZero) -> Callable[..., None]:
     return spawn
 
 
-def _modules() -> list[Any]:
-    from torch.distributed import device_mesh, distributed_c10d
-
-    return [dist, distributed_c10d, device_mesh]
-
-
 def _replace(name: str, function: Any) -> None:
     before = getattr(dist, name, None)
-    for module in _modules():
+    for module in (dist, distributed_c10d, device_mesh):
         if getattr(module, name, None) is before:  # `device_mesh.reduce` of older releases is functools' own
             replace_attribute(module, name, function)
 
@@ -87,13 +86,9 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
 
     @functools.wraps(begin)
     def init_process_group(
-        backend: str | None = None,
-        init_method: str | None = None,
-        timeout: Any = None,
-        world_size: int = -1,
-        *_: Any,
-        **__: Any,
-    ) -> None:
+        backend: str | None = None, init_method: str | None = None, timeout: Any = None, world_size: int = -1,
+        *_: Any, **__: Any,
+    ) -> None:  # fmt: skip
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         ranks = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
@@ -109,9 +104,9 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
             _refuse_fully_shard(_refusing(_SHARDED_ALONE))
         else:
             rank.begin()
-            _refuse_other_shards()
+            _refuse_offload()
             if "fsdp" in refused_modes():
-                _refuse_all_shards()
+                _refuse_shards()
 
     @functools.wraps(group_of)
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
@@ -131,7 +126,7 @@ def _refuse_fully_shard(refuse: Callable[..., None]) -> None:
     replace_attribute(FSDPState, "init", refuse)
 
 
-def _refuse_other_shards() -> None:
+def _refuse_offload() -> None:
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
     def offload(self: Any, offload_params: bool = False) -> None:
@@ -143,19 +138,17 @@ def _refuse_other_shards() -> None:
     replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
 
 
-def _refuse_all_shards() -> None:
+def _refuse_shards() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     def refuse(*_: Any, **__: Any) -> None:
         require_torch(SHARDS, "FSDP or tensor parallelism in a script")
 
-    for owner, name in {
-        FullyShardedDataParallel: "__init__",
-        DTensor: "__new__",
-        Shard: "_shard_tensor",
-        Replicate: "_replicate_tensor",
-    }.items():
+    for owner, name in (
+        (FullyShardedDataParallel, "__init__"), (DTensor, "__new__"), (Shard, "_shard_tensor"),
+        (Replicate, "_replicate_tensor"),
+    ):  # fmt: skip
         replace_attribute(owner, name, refuse)
     _refuse_fully_shard(refuse)
 
@@ -168,9 +161,9 @@ def _refusing(reason: str) -> Callable[..., None]:
 
 
 def _install_collectives(rank: RankZero) -> None:
-    """Collectives of GPU tensors run as they are: their group sends nothing, and the recorder hears of them. Of what is
+    """Run collectives of GPU tensors as they are: their group sends nothing, and the recorder hears of them. Of what is
     on the host, and of objects, each rank is taken to have what this one has."""
-    all_reduce, all_gather, gather_into = dist.all_reduce, dist.all_gather, dist.all_gather_into_tensor
+    all_reduce = dist.all_reduce
 
     def gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(gather)
@@ -195,34 +188,33 @@ def _install_collectives(rank: RankZero) -> None:
         return reduce(tensor, op, group, async_op)
 
     def gather(tensor: Tensor, gather_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
-        with torch.no_grad():
-            for output in gather_list or ():
-                output.copy_(tensor)
-        return _Done() if async_op else None
+        return _copied([(output, tensor) for output in gather_list or ()], async_op)
 
     def scatter(tensor: Tensor, scatter_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
-        if scatter_list:
-            with torch.no_grad():
-                tensor.copy_(scatter_list[0])
-        return _Done() if async_op else None
+        return _copied([(tensor, scatter_list[0])] if scatter_list else [], async_op)
 
+    refused = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
     for name, function in {
         "all_reduce": reduce,
-        "all_gather": gathering(all_gather),
-        "all_gather_into_tensor": gathering(gather_into),
+        "all_gather": gathering(dist.all_gather),
+        "all_gather_into_tensor": gathering(dist.all_gather_into_tensor),
         "reduce": reduce_to_one,
         "gather": gather,
         "scatter": scatter,
-        "barrier": _nothing,
-        "monitored_barrier": _nothing,
-        "broadcast_object_list": _nothing,
+        **dict.fromkeys(("barrier", "monitored_barrier", "broadcast_object_list"), _nothing),
         "all_gather_object": _fill,
         "gather_object": lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
         "scatter_object_list": lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
-        **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), _refusing(_BETWEEN_TWO)),
-        **dict.fromkeys(("send_object_list", "recv_object_list"), _refusing(_BETWEEN_TWO)),
+        **dict.fromkeys(refused, _refusing(_BETWEEN_TWO)),
     }.items():
         _replace(name, function)
+
+
+@torch.no_grad()
+def _copied(pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> _Done | None:
+    for output, tensor in pairs:
+        output.copy_(tensor)
+    return _nothing(async_op=async_op)
 
 
 def _nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:
@@ -231,3 +223,79 @@ def _nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:
 
 def _fill(outputs: list, given: Any, *_: Any, **__: Any) -> None:
     outputs[:] = [given] * len(outputs)
+
+
+def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
+    """Replace what DistributedDataParallel does, in this process.
+
+    Args:
+        rank: Hears of each wrapped model.
+        note: Hears what is left out.
+    """
+
+    def init(
+        self: Any, module: nn.Module, device_ids: list | None = None, output_device: Any = None, dim: int = 0,
+        broadcast_buffers: bool = True, init_sync: bool = True, process_group: Any = None,
+        bucket_cap_mb: float | None = None, find_unused_parameters: bool = False, check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False, static_graph: bool = False, *_: Any, **more: Any,
+    ) -> None:  # fmt: skip
+        if not dist.is_initialized():
+            raise RuntimeError("DistributedDataParallel needs torch.distributed.init_process_group first")
+        if more.get("mixed_precision") is not None:
+            raise RuntimeError(_MIXED)
+        if (mesh := more.get("device_mesh")) is not None:
+            process_group = mesh.get_group(mesh_dim=0)
+        nn.Module.__init__(self)
+        self.module, self.device_ids, self.output_device, self.dim = module, device_ids, output_device, dim
+        self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
+        self.process_group, self.static_graph = process_group or dist.group.WORLD, static_graph
+        self.require_backward_grad_sync, self.require_forward_param_sync = True, True
+        self.broadcast_buffers = broadcast_buffers
+        settings = rank.settings(
+            bucket_cap_mb=bucket_cap_mb, find_unused_parameters=bool(find_unused_parameters),
+            gradient_as_bucket_view=bool(gradient_as_bucket_view), static_graph=bool(static_graph),
+            broadcast_buffers=bool(broadcast_buffers),
+        )  # fmt: skip
+        replica = Replica(
+            module, rank.recorder, settings, kind=BUCKET if rank.launched > 1 else "gradient",
+            axis=rank.axis_of(process_group),
+        )  # fmt: skip
+        object.__setattr__(self, "_gpufarm_replica", replica)
+        object.__setattr__(self, BUCKETS, limits_of(bucket_cap_mb))
+        rank.add(replica, settings if dist.get_world_size(process_group) == rank.launched else None)
+
+    def register_comm_hook(self: Any, *_: Any, **__: Any) -> None:
+        note(_HOOK)
+
+    for name, function in (
+        ("__init__", init),
+        ("forward", _forward),
+        ("no_sync", lambda self: replaced(self, "require_backward_grad_sync", False)),
+        ("join", lambda self, *args, **kwargs: contextlib.nullcontext()),
+        ("register_comm_hook", register_comm_hook),
+        ("_set_static_graph", lambda self: None),
+    ):
+        replace_attribute(nn.parallel.DistributedDataParallel, name, function)
+
+
+def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """As torch's, in its order (torch/nn/parallel/distributed.py: `_pre_forward`, `_post_forward`)."""
+    replica: Replica = self._gpufarm_replica
+    trains = torch.is_grad_enabled()
+    if trains:
+        if replica.buckets.has_reduced and (names := replica.without_gradient()):
+            raise RuntimeError(
+                f"{len(names)} parameters get no gradient (the first: {names[0]}), at which DistributedDataParallel "
+                "stops in its second step; pass find_unused_parameters=True, or freeze them"
+            )
+        replica.buckets.rebuild()
+    if self.require_forward_param_sync and self.broadcast_buffers:
+        replica.broadcast_buffers()
+    if self.device_ids:
+        inputs, kwargs = tree_map(on_the_gpu, inputs), tree_map(on_the_gpu, kwargs)
+    with self._inside_ddp_forward():  # which tells a compiled module whose buckets cut its graph
+        output = self.module(*inputs, **kwargs)
+    self.require_forward_param_sync = trains and self.require_backward_grad_sync
+    if trains:
+        replica.buckets.synchronizes = self.require_backward_grad_sync
+    return output

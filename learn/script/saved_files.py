@@ -7,6 +7,7 @@ writes by other means than saving are written where it says.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import functools
 import io
@@ -15,7 +16,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,10 +32,16 @@ _SAVES = re.compile(
 )
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".pth.tar")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-# Functions of `os` whose first argument is a path that is looked at, and those that change a file which stays.
-_LOOKING = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr", "statvfs")
-_ALTERING = ("setxattr", "utime", "chmod", "chown", "truncate")
-_CHANGING = ("open", "mkdir", "remove", "unlink", "rmdir", "rename", "replace", "symlink", "link", "listdir", "scandir")
+_OF_SYSTEM = ("/proc/", "/sys/", "/dev/")
+# Functions of `os` whose first argument is a path -> the method that stands for them.
+FUNCTIONS = {
+    **dict.fromkeys(("stat", "lstat", "access", "readlink", "listxattr", "getxattr", "statvfs"), "_look"),
+    **dict.fromkeys(("setxattr", "utime", "chmod", "chown", "truncate"), "_alter"),
+    **dict.fromkeys(("remove", "unlink", "rmdir"), "_take_away"),
+    **dict.fromkeys(("rename", "replace"), "_move"),
+    **dict.fromkeys(("symlink", "link"), "_point"),
+    "open": "_open", "mkdir": "_mkdir", "listdir": "_listdir", "scandir": "_scandir",
+}  # fmt: skip
 
 
 class SavedFiles:
@@ -48,32 +55,38 @@ class SavedFiles:
         self._apart = os.path.dirname(self._root) + os.sep  # this project's own files
         self._used = False
         self._removed: set[str] = set()  # what the script has removed while saving, and is still there
-        self._os: dict[str, Callable[..., Any]] = {
-            name: getattr(os, name) for name in (*_LOOKING, *_ALTERING, *_CHANGING) if hasattr(os, name)
-        }
-        self._builtin_open, self._remove_tree = builtins.open, shutil.rmtree
+        self._looked_at: dict[str, bool] = {}  # path, with a slash at the end where it was listed -> was there
+        self._os: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in FUNCTIONS if hasattr(os, name)}
+        self._open_file = builtins.open
 
     def install(self) -> None:
         """Replace the functions of Python that open, list, make and remove files, in this process."""
         replace_attribute(builtins, "open", self.open)
         replace_attribute(io, "open", self.open)
-        for name in (*_LOOKING, *_ALTERING):
-            if name in self._os:
-                way = self._look if name in _LOOKING else self._alter
-                looking = functools.partial(way, self._os[name])  # which no class that holds it binds
-                replace_attribute(os, name, functools.update_wrapper(looking, self._os[name]))
-        for name in _CHANGING:
-            replace_attribute(os, name, getattr(self, f"_{name}"))
+        for name, function in self._os.items():
+            replace_attribute(os, name, self._standing_for(function, getattr(self, FUNCTIONS[name])))
         supported = (os.supports_fd, os.supports_follow_symlinks, os.supports_dir_fd, os.supports_effective_ids)
         for functions in supported:  # sets of the functions themselves
             functions.update({getattr(os, name) for name, real in self._os.items() if real in functions})
-        replace_attribute(shutil, "rmtree", self._rmtree)
+        replace_attribute(shutil, "rmtree", self._standing_for(shutil.rmtree, self._take_away))
+
+    def _standing_for(self, function: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            by_number = any(value is not None for name, value in kwargs.items() if name.endswith("dir_fd"))
+            if by_number or self._full(path) is None:
+                return function(path, *args, **kwargs)
+            return method(function, path, *args, **kwargs)
+
+        return functools.update_wrapper(functools.partial(call), function)  # which no class that holds it binds
 
     # -- where a path is
 
     def at(self, path: Any) -> Any:
         """Return where the content of a path lies: in the folder if it was saved. Raises `FileNotFoundError`."""
-        if not self._used or isinstance(path, int) or (full := self._full(path)) is None:
+        if (full := self._full(path)) is None:
+            return path
+        self._looked_at.setdefault(full, self._there(full))
+        if not self._used:
             return path
         kept = self._root + full
         if self._there(kept) and not (self._is_folder(kept) and self._is_folder(full) and not self._gone(full)):
@@ -94,8 +107,8 @@ class SavedFiles:
         return kept
 
     def takes(self, path: Any) -> bool:
-        """Whether what is written to a path now is saved."""
-        if isinstance(path, int) or (full := self._full(path)) is None:
+        """Return whether what is written to a path now is saved."""
+        if (full := self._full(path)) is None:
             return False
         if (mode := self._mode(full)) and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
             return False  # a device
@@ -108,8 +121,16 @@ class SavedFiles:
             or (self._there(self._root + folder) and not self._there(folder))
         )
 
+    def looked_at(self) -> set[str]:
+        """Return the paths that were asked for, but for what is the system's, and what has come since."""
+        return {
+            path
+            for path, was_there in self._looked_at.items()
+            if (was_there or not self._there(path)) and not path.startswith(_OF_SYSTEM)
+        }
+
     def _full(self, path: Any) -> str | None:
-        """The absolute path; None for this project's own files."""
+        """Return the absolute path; None for an open file's number, and for this project's own files."""
         try:
             full = os.path.abspath(os.fsdecode(path))
         except TypeError:
@@ -129,7 +150,7 @@ class SavedFiles:
         return stat.S_ISDIR(self._mode(path))
 
     def _gone(self, full: str) -> bool:
-        return bool(self._removed) and any(full == one or full.startswith(one + os.sep) for one in self._removed)
+        return any(full == one or full.startswith(one + os.sep) for one in self._removed)
 
     def _make_folders(self, kept: str) -> None:
         if not self._there(kept):
@@ -141,69 +162,53 @@ class SavedFiles:
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """Open a file as Python's own function does; one that is saved in the folder."""
         if not set(mode) & set("wax+"):
-            return self._builtin_open(self.at(file), mode, *args, **kwargs)
-        if not self.takes(file):
-            return self._builtin_open(file, mode, *args, **kwargs)
-        if "x" in mode and os.path.lexists(file):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), file)
-        return self._builtin_open(self._kept_copy(file, whole="a" in mode or "r" in mode), mode, *args, **kwargs)
+            file = self.at(file)
+        elif self.takes(file):
+            self._require_new(file, is_wanted="x" in mode)
+            file = self._kept_copy(file, whole="a" in mode or "r" in mode)
+        return self._open_file(file, mode, *args, **kwargs)
 
-    def _kept_copy(self, path: Any, *, whole: bool) -> str:
-        """Where to write, with the content that is there already."""
+    def _require_new(self, path: Any, *, is_wanted: bool = True) -> None:
+        if is_wanted and os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+    def _kept_copy(self, path: Any, *, whole: bool = True) -> str:
+        """Return where to write, with the content that is there already."""
         self._note(NOTE)
         before = self.at(path) if whole and os.path.lexists(path) else None
         kept = self.into(path)
         if before is not None and before != kept:
-            with self._builtin_open(before, "rb") as source, self._builtin_open(kept, "wb") as target:
+            with self._open_file(before, "rb") as source, self._open_file(kept, "wb") as target:
                 shutil.copyfileobj(source, target)
         return kept
 
     def _look(self, function: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(path if kwargs.get("dir_fd") is not None else self.at(path), *args, **kwargs)
+        return function(self.at(path), *args, **kwargs)
 
     def _alter(self, function: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Change a file's content or attributes; those of a file that is changed while saving, in the folder."""
-        if kwargs.get("dir_fd") is None and os.path.isfile(path) and self.takes(path):
-            return function(self._kept_copy(path, whole=True), *args, **kwargs)
-        return self._look(function, path, *args, **kwargs)
+        kept = os.path.isfile(path) and self.takes(path)
+        return function(self._kept_copy(path) if kept else self.at(path), *args, **kwargs)
 
-    def _opened_by_number(self, path: Any, flags: int) -> Any:
-        return self._kept_copy(path, whole=True) if flags & _WRITING and self.takes(path) else self.at(path)
+    def _open(self, function: Callable[..., int], path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if not flags & _WRITING:
+            path = self.at(path)
+        elif self.takes(path):
+            path = self._kept_copy(path)
+        return function(path, flags, *args, **kwargs)
 
-    def _open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if kwargs.get("dir_fd") is None:
-            path = self._opened_by_number(path, flags)
-        return self._os["open"](path, flags, *args, **kwargs)
-
-    def _mkdir(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("dir_fd") is not None or not self.takes(path):
-            self._os["mkdir"](path, *args, **kwargs)
-        elif os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        else:
+    def _mkdir(self, function: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+        if self.takes(path):
+            self._require_new(path)
             self._make_folders(self.into(path))
-
-    def _remove(self, path: Any, **kwargs: Any) -> None:
-        self._take_away("remove", path, **kwargs)
-
-    def _unlink(self, path: Any, **kwargs: Any) -> None:
-        self._take_away("unlink", path, **kwargs)
-
-    def _rmdir(self, path: Any, **kwargs: Any) -> None:
-        self._take_away("rmdir", path, **kwargs)
-
-    def _rmtree(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        self._take_away("", path, *args, **kwargs)
-
-    def _take_away(self, name: str, path: Any, *args: Any, **kwargs: Any) -> None:
-        """Remove a file or folder; one that is none of those saved stays, if it is removed while saving."""
-        function = self._os[name] if name else self._remove_tree
-        full = self._full(path) if kwargs.get("dir_fd") is None else None
-        if full is None or not self.takes(path):
+        else:
             function(path, *args, **kwargs)
-            return
-        if not os.path.lexists(path):
-            function(path, *args, **kwargs)  # which says that there is none
+
+    def _take_away(self, function: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+        """Remove a file or folder; one that is none of those saved stays, if it is removed while saving."""
+        full = self._full(path)
+        if full is None or not self.takes(path) or not os.path.lexists(path):
+            function(path, *args, **kwargs)
             return
         if self._there(self._root + full):
             function(self._root + full, *args, **kwargs)
@@ -211,20 +216,14 @@ class SavedFiles:
             self._used = True
             self._removed.add(full)
 
-    def _rename(self, source: Any, target: Any, **kwargs: Any) -> None:
-        self._move("rename", source, target, **kwargs)
-
-    def _replace(self, source: Any, target: Any, **kwargs: Any) -> None:
-        self._move("replace", source, target, **kwargs)
-
-    def _move(self, name: str, source: Any, target: Any, **kwargs: Any) -> None:
-        if kwargs or not (self.takes(source) or self.takes(target)) or not os.path.lexists(source):
-            self._os[name](source, target, **kwargs)
+    def _move(self, function: Callable[..., None], source: Any, target: Any, **kwargs: Any) -> None:
+        if not (self.takes(source) or self.takes(target)) or not os.path.lexists(source):
+            function(source, target, **kwargs)
             return
         place, full = self.at(source), self._full(source)
         kept = self.into(target)
         if full is not None and place == self._root + full:
-            self._os[name](place, kept)
+            function(place, kept)
         else:
             self._borrow(os.path.abspath(os.fsdecode(place)), kept)
         if full is not None and self._there(full):
@@ -240,42 +239,37 @@ class SavedFiles:
         for name in self._os["listdir"](place):
             self._borrow(os.path.join(place, name), os.path.join(kept, name))
 
-    def _symlink(self, source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-        self._point("symlink", source, target, *args, **kwargs)
-
-    def _link(self, source: Any, target: Any, **kwargs: Any) -> None:
-        self._point("link", source, target, **kwargs)
-
-    def _point(self, name: str, source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("dir_fd") is not None or not self.takes(target):
-            self._os[name](source if name == "symlink" else self.at(source), target, *args, **kwargs)
+    def _point(self, function: Callable[..., None], source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.takes(target):
+            is_link = function is self._os["symlink"]
+            function(source if is_link else self.at(source), target, *args, **kwargs)
             return
         beside = os.path.join(os.path.dirname(os.path.abspath(os.fsdecode(target))), os.fsdecode(source))
         self._os["symlink"](os.path.abspath(self.at(beside)), self.into(target))
 
-    def _listdir(self, path: Any = ".") -> list:
-        return [entry.name for entry in self._scandir(path)] if self._lists(path) else self._os["listdir"](path)
+    def _listdir(self, function: Callable[..., list], path: Any = ".") -> list:
+        names = self._names(path)
+        return function(path) if names is None else names
 
-    def _lists(self, path: Any) -> bool:
-        """Whether a folder's files are not all where it lies, or some of them are removed."""
-        if not self._used or isinstance(path, int | bytes):
-            return False
-        if (full := self._full(path)) is None:
-            return False
-        return self._there(self._root + full) or self._gone(full) or full in map(os.path.dirname, self._removed)
+    def _scandir(self, function: Callable[..., Any], path: Any = ".") -> Any:
+        names = self._names(path)
+        return function(path) if names is None else _Entries(_Entry(os.fspath(path), name) for name in names)
 
-    def _scandir(self, path: Any = ".") -> Any:
-        if not self._lists(path):
-            return self._os["scandir"](path)
+    def _names(self, path: Any) -> list[str] | None:
+        """Return what a folder holds for the script; None where that is what lies in it."""
         full = self._full(path)
         assert full is not None
+        self._looked_at.setdefault(full + os.sep, self._there(full))
         kept = self._root + full
-        if self._gone(full) and not self._there(kept):
+        is_kept, is_gone = self._there(kept), self._gone(full)
+        if isinstance(path, bytes) or not (is_kept or is_gone or full in map(os.path.dirname, self._removed)):
+            return None
+        if is_gone and not is_kept:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        names = dict.fromkeys(self._os["listdir"](kept) if self._there(kept) else ())
+        names = dict.fromkeys(self._os["listdir"](kept) if is_kept else ())
         if self._is_folder(full):
             names |= {n: None for n in self._os["listdir"](full) if not self._gone(os.path.join(full, n))}
-        return _Entries([_Entry(os.fspath(path), name) for name in names])
+        return list(names)
 
 
 class _Entry:
@@ -303,10 +297,11 @@ class _Entry:
         return self.stat().st_ino
 
 
-class _Entries:
+class _Entries(contextlib.ExitStack):
     """An iterator over entries that can be entered and closed, as that of `os.scandir`."""
 
-    def __init__(self, entries: Sequence[_Entry]) -> None:
+    def __init__(self, entries: Iterable[_Entry]) -> None:
+        super().__init__()
         self._entries = iter(entries)
 
     def __iter__(self) -> Iterator[_Entry]:
@@ -315,21 +310,12 @@ class _Entries:
     def __next__(self) -> _Entry:
         return next(self._entries)
 
-    def __enter__(self) -> _Entries:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def close(self) -> None: ...
-
 
 def _a_saver_runs() -> bool:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if _is_saver(frame.f_code.co_name):
-            return True
+    while frame is not None and not _is_saver(frame.f_code.co_name):
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 @functools.cache

@@ -5,21 +5,20 @@ Start reading at `install_saving`. A file that is read back gives tensors of the
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib.util
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from featurize.replacing import replace_attribute
+from featurize.replacing import replace_attribute, replaced
 from learn.script.device_mode import names_cuda
 from learn.script.saved_files import NOTE, SavedFiles
 
@@ -51,17 +50,15 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
 
     @functools.wraps(save)
     def save_kept(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        is_path = isinstance(f, str | os.PathLike)
-        if is_path:
-            note(NOTE)
-        place = files.into(f) if is_path else f
+        if not isinstance(f, str | os.PathLike):
+            save(obj, f, *args, **kwargs)
+            return
+        note(NOTE)
+        place = files.into(f)
+        lost.pop(place, None)
         try:
             save(obj, place, *args, **kwargs)
-            if is_path:
-                lost.pop(place, None)
         except Exception as error:  # of whatever the script saves
-            if not is_path:
-                raise
             lost[place] = f"{type(error).__name__}: {error}"
 
     @functools.wraps(load)
@@ -75,23 +72,19 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
                 )
             f = place
         places = map_location.values() if isinstance(map_location, dict) else (map_location,)
-        on_gpu = any(isinstance(place, str | torch.device) and names_cuda(place) for place in places)
-        with _loading(back_on_gpu=map_location is None):
+        on_gpu = any(names_cuda(place) for place in places)
+        with replaced(_Loading, "back_on_gpu", map_location is None):
             content = load(f, "cpu", *args, **kwargs)
         if not on_gpu:
             return content
         return tree_map(lambda value: value.to("cuda") if isinstance(value, Tensor | nn.Module) else value, content)
 
-    load_states = nn.Module.load_state_dict
+    load_states, future = nn.Module.load_state_dict, torch.__future__
 
     @functools.wraps(load_states)
     def load_states_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        swapped = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(False)  # a trained parameter cannot be swapped
-        try:
+        with replaced(future, "_swap_module_params_on_conversion", False):  # a trained parameter cannot be swapped
             return load_states(module, *args, **kwargs)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(swapped)
 
     replace_attribute(nn.Module, "load_state_dict", load_states_in_place)
     replace_attribute(torch, "save", save_kept)
@@ -121,15 +114,6 @@ def _install_torchscript() -> None:
 
     replace_attribute(torch.jit, "save", save)
     replace_attribute(torch.jit, "load", load_kept)
-
-
-@contextlib.contextmanager
-def _loading(*, back_on_gpu: bool) -> Iterator[None]:
-    before, _Loading.back_on_gpu = _Loading.back_on_gpu, back_on_gpu
-    try:
-        yield
-    finally:
-        _Loading.back_on_gpu = before
 
 
 def _install_pickling() -> None:
@@ -224,9 +208,6 @@ def _install_tokenizers(files: SavedFiles) -> None:
         kept = os.path.dirname(files.into(os.path.join(folder, "vocabulary")))
         return [os.path.join(folder, os.path.basename(path)) for path in save_model(model, kept, *args, **kwargs)]
 
-    def from_file(path: Any) -> Any:
-        return read(files.at(path))
-
     replace_attribute(tokenizers.Tokenizer, "save", save_kept)
-    replace_attribute(tokenizers.Tokenizer, "from_file", staticmethod(from_file))
+    replace_attribute(tokenizers.Tokenizer, "from_file", staticmethod(lambda path: read(files.at(path))))
     replace_attribute(models.Model, "save", save_model_kept)

@@ -1,4 +1,4 @@
-"""Knows which step and phase a script is in: an optimizer's `step()` ends a step.
+"""Knows which step and phase a script is in, and which settings it chooses: an optimizer's `step()` ends a step.
 
 Start reading at `StepWatch.install`. After `STEPS` steps the next forward pass ends the process: see `on_done`.
 """
@@ -7,59 +7,64 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
+from torch.utils import checkpoint
 
 from featurize.replacing import replace_attribute
 from featurize.trace import STEPS
-from learn.script.choices import Choices, name_of
+from learn.script.rank_zero import RankZero
+from learn.script.records import Setting
 from learn.script.script_recorder import ScriptRecorder
 
 BY_HAND = "an optimizer of its own"  # the name of an optimizer that is none of torch's
+# Classes of optimizers -> their names, where these are not the classes' own in small letters.
+_NAMES = {"adamw8bit": "adamw_8bit", "pagedadamw8bit": "paged_adamw_8bit", "pagedadamw": "paged_adamw"}
 
 
 class StepWatch:
     """Follows a script's training loop by its optimizers.
 
     Of several optimizers (a generator's and a discriminator's), a step ends when each has stepped.
+
+    seen   settings of `featurize.training_settings.Training` that were chosen; the others have their default
     """
 
-    def __init__(
-        self, recorder: ScriptRecorder, enter_policy: Callable[[str], None], on_done: Callable[[], None]
-    ) -> None:
+    def __init__(self, recorder: ScriptRecorder, rank: RankZero, on_done: Callable[[], None]) -> None:
+        self._recorder, self._rank, self._on_done = recorder, rank, on_done
+        self.seen: dict[str, Setting] = {}
         self.steps = 0  # done
         self._by_engine = False  # which updates the model
         self._in_backward = False
         self._in_forward = False  # a forward pass of the step has begun, and no backward pass
-        self.backwards = 0  # of the step that runs
+        self._backwards = 0  # of the step that runs
         self.most_backwards = 0
         self.batch_size = 0
         self.optimizer_name = ""
-        self.choices = Choices()
-        self.on_begin: Callable[[], None] = lambda: None  # of a step
-        self.on_end: Callable[[], None] = lambda: None
-        self.on_backward: Callable[[], None] = lambda: None  # a backward pass begins
-        self.on_backward_end: Callable[[], None] = lambda: None
-        self._recorder, self._enter_policy, self._on_done = recorder, enter_policy, on_done
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def install(self) -> None:
-        """Hook into every optimizer and every backward pass of this process."""
+    def install(self, enter_policy: Callable[[str], None]) -> None:
+        """Hook into every optimizer and every backward pass of this process.
+
+        Args:
+            enter_policy: Called with each phase that begins.
+        """
+        self._enter_policy = enter_policy
         self._recorder.on_forward = self._forward
         self._recorder.follow_calls()
-        self.choices.install()
+        self._watch_settings()
         optimizers.register_optimizer_step_pre_hook(self._before_step)
         optimizers.register_optimizer_step_post_hook(self._after_step)
-        made = Optimizer.__init__
-        backward = torch.autograd.backward
-        zero_grad = Optimizer.zero_grad
+        made, zero_grad, backward = Optimizer.__init__, Optimizer.zero_grad, torch.autograd.backward
 
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
@@ -69,30 +74,67 @@ class StepWatch:
             if self._in_backward:  # of a checkpoint that is recomputed
                 backward(*args, **kwargs)
                 return
-            self.on_backward()
+            self._rank.begin_backward()
             self._begin("backward")
             self._in_backward = True
             try:
                 backward(*args, **kwargs)
             finally:
                 self._in_backward = False
-            self.on_backward_end()
+            self._rank.end_backward()
             self._after_backward()
 
         @functools.wraps(zero_grad)
         def watched_zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            if self._in_forward and not self.backwards:
-                self._note_late_zero_grad(optimizer)
+            if self._in_forward and not self._backwards:
+                with torch._C.DisableTorchFunction():
+                    if any(p.grad is not None and p.is_meta for p in _parameters(optimizer)):
+                        self.seen["zero_grad"] = "after_forward"
             zero_grad(optimizer, *args, **kwargs)
 
         replace_attribute(Optimizer, "__init__", init)
         replace_attribute(Optimizer, "zero_grad", watched_zero_grad)
         replace_attribute(torch.autograd, "backward", run_backward)
 
-    def _note_late_zero_grad(self, optimizer: Optimizer) -> None:
-        with torch._C.DisableTorchFunction():
-            if any(p.grad is not None and p.is_meta for group in optimizer.param_groups for p in group["params"]):
-                self.choices.seen["zero_grad"] = "after_forward"
+    def _watch_settings(self) -> None:
+        """Watch the functions that clip gradients and checkpoint activations."""
+
+        def clipping(clip: Any, setting: str, keyword: str) -> Any:
+            @functools.wraps(clip)
+            def watched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+                limit = args[0] if args else kwargs.get(keyword)
+                if isinstance(limit, int | float) and math.isfinite(limit):  # an infinite one measures the norm only
+                    self.seen[setting] = float(limit)
+                return clip(parameters, *args, **kwargs)
+
+            return watched
+
+        for name, setting, keyword in (
+            ("clip_grad_norm_", "clip_norm", "max_norm"),
+            ("clip_grad_value_", "clip_value", "clip_value"),
+        ):
+            watched = clipping(getattr(clip_grad, name), setting, keyword)
+            replace_attribute(torch.nn.utils, name, watched)
+            replace_attribute(clip_grad, name, watched)
+        recompute = checkpoint.checkpoint
+
+        @functools.wraps(recompute)
+        def watched_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+            self.seen["checkpointing"] = "selective" if "context_fn" in kwargs else "full"
+            if kwargs.get("use_reentrant"):
+                self.seen["checkpoint_reentrant"] = True
+            return recompute(function, *args, **kwargs)
+
+        replace_attribute(checkpoint, "checkpoint", watched_checkpoint)
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Note the name of the first optimizer, and the implementation that the script asked of it."""
+        self.optimizer_name = self.optimizer_name or name_of(optimizer)
+        group = optimizer.param_groups[0]
+        if group.get("fused"):
+            self.seen["implementation"] = "fused"
+        elif group.get("foreach") is not None:
+            self.seen["implementation"] = "foreach" if group["foreach"] else "loop"
 
     def _begin(self, phase: str) -> None:
         self._recorder.begin_phase(phase)
@@ -116,18 +158,16 @@ class StepWatch:
             self._on_done()
         if recorder.phase in ("backward", "optimizer", "setup"):
             recorder.name_states()
-            if recorder.step == 0:
-                recorder.step = 1
+            recorder.step = recorder.step or 1
             self._begin("forward")
         self._in_forward = True
         if samples and parameter is not None:
             self.batch_size = samples
 
     def _after_backward(self) -> None:
-        self.backwards += 1
+        self._backwards += 1
         self._in_forward = False
-        parameters = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
-        self._recorder.name_gradients(parameters)
+        self._recorder.name_gradients(p for optimizer in self._optimizers for p in _parameters(optimizer))
         self._begin("optimizer")
 
     @contextlib.contextmanager
@@ -142,57 +182,57 @@ class StepWatch:
         self._end_step()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._by_engine:
-            return
-        self._begin("optimizer")
-        self._recorder.updating = True
+        if not self._by_engine:
+            self._begin("optimizer")
+            self._recorder.updating = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._by_engine:
             return
-        recorder = self._recorder
-        recorder.updating = False
-        with torch._C.DisableTorchFunction():
-            recorder.name(
-                (
-                    v
-                    for s in optimizer.state.values()
-                    if isinstance(s, dict)
-                    for v in s.values()
-                    if isinstance(v, Tensor)
-                ),
-                "optimizer_state",
-            )
-            trains = any(p.is_meta for group in optimizer.param_groups for p in group["params"])
-        if not trains:
-            return
+        self._recorder.updating = False
         again = optimizer in self._stepped
-        self._stepped.add(optimizer)
         with torch._C.DisableTorchFunction():
-            waiting = [o for o in self._optimizers if o not in self._stepped and _has_gradients(o)]
-        if waiting and not again:
-            return
-        self.optimizer_name = self.optimizer_name or name_of(optimizer)
-        self.choices.of_optimizer(optimizer)
-        self._end_step()
+            states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
+            tensors = (value for values in states for value in values if isinstance(value, Tensor))
+            self._recorder.name(tensors, "optimizer_state")
+            if not _is_on_gpu(optimizer):
+                return
+            self._stepped.add(optimizer)
+            waiting = [o for o in self._optimizers if o not in self._stepped and _is_on_gpu(o)]
+        if again or not waiting:
+            self.note_optimizer(optimizer)
+            self._end_step()
 
     def _end_step(self) -> None:
         recorder = self._recorder
         self._stepped.clear()
         recorder.updated_by_hand = False
-        self.most_backwards = max(self.most_backwards, self.backwards)
-        self.steps, self.backwards = self.steps + 1, 0
-        self.on_end()
+        self.most_backwards = max(self.most_backwards, self._backwards)
+        self.steps, self._backwards = self.steps + 1, 0
+        self._rank.end_step()
+        recorder.keep_operators = self.steps + 1 == STEPS
         if self.steps < STEPS:
-            recorder.step, recorder.keep_operators = self.steps + 1, self.steps + 1 == STEPS
+            recorder.step = self.steps + 1
             self._begin("forward")
-            self.on_begin()
-        else:
-            recorder.keep_operators = False
+            self._rank.begin_step()
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.is_meta for group in optimizer.param_groups for p in group["params"])
+def name_of(optimizer: Optimizer) -> str:
+    """Return the optimizer's name as the project spells it: its class, and `momentum` or `nesterov` for such an SGD."""
+    name = getattr(optimizer, "our_name", type(optimizer).__name__.lower())
+    if name == "sgd" and optimizer.param_groups[0].get("momentum"):
+        return "nesterov" if optimizer.param_groups[0].get("nesterov") else "momentum"
+    if name == "adafactor" and type(optimizer).__module__.startswith("transformers."):
+        return "transformers_adafactor"
+    return _NAMES.get(name, name)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_on_gpu(optimizer: Optimizer) -> bool:
+    return any(p.is_meta for p in _parameters(optimizer))
 
 
 def _samples(inputs: Any) -> int:

@@ -18,7 +18,7 @@ from featurize.replay import replay
 from featurize.simulate import simulate
 from featurize.trace import trace_step
 from featurize.training_settings import Training
-from learn.script.record_file import ScriptRecord, read_record, write_record
+from learn.script.records import ScriptRecord, read_record, write_record
 
 MIB = 2**20
 ON_AMD = [name for name in device_names() if load_device(name).architecture.vendor == AMD]
@@ -194,7 +194,7 @@ def test_a_record_of_a_script_keeps_that_there_is_no_compute_capability(tmp_path
     trace = traced(products, (8, 2048), MI300X)
     settings = {"optimizer": "adam", "precision": "fp32"}
     record = ScriptRecord(
-        trace=trace, problem=None, settings=settings, batch_size=8, backwards=1, steps=2, notes=()
+        trace=trace, problem=None, settings=settings, batch_size=8, backwards=1, notes=()
     )  # fmt: skip
     write_record(tmp_path / "record.json", record)
     assert read_record(tmp_path / "record.json").trace.compute_capability is None

@@ -12,7 +12,7 @@ from featurize.parallel.layout import Parallel
 from featurize.step_trace import Block, Collective, Event, Operator, StepTrace
 from learn import estimate_script
 from learn.commands import estimate_script as command_module
-from learn.script.record_file import BadRecord, ScriptRecord, read_record, write_record
+from learn.script.records import BadRecord, ScriptRecord, read_record, write_record
 
 LOOP = """
 import torch
@@ -52,6 +52,10 @@ def test_an_error_of_the_script_names_its_file_and_line(tmp_path):
         ("raise SystemExit(3)\n", "exits with 3"),
         ("import os\nprint('last words', flush=True)\nos._exit(4)\n", "with code 4 .*its output ends: last words"),
         ("x = )\n", "SyntaxError"),
+        (
+            "import torch\ntorch.compile(torch.nn.Linear(8, 4).cuda(), mode='reduce_overhead')\n",
+            "Unrecognized mode=reduce_overhead, should be one of",
+        ),
         (
             "import torch.distributed as dist\nfrom torch.distributed.fsdp import fully_shard\n"
             "import torch\ndist.init_process_group('nccl')\nfully_shard(torch.nn.Linear(8, 4).cuda())\n",
@@ -137,7 +141,7 @@ TRACE = StepTrace(
 )
 RECORD = ScriptRecord(
     trace=TRACE, problem=None, settings={"optimizer": "adam", "precision": "fp32", "cudnn_benchmark": False},
-    batch_size=2, backwards=1, steps=2, notes=("a note",),
+    batch_size=2, backwards=1, notes=("a note",),
 )  # fmt: skip
 
 
@@ -156,8 +160,10 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     [
         lambda content: content.pop("trace"),
         lambda content: content.update(batch_size=-1),
-        lambda content: content.update(steps="2"),
         lambda content: content["settings"].update(optimizer=["adam"]),
+        lambda content: content["settings"].update(optimiser="adam"),
+        lambda content: content["settings"].update(clip_norm=float("inf")),
+        lambda content: content["settings"].update(accumulation=True),
         lambda content: content["trace"]["events"].append([9, 16, 1, "forward"]),
         lambda content: content["trace"]["events"].append([0, 8, 1, "forward"]),
         lambda content: content["trace"]["events"].append([1, -32, 1, "forward"]),

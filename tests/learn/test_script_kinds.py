@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from conf.errors import UsageError
 from featurize.compiled import MODELLED
 from featurize.cuda_graphs import GRAPHED
 from featurize.vision import mend_torchvision
@@ -373,10 +372,3 @@ def test_cuda_graphs_of_a_script_cost_one_launch_each(tmp_path):
     assert by_mode.step_time_ms < plain.step_time_ms and by_mode.peak_memory_mib == plain.peak_memory_mib
     assert by_option.step_time_ms == by_mode.step_time_ms
     assert [GRAPHED in script.warnings for script in scripts] == [False, True, True]
-
-
-def test_a_script_with_a_misspelt_mode_fails_as_it_would_on_a_gpu(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(GRAPHED_SCRIPT.replace("MODE", ', mode="reduce_overhead"'))
-    with pytest.raises(UsageError, match="Unrecognized mode=reduce_overhead, should be one of"):
-        estimate_script(["python", str(path)], estimator="trace")

@@ -1,6 +1,5 @@
 """Scripts that a launcher starts: rank 0 is estimated as the same job with `parallel=` is."""
 
-import json
 import os
 import re
 import runpy
@@ -53,21 +52,22 @@ def check_same(script, module, *, held_mib=0.0, times=TIME):
     assert script.parameters == module.parameters
 
 
-def of_ddp(parallel, **settings):
-    make = names_of("torchrun_ddp")["make_model"]
-    return estimate(make, [16, 3, 32, 32], parallel=parallel, estimator="trace", **settings)
-
-
-def of_fsdp2(parallel, **settings):
-    names = names_of("torchrun_fsdp2")
-    inputs = [32, names["WIDTH"]]
-    return estimate(names["Net"], inputs, parallel=parallel, estimator="trace", optimizer="adamw", **settings)
+def of_module(script, parallel, **settings):
+    """The estimate of a script's model under a layout: `make_model` or `Net`, which have a batch or a width."""
+    names = names_of(script)
+    inputs = [16, 3, 32, 32] if script == "torchrun_ddp" else [names.get("BATCH", 32), names["WIDTH"]]
+    if script.startswith("torchrun_fsdp"):
+        settings = {"optimizer": "adamw", **settings}
+    if script == "torchrun_fsdp1":
+        parallel = f"fsdp_version=1,{parallel}"
+    make = names.get("make_model") or names["Net"]
+    return estimate(make, inputs, parallel=parallel, estimator="trace", **settings)
 
 
 def test_a_script_under_torchrun_takes_what_its_model_takes_under_ddp():
-    of_ddp("ddp=8")  # torch's compiler, which is imported once, sets a variable of its own
+    of_module("torchrun_ddp", "ddp=8")  # torch's compiler, which is imported once, sets a variable of its own
     before = dict(os.environ), torch.distributed.is_initialized()
-    script, module = launched("torchrun_ddp"), of_ddp("ddp=8")
+    script, module = launched("torchrun_ddp"), of_module("torchrun_ddp", "ddp=8")
     check_same(script, module)
     assert script.samples_per_s == module.samples_per_s
     assert [(group.first, group.count) for group in script.ranks] == [(0, 8)]
@@ -77,16 +77,49 @@ def test_a_script_under_torchrun_takes_what_its_model_takes_under_ddp():
     assert (dict(os.environ), torch.distributed.is_initialized()) == before
 
 
-@pytest.mark.slow
-def test_gradients_stay_in_their_buckets_where_the_script_says_so():
-    check_same(launched("torchrun_ddp", "--view"), of_ddp("ddp=8,gradient_as_bucket_view=true"))
+FSDP1, FSDP2 = "torchrun_fsdp1", "torchrun_fsdp2"
+SHARDED = [
+    (FSDP1, "--bf16", "fsdp=4,param_dtype=bf16,reduce_dtype=fp32", {}),
+    (FSDP1, "--strategy SHARD_GRAD_OP", "fsdp=4,reshard_after_forward=false", {}),
+    (FSDP1, "--flat", "fsdp=4,use_orig_params=false", {}),
+    (FSDP1, "--accumulate 2", "fsdp=4,no_sync=true", {"accumulation": 2}),
+    (FSDP1, "--clip 1.0", "fsdp=4", {"clip_norm": 1.0}),
+    (FSDP1, "--replicas 2", "ddp=2,fsdp=2", {}),
+    (FSDP1, "", "fsdp=4", {}),
+    (FSDP2, "--bf16", "fsdp=4,param_dtype=bf16,reduce_dtype=fp32", {}),
+    (FSDP2, "--replicas 2", "ddp=2,fsdp=2", {}),
+    (FSDP2, "--from-meta", "fsdp=4", {}),
+    (FSDP2, "--clip 1.0", "fsdp=4", {"clip_norm": 1.0}),
+]
+
+
+@pytest.mark.needs_mode("fsdp")
+@pytest.mark.parametrize(
+    ("script", "options", "parallel", "settings"),
+    [(FSDP2, "", "fsdp=4", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SHARDED)],
+)
+def test_shards_of_a_script_are_those_of_the_layout_that_it_chooses(script, options, parallel, settings):
+    done, module = launched(script, options, ranks=4), of_module(script, parallel, **settings)
+    check_same(done, module, held_mib=0.003 if settings else 0.0)
+    precision = "bf16 (weights in fp32)" if "bf16" in parallel else "fp32"
+    assert f"the script trains with adamw, {precision}, " in done.warnings[0]
+    assert (done.sent_mib.get("all_reduce", 0) > 0) == ("clip" in options or "replicas" in options)
 
 
 @pytest.mark.slow
-def test_micro_steps_are_reduced_once():
-    script, module = launched("torchrun_ddp", "--accumulate 4"), of_ddp("ddp=8", accumulation=4)
-    check_same(script, module)
-    assert script.sent_mib["all_reduce"] == launched("torchrun_ddp").sent_mib["all_reduce"]
+@pytest.mark.parametrize(
+    ("options", "before", "parallel", "settings"),
+    [
+        ("--view", "", "ddp=8,gradient_as_bucket_view=true", {}),
+        ("--accumulate 4", "", "ddp=8", {"accumulation": 4}),
+        ("", "--nnodes 2 --node-rank 1", "ddp=16,network_gb_s=50", {}),
+    ],
+)
+def test_replicas_of_a_script_are_those_of_the_layout_that_it_chooses(options, before, parallel, settings):
+    network = {"parallel": "network_gb_s=50"} if before else {}
+    script = launched("torchrun_ddp", options, before=before, **network)
+    check_same(script, of_module("torchrun_ddp", parallel, **settings))
+    assert any("2 nodes" in note and "50" in note for note in script.warnings[2:]) == bool(before)
     assert not any("no_sync" in note for note in script.warnings)  # which the script itself says
 
 
@@ -99,85 +132,14 @@ def test_what_a_script_reduces_for_its_log_counts_as_well():
 
 
 @pytest.mark.slow
-def test_ranks_of_several_nodes_talk_over_the_network():
-    script = launched("torchrun_ddp", before="--nnodes 2 --node-rank 1", parallel="network_gb_s=50")
-    check_same(script, of_ddp("ddp=16,network_gb_s=50"))
-    assert any("2 nodes" in note and "50" in note for note in script.warnings[2:])
-
-
-def of_fsdp1(parallel, **settings):
-    names = names_of("torchrun_fsdp1")
-    return estimate(
-        names["Net"], [32, names["WIDTH"]], parallel=f"fsdp_version=1,{parallel}", estimator="trace",
-        optimizer="adamw", **settings,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "parallel", "settings"),
-    [
-        ("--bf16", "fsdp=4,param_dtype=bf16,reduce_dtype=fp32", {}),
-        ("--strategy SHARD_GRAD_OP", "fsdp=4,reshard_after_forward=false", {}),
-        ("--flat", "fsdp=4,use_orig_params=false", {}),
-        ("--accumulate 2", "fsdp=4,no_sync=true", {"accumulation": 2}),
-        ("--clip 1.0", "fsdp=4", {"clip_norm": 1.0}),
-        ("--replicas 2", "ddp=2,fsdp=2", {}),
-    ],
-)
-@pytest.mark.needs_mode("fsdp")
-def test_flat_parameters_of_a_script_are_those_of_the_layout_that_it_chooses(options, parallel, settings):
-    held_mib = 0.003 if settings else 0.0
-    check_same(launched("torchrun_fsdp1", options, ranks=4), of_fsdp1(parallel, **settings), held_mib=held_mib)
-
-
-@pytest.mark.needs_mode("fsdp")
-def test_a_script_with_flat_parameters_takes_what_fsdp1_takes():
-    check_same(launched("torchrun_fsdp1", ranks=4), of_fsdp1("fsdp=4"))
-
-
-@pytest.mark.needs_mode("fsdp")
-def test_a_script_that_shards_its_model_takes_what_fsdp_takes():
-    check_same(launched("torchrun_fsdp2", ranks=4), of_fsdp2("fsdp=4"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "parallel"),
-    [
-        ("--bf16", "fsdp=4,param_dtype=bf16,reduce_dtype=fp32"),
-        ("--replicas 2", "ddp=2,fsdp=2"),
-        ("--from-meta", "fsdp=4"),
-    ],
-)
-@pytest.mark.needs_mode("fsdp")
-def test_shards_of_a_script_are_those_of_the_layout_that_it_chooses(options, parallel):
-    script = launched("torchrun_fsdp2", options, ranks=4)
-    check_same(script, of_fsdp2(parallel))
-    precision = "bf16 (weights in fp32)" if "bf16" in parallel else "fp32"
-    assert f"the script trains with adamw, {precision}, " in script.warnings[0]
-
-
-@pytest.mark.slow
-@pytest.mark.needs_mode("fsdp")
-def test_clipped_shards_send_their_norm():
-    script, module = launched("torchrun_fsdp2", "--clip 1.0", ranks=4), of_fsdp2("fsdp=4", clip_norm=1.0)
-    check_same(script, module, held_mib=0.003)
-    assert script.sent_mib["all_reduce"] > 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("options", "parallel"), [("", {"tp": 4}), ("--shards 2", {"fsdp": 2, "tp": 2})])
 @pytest.mark.needs_mode("fsdp")
 def test_a_script_that_splits_its_modules_takes_what_a_plan_takes(options, parallel):
-    names = names_of("torchrun_tensor_parallel")
-    script = launched("torchrun_tensor_parallel", options, ranks=4)
-    module = estimate(
-        names["make_model"], [names["BATCH"], names["WIDTH"]], optimizer="adamw", estimator="trace",
-        parallel={**parallel, "tp_plan": {"*.up": "colwise", "*.down": "rowwise"}},
-        loss=lambda output, _: nn.functional.mse_loss(output, torch.zeros_like(output)),
+    module = of_module(
+        "torchrun_tensor_parallel", {**parallel, "tp_plan": {"*.up": "colwise", "*.down": "rowwise"}},
+        loss=lambda output, _: nn.functional.mse_loss(output, torch.zeros_like(output)), optimizer="adamw",
     )  # fmt: skip
-    check_same(script, module, held_mib=0.001)
+    check_same(launched("torchrun_tensor_parallel", options, ranks=4), module, held_mib=0.001)
 
 
 ACCELERATE = ("accelerate", "launch", "--num_processes")
@@ -427,13 +389,6 @@ def test_bad_options_of_a_launcher_end_the_command_with_exit_code_2(capsys):
     command = ["torchrun", "--nproc-per-node=many", "train.py"]
     assert cli.run("estimate", lambda settings: entry_of_script(settings, command), []) == 2
     assert capsys.readouterr().err == "error: torchrun --nproc-per-node must be a whole number >= 1, got many\n"
-
-
-def test_the_command_prints_what_the_ranks_send(capsys):
-    command = ["torchrun", "--nproc-per-node=2", str(SCRIPTS / "torchrun_ddp.py")]
-    assert cli.run("estimate", lambda settings: entry_of_script(settings, command), ["format=json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["ranks"][0]["count"] == 2 and printed["sent_mib"]["all_reduce"] > 0
 
 
 def test_reduced_values_are_those_of_ranks_that_all_have_the_same():

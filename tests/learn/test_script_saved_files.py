@@ -18,7 +18,7 @@ from learn.script.saved_tensors import write_safetensors
 @pytest.fixture
 def work(tmp_path, monkeypatch):
     """The working folder of a script, in a process whose files are kept elsewhere."""
-    replaced = [(os, name) for name in (*saved_files._LOOKING, *saved_files._CHANGING)]
+    replaced = [(os, name) for name in saved_files.FUNCTIONS]
     for owner, name in (*replaced, (builtins, "open"), (io, "open"), (shutil, "rmtree")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     supported = (os.supports_fd, os.supports_follow_symlinks, os.supports_dir_fd, os.supports_effective_ids)

@@ -1,0 +1,198 @@
+"""What one run of a script left: in a file for the process that started it, and on disk for later questions.
+
+Start reading at `ScriptRecord`, then at `key_of` and `find`. The script could have written anything into its file, so
+it is checked value by value when it is read.
+
+A run is known by the script's bytes and command line, its environment, the GPU model and what is installed. It is
+believed while all that the script looked at is as it was: modules of its own, files that it read, folders that it
+listed, files that it missed. `learn.script.saved_files` hears of these in Python; nobody hears of what compiled code or
+another process reads, or of the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from featurize.device_spec import DeviceSpec
+from featurize.disk_cache import code_version, user_cache
+from featurize.parallel.layout import Parallel
+from featurize.parallel.layout_text import parse_parallel
+from featurize.step_trace import StepTrace
+from featurize.stored_trace import LARGEST_INT, BadRecord, count_of, fields_of, text_of, trace_of_json, trace_to_json
+from learn.script.command_line import ScriptCommand
+
+Setting: TypeAlias = str | bool | int | float
+LARGEST_FILE_BYTES = 2**30
+# What a script is seen to choose: names of `featurize.training_settings.Training`, the precision as a reader needs it,
+# and how cuDNN searches.
+SETTINGS: Mapping[str, type] = {
+    "optimizer": str, "precision": str, "precision_in_words": str, "cudnn_benchmark": bool, "cudnn_allow_tf32": bool,
+    "cudnn_deterministic": bool, "channels_last": bool, "implementation": str,
+    "accumulation": int, "clip_norm": float, "clip_value": float, "zero_grad": str, "checkpointing": str,
+    "checkpoint_reentrant": bool,
+}  # fmt: skip
+Stamp: TypeAlias = list[int] | None
+MOST_FILES = 2000  # whose state is asked for
+_CLOCK_NS = 20_000_000  # by which a file system's clock may lag
+_DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+_NO_MATTER = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TMPDIR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRecord:
+    """What one run of a script left.
+
+    trace      of its first two optimizer steps; None where it did not get there
+    problem    why there is no trace, with the script's file and line where they are known
+    settings   what the script chose: names of `SETTINGS`
+    batch_size samples in a forward pass
+    backwards  backward passes in a step: more than one accumulate gradients
+    notes      what was kept from happening or done differently
+    parallel   how its processes share the job; None: it is one
+    files      what it looked at, as `keep` takes it; None where that is not known
+    key        of the job, where the run is kept
+    """
+
+    trace: StepTrace | None
+    problem: str | None
+    settings: Mapping[str, Setting]
+    batch_size: int
+    backwards: int
+    notes: tuple[str, ...]
+    parallel: Parallel | None = None
+    files: tuple[str, ...] | None = None
+    key: str | None = None
+
+
+def write_record(path: Path, record: ScriptRecord) -> None:
+    """Write the record in one step."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record_to_json(record)), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_record(path: Path) -> ScriptRecord:
+    """Read a record. Raises `BadRecord` for anything else."""
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST_FILE_BYTES:
+            raise BadRecord("not a plain file of a reasonable size")
+        return record_of_json(json.loads(path.read_text(encoding="utf-8")))
+    except BadRecord:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise BadRecord(f"{type(error).__name__}: {error}") from error
+
+
+def record_to_json(record: ScriptRecord) -> dict[str, Any]:
+    """Return what `json.dumps` writes of a record."""
+    return {
+        **vars(record),
+        "trace": None if record.trace is None else trace_to_json(record.trace),
+        "parallel": None if record.parallel is None else record.parallel.text(),
+    }
+
+
+def record_of_json(content: Any) -> ScriptRecord:
+    """Return a record. Raises `BadRecord`, `ValueError`, `TypeError`, `KeyError` or `IndexError` for anything else."""
+    trace, problem, files = (fields_of(content, dict)[name] for name in ("trace", "problem", "files"))
+    return ScriptRecord(
+        trace=None if trace is None else trace_of_json(fields_of(trace, dict)),
+        problem=None if problem is None else text_of(problem),
+        settings={name: _setting(name, value) for name, value in fields_of(content["settings"], dict).items()},
+        batch_size=count_of(content["batch_size"]),
+        backwards=count_of(content["backwards"]),
+        notes=tuple(text_of(note) for note in fields_of(content["notes"], list)[:100]),
+        parallel=parse_parallel(content["parallel"]),
+        files=None if files is None else tuple(fields_of(file, str) for file in fields_of(files, list)),
+    )
+
+
+def _setting(name: str, value: Any) -> Setting:
+    if type(value) is not SETTINGS.get(name):
+        raise BadRecord("a setting of an unknown name or type")
+    if isinstance(value, str):
+        return text_of(value)
+    if not (math.isfinite(value) and 0 <= value <= LARGEST_INT):
+        raise BadRecord("a setting of no reasonable size")
+    return value
+
+
+def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
+    """Return what tells a run from others, but for the state of what the script looks at."""
+    content = b"" if command.module else Path(command.script).read_bytes()
+    variables = sorted((name, value) for name, value in command.environment.items() if name not in _NO_MATTER)
+    installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns
+    launch = None if command.launch is None else vars(command.launch)
+    identity = (command.script, content, command.arguments, variables, launch, installed, spec.to_mapping())
+    return f"script {hashlib.sha256(repr((identity, code_version())).encode()).hexdigest()}"
+
+
+def find(key: str) -> ScriptRecord | None:
+    """Return the record of an earlier run, without its trace. None: the script has to run."""
+    try:
+        stored = json.loads(_read(key))
+        if any(_stamp(path) != stamp for path, stamp in stored["files"].items()):
+            return None
+        record = record_of_json({**stored, "files": None})
+    except _DAMAGED:
+        return None
+    return replace(record, key=_job_key(key, stored["files"]))
+
+
+def with_trace(record: ScriptRecord) -> ScriptRecord | None:
+    """Return a record that was found, with its trace; None where that is lost."""
+    try:
+        return replace(record, trace=trace_of_json(json.loads(_read(f"trace of {record.key}"))))
+    except _DAMAGED:
+        return None
+
+
+def keep(key: str, record: ScriptRecord, began_ns: int) -> ScriptRecord:
+    """Keep a run, unless what it looked at has changed since it began. Returns the record, with the job's key then.
+
+    Args:
+        key: Of the run.
+        record: What it left.
+        began_ns: When it began, by `time.time_ns`.
+    """
+    cache = user_cache()
+    if cache is None or record.trace is None or record.files is None or len(record.files) > MOST_FILES:
+        return record
+    stamps = {path: _stamp(path) for path in record.files}
+    if any(stamp is not None and stamp[1] > began_ns - _CLOCK_NS for stamp in stamps.values()):
+        return record
+    job_key = _job_key(key, stamps)
+    content = {**record_to_json(replace(record, trace=None)), "files": stamps}
+    trace = json.dumps(trace_to_json(record.trace)).encode()
+    cache.write([(key, json.dumps(content).encode()), (f"trace of {job_key}", trace)])
+    return replace(record, key=job_key)
+
+
+def _read(key: str) -> bytes:
+    cache = user_cache()
+    return b"" if cache is None else cache.read([key]).get(key, b"")
+
+
+def _stamp(path: str) -> Stamp:
+    """Return the size and time of a file, or of a folder that was listed, whose path ends in a slash. Of another folder
+    it counts only that it is there; None: there is nothing."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    if stat.S_ISDIR(status.st_mode) and not path.endswith(os.sep):
+        return [0, 0]
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _job_key(key: str, stamps: dict[str, Stamp]) -> str:
+    return hashlib.sha256(json.dumps([key, stamps], sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,310 @@
+"""One run of a script, with torch as on a machine with a GPU: it leaves a record of its first two training steps.
+
+Start reading at `ScriptRun.run`; `explained` says where a script failed.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import sysconfig
+import threading
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.errors import CommandError
+from conf.own_packages import PACKAGES, ROOT
+from conf.plain_text import first_line
+from featurize.autocast import Autocast
+from featurize.cuda_policy import as_on_cuda
+from featurize.cudnn.workspaces import search_settings
+from featurize.device_spec import device_from_mapping
+from featurize.model_flops import precision_in_words
+from featurize.module_stack import origin
+from featurize.releases import complete
+from featurize.replacing import replace_attribute
+from featurize.step_trace import StepTrace
+from featurize.tf32 import matmul_allows_tf32
+from featurize.trace import STEPS
+from featurize.training import AUTOCAST_DTYPES
+from featurize.vision import mend_torchvision
+from learn.script.compiling import ScriptCompiler
+from learn.script.containment import DISTRIBUTED, contain
+from learn.script.deepspeed_engine import install_deepspeed
+from learn.script.device_mode import PretendCuda, enter_everywhere
+from learn.script.fake_cuda import install_cuda
+from learn.script.process_group import install_process_group
+from learn.script.rank_zero import RankZero
+from learn.script.records import ScriptRecord, Setting, write_record
+from learn.script.script_recorder import ScriptRecorder
+from learn.script.step_watch import StepWatch
+
+_OWN = (ROOT.resolve() / "learn", ROOT.resolve() / "featurize", Path(sysconfig.get_path("stdlib")).resolve())
+_LAUNCHED = (
+    "; the script expects a launcher: estimate the command that starts it, such as torchrun --nproc-per-node 8 train.py"
+)
+# Of a model whose weights are all of that type.
+_LOW_PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "fp16-true"}
+
+
+class ScriptRun:
+    """One run of one script.
+
+    Args:
+        request: As `learn.script.estimating` writes it.
+    """
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self._record_path, self._saved, self._folder = Path(request["record"]), Path(request["saved"]), os.getcwd()
+        self._script, self._is_module, self._arguments = request["script"], request["module"], request["arguments"]
+        self._spec = device_from_mapping(request["device"])
+        self._recorder, self._own_packages = ScriptRecorder(), OwnPackages()
+        self._notes: dict[str, None] = {}  # in order, each once
+        launch = request["launch"] or {"launched": 1, "gpus_per_node": None}
+        self._rank = RankZero(self._recorder, **launch)
+        self._gpus = min(launch["launched"], launch["gpus_per_node"] or 1)
+        self._precisions: list[str] = []
+        self._watch = StepWatch(self._recorder, self._rank, self.finish)
+        self._compiler = ScriptCompiler(self._recorder, self._note)
+
+    def run(self) -> None:
+        """Run the script until its steps are done, and leave the record. Never returns."""
+        complete()
+        mend_torchvision()
+        self._files = contain(self._note, self._saved)
+        torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter that moves stays the same object
+        problem = None
+        assume = self._recorder.values.assume
+        with self._recorder.modules(), as_on_cuda(None, self._spec.architecture.attention, assume) as enter_policy:
+            assert isinstance(enter_policy, types.MethodType) and isinstance(enter_policy.__self__, Autocast)
+            autocast = enter_policy.__self__
+            self._note_precisions(autocast)
+            install_cuda(self._spec, self._recorder, autocast, gpus=self._gpus)
+            self._watch.install(enter_policy)
+            install_process_group(self._rank, self._note)
+            install_deepspeed(self._rank, self._watch, self._note)
+            self._compiler.install()
+            self._follow_threads()
+            enter_everywhere(unless=lambda: self._compiler.capturing)
+            with self._recorder, PretendCuda():
+                try:
+                    self._execute()
+                except SystemExit as error:
+                    if error.code not in (None, 0):
+                        problem = f"{self._script} exits with {error.code!r}"
+                        if isinstance(error.__context__, Exception):  # which a framework has caught and shown
+                            problem += f" after {explained(error.__context__, self._script)}"
+                except BaseException as error:  # whatever a script may raise
+                    traceback.print_exc()
+                    problem = explained(error, self._script)
+        self.finish(problem)
+
+    def _execute(self) -> None:
+        sys.argv = [self._script, *self._arguments]
+        sys.path[0] = os.getcwd() if self._is_module else str(Path(self._script).resolve().parent)
+        if (ROOT / "pyproject.toml").is_file():  # a checkout, whose other folders a script must not take for packages
+            sys.path[1:] = [path for path in sys.path[1:] if not path or Path(path).resolve() != ROOT.resolve()]
+        self._own_packages.make_way()
+        if self._is_module:
+            runpy.run_module(self._script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(self._script, run_name="__main__")
+
+    def _follow_threads(self) -> None:
+        """Enter the modes, which belong to threads, in those that the script starts to load data ahead."""
+        run = threading.Thread.run
+
+        def run_inside(thread: threading.Thread) -> None:
+            if self._compiler.capturing:
+                run(thread)
+                return
+            with self._recorder, PretendCuda():
+                run(thread)
+
+        replace_attribute(threading.Thread, "run", run_inside)
+
+    def _note_precisions(self, autocast: Any) -> None:
+        names = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
+        switched = autocast.switched
+
+        def noting(dtype: Any) -> Any:
+            if dtype in names and self._recorder.step:
+                self._precisions.append(names[dtype])
+            return switched(dtype)
+
+        autocast.switched = noting
+
+    def finish(self, problem: str | None = None) -> None:
+        """Leave the record and end the process at once, with whatever threads the script has."""
+        self._own_packages.come_back()
+        with torch._C.DisableTorchFunction():
+            trace = self._trace() if self._watch.steps >= STEPS else None
+            settings = self._settings()
+        if trace is None:
+            problem = problem or self._without_steps()
+        else:
+            problem, settings["precision_in_words"] = None, precision_in_words(trace, str(settings["precision"]))
+        for remark in self._rank.remarks():
+            self._note(remark)
+        record = ScriptRecord(
+            trace=trace,
+            problem=problem,
+            settings=settings,
+            batch_size=self._watch.batch_size or self._recorder.batch_size(),
+            backwards=self._watch.most_backwards,
+            notes=(*self._notes, *self._compiler.notes()),
+            parallel=self._rank.layout(),
+            files=self._files_looked_at(),
+        )
+        write_record(self._record_path, record)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _note(self, text: str) -> None:
+        self._notes.setdefault(text)
+
+    def _without_steps(self) -> str:
+        if self._watch.steps:
+            return f"{self._script} ends after {self._watch.steps} optimizer step; two are needed"
+        if not self._recorder.events:
+            return f"{self._script} ends without using cuda"
+        last = f"; the last module to run was {self._recorder.last_module}" if self._recorder.last_module else ""
+        return f"{self._script} ends without an optimizer step on cuda{last}"
+
+    def _trace(self) -> StepTrace:
+        recorder = self._recorder
+        recorder.name_states()
+        recorder.name_batches()
+        recorder.stop()
+        blocks = tuple(recorder.final_blocks())
+        return StepTrace(
+            operators=tuple(recorder.operators),
+            events=tuple(recorder.events),
+            blocks=blocks,
+            parameters=self._rank.parameters(),
+            parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
+            compute_capability=self._spec.compute_capability,
+            assumed=tuple(recorder.values.assumed),
+            graph_input_bytes=recorder.graphs.input_bytes if recorder.graphs is not None else None,
+            collectives=self._rank.collectives(),
+        )
+
+    def _settings(self) -> dict[str, Setting]:
+        search = search_settings(benchmark=bool(torch.backends.cudnn.benchmark))
+        precision = "tf32" if matmul_allows_tf32() else "fp32"
+        if self._precisions:
+            precision = max(set(self._precisions), key=self._precisions.count)
+        elif (dtype := self._recorder.weight_dtype()) is not None:
+            precision = _LOW_PRECISIONS.get(dtype, precision)
+        micro = self._watch.most_backwards
+        return {
+            "optimizer": self._watch.optimizer_name,
+            "precision": precision,
+            "cudnn_benchmark": search.benchmark,
+            "cudnn_allow_tf32": search.allow_tf32,
+            "cudnn_deterministic": search.deterministic,
+            "channels_last": self._recorder.channels_last(),
+            **({"accumulation": micro} if micro > 1 else {}),
+            **self._watch.seen,
+        }
+
+    def _files_looked_at(self) -> tuple[str, ...]:
+        """Return the files of the script's own modules, and what it looked at, relative to the working folder."""
+        modules = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+        own = {os.path.abspath(path) for path in modules if isinstance(path, str) and not is_installed(path)}
+        own |= self._files.looked_at()
+        if not self._is_module:
+            own.discard(os.path.abspath(self._script))  # known by its bytes
+        return tuple(sorted(path.removeprefix(self._folder + os.sep) for path in own if not is_installed(path)))
+
+
+class OwnPackages(MetaPathFinder):
+    """The packages of this project, out of the way while a script runs that has others of the same names.
+
+    Modules of this project that are loaded keep working: what they have imported, they hold. They import nothing more
+    of each other until `come_back`.
+    """
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._ours: dict[str, types.ModuleType] = {}
+
+    def make_way(self) -> None:
+        """Take the packages that `sys.path` has elsewhere too out of `sys.modules`."""
+        self._names = tuple(name for name in PACKAGES if _elsewhere(name) is not None)
+        self._ours = {name: sys.modules.pop(name) for name in list(sys.modules) if self._is_hidden(name)}
+        sys.meta_path.insert(0, self)
+
+    def come_back(self) -> None:
+        """Put this project's packages back: the script has ended."""
+        for name in list(sys.modules):
+            if self._is_hidden(name):
+                del sys.modules[name]
+        sys.modules.update(self._ours)
+        self._names = ()
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        """Find the script's own package, also where it has no `__init__.py` and an installed one of ours would win."""
+        return _elsewhere(fullname) if fullname in self._names else None
+
+    def _is_hidden(self, name: str) -> bool:
+        return name.partition(".")[0] in self._names
+
+
+def _elsewhere(name: str) -> ModuleSpec | None:
+    """Find a module or package that is not this project's; None where there is none with code."""
+    spec = PathFinder.find_spec(name, [entry for entry in sys.path if Path(entry).resolve() != ROOT.resolve()])
+    if spec is None or spec.origin is not None:
+        return spec
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    return spec if any(next(folder.glob(form), None) for folder in folders for form in ("*.py", "*/*.py")) else None
+
+
+def explained(error: BaseException, script: str) -> str:
+    """Return one line for what a script raised.
+
+    Args:
+        error: What was raised, with its traceback.
+        script: The script's path, or its module's name.
+    """
+    folders = (Path(script).resolve().parent, Path.cwd())
+    frames, near = _frames(error, folders)
+    while error.__cause__ is not None:  # a framework's own error, raised from the user's
+        its_frames, its_near = _frames(error.__cause__, folders)
+        if not its_near:
+            break
+        error, frames, near = error.__cause__, its_frames, its_near
+    where = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(near or frames)), "")
+    if isinstance(error, CommandError):  # this project refuses what the line asks for
+        return f"{where}{error}"
+    operator, module = origin(error)
+    of = f" in operator {operator}" if operator else ""
+    of += f" of module {module!r}" if module else ""
+    text = first_line(error) if isinstance(error, Exception) else str(error)
+    launched = isinstance(error, KeyError) and error.args and error.args[0] in DISTRIBUTED
+    return f"{where}{type(error).__name__}{of}: {text}{_LAUNCHED if launched else ''}"
+
+
+def _frames(
+    error: BaseException, folders: tuple[Path, ...]
+) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
+    """Return the frames of code that the user could have written, and those of them below the folders."""
+    all_frames = traceback.extract_tb(error.__traceback__)
+    frames = [one for one in all_frames if not one.filename.startswith("<") and not is_installed(one.filename)]
+    return frames, [f for f in frames if any(Path(f.filename).resolve().is_relative_to(folder) for folder in folders)]
+
+
+def is_installed(filename: str) -> bool:
+    """Return whether a file is the standard library's, an installed library's, or this project's own code."""
+    path = Path(filename).resolve()
+    is_own = any(path.is_relative_to(folder) for folder in _OWN)
+    return is_own or any(part in ("site-packages", "dist-packages", "torch") for part in path.parts)
