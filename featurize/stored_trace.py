@@ -70,9 +70,9 @@ def _require_events(trace: StepTrace) -> None:
             live |= {block} if size else set()
 
 
-def _require(holds: bool, what: str) -> None:
+def _require(holds: bool, expected: str) -> None:
     if not holds:
-        raise BadRecord(f"not {what}")
+        raise BadRecord(f"not {expected}")
 
 
 @functools.cache

@@ -65,27 +65,6 @@ class Workload:
     given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     key: str | None = field(default=None, compare=False, repr=False)
 
-    def with_samples(self, size: int) -> Workload:
-        """Return the job with so many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
-        from learn.batch_sizes import batch_size_of, with_batch_size
-
-        if size == self.batch_size:
-            return self
-        if self.config is not None:
-            resized = of_config(replace(self.config, batch_size=size))
-        else:
-            model, input_dtype, loss, pairs = self.given
-            sizes = {batch_size_of(inputs): None for inputs, _ in pairs}
-            if len(sizes) > 1:
-                texts = ", ".join(map(str, sizes))
-                raise UsageError(f"the batches have {texts} samples: largest_batch scales batches of one size")
-            scaled = [
-                [None if part is None else with_batch_size(part, size, from_size=self.batch_size) for part in pair]
-                for pair in pairs
-            ]
-            resized = of_module(model, None, self.settings, input_dtype=input_dtype, loss=loss, batches=scaled)
-        return replace(resized, name=self.name, parallel=self.parallel, training_loop=self.training_loop)
-
     def alone(self, at: int) -> Workload:
         """Return the job with the batch at this place of `batches` in every step."""
         batch = self.batches[at]

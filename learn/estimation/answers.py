@@ -28,15 +28,16 @@ from featurize.machine import MACHINES, MachineProfile
 from featurize.model_flops import seconds_at_peak
 from featurize.training_settings import TrainingSettings, training_of
 from featurize.version import is_current
+from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import Case
 from learn.estimation.job_estimate import Estimate, estimators_named
-from learn.estimation.loops import PIPELINE, RESIDENT, loop_named, loops_of_sources
+from learn.estimation.loops import PIPELINE, RESIDENT, loading_ms, loop_named, loops_of_sources
 from learn.estimation.memory_causes import COVERAGES, HELD_OUT, uncertainty_of, widest
-from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
+from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note, times
 from learn.estimation.on_machine import machine_for, placed, prepare_workspaces, workspace_notes
 from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, require_batch_of_file, talk_of, values_of_ranks
 from learn.estimators import LEVEL
-from learn.workload import Workload, as_a_training_script
+from learn.workload import Workload, as_a_training_script, of_config, of_module
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
@@ -78,7 +79,7 @@ class Question:
         """Return what is asked of the job with another batch size. Raises `UsageError`."""
         if self.job.parallel is not None:
             require_batch_of_file(self.job.parallel, size)
-        return replace(self, job=self.job.with_samples(size))
+        return replace(self, job=_with_samples(self.job, size))
 
     def _in_loop(self, job: Workload) -> Workload:
         return job if self.loop is None else replace(job, training_loop=self.loop == PIPELINE)
@@ -248,7 +249,7 @@ class Question:
         def trace_of(batch_size: int) -> TracedStep:
             if batch_size == self.job.batch_size:
                 return traced
-            job = self._in_loop(self.job.with_samples(batch_size))
+            job = self._in_loop(_with_samples(self.job, batch_size))
             step = step_of(job, device, allocator=self.allocator)
             return self._placed(step, job, device, on, workspaces=self.workspaces)
 
@@ -264,6 +265,26 @@ class Question:
         if named is not None and named not in TRAINING_FREE and not get_estimator(named).needs_trace:
             raise UsageError(f"estimator={named} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
+
+
+def _with_samples(job: Workload, size: int) -> Workload:
+    """Return the job with so many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
+    if size == job.batch_size:
+        return job
+    if job.config is not None:
+        resized = of_config(replace(job.config, batch_size=size))
+    else:
+        model, input_dtype, loss, pairs = job.given
+        sizes = {batch_size_of(inputs): None for inputs, _ in pairs}
+        if len(sizes) > 1:
+            texts = ", ".join(map(str, sizes))
+            raise UsageError(f"the batches have {texts} samples: largest_batch scales batches of one size")
+        scaled = [
+            [None if part is None else with_batch_size(part, size, from_size=job.batch_size) for part in pair]
+            for pair in pairs
+        ]
+        resized = of_module(model, None, job.settings, input_dtype=input_dtype, loss=loss, batches=scaled)
+    return replace(resized, name=job.name, parallel=job.parallel, training_loop=job.training_loop)
 
 
 def is_of_job(error: CommandError) -> bool:
@@ -405,7 +426,6 @@ def _parameters(job: Workload) -> int | None:
         return None
 
 
-TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
 # Target -> the stored feature of a step that is the trace's own figure.
 _STORED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms"} | {
     name: f"job_priced_{name}" for name in ("smact", "smocc", "drama")
@@ -684,13 +704,6 @@ def notes_of_trace(
     return notes
 
 
-def loading_ms(traced: TracedStep, job: Workload) -> float:
-    """Return how long a plain loop takes to load the batches of a step, in ms."""
-    from featurize.input_pipeline import input_ms
-
-    return input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)
-
-
 def notes_of_memory(
     gathered: Gathered, device: DeviceSpec, limit_mib: float, allocator: AllocatorSettings | None
 ) -> tuple[list[Note], list[Note]]:
@@ -751,11 +764,6 @@ def note_of_two_loops(loops: Mapping[str, str]) -> list[Note]:
         for loop, targets in of_loop.items()
     )
     return [Note("two-loops", WARNING, f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one")]
-
-
-def times(count: int) -> str:
-    """Return how often, in words."""
-    return "once" if count == 1 else f"{count} times"
 
 
 def _of_amd(trace: StepTrace, on: MachineProfile) -> str:

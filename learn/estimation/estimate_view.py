@@ -17,9 +17,8 @@ from conf.plain_text import one_line
 from conf.reports.page_text import MISSING, count_of
 from featurize.row_config import UnreadableConfig, config_of_row, printable
 from featurize.trial import TrialConfig
-from learn.estimation.answers import TARGETS
 from learn.estimation.loops import legend, loop_of_source
-from learn.estimation.notes import WARNING, Note, most_important
+from learn.estimation.notes import TARGETS, WARNING, Note, most_important
 from learn.targets import get_target
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
     print(json.dumps(mapping, indent=1))
 
 
-class Figure(NamedTuple):
+class ShownFigure(NamedTuple):
     """A figure as it is shown: its name, value and text, and the target that it belongs to."""
 
     name: str
@@ -212,7 +211,7 @@ class Figure(NamedTuple):
     target: str
 
 
-def figures(done: Estimate) -> list[Figure]:
+def figures(done: Estimate) -> list[ShownFigure]:
     """Return the figures in their order: of the first six, also those that nobody knows."""
     known = [
         ("peak memory", done.peak_memory_mib, "{:,.0f} MiB", "memory"),
@@ -234,7 +233,7 @@ def figures(done: Estimate) -> list[Figure]:
     for place, (name, value, form, target) in enumerate(known):
         absent = "not calibrated" if target == "bound" else MISSING
         if value is not None or place < _ALWAYS_SHOWN:
-            shown.append(Figure(name, value, absent if value is None else form.format(value), target))
+            shown.append(ShownFigure(name, value, absent if value is None else form.format(value), target))
     return shown
 
 
@@ -245,7 +244,7 @@ def rate(value: float) -> str:
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
-def _of_run(done: Estimate, past: PastRun, one: Figure) -> tuple[str, str]:
+def _of_run(done: Estimate, past: PastRun, one: ShownFigure) -> tuple[str, str]:
     """Return what the run showed, and the estimate less that; in words where a figure would say nothing."""
     if one.target == "bound" or one.name not in _MEASURED:
         return "", ""

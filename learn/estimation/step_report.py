@@ -50,10 +50,9 @@ from featurize.library_calls import CUBLAS
 from featurize.model_flops import precision_in_words
 from featurize.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.training_settings import training_of
-from learn.estimation.answers import loading_ms, times
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
-from learn.estimation.loops import PIPELINE, legend
-from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important
+from learn.estimation.loops import PIPELINE, legend, loading_ms
+from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important, times
 from learn.traced import TracedStep
 from warehouse.folder import DataFolder
 
