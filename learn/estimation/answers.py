@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -36,8 +36,12 @@ from learn.estimation.memory_causes import COVERAGES, HELD_OUT, uncertainty_of, 
 from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note, times
 from learn.estimation.on_machine import machine_for, placed, prepare_workspaces, workspace_notes
 from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, require_batch_of_file, talk_of, values_of_ranks
-from learn.estimators import LEVEL
+from learn.estimators import LEVEL, TRAINING_FREE, get_estimator
+from learn.step_record import traced_column
+from learn.step_store import StepStore
+from learn.targets import get_target
 from learn.workload import Workload, as_a_training_script, of_config, of_module
+from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
@@ -46,9 +50,7 @@ if TYPE_CHECKING:
     from learn.artifacts import Artifact, Wanted
     from learn.estimation.known_runs import KnownRun, OwnRuns
     from learn.estimators import Prediction
-    from learn.step_store import StepStore
     from learn.traced import TracedStep
-    from warehouse.folder import DataFolder
 
     Data: TypeAlias = str | os.PathLike[str] | DataFolder
 
@@ -108,8 +110,6 @@ class Question:
         Raises:
             UsageError: There is no answer: for peak memory, that is. Other figures may be missing.
         """
-        from learn.estimators import TRAINING_FREE
-        from learn.step_store import StepStore
         from learn.traced import CannotTrace, step_of
 
         began = time.monotonic_ns()
@@ -151,7 +151,9 @@ class Question:
             at_hand = traced if self.allocator is None and not job.batches else None
             with steps.lent(case, at_hand), contextlib.ExitStack() as lent:
                 plain = functools.cache(functools.partial(in_a_plain_loop, case, steps, lent, traces))
-                ask_fitted(gathered, case, steps, plain, estimator, self.data, self.loop, self.coverage)
+                ask_fitted(
+                    gathered, case, steps, plain, estimator, self.data, self.loop, self.coverage, traced is not None
+                )
         if failure is not None and estimator in (None, "trace") and job.parallel is None:
             ask_stored(gathered, case, steps)
         if failure is not None and "peak_memory_mib" not in gathered.values:
@@ -257,8 +259,6 @@ class Question:
 
     def _case(self, job: Workload, device: DeviceSpec) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
-        from learn.estimators import TRAINING_FREE, get_estimator
-
         if job.config is not None:
             return Case(job.config, device.name, job.training_loop, described=device)
         named = self.estimator
@@ -342,7 +342,6 @@ def _assembled(
 ) -> Estimate:
     """Return what was gathered, and the trace's figures for the rest."""
     from featurize.parallel.overlap import lengthened
-    from learn.targets import get_target
 
     values, by = gathered.values, gathered.by
     notes: list[Note] = []
@@ -387,7 +386,7 @@ def _assembled(
         notes.append(Note("not-traced", WARNING, f"{unknown}, since {failure}", tuple(missing)))
         values["parameters"] = _parameters(job)
     first, of_memory = notes_of_memory(gathered, device, limit_mib, allocator)
-    notes = [*first, *notes, *of_memory, *note_of_absent(gathered, job, device, is_traced=traced is not None)]
+    notes = [*first, *notes, *of_memory]
     known = dict.fromkeys(
         ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
          "trace_memory_mib")
@@ -426,10 +425,6 @@ def _parameters(job: Workload) -> int | None:
         return None
 
 
-# Target -> the stored feature of a step that is the trace's own figure.
-_STORED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms"} | {
-    name: f"job_priced_{name}" for name in ("smact", "smocc", "drama")
-}
 # Where the trace meets its own limits, these may still answer: what each of them does instead.
 WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
 
@@ -437,14 +432,12 @@ WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed
 @dataclass
 class Gathered:
     """Gathers figures: `values` by their field of `Estimate`, `by` target -> who gave it, `loops` target -> of which
-    loop. `absent`: targets without a fitted model, in the folder `searched`."""
+    loop."""
 
     values: dict[str, Any] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
     loops: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    searched: str = ""
     beyond_fit: bool = False
 
     def bound(
@@ -481,6 +474,7 @@ def ask_fitted(
     data: Any,
     loop: str | None,
     coverage: float,
+    is_traced: bool,
 ) -> None:
     """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
     folder's, else the one that comes with the project.
@@ -490,8 +484,6 @@ def ask_fitted(
     answer; memory, which hardly depends on the loop, is answered by any.
     """
     from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
-    from learn.targets import get_target
-    from warehouse.folder import DataFolder
 
     folder = DataFolder.resolve(data)
     if data is not None:
@@ -504,7 +496,7 @@ def ask_fitted(
     shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
     if estimator is not None and "memory" not in shipped:
         load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
-    gathered.searched = str(folder.models)
+    absent: list[str] = []
     notes: list[Note] = []
     for target in TARGETS:
         own = None
@@ -517,7 +509,7 @@ def ask_fitted(
         artifact, note = _of_loop(target, own, shipped.get(target), loop)
         notes += note
         if artifact is None:
-            gathered.absent.append(target)
+            absent.append(target)
             continue
         default = artifact is not own
         sources = artifact.meta["rows"]["source"]
@@ -526,7 +518,7 @@ def ask_fitted(
         if prediction.refusals:
             if target == "memory" and estimator is not None:
                 raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
-            gathered.absent.append(target)
+            absent.append(target)
             continue
         name = artifact.meta["estimator"]
         gathered.values[get_target(target).column] = float(prediction.point[0])
@@ -554,6 +546,13 @@ def ask_fitted(
             )
             notes.append(Note("stale-model", WARNING, text, of_target))
     gathered.notes += _merged(notes)
+    if absent:
+        text = (
+            f"no fitted model for {family or 'modules'} on {case.device} in {folder.models} for {', '.join(absent)}"
+            f"{': answered by the trace' if is_traced else ''} "
+            f"(python -m learn.fit target={absent[0]} fits one)"
+        )
+        gathered.notes.insert(0, Note("not-fitted", INFO, text))
 
 
 def _held_out(prediction: Prediction, artifact: Artifact) -> Mapping[str, Any]:
@@ -611,7 +610,6 @@ def in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack, tr
 
 def ask_method(gathered: Gathered, job: Workload, device: DeviceSpec, estimator: str) -> None:
     """Memory by a training-free method. `UsageError` with the method's reason."""
-    from learn.estimators import get_estimator
     from learn.peers.base import Peer, analyse
     from learn.traced import wants_values
 
@@ -631,14 +629,13 @@ def ask_method(gathered: Gathered, job: Workload, device: DeviceSpec, estimator:
 
 def ask_stored(gathered: Gathered, case: Case, steps: StepStore) -> None:
     """The trace's figures that were stored of a case that cannot be traced here, for targets without an answer."""
-    from learn.targets import get_target
 
     if (features := steps.features(case)) is None:
         return
     for target in TARGETS:
         column = get_target(target).column
         if column not in gathered.values:
-            gathered.values[column], gathered.by[target] = features[_STORED[target]], "trace"
+            gathered.values[column], gathered.by[target] = features[traced_column(get_target(target))], "trace"
             gathered.loops[target] = loop_named(case.training_loop)
     text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
     gathered.notes.append(Note("stored-trace", INFO, text))
@@ -741,19 +738,6 @@ def notes_of_memory(
     return first, notes
 
 
-def note_of_absent(gathered: Gathered, job: Workload, device: DeviceSpec, *, is_traced: bool) -> list[Note]:
-    """Return a note on the targets without a fitted model, and which command fits one."""
-    if not gathered.absent:
-        return []
-    instead = ": answered by the trace" if is_traced else ""
-    family = "modules" if job.config is None else job.config.family
-    text = (
-        f"no fitted model for {family} on {device.name} in {gathered.searched} for "
-        f"{', '.join(gathered.absent)}{instead} (python -m learn.fit target={gathered.absent[0]} fits one)"
-    )
-    return [Note("not-fitted", INFO, text)]
-
-
 def note_of_two_loops(loops: Mapping[str, str]) -> list[Note]:
     """Return a note where utilization and step time are not all of one loop, so that they do not belong together."""
     of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
@@ -791,18 +775,9 @@ def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
     )
 
 
-class Throughput(TypedDict):
-    """The fields of `Estimate` that follow from a step's time."""
-
-    samples_per_s: float | None
-    tokens_per_s: float | None
-    mfu: float | None
-    energy_j: float | None
-
-
 def throughput_of(
     traced: TracedStep, job: Workload, device: DeviceSpec, *, step_time_ms: float | None, power_w: float
-) -> Throughput:
+) -> dict[str, float | None]:
     """Return a job's samples and tokens a second, its model FLOPs utilization in [0, 1], and a step's energy in J.
 
     Args:
@@ -814,18 +789,18 @@ def throughput_of(
         power_w: The board's mean power in the loop that the step time is of.
     """
     if not step_time_ms:
-        return Throughput(samples_per_s=None, tokens_per_s=None, mfu=None, energy_j=None)
+        return {}
     step_s = step_time_ms / 1e3
     micro_steps = training_of(job.settings).accumulation
     tokens = tokens_of(job, traced.trace)
     replicas = 1 if job.parallel is None else job.parallel.replicas
     at_peak_s = _at_peak_s(traced.trace, device, job.settings)
-    return Throughput(
-        samples_per_s=replicas * micro_steps * job.batch_size / step_s,
-        tokens_per_s=None if tokens is None else replicas * micro_steps * tokens / step_s,
-        mfu=None if at_peak_s is None else at_peak_s / step_s,
-        energy_j=power_w * step_s,
-    )
+    return {
+        "samples_per_s": replicas * micro_steps * job.batch_size / step_s,
+        "tokens_per_s": None if tokens is None else replicas * micro_steps * tokens / step_s,
+        "mfu": None if at_peak_s is None else at_peak_s / step_s,
+        "energy_j": power_w * step_s,
+    }
 
 
 def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:
@@ -908,8 +883,6 @@ def _from_disk(key: str) -> Estimate | None:
 def _key(question: Question, device: DeviceSpec) -> tuple[str | None, Question]:
     """Return what tells the answer, and the question as it is then answered: its job is built once. No key with
     workspaces, which depend on this process's cuDNN."""
-    from learn.estimation.on_machine import machine_for
-    from warehouse.folder import DataFolder
 
     if question.workspaces is not None:
         return None, question
