@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.reports.page_text import MISSING
 from conf.settings import data_key, group, key
 from featurize.device_spec import DeviceSpec, describe_device, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
@@ -328,12 +329,9 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(
                 f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; got {named}"
             )
-        if self.model is None and self.input is not None:
-            raise UsageError("input is for model=; a trial config has its own inputs")
-        if self.model is None and self.batches is not None:
-            raise UsageError("batches is for model=; a trial config has its own inputs")
-        if self.model is None and self.batch is not None:
-            raise UsageError("batch is for model=; a trial config has its batch_size")
+        own = {"input": "own inputs", "batches": "own inputs", "batch": "batch_size"}
+        if self.model is None and (of_model := [name for name in own if getattr(self, name) is not None]):
+            raise UsageError(f"{of_model[0]} is for model=; a trial config has its {own[of_model[0]]}")
         if self.run is not None and self.known == RUNS:
             raise UsageError(
                 "known=runs would take run=ID itself, whose figures stand beside the estimate; leave it out"
@@ -351,10 +349,8 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(f"find={self.find} is of one GPU model; name it with device=")
         if self.model is None and self.config is None:
             raise UsageError(f"find={self.find} is for model= and config=")
-        one_only = ["report"] if self.report is not None else []
-        one_only += ["method"] if self.method != "full" else []
-        one_only += ["power_limit_w"] if self.power_limit_w is not None else []
-        if one_only:
+        default = {"report": None, "method": "full", "power_limit_w": None}
+        if one_only := [name for name, value in default.items() if getattr(self, name) != value]:
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
 
     def require_format(self) -> None:
@@ -423,11 +419,7 @@ def entry(settings: EstimateSettings) -> int:
         **{name: getattr(settings, name) for name in SETTINGS},
     }  # fmt: skip
     if settings.find is not None:
-        as_json = settings.format == "json"
-        return print_fits(
-            settings.find, title, job, inputs, device=settings.device, devices=settings.devices, by=settings.by,
-            as_json=as_json, all_notes=settings.notes == ALL, options=options,
-        )  # fmt: skip
+        return print_fits(settings, title, job, inputs, options)
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
             job, inputs, name=title, device=device or DEFAULT_DEVICE, power_limit_w=settings.power_limit_w,
@@ -496,44 +488,29 @@ _WIDTH_WITH_ENERGY = 90  # characters
 
 
 def print_fits(
-    find: str,
-    title: str,
-    job: Job,
-    inputs: Inputs | None,
-    *,
-    device: DeviceSpec | None,
-    devices: Sequence[str],
-    by: str | None,
-    as_json: bool,
-    all_notes: bool,
-    options: Mapping[str, Any],
+    settings: EstimateSettings, title: str, job: Job, inputs: Inputs | None, options: Mapping[str, Any]
 ) -> int:
     """Find what fits and print it. Returns the exit code.
 
     Args:
-        find: One of `FINDS`.
+        settings: `find`, with the keys that belong to it.
         title: The job's name in the answer.
         job, inputs: As `learn.estimate` takes them.
-        device: The GPU model of `largest_batch`; None is the default one.
-        devices: The GPU models of `devices`; none is all of them.
-        by: `bound` (also None) or `point`.
-        as_json: Whether the answer is JSON.
-        all_notes: Whether a table is followed by all notes; else by at most three.
         options: Further keywords of `learn.estimate`.
 
     Raises:
         UsageError: A single device for `devices`; what the search itself raises.
     """
-    if find == DEVICES and device is not None:
+    if settings.find == DEVICES and settings.device is not None:
         raise UsageError(f"find={DEVICES} goes over all GPU models, or over those of device=[A,B]: not over one")
-    by = by or BOUND
+    by, all_notes = settings.by or BOUND, settings.notes == ALL
+    largest, fits = None, ()
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
-        if find == LARGEST_BATCH:
-            largest = largest_batch(job, inputs, device=device or DEFAULT_DEVICE, by=by, **options)
-            fits: tuple[DeviceFit, ...] = ()
+        if settings.find == DEVICES:
+            fits = devices_that_fit(job, inputs, devices=settings.devices or None, by=by, **options)
         else:
-            largest, fits = None, devices_that_fit(job, inputs, devices=devices or None, by=by, **options)
-    if as_json:
+            largest = largest_batch(job, inputs, device=settings.device or DEFAULT_DEVICE, by=by, **options)
+    if settings.format == "json":
         answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
     elif largest is None:
@@ -578,8 +555,9 @@ def _table_of_batches(largest: LargestBatch) -> Table:
     table = _table("batch", "peak memory", bound_name(_at_limit(largest)), "the card", "fits")
     for batch, done in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
         if done is not None:
-            fits = "yes" if batch == largest.batch else "no"
-            table.add_row(f"{batch:,}", *_memory(done.peak_memory_mib, done.upper_mib, done.device_memory_mib), fits)
+            memory = (done.peak_memory_mib, done.upper_mib, done.device_memory_mib)
+            texts = [MISSING if mib is None else f"{mib:,.0f} MiB" for mib in memory]
+            table.add_row(f"{batch:,}", *texts, "yes" if batch == largest.batch else "no")
     return table
 
 
@@ -599,12 +577,12 @@ def _table_of_devices(fits: tuple[DeviceFit, ...], bound: str) -> Table:
 
 def _row_of_device(one: DeviceFit) -> list[str]:
     if (done := one.estimate) is None:
-        return [one.device, *["–"] * 7]
+        return [one.device, *[MISSING] * 7]
     memory = [
-        "–" if mib is None else f"{mib:,.0f}"
+        MISSING if mib is None else f"{mib:,.0f}"
         for mib in (done.peak_memory_mib, done.upper_mib, done.limit_mib, one.room_mib)
     ]
-    time = ["–" if value is None else rate(value) for value in (done.samples_per_s, done.energy_j)]
+    time = [MISSING if value is None else rate(value) for value in (done.samples_per_s, done.energy_j)]
     return [one.device, *memory, "yes" if one.fits else "no", *time]
 
 
@@ -616,10 +594,6 @@ def _table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right")
     return table
-
-
-def _memory(*mib: float | None) -> list[str]:
-    return ["–" if one is None else f"{one:,.0f} MiB" for one in mib]
 
 
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
