@@ -169,5 +169,5 @@ def _explained(error: TraceError) -> CannotTrace:
 
 
 def wants_values(message: str) -> bool:
-    """Whether an error's text is about tensors without values, rather than about what the model does."""
+    """Return whether an error's text is about tensors without values, rather than about what the model does."""
     return any(word in message.lower() for word in ("meta", "fake", "datadependent", "data-dependent"))

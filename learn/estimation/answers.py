@@ -1,4 +1,4 @@
-"""What is known of one training job before it runs, and who says so: the trace, a training-free method, fitted models.
+"""Answer what one training job takes before it runs: by the trace, a training-free method, fitted models.
 
 Start reading at `Question.answered`; `ask_fitted` and its neighbours are the sources.
 """
@@ -288,7 +288,7 @@ def _with_samples(job: Workload, size: int) -> Workload:
 
 
 def is_of_job(error: CommandError) -> bool:
-    """Whether an error of `Question.answered` is of the job, whatever the GPU model: its step cannot be traced."""
+    """Return whether an error is of the job, whatever the GPU model: its step cannot be traced."""
     return isinstance(error.__cause__, CommandError) and not isinstance(error.__cause__, UnsuitableDevice)
 
 

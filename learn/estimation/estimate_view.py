@@ -311,7 +311,7 @@ def load_run(data, run_id: str, trust: Sequence[str] = ()) -> PastRun:
 
 
 def agrees_by_construction(past: PastRun, done: Estimate, target: str) -> bool:
-    """Whether the estimate's figure is the very one that the run was simulated with, so that agreeing says nothing."""
+    """Return whether the run was simulated with the estimate's own figure, so that agreeing says nothing."""
     column = get_target(target).column
     estimated, in_run = getattr(done, column), past.labels[column]
     return (

@@ -63,7 +63,7 @@ class LargestBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFit:
-    """Whether a job fits one GPU model.
+    """A GPU model, and whether a job fits it.
 
     device     name of the GPU model
     fits       whether the figure that was asked for is at most the card's memory; None where there is no answer

@@ -92,7 +92,7 @@ class KnownRun:
             raise unknown_name("device", self.device, device_names())
 
     def is_of(self, device: DeviceSpec) -> bool:
-        """Whether the run was measured on this GPU model."""
+        """Return whether the run was measured on this GPU model."""
         return self.device is None or plain_device(self.device) == plain_device(device.name)
 
 
@@ -145,7 +145,7 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
 
 
 def leaves_out(known: object) -> bool:
-    """Whether `known=` asks for an estimate without any measured run: the word `NONE`, or an empty list."""
+    """Return whether `known=` asks for an estimate without any measured run: the word `NONE`, or an empty list."""
     return known == NONE or (isinstance(known, Sequence) and not isinstance(known, str | bytes) and not known)
 
 

@@ -38,7 +38,7 @@ def loop_named(training_loop: bool) -> str:
 
 
 def require_loop(loop: str | None) -> str | None:
-    """Return the loop as it is, None included. Raises `UsageError` for a name that is none."""
+    """Return the loop as it is, None included. Raises `UsageError` for another name."""
     if loop is not None and loop not in LOOPS:
         raise unknown_name("loop", loop, LOOPS)
     return loop
