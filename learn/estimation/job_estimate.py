@@ -151,8 +151,10 @@ class Estimate:
         return float(np.interp(p, probabilities, mib))
 
     def fits(self, mib: float) -> bool:
-        """Return whether the job fits into that much free memory, and into its allocator's share of the card: by the bound
-        where there is one, else by the point."""
+        """Return whether the job fits into that much free memory, and into its allocator's share of the card.
+
+        By the bound where there is one, else by the point.
+        """
         limit_mib = mib if self.limit_mib is None else min(mib, self.limit_mib)
         return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= limit_mib
 
