@@ -183,12 +183,15 @@ def _maker_of_batch(inputs: Any, target: Any, dtype: torch.dtype) -> Callable[[s
     """`make(device)` -> the batch's inputs and target on that device."""
     if inputs is None or (not is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
-    single = is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping)
-    maker = _maker_of_arguments((inputs,) if single else inputs, dtype)
+    if is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping):
+        inputs = (inputs,)
+    named = isinstance(inputs, Mapping)
+    makers = [_maker_of_argument(value, dtype) for value in ([inputs] if named else inputs)]
     target_maker = None if target is None else _maker(target, torch_dtype("int64"))
 
     def batch(device: str) -> tuple[Inputs, Tensor | None]:
-        return maker(device), None if target_maker is None else target_maker(device)
+        arguments: Any = tuple(make(device) for make in makers)
+        return arguments[0] if named else arguments, None if target_maker is None else target_maker(device)
 
     return batch
 
@@ -236,19 +239,11 @@ def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
     return kind
 
 
-def _maker_of_arguments(given: Sequence | Mapping, dtype: torch.dtype) -> Callable[[str], Inputs]:
-    """`make(device)` -> positional or keyword arguments on that device."""
-    if isinstance(given, Mapping):
-        by_name = {str(name): _maker_of_argument(value, dtype, in_mapping=True) for name, value in given.items()}
-        return lambda device: {name: make(device) for name, make in by_name.items()}
-    makers = [_maker_of_argument(value, dtype) for value in given]
-    return lambda device: tuple(make(device) for make in makers)
-
-
 def _maker_of_argument(value: Any, dtype: torch.dtype, *, in_mapping: bool = False) -> Callable[[str], object]:
     """`make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
     if isinstance(value, Mapping):
-        return _maker_of_arguments(value, dtype)
+        by_name = {str(name): _maker_of_argument(one, dtype, in_mapping=True) for name, one in value.items()}
+        return lambda device: {name: make(device) for name, make in by_name.items()}
     if not is_shape(value) and isinstance(value, list | tuple) and value and all(map(holds_tensors, value)):
         makers = [_maker_of_argument(one, dtype) for one in value]
         return lambda device: [make(device) for make in makers]
@@ -291,12 +286,11 @@ def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
 
         def make(device: str) -> Tensor:
             copied = torch.empty_like(given, device=device)
-            if device != "meta" and not given.is_meta:
-                copied.copy_(given)
-            elif device != "meta":
-                copied = _filled(copied)
-            elif not given.is_meta:
-                remember(copied, given)
+            if device == "meta":
+                if not given.is_meta:
+                    remember(copied, given)
+            else:
+                copied = _filled(copied) if given.is_meta else copied.copy_(given)
             return copied.requires_grad_(value.requires_grad)
 
         return make
