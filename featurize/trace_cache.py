@@ -2,7 +2,7 @@
 
 Start reading at `traced`. A job without a key is one that no text tells: its traces live as long as whoever keeps them.
 A stale trace is worse than a slow one, so that a key holds all that a trace follows from, and what cannot be told has
-none: `config_key` for trial configs, `learn.estimation.job_key` for modules.
+none: `config_key` for trial configs, `learn.traced` for modules.
 """
 
 from __future__ import annotations

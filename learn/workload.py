@@ -47,7 +47,7 @@ class Workload:
     batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
     parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
     given       a module's model, inputs and the like, as they were given: what tells the job from others
-    key         what tells it, where `learn.estimation.job_key` has found that out; empty: nothing does
+    key         what tells it, where `learn.traced` has found that out; empty: nothing does
     """
 
     name: str

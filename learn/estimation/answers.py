@@ -862,7 +862,7 @@ def cached_estimate(question: Question, device: DeviceSpec) -> Estimate | None:
 
 def with_key(question: Question) -> Question:
     """Return the question with its job's key, for which a factory is built once for all that is asked of it."""
-    from learn.estimation.job_key import key_of
+    from learn.traced import key_of
 
     job_key, build = key_of(question.job)
     return replace(question, job=replace(question.job, build=build, key=job_key or ""))

@@ -17,7 +17,7 @@ from featurize.families import cnn
 from featurize.trace import trace_step
 from learn import estimate
 from learn.estimation import answers
-from learn.estimation.job_key import key_of
+from learn.traced import key_of
 from learn.workload import of_module
 
 A100, V100 = load_device("A100-SXM4-40GB"), load_device("V100-SXM2-32GB")
