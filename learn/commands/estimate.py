@@ -504,7 +504,8 @@ def print_fits(
     if settings.find == DEVICES and settings.device is not None:
         raise UsageError(f"find={DEVICES} goes over all GPU models, or over those of device=[A,B]: not over one")
     by, all_notes = settings.by or BOUND, settings.notes == ALL
-    largest, fits = None, ()
+    largest: LargestBatch | None = None
+    fits: tuple[DeviceFit, ...] = ()
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
         if settings.find == DEVICES:
             fits = devices_that_fit(job, inputs, devices=settings.devices or None, by=by, **options)

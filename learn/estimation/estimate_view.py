@@ -213,7 +213,7 @@ class ShownFigure(NamedTuple):
 
 def figures(done: Estimate) -> list[ShownFigure]:
     """Return the figures in their order: of the first six, also those that nobody knows."""
-    known = [
+    known: list[tuple[str, float | str | None, str, str]] = [
         ("peak memory", done.peak_memory_mib, "{:,.0f} MiB", "memory"),
         (bound_name(done), done.upper_mib, "{:,.0f} MiB", "bound"),
         ("smact (SM activity)", done.smact, "{:.3f}", "smact"),

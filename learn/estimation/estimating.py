@@ -366,9 +366,8 @@ def question_of(
     from featurize.cudnn.workspaces import require_release
     from learn.workload import of_config, of_module
 
-    if isinstance(model, Mapping):
-        model = config_from_mapping(model)
-    config = model if isinstance(model, TrialConfig) else None
+    job_of: Model | TrialConfig = config_from_mapping(model) if isinstance(model, Mapping) else model
+    config = job_of if isinstance(job_of, TrialConfig) else None
     training = training_settings(training, settings)
     if isinstance(allocator, str):
         allocator = AllocatorSettings.parse(allocator)
@@ -376,7 +375,7 @@ def question_of(
         raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
     runs = known_runs(known)
     _require_job_of_known(known, config, estimator, batches)
-    layout = parse_parallel(parallel, files=True, hidden_size=lambda: _hidden_size_of(model))
+    layout = parse_parallel(parallel, files=True, hidden_size=lambda: _hidden_size_of(job_of))
     training = training_of_file(layout, training, config)
     if config is not None:
         require_same(config, training)
@@ -386,11 +385,11 @@ def question_of(
         job = of_config(trusting(config, parse_trust(trust)))
         job = job if name is None else replace(job, name=name)
         layout = layout if parallel is not None else config.parallel
-    elif callable(model):
-        require_whole(model)
+    elif callable(job_of):
+        require_whole(job_of)
         pairs = [(inputs, target)] if batches is None else batches_of(batches, inputs, target)
         of_steps = Training(**training)
-        job = of_module(model, None, of_steps, input_dtype=input_dtype, loss=loss, name=name, batches=pairs)
+        job = of_module(job_of, None, of_steps, input_dtype=input_dtype, loss=loss, name=name, batches=pairs)
     else:
         raise UsageError(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
