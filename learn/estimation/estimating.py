@@ -377,14 +377,14 @@ def question_of(
     _require_job_of_known(known, config, estimator, batches)
     layout = parse_parallel(parallel, files=True, hidden_size=lambda: _hidden_size_of(job_of))
     training = training_of_file(layout, training, config)
-    if config is not None:
-        require_same(config, training)
+    if isinstance(job_of, TrialConfig):
+        require_same(job_of, training)
         given = dict(zip(_OF_MODULES, (inputs, batches, target, loss), strict=True))
         if given_too := [key for key, value in given.items() if value is not None]:
             raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
-        job = of_config(trusting(config, parse_trust(trust)))
+        job = of_config(trusting(job_of, parse_trust(trust)))
         job = job if name is None else replace(job, name=name)
-        layout = layout if parallel is not None else config.parallel
+        layout = layout if parallel is not None else job_of.parallel
     elif callable(job_of):
         require_whole(job_of)
         pairs = [(inputs, target)] if batches is None else batches_of(batches, inputs, target)
@@ -398,7 +398,7 @@ def question_of(
     job = parallel_job(job, layout, estimator=estimator, others=others)
     by_others = any(one is not None for one in (estimator, allocator, torch_version, job.parallel))
     own = None
-    if known == RUNS or (config is not None and known is None and not by_others):
+    if config is not None and (known == RUNS or (known is None and not by_others)):
         own = OwnRuns(data=data, config=config, asked_for=known == RUNS)
     return Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
