@@ -36,7 +36,8 @@ from learn.workload import Workload, as_a_training_script
 if TYPE_CHECKING:
     from featurize.replay import MemoryProfile
     from featurize.simulate import SimulatedStep
-    from featurize.trace import StepTrace, TraceError
+    from featurize.step_trace import StepTrace
+    from featurize.trace import TraceError
     from featurize.trace_cache import Traces
 
     Build = Callable[[], nn.Module]

@@ -13,7 +13,8 @@ from torch import nn
 from featurize import opgraph as module
 from featurize.device_spec import load_device
 from featurize.opgraph import VOCABULARY, OpGraph, category, opgraph
-from featurize.trace import Operator, StepTrace, trace_config, trace_step
+from featurize.step_trace import Operator, StepTrace
+from featurize.trace import trace_config, trace_step
 from tests.family_cases import FAMILIES
 
 A100 = load_device("A100-SXM4-40GB")
