@@ -41,8 +41,8 @@ def trace_of_json(content: Mapping[str, Any]) -> StepTrace:
     for anything else."""
     hints = get_type_hints(StepTrace)
     trace = StepTrace(**{name: _reader(hints[name])(content[name]) for name in _STORED})
-    phases = [one.phase for one in (*trace.operators, *trace.events)]
-    _require(set(phases) <= {*PHASES} and all(block.kind in _KINDS_OF_BLOCKS for block in trace.blocks), "a known name")
+    phases = {one.phase for one in trace.operators} | {one.phase for one in trace.events}
+    _require(phases <= {*PHASES} and all(block.kind in _KINDS_OF_BLOCKS for block in trace.blocks), "a known name")
     for place, operator in enumerate(trace.operators):
         _require(all(-2 <= source < place for source in operator.sources), "an operator after its sources")
     for signature in trace.cudnn_convolutions:
@@ -78,8 +78,9 @@ def _require(holds: bool, expected: str) -> None:
 @functools.cache
 def _reader(kind: Any, signed: bool = False) -> Callable[[Any], Any]:
     """Return what reads a value of JSON as this annotation has it."""
-    if kind in (int, str, bool):
-        return {int: _integer if signed else count_of, str: text_of, bool: bool}[kind]
+    plain: dict[Any, Callable[[Any], Any]] = {int: _integer if signed else count_of, str: text_of, bool: bool}
+    if kind in plain:
+        return plain[kind]
     kinds = get_args(kind)
     if type(None) in kinds:
         some = _reader(kinds[0])

@@ -252,7 +252,8 @@ def _of_run(done: Estimate, past: PastRun, one: ShownFigure) -> tuple[str, str]:
     in_run = past.labels[column]
     if in_run is None:
         return MISSING, ""
-    text = next(figure.text for figure in figures(replace(done, **{column: in_run})) if figure.name == one.name)
+    of_run: dict[str, Any] = {column: in_run}
+    text = next(figure.text for figure in figures(replace(done, **of_run)) if figure.name == one.name)
     estimated = getattr(done, column)
     if estimated is None:
         return text, ""
