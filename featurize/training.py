@@ -135,8 +135,9 @@ class TrainingStep:
         for number in range(settings.accumulation):
             if number:
                 self.on_batch()
-            between = number < settings.accumulation - 1 and isinstance(self.model, OwnUpdates)
-            with self.model.between_updates() if between else contextlib.nullcontext():
+            last = number == settings.accumulation - 1
+            updates = self.model if isinstance(self.model, OwnUpdates) and not last else None
+            with updates.between_updates() if updates is not None else contextlib.nullcontext():
                 self.on_phase("forward")
                 given = self.converted(inputs)  # which live until the next, as a script's variables do
                 loss = self._forward(given, targets)
