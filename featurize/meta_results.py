@@ -118,7 +118,7 @@ def _key(values) -> tuple:
                 raise _Uncached
             parts += (value.shape, value.stride(), value.dtype, value.is_meta)
         elif kind in _PLAIN:
-            parts += (kind, value)
+            parts.append((kind, value))
         elif kind is tuple or kind is list:
             parts.append(_key(value))
         elif kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
