@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils._pytree import tree_map
 
-from featurize.parallel.buckets import limits_of
-from featurize.parallel.data_parallel import Replica
+from featurize.parallel.data_parallel import Replica, limits_of
 from featurize.parallel.releases import SHARDS, refused_modes
 from featurize.releases import require_torch
 from featurize.replacing import replace_attribute, replaced
@@ -86,9 +85,13 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
 
     @functools.wraps(begin)
     def init_process_group(
-        backend: str | None = None, init_method: str | None = None, timeout: Any = None, world_size: int = -1,
-        *_: Any, **__: Any,
-    ) -> None:  # fmt: skip
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         ranks = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
@@ -146,9 +149,11 @@ def _refuse_shards() -> None:
         require_torch(SHARDS, "FSDP or tensor parallelism in a script")
 
     for owner, name in (
-        (FullyShardedDataParallel, "__init__"), (DTensor, "__new__"), (Shard, "_shard_tensor"),
+        (FullyShardedDataParallel, "__init__"),
+        (DTensor, "__new__"),
+        (Shard, "_shard_tensor"),
         (Replicate, "_replicate_tensor"),
-    ):  # fmt: skip
+    ):
         replace_attribute(owner, name, refuse)
     _refuse_fully_shard(refuse)
 
@@ -257,9 +262,12 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
             broadcast_buffers=bool(broadcast_buffers),
         )  # fmt: skip
         replica = Replica(
-            module, rank.recorder, settings, kind=BUCKET if rank.launched > 1 else "gradient",
+            module,
+            rank.recorder,
+            settings,
+            kind=BUCKET if rank.launched > 1 else "gradient",
             axis=rank.axis_of(process_group),
-        )  # fmt: skip
+        )
         object.__setattr__(self, "_gpufarm_replica", replica)
         object.__setattr__(self, BUCKETS, limits_of(bucket_cap_mb))
         rank.add(replica, settings if dist.get_world_size(process_group) == rank.launched else None)
@@ -283,12 +291,12 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
     replica: Replica = self._gpufarm_replica
     trains = torch.is_grad_enabled()
     if trains:
-        if replica.buckets.has_reduced and (names := replica.without_gradient()):
+        if replica.has_reduced and (names := replica.without_gradient()):
             raise RuntimeError(
                 f"{len(names)} parameters get no gradient (the first: {names[0]}), at which DistributedDataParallel "
                 "stops in its second step; pass find_unused_parameters=True, or freeze them"
             )
-        replica.buckets.rebuild()
+        replica.rebuild()
     if self.require_forward_param_sync and self.broadcast_buffers:
         replica.broadcast_buffers()
     if self.device_ids:
@@ -297,5 +305,5 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         output = self.module(*inputs, **kwargs)
     self.require_forward_param_sync = trains and self.require_backward_grad_sync
     if trains:
-        replica.buckets.synchronizes = self.require_backward_grad_sync
+        replica.synchronizes = self.require_backward_grad_sync
     return output
