@@ -272,11 +272,12 @@ def _workload(record: ScriptRecord, name: str) -> Workload:
     chosen = record.settings
     search = search_settings(benchmark=bool(chosen.get("cudnn_benchmark")))
     names = {field.name for field in fields(ScriptSettings)}
+    settings: dict[str, Any] = {name: value for name, value in chosen.items() if name in names}
     return Workload(
         name=name,
         build=absent,
         batch=lambda _device: ((), None),  # which a report would list
-        settings=ScriptSettings(**{name: value for name, value in chosen.items() if name in names}),
+        settings=ScriptSettings(**settings),
         batch_size=max(1, record.batch_size),
         recorded=record.trace,
         search=replace(
