@@ -161,19 +161,19 @@ def estimate_script(
         )
 
     key = records.key_of(parsed, spec)
-    found = None if show_output else records.find(key)
+    record = None if show_output else records.find(key)
     done = None
-    if found is not None and page is None:
-        done = cached_estimate(question_of(found), spec)
-    if found is None or done is None:
-        found = found and records.with_trace(found)
-        found = found or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
-        question = question_of(found)
+    if record is not None and page is None:
+        done = cached_estimate(question_of(record), spec)
+    if record is None or done is None:
+        record = record and records.with_trace(record)
+        record = record or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
+        question = question_of(record)
         if page is None:
             done = answer(question, spec)
         else:
             done, traced = question.answered(spec, timeline=True)
-    done = replace(done, notes=(*_notes(found), *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
+    done = replace(done, notes=(*_notes(record), *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
         write_step_report(page, question.job, spec, done, traced, allocator)
     return done
