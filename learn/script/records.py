@@ -117,7 +117,8 @@ def record_of_json(content: Any) -> ScriptRecord:
 
 
 def _setting(name: str, value: Any) -> Setting:
-    if type(value) is not SETTINGS.get(name):
+    given = type(value)
+    if given is not SETTINGS.get(name):
         raise BadRecord("a setting of an unknown name or type")
     if isinstance(value, str):
         return text_of(value)
