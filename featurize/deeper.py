@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from featurize.op_cost import MULTI_TENSOR, foreach_launches
+from featurize.operators import MULTI_TENSOR, foreach_launches
 from featurize.step_trace import Block, Collective, Event, Operator, StepTrace
 
 _NUMBER = re.compile(r"\d+")

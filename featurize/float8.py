@@ -18,7 +18,7 @@ from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import DeviceSpec, UnsuitableDevice
-from featurize.model_flops import SCALED_PRODUCT
+from featurize.operators import SCALED_PRODUCT
 from featurize.quantized import is_named, output_layer
 from featurize.step_trace import Operator
 from featurize.vision import quiet_imports

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from featurize.accumulation import in_place_overload, references_of_the_last_holder, taken_over
 from featurize.library_calls import CUBLAS, library_calls
 from featurize.meta_results import MetaResults
-from featurize.operator_record import OperatorRecord
-from featurize.operator_traits import Traits
+from featurize.operator_record import OperatorRecord, Traits
 from featurize.tensor_parts import meta_tensors, wrap_others
 from featurize.values import NONZERO, READ, Values
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_compiled import ROWS, WIDTH, Chain, Net, traced
 
-from featurize.compiled_fusion import MAX_FUSED, Work, fused_groups
+from featurize.compiled_graph import MAX_FUSED, Work, fused_groups
 from featurize.device_spec import load_device
 from featurize.kernel_model.step_time import time_step
 from featurize.trace import trace_step
