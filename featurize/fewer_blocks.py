@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from featurize import flash_attention
+from featurize import attention
 from featurize.checkpointing import CONTAINERS, repeated_blocks
 from featurize.skeleton import build_on_meta, on_meta
 from featurize.wrappers import compiled_modules, remarks
@@ -18,7 +18,7 @@ from featurize.wrappers import compiled_modules, remarks
 
 def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
     """Return a model on the meta device, which nobody else holds. None where its copy would lose what a trace notes."""
-    model = flash_attention.building(lambda: build_on_meta(factory))
+    model = attention.building(lambda: build_on_meta(factory))
     return None if remarks(model) or compiled_modules(model) else on_meta(model)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from conf.errors import UsageError
-from featurize import flash_attention
+from featurize import attention
 from featurize.batches import Inputs, shape_of
 from featurize.compiled import CompiledRegions
 from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
@@ -185,7 +185,7 @@ class Tracing:
         elif isinstance(model, BuiltOnMeta) and (taken := model.taken()) is not None:
             built = noted(taken)
         else:
-            built = flash_attention.building(lambda: build_on_meta(factory))
+            built = attention.building(lambda: build_on_meta(factory))
         if not isinstance(built, nn.Module):
             return built
         _require_trainable(built)

@@ -83,12 +83,12 @@ def key_of(job: Workload) -> tuple[str | None, Build]:
 
 
 def _built(build: Build) -> tuple[nn.Module, Build]:
-    from featurize import flash_attention
+    from featurize import attention
     from featurize.skeleton import BuiltOnMeta, build_on_meta
 
     try:
         with kept_from_exit(), as_a_training_script():
-            built = flash_attention.building(lambda: build_on_meta(build))
+            built = attention.building(lambda: build_on_meta(build))
     except Exception as error:  # a factory may raise anything, and raises it again where it is traced
         raise _Untold from error
     if not isinstance(built, nn.Module):
