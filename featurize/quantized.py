@@ -32,33 +32,25 @@ _library.define("int8_product(Tensor x, Tensor weight) -> Tensor")
 _library.define("dequantize_product(Tensor product, Tensor row_scales, Tensor scales, ScalarType dtype) -> Tensor")
 
 
-def _meta(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return torch.library.impl(_library, name, "Meta")
-
-
-@_meta("dequantize_4bit")
-def _dequantize_4bit(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _dequantize_4bit(packed: Tensor, _scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=packed.device)
 
 
-@_meta("dequantize_scales")
-def _dequantize_scales(scales: Tensor, outer: Tensor) -> Tensor:
-    return torch.empty(scales.shape, dtype=torch.float32, device=scales.device)
-
-
-@_meta("quantize_rows")
 def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.int8), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
-@_meta("int8_product")
 def _int8_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int32, device=x.device)
 
 
-@_meta("dequantize_product")
-def _dequantize_product(product: Tensor, row_scales: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(product, dtype=dtype)
+_library.impl("dequantize_4bit", _dequantize_4bit, "Meta")
+_library.impl("dequantize_scales", lambda scales, outer: torch.empty_like(scales, dtype=torch.float32), "Meta")
+_library.impl("quantize_rows", _quantize_rows, "Meta")
+_library.impl("int8_product", _int8_product, "Meta")
+_library.impl(
+    "dequantize_product", lambda product, row_scales, scales, dtype: torch.empty_like(product, dtype=dtype), "Meta"
+)
 
 
 class _Quantized(nn.Module):
