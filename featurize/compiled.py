@@ -79,7 +79,8 @@ class CompiledRegions:
         self.capturing = False
         self.followed: set[str] = set()  # modules and functions that were captured
         self.failed: dict[str, str] = {}  # those that were not -> why
-        self._known: dict[Hashable, list[tuple[AttributeReads, _Capture | str]]] = {}
+        # Kind of inputs -> what was captured for them, or why nothing was, each for modules that read the same.
+        self.known: dict[Hashable, list[tuple[AttributeReads, _Capture | str]]] = {}
         paths = {module: path for path, module in model.named_modules()}
         chosen: dict[nn.Module, None] = {}
         for name in names:
@@ -116,15 +117,6 @@ class CompiledRegions:
         self._any = True
         owner = getattr(function, "__self__", None)
         return _Region(self, owner if isinstance(owner, nn.Module) else nn.Module(), function, name).as_function()
-
-    def known(self, module: nn.Module, key: Hashable) -> _Capture | str | None:
-        """Return what was captured of a module that runs the same graph, or why none could be; None: not known."""
-        alike = (capture for reads, capture in self._known.get(key, ()) if reads.alike(module))
-        return next(alike, None)
-
-    def remember(self, key: Hashable, reads: AttributeReads, capture: _Capture | str) -> None:
-        """Keep a capture, or why there is none, for modules that run the same graph on inputs of this kind."""
-        self._known.setdefault(key, []).append((reads, capture))
 
     def recorder_now(self) -> Recorder | None:
         """Return the recorder of what runs; None while a graph is captured."""
@@ -188,11 +180,12 @@ class _Region:
         if unknown:
             regions.failed.setdefault(self._name, f"it takes a {type(unknown[0]).__name__}, which is no tensor")
             return None
-        capture = regions.known(module, key)
+        known = regions.known.setdefault(key, [])
+        capture = next((capture for reads, capture in known if reads.alike(module)), None)
         if capture is None:
             reads = AttributeReads(module)
             capture = self._new_capture(reads, names, leaves, structure, tensors)
-            regions.remember(key, reads, capture)
+            known.append((reads, capture))
         if isinstance(capture, str):
             regions.failed.setdefault(self._name, capture)
             return None
@@ -292,13 +285,16 @@ class _Capture:
             )
 
         self._forward, self._weights, self._compiled, self._buckets = forward, len(names), compiled, regions.buckets
-        self._function: Callable[..., Any] | None = None
+        self._function: Callable[..., Any] | None = None  # until the first call
 
     def first_call(self, thread: ThreadPoolExecutor, tensors: list[Tensor]) -> None:
         """Capture the graphs and run both once. Raises what the model and the compiler raise."""
 
         def run() -> None:
-            self._function = self._in_pieces(tensors) or self._compiled(self._forward, self._weights)
+            if self._buckets is not None:
+                self._function = in_pieces(self._forward, tensors, self._weights, self._buckets, self._compiled)
+            if self._function is None:
+                self._function = self._compiled(self._forward, self._weights)
             outputs = [output for output in self._function(*tensors) if output.requires_grad]
             inputs = [tensor for tensor in tensors if tensor.requires_grad]
             if inputs and not outputs:
@@ -309,11 +305,6 @@ class _Capture:
                     torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
 
         thread.submit(run).result()
-
-    def _in_pieces(self, tensors: list[Tensor]) -> Callable[..., Any] | None:
-        if self._buckets is None:
-            return None
-        return in_pieces(self._forward, tensors, self._weights, self._buckets, self._compiled)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         assert self._function is not None, "captured"
