@@ -7,19 +7,10 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from conf.units import MIB
-from featurize.allocator_blocks import (
-    ADDRESS_SHIFT,
-    KEY_SHIFT,
-    AddressSpace,
-    Piece,
-    Pool,
-    Segment,
-    SegmentEvent,
-    segments_of,
-)
-from featurize.allocator_expandable import ExpandableSegments
 from featurize.allocator_settings import AllocatorSettings, round_to_512
 
 SMALL_REQUEST = MIB  # and below: the small pool
@@ -31,8 +22,183 @@ LEAST_REST_LARGE = MIB + 512  # "more than 1 MiB", in steps of 512
 UNLIMITED = 1 << 62
 UNBOUNDED_ADDRESSES = 1 << 40  # of an expandable segment where no capacity is given
 
+# A free piece's place in its pool is one integer, size first, then address: both are multiples of 512.
+KEY_SHIFT = 48
+ADDRESS_SHIFT = 9
+
 # Handles are never used twice, not even by two allocators: a stale or foreign one is always noticed.
 _handles = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBlock:
+    """Bytes. `requested` is 0 where nothing lives; `state` is `active_allocated` or `inactive`, PyTorch's names."""
+
+    address: int
+    size: int
+    requested: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One cudaMalloc, or one contiguous mapped range of an expandable segment. `pool` is `small` or `large`."""
+
+    address: int
+    size: int
+    pool: str
+    stream: int
+    expandable: bool
+    blocks: tuple[PoolBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEvent:
+    """`segment_alloc`, `segment_free`, `segment_map`, `segment_unmap` or `oom`, as PyTorch's memory history names them.
+    `size` in bytes; addresses are the driver's choice and don't take part in comparisons."""
+
+    action: str
+    size: int
+    stream: int
+    address: int = field(compare=False, default=0)
+
+
+class Piece:
+    """A run of bytes of a segment, with its neighbours there.
+
+    free   True: cached in `pool`; False: handed out; None: address space of an expandable segment without memory
+    key    where it stands in `pool.keys`; only valid while `free`
+    """
+
+    __slots__ = ("address", "before", "behind", "free", "key", "pool", "requested", "size")
+    key: int
+
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        requested: int,
+        free: bool | None,
+        pool: Pool,
+        before: Piece | None,
+        behind: Piece | None,
+    ) -> None:
+        self.address, self.size, self.requested, self.free = address, size, requested, free
+        self.pool, self.before, self.behind = pool, before, behind
+
+    def is_split(self) -> bool:
+        return self.before is not None or self.behind is not None
+
+    def split(self, size: int) -> Piece:
+        """Shorten the piece to its first `size` bytes. Return the rest, in the same state and in no pool."""
+        behind = self.behind
+        rest = Piece(self.address + size, self.size - size, 0, self.free, self.pool, self, behind)
+        if behind is not None:
+            behind.before = rest
+        self.behind, self.size = rest, size
+        return rest
+
+    def merge_neighbours(self) -> None:
+        """Swallow the neighbours in the same state, free or unmapped, which leave their pool."""
+        state, near = self.free, self.before
+        if near is not None and near.free is state:
+            self.pool.forget(near)
+            self.address = near.address
+            self.size += near.size
+            self.before = near = near.before
+            if near is not None:
+                near.behind = self
+        near = self.behind
+        if near is not None and near.free is state:
+            self.pool.forget(near)
+            self.size += near.size
+            self.behind = near = near.behind
+            if near is not None:
+                near.before = self
+
+
+class Pool:
+    """The free pieces of one stream's small or large pool, by size and then address.
+
+    keys, by_key   the free pieces, sorted
+    unmapped       address -> free address space of expandable segments
+    ranges         those segments' address ranges, base -> size
+    born           key -> count of large requests when the piece became free; only kept for garbage collection
+    least_rest     what must be left over, at least, for a piece to be split
+    """
+
+    __slots__ = ("born", "by_key", "keys", "least_rest", "ranges", "small", "stream", "unmapped")
+
+    def __init__(self, *, small: bool, stream: int, least_rest: int) -> None:
+        self.small, self.stream, self.least_rest = small, stream, least_rest
+        self.keys: list[int] = []
+        self.by_key: dict[int, Piece] = {}
+        self.unmapped: dict[int, Piece] = {}
+        self.ranges: dict[int, int] = {}
+        self.born: dict[int, int] = {}
+
+    def put(self, piece: Piece) -> None:
+        piece.free = True
+        piece.key = key = (piece.size << KEY_SHIFT) | (piece.address >> ADDRESS_SHIFT)
+        insort(self.keys, key)
+        self.by_key[key] = piece
+
+    def take(self, piece: Piece) -> None:
+        del self.keys[bisect_left(self.keys, piece.key)]
+        del self.by_key[piece.key]
+
+    def forget(self, piece: Piece) -> None:
+        """Take out a piece, free or unmapped, that becomes part of another one."""
+        if piece.free:
+            self.take(piece)
+        else:
+            del self.unmapped[piece.address]
+
+    def pieces(self) -> list[Piece]:
+        """The free ones, smallest first."""
+        return [self.by_key[key] for key in self.keys]
+
+    def base_of(self, address: int) -> int:
+        """Where the expandable segment that holds this address begins."""
+        return max(base for base in self.ranges if base <= address)
+
+
+class AddressSpace:
+    """Where the driver puts segments: the lowest free range that is large enough, in steps of 2 MiB.
+
+    What a driver really does is not documented and differs between versions; it decides only between free pieces of
+    equal size in different segments.
+    """
+
+    STEP = 2 * MIB
+
+    def __init__(self) -> None:
+        self._end = 2048 * self.STEP  # no address is 0
+        self._holes: list[tuple[int, int]] = []  # address, size; sorted, never adjacent
+
+    def take(self, size: int, action: str) -> int:
+        """An address for `size` bytes. `action` is the event that asks, `segment_alloc` or `segment_map`."""
+        size = -(-size // self.STEP) * self.STEP
+        for i, (address, room) in enumerate(self._holes):
+            if room >= size:
+                self._holes[i : i + 1] = [(address + size, room - size)] if room > size else []
+                return address
+        address, self._end = self._end, self._end + size
+        return address
+
+    def give(self, address: int, size: int) -> None:
+        size = -(-size // self.STEP) * self.STEP
+        at = bisect_left(self._holes, (address, 0))
+        if at < len(self._holes) and self._holes[at][0] == address + size:
+            size += self._holes.pop(at)[1]
+        if at > 0 and sum(self._holes[at - 1]) == address:
+            at -= 1
+            address, room = self._holes.pop(at)
+            size += room
+        if address + size == self._end:
+            self._end = address
+        else:
+            self._holes.insert(at, (address, size))
 
 
 class OutOfMemory(Exception):
@@ -104,14 +270,8 @@ class CachingAllocator:
         self._live: dict[int, Piece] = {}
         self._retired: set[int] = set()  # of these
         self._addresses = address_space if address_space is not None else AddressSpace()
-        self._pages = ExpandableSegments(
-            small_page=SMALL_SEGMENT,
-            large_page=self._large_segment,
-            address_bytes=UNBOUNDED_ADDRESSES if total is None else total + total // 8,
-            addresses=self._addresses,
-            fits=self._fits,
-            book=self._reserve,
-        )
+        # What a new expandable segment reserves of the address space, at least.
+        self._address_bytes = UNBOUNDED_ADDRESSES if total is None else total + total // 8
 
     def allocate(self, nbytes: int, stream: int = 0) -> int | None:
         """A handle to a block of at least `nbytes`, for `free`; None, and no block, for 0 bytes.
@@ -132,32 +292,16 @@ class CachingAllocator:
         piece = pool.by_key.pop(keys.pop(at)) if at < len(keys) else self._acquire(pool, size)
         rest = piece.size - size
         if rest >= pool.least_rest and size < self._split_below:
-            # The front is handed out, the rest stays where it is in the chain of neighbours.
-            address = piece.address
-            before = piece.before
-            front = Piece(address, size, nbytes, False, pool, before, piece)
-            if before is not None:
-                before.behind = front
-            piece.before = front
-            piece.size = rest
-            piece.address = address = address + size
-            piece.free = True
-            piece.key = key = (rest << KEY_SHIFT) | (address >> ADDRESS_SHIFT)
-            insort(keys, key)
-            pool.by_key[key] = piece
-            if self._picky:
-                pool.born[key] = self._large_requests
+            self._put(piece.split(size))  # the front is handed out
         else:
             size += rest
-            front = piece
-            piece.free = False
-            piece.requested = nbytes
+        piece.free, piece.requested = False, nbytes
         self.requested_bytes += nbytes
         self.allocated_bytes = allocated = self.allocated_bytes + size
         if allocated > self.peak_allocated_bytes:
             self.peak_allocated_bytes = allocated
         handle = next(_handles)
-        self._live[handle] = front
+        self._live[handle] = piece
         return handle
 
     def free(self, handle: int | None) -> None:
@@ -170,40 +314,14 @@ class CachingAllocator:
         piece = self._live.pop(handle, None)
         if piece is None:
             raise ValueError(f"{handle!r} is no live block of this allocator: freed twice, or another allocator's")
-        size = piece.size
         if handle in self._retired:
             self._retired.discard(handle)
         else:
-            self.allocated_bytes -= size
+            self.allocated_bytes -= piece.size
             self.requested_bytes -= piece.requested
-        pool = piece.pool
-        keys, by_key = pool.keys, pool.by_key
-        near = piece.before
-        if near is not None and near.free:
-            key = near.key
-            del keys[bisect_left(keys, key)]
-            del by_key[key]
-            size += near.size
-            piece.address = near.address
-            piece.before = near = near.before
-            if near is not None:
-                near.behind = piece
-        near = piece.behind
-        if near is not None and near.free:
-            key = near.key
-            del keys[bisect_left(keys, key)]
-            del by_key[key]
-            size += near.size
-            piece.behind = near = near.behind
-            if near is not None:
-                near.before = piece
-        piece.size = size
         piece.free = True
-        piece.key = key = (size << KEY_SHIFT) | (piece.address >> ADDRESS_SHIFT)
-        insort(keys, key)
-        by_key[key] = piece
-        if self._picky:
-            pool.born[key] = self._large_requests
+        piece.merge_neighbours()
+        self._put(piece)
 
     def retire(self, handle: int | None) -> None:
         """Count a block as given back, while another stream uses it (`record_stream`): `settle` gives its memory to
@@ -226,7 +344,7 @@ class CachingAllocator:
             pieces = [piece for stream in sorted(self._pools) for piece in self._pools[stream][of_size].pieces()]
             for piece in pieces:
                 if self._expandable:
-                    self._pages.unmap(piece)
+                    self._unmap(piece)
                 elif not piece.is_split():
                     self._release(piece)
 
@@ -252,8 +370,14 @@ class CachingAllocator:
         if not self._expandable and self._collect_above is not None and self.reserved_bytes > self._collect_above:
             return True
         segment = self._segment_bytes(size)
-        missing = self._pages.missing_bytes(pool, size) if self._expandable else segment
+        missing = self._missing_bytes(pool, size) if self._expandable else segment
         return not (self._is_allowed(segment) and self._fits(missing))
+
+    def _put(self, piece: Piece) -> None:
+        """Make a piece free in its pool."""
+        piece.pool.put(piece)
+        if self._picky:
+            piece.pool.born[piece.key] = self._large_requests
 
     # ---- the rules of a request that the default best fit does not settle
 
@@ -329,7 +453,7 @@ class CachingAllocator:
         if not self._is_allowed(segment):
             return None
         if self._expandable:
-            return self._pages.expand(pool, size)
+            return self._expand(pool, size)
         if not self._fits(segment):
             return None
         address = self._addresses.take(segment, "segment_alloc")
@@ -381,3 +505,123 @@ class CachingAllocator:
                 excess -= piece.size
                 total_age -= ages[piece.key]
                 self._release(piece)
+
+    # ---- expandable segments, after ExpandableSegment in c10/cuda/CUDACachingAllocator.cpp: address space that is
+    # reserved once, and pages of one segment's size that are mapped into it as it grows
+
+    def _expand(self, pool: Pool, size: int) -> Piece | None:
+        """Map pages at the lowest address where free and unmapped space together hold the request. The piece is in no
+        pool. None: the pages don't fit; those that did stay mapped, as cached memory."""
+        piece = self._find_space(pool, size) or self._new_segment(pool, size)
+        if piece is None or (piece.free is None and not self._map(piece, min(piece.size, size))):
+            return None
+        while piece.size < size:
+            behind = piece.behind
+            if behind is None:  # `_find_space` and `_new_segment` give enough room in a row
+                raise AssertionError("a segment ends before the room that was found in it")
+            if not self._map(behind, min(size - piece.size, behind.size)):
+                return None
+            piece = behind  # which has swallowed the free piece before it
+        pool.take(piece)
+        return piece
+
+    def _unmap(self, piece: Piece) -> None:
+        """Give back the pages that lie wholly inside a free piece; what sticks out of them stays free."""
+        pool, page = piece.pool, self._page(piece.pool)
+        base = pool.base_of(piece.address)
+        begin = base + -(-(piece.address - base) // page) * page
+        end = base + (piece.address + piece.size - base) // page * page
+        if begin >= end:
+            return
+        pool.take(piece)
+        if piece.address < begin:
+            head, piece = piece, piece.split(begin - piece.address)
+            pool.put(head)
+        if end < piece.address + piece.size:
+            pool.put(piece.split(end - piece.address))
+        piece.free = None
+        piece.merge_neighbours()
+        pool.unmapped[piece.address] = piece
+        self._reserve("segment_unmap", begin, begin - end, pool)
+        if not piece.is_split():
+            del pool.unmapped[piece.address]
+            self._addresses.give(piece.address, pool.ranges.pop(piece.address))
+
+    def _missing_bytes(self, pool: Pool, size: int) -> int:
+        """Return the bytes that `_expand` would map. Changes nothing."""
+        page = self._page(pool)
+        piece = self._find_space(pool, size)
+        if piece is None:
+            return -(-size // page) * page
+        missing = 0
+        while size > 0 and piece is not None:
+            if piece.free is None:
+                taken = min(piece.size, -(-size // page) * page)
+                missing, size = missing + taken, size - taken
+            else:
+                size -= piece.size
+            piece = piece.behind
+        return missing
+
+    def _page(self, pool: Pool) -> int:
+        return SMALL_SEGMENT if pool.small else self._large_segment
+
+    def _find_space(self, pool: Pool, size: int) -> Piece | None:
+        for address in sorted(pool.unmapped):
+            piece = pool.unmapped[address]
+            if piece.before is not None and piece.before.free is not False:
+                piece = piece.before
+            room = 0
+            last: Piece | None = piece
+            while room < size and last is not None and last.free is not False:
+                room += last.size
+                last = last.behind
+            if room >= size:
+                return piece
+        return None
+
+    def _new_segment(self, pool: Pool, size: int) -> Piece | None:
+        page = self._page(pool)
+        if not self._fits(-(-size // page) * page):
+            return None
+        reserved = -(-max(self._address_bytes, size) // page) * page
+        base = self._addresses.take(reserved, "segment_map")
+        pool.ranges[base] = reserved
+        pool.unmapped[base] = piece = Piece(base, reserved, 0, None, pool, None, None)
+        return piece
+
+    def _map(self, piece: Piece, size: int) -> bool:
+        """Back the front of an unmapped piece with pages, merged with free neighbours. False: they don't fit."""
+        pool, page = piece.pool, self._page(piece.pool)
+        size = -(-size // page) * page
+        if not self._fits(size):
+            return False
+        address = piece.address
+        del pool.unmapped[address]
+        if size < piece.size:
+            behind = piece.split(size)
+            pool.unmapped[behind.address] = behind
+        piece.free = True
+        piece.merge_neighbours()
+        pool.put(piece)
+        self._reserve("segment_map", address, size, pool)
+        return True
+
+
+def segments_of(pieces: Iterable[Piece], *, expandable: bool) -> tuple[Segment, ...]:
+    """The segments that hold these pieces, which are all mapped, by address."""
+    segments = []
+    for head in pieces:
+        if head.before is not None and head.before.free is not None:
+            continue
+        blocks: list[PoolBlock] = []
+        piece: Piece | None = head
+        while piece is not None and piece.free is not None:
+            live = piece.free is False
+            state = "active_allocated" if live else "inactive"
+            blocks.append(PoolBlock(piece.address, piece.size, piece.requested if live else 0, state))
+            piece = piece.behind
+        size = sum(block.size for block in blocks)
+        pool = "small" if head.pool.small else "large"
+        segments.append(Segment(head.address, size, pool, head.pool.stream, expandable, tuple(blocks)))
+    return tuple(sorted(segments, key=lambda segment: segment.address))

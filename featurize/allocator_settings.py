@@ -5,9 +5,8 @@ Start reading at `AllocatorSettings.parse`.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -97,6 +96,8 @@ class AllocatorSettings:
             if not item:
                 continue
             key, colon, value = item.partition(":")
+            if key not in _KNOWN:
+                raise UsageError(f"allocator settings: unknown key {key!r}; known: {', '.join(sorted(_KNOWN))}")
             try:
                 if key in _READERS:
                     values[key] = _READERS[key](value)
@@ -105,27 +106,13 @@ class AllocatorSettings:
                         raise ValueError("only the native backend is modelled")
                 elif key == "throw_on_cudamalloc_oom":
                     _boolean(value)
-                elif key not in WITHOUT_EFFECT:
-                    known = ", ".join(sorted({*_READERS, "backend", "throw_on_cudamalloc_oom", *WITHOUT_EFFECT}))
-                    raise UsageError(f"allocator settings: unknown key {key!r}; known: {known}")
                 elif not colon or not value:
                     raise ValueError("needs a value")
-            except UsageError:
-                raise
             except ValueError as problem:
                 wrong.append(f"{item!r}: {problem}")
         if wrong:
             raise UsageError("allocator settings: " + "; ".join(wrong))
         return cls(**values)
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
-        """What a process with these variables would use: PYTORCH_ALLOC_CONF, else PYTORCH_CUDA_ALLOC_CONF, else the
-        defaults."""
-        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-            if name in environment:
-                return cls.parse(environment[name])
-        return cls()
 
     def spelled(self) -> str:
         """The inverse of `parse`, in its shortest form: settings at their defaults are left out."""
@@ -222,3 +209,4 @@ _READERS: dict[str, Callable[[str], object]] = {
     "expandable_segments": _boolean,
     "per_process_memory_fraction": _share,
 }
+_KNOWN = {*_READERS, "backend", "throw_on_cudamalloc_oom", *WITHOUT_EFFECT}

@@ -22,15 +22,8 @@ def call(model: nn.Module, inputs: Inputs) -> object:
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
-    """Yield every tensor of a value, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_of(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_of(one)
+    """Return every tensor of a value, in order."""
+    return (tensor for _name, tensor in named_tensors(value))
 
 
 def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -22,43 +22,6 @@ if TYPE_CHECKING:
 NOBODY = ("", "", None)
 
 
-class _WaitingBlocks:
-    """Blocks that were given back while another stream may still use them: when the allocator has them again.
-
-    PyTorch's allocator records an event on each stream that used a block, and gives the block to nobody before these
-    are over (c10/cuda/CUDACachingAllocator.cpp: `recordStream`, `process_events`). Moments are numbers of a trace's
-    events.
-
-    The host is taken to run ahead of the GPU as far as it may: it knows that work is over where it waited for what came
-    after that, whatever the stream.
-    """
-
-    def __init__(self) -> None:
-        self._used: set[int] = set()
-        self._waiting: dict[int, int] = {}  # block -> when it was given back
-        self._until: dict[int, int] = {}
-
-    def use(self, block: int) -> None:
-        """Note that a stream which is not the block's own uses it."""
-        self._used.add(block)
-
-    def give_back(self, block: int, moment: int) -> None:
-        """Note that a block is given back."""
-        if block in self._used:
-            self._waiting[block] = moment
-
-    def settle(self, until: int, moment: int) -> None:
-        """Note that the host has waited for all that came before `until`."""
-        for block in [block for block, given_back in self._waiting.items() if given_back < until]:
-            del self._waiting[block]
-            self._until[block] = moment
-
-    def until(self, block: int, end: int) -> int:
-        """Return the moment from which the allocator has a block's memory again, `end` where it never has; 0 where it
-        has it at once."""
-        return end if block in self._waiting else self._until.get(block, 0)
-
-
 class BlockRecord:
     """Notes when blocks are taken and given back, by which operator of which module.
 
@@ -79,7 +42,12 @@ class BlockRecord:
         self._made_by: list[int] = []  # block -> index of the operator that wrote it last
         # storage -> its block, and the reference whose callback tells of its end
         self._live: dict[int, tuple[int, weakref.ref]] = {}
-        self._waiting = _WaitingBlocks()
+        # Blocks that another stream may still use when they are given back, the allocator has again when that is over
+        # (c10/cuda/CUDACachingAllocator.cpp: `recordStream`, `process_events`). Moments are numbers of events. The host
+        # is taken to run ahead of the GPU: it knows that work is over where it waited for what came after that.
+        self._used: set[int] = set()  # by a stream that is not the block's own
+        self._waiting: dict[int, int] = {}  # block -> when it was given back
+        self._until: dict[int, int] = {}  # block -> when the allocator has it again
         self._batch: list[int] = []
 
     # -- what the caller says of tensors
@@ -130,11 +98,13 @@ class BlockRecord:
     def used_on(self, tensor: Tensor, stream: int) -> None:
         """Note that a stream uses a tensor (`record_stream`)."""
         if (live := self._live.get(tensor.untyped_storage()._cdata)) is not None and stream != self._streams[live[0]]:
-            self._waiting.use(live[0])
+            self._used.add(live[0])
 
     def host_waited(self, until: int) -> None:
         """Note that the host has waited for all that came before an event, by its number."""
-        self._waiting.settle(until, len(self.events))
+        for block in [block for block, given_back in self._waiting.items() if given_back < until]:
+            del self._waiting[block]
+            self._until[block] = len(self.events)
 
     # -- what is known of blocks
 
@@ -185,8 +155,9 @@ class BlockRecord:
     def final_blocks(self) -> tuple[Block, ...]:
         """The blocks, those without a name classified by their lifetime."""
         pooled = self.graphs.blocks if self.graphs is not None else ()
+        until = self._until | dict.fromkeys(self._waiting, len(self.events))  # 0: at once
         blocks = [
-            Block(size, kind or "", *maker, block in pooled, stream, self._waiting.until(block, len(self.events)))
+            Block(size, kind or "", *maker, block in pooled, stream, until.get(block, 0))
             for block, (size, kind, maker, stream) in enumerate(
                 zip(self._sizes, self._kinds, self._makers, self._streams, strict=True)
             )
@@ -258,5 +229,6 @@ class BlockRecord:
 
     def give_back(self, block: int) -> None:
         """Note that a block's memory is given back."""
-        self._waiting.give_back(block, len(self.events))
+        if block in self._used:
+            self._waiting[block] = len(self.events)
         self.events.append(Event(block, -self._sizes[block], self.step, self.phase))

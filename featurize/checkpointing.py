@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -136,23 +135,15 @@ def _checkpointed(forward: Callable[..., Any], reentrant: bool, more: dict[str, 
             return forward(*args, **kwargs)
         if not reentrant:
             return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
-        if kwargs:  # the reentrant variant takes positional arguments only
-            bound = inspect.signature(forward).bind(*args, **kwargs)
-            bound.apply_defaults()
-            names = [n for n, p in inspect.signature(forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
-            rest = {key: value for key, value in bound.arguments.items() if key not in names}
-            call = functools.partial(_call_named, forward, tuple(names), rest)
-            return checkpoint(call, *(bound.arguments[name] for name in names), use_reentrant=True)
-        return checkpoint(forward, *args, use_reentrant=True)
+        names = tuple(kwargs)  # the reentrant variant takes positional arguments only
+
+        def call(*values: Any) -> Any:
+            given = len(values) - len(names)
+            return forward(*values[:given], **dict(zip(names, values[given:], strict=True)))
+
+        return checkpoint(call, *args, *kwargs.values(), use_reentrant=True)
 
     return recomputed
-
-
-def _call_named(forward: Callable[..., Any], names: tuple[str, ...], rest: dict[str, Any], *values: Any) -> Any:
-    given = dict(zip(names, values, strict=True))
-    for more in rest.values():
-        given |= more
-    return forward(**given)
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

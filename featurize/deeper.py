@@ -1,6 +1,6 @@
 """The trace of a deep model from those of two shallow ones, which differ in one period of its repeated blocks.
 
-Start reading at `deeper`; `featurize.fewer_blocks` makes the shallow models.
+Start reading at `deeper`; `with_blocks` makes the shallow models, where `alike_blocks` says that there are some.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ import math
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from torch import nn
+
+from featurize import attention
+from featurize.checkpointing import CONTAINERS, repeated_blocks
 from featurize.operators import MULTI_TENSOR, foreach_launches
+from featurize.skeleton import build_on_meta, on_meta
 from featurize.step_trace import Block, Collective, Event, Operator, StepTrace
+from featurize.wrappers import compiled_modules, remarks
 
 _NUMBER = re.compile(r"\d+")
 
@@ -257,3 +263,59 @@ def _require_sound(events: Sequence[Event], blocks: Sequence[Block]) -> None:
             live[event.block] = event.nbytes
         elif event.nbytes < 0 and live.pop(event.block, 0) != -event.nbytes:
             raise CannotDeepen(f"block {event.block} is given back, and was not taken")
+
+
+def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
+    """Return a model on the meta device, which nobody else holds. None where its copy would lose what a trace notes."""
+    model = attention.building(lambda: build_on_meta(factory))
+    return None if remarks(model) or compiled_modules(model) else on_meta(model)
+
+
+def alike_blocks(model: nn.Module) -> int:
+    """Return the number of repeated blocks; 0 where they are not all alike, or not in one container.
+
+    Blocks are alike that are printed alike, and whose parameters and buffers have the same names, shapes, types and
+    need of gradients. No two share a parameter.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks or container_of(model, blocks) is None:
+        return 0
+    if any(_described(block) != _described(blocks[0]) for block in blocks[1:]):
+        return 0
+    own = [id(one) for block in blocks for _name, one in block.named_parameters(remove_duplicate=False)]
+    mine = set(own)
+    held = [id(one) for _name, one in model.named_parameters(remove_duplicate=False)]
+    shared = len(mine) < len(own) or len([one for one in held if one in mine]) > len(own)
+    return 0 if shared else len(blocks)
+
+
+def with_blocks(model: nn.Module, count: int) -> nn.Module:
+    """Return a copy with the first `count` repeated blocks. The original is left as it is.
+
+    Args:
+        model: One of which `alike_blocks` returns a number.
+        count: At most that number.
+    """
+    short = on_meta(model)
+    blocks = repeated_blocks(short)
+    container = container_of(short, blocks)
+    assert container is not None, "blocks are in one container"
+    left_out = {id(block) for block in blocks[count:]}
+    kept = {name: one for name, one in container._modules.items() if id(one) not in left_out}
+    if not isinstance(container, nn.ModuleDict):
+        kept = {str(place): one for place, one in enumerate(kept.values())}
+    container._modules = kept
+    return short
+
+
+def container_of(model: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
+    wanted = {id(block) for block in blocks}
+    for module in model.modules():
+        if isinstance(module, CONTAINERS) and wanted <= {id(member) for member in module.children()}:
+            return module
+    return None
+
+
+def _described(block: nn.Module) -> tuple[Any, ...]:
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    return repr(block), [(name, one.shape, one.dtype, one.requires_grad) for name, one in tensors]

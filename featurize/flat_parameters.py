@@ -1,4 +1,4 @@
-"""What FSDP1 makes of parameters and of modules' names, as its attributes say. Its own modules are not imported.
+"""Parameters and modules' names under FSDP1, read from its attributes. Its own modules are not imported.
 
 Start reading at `whole_elements`.
 """

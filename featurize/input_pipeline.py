@@ -1,4 +1,4 @@
-"""What the input pipeline of a plain training loop adds to a step.
+"""Time that the input pipeline of a plain training loop adds to a step.
 
 Start reading at `input_ms`.
 """

@@ -69,8 +69,11 @@ def has_library_calls(name: str) -> bool:
 
 
 def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:
-    """What the call takes while it runs. cuBLAS keeps its own, one for the forward and one for the backward thread; so
-    does hipBLASLt, or hipBLAS where PyTorch prefers that. MIOpen is taken to need what cuDNN does."""
+    """Return the bytes that the call takes while it runs.
+
+    cuBLAS keeps its own, one for the forward and one for the backward thread. So does hipBLASLt, or hipBLAS where
+    PyTorch prefers that. MIOpen is taken to need what cuDNN does.
+    """
     if call.kind == CUBLAS:
         return spec.architecture.blas_workspace_bytes
     if call.kind in _AOTRITON_VALUES and spec.architecture.vendor == AMD:
@@ -292,8 +295,8 @@ def _layer_norm_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[Lib
 
 
 def _embedding_bag_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """Of a dense gradient: the indices sorted, where equal ones begin, and sums over up to ten gradients each in fp32
-    (cuda/EmbeddingBag.cu: embedding_bag_backward_cuda_sum_avg; cuda/EmbeddingBackwardKernel.cu)."""
+    """Take, for a dense gradient, the indices sorted, where equal ones begin, and sums over up to ten gradients each in
+    fp32 (cuda/EmbeddingBag.cu: embedding_bag_backward_cuda_sum_avg; cuda/EmbeddingBackwardKernel.cu)."""
     if args[9]:  # sparse: nothing is summed up
         return ()
     indices, (rows, width) = args[1].numel(), outputs[0].shape

@@ -16,7 +16,7 @@ from typing import Any
 
 
 def without_compiler() -> None:
-    """Let torch run without its compiler until something asks for more of it than to leave functions alone.
+    """Run torch without its compiler until something asks for more of it than to leave functions alone.
 
     torch imports `torch._dynamo` to mark functions that must not be compiled, and torchvision to ask whether it can
     compile. For processes of our own only (a command, a simulated trial server, a Ray task): functions that were marked
@@ -28,7 +28,7 @@ def without_compiler() -> None:
 
 @contextlib.contextmanager
 def compiler_aside() -> Iterator[None]:
-    """Let torch run without its compiler within, in a process that may be anybody's: no mark is left afterwards."""
+    """Run torch without its compiler within, in a process that may be anybody's: no mark is left afterwards."""
     if "torch._dynamo" in sys.modules:
         yield
         return

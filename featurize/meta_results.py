@@ -49,6 +49,7 @@ _FOREACH = frozenset(
 )
 _IN_PLACE = frozenset({"aten::add_", "aten::sub_", "aten::mul_", "aten::div_"})
 _UNKNOWN = object()
+_PLAIN = frozenset({type(None), bool, str, int, float})
 
 
 class _Uncached(Exception):
@@ -108,12 +109,12 @@ def _key(values) -> tuple:
     parts: list[Hashable] = []
     for value in values:
         kind = type(value)
-        if value is None or kind is bool or kind is str or kind is int or kind is float:
-            parts.append((kind, value))
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             if value.is_sparse or (not value.is_meta and value.dim()):  # its values may matter
                 raise _Uncached
-            parts.append((value.shape, value.stride(), value.dtype, value.is_meta))
+            parts += (value.shape, value.stride(), value.dtype, value.is_meta)
+        elif kind in _PLAIN:
+            parts += (kind, value)
         elif kind is tuple or kind is list:
             parts.append(_key(value))
         elif kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):

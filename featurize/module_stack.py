@@ -43,11 +43,11 @@ class ModuleStack:
         return id(module) in self._paths
 
     def enter(self, module: nn.Module) -> None:
-        """Hear that a module's forward pass begins."""
+        """Note that a module's forward pass begins."""
         self.running.append(self._paths.get(id(module), type(module).__name__))
 
     def leave(self) -> None:
-        """Hear that the innermost forward pass ends, or fails."""
+        """Note that the innermost forward pass ends, or fails."""
         if (error := sys.exception()) is not None:
             self.note_failure(error)
         if self.running:
@@ -61,7 +61,7 @@ class ModuleStack:
         return self._node_modules.get(node._sequence_nr(), "") if node is not None else ""
 
     def ran(self) -> None:
-        """Hear that an operator ran in a forward pass: the autograd node that it may have made is the module's."""
+        """Note that an operator ran in a forward pass: the autograd node that it may have made is the module's."""
         # The node's first operator: later ones without a node of their own may be another module's.
         self._node_modules.setdefault(_next_node() - 1, self.running[-1])
 

@@ -59,7 +59,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ConvStyle:
-    """What the convolution blocks of one network have in common. `padding`: zeros before and after each side."""
+    """Properties that the convolution blocks of one network share. `padding`: zeros before and after each side."""
 
     kernel_size: int
     dilation: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from featurize.autocast import replaced
 from featurize.trial_config import OPTIMIZERS
 from featurize.vision import import_library
 
-_T = TypeVar("_T", bound=Tensor)
+_T = TypeVar("_T")
 LEARNING_RATE = 1e-3
 # bitsandbytes' block-wise state: one byte an element, a float for each block; smaller tensors stay in 32 bits.
 STATE_BLOCK = 256
@@ -100,13 +100,8 @@ class _TensorByTensor(torch.optim.Optimizer):
     def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -224,9 +219,10 @@ class OptimizerInBackward:
             run_step(optimizer)
             optimizer.zero_grad(set_to_none=True)
 
-    def tensors(self) -> Iterator[Tensor]:
-        for optimizer in self.optimizers.values():
-            yield from state_tensors(optimizer)
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """The state of every parameter."""
+        return {p: state for optimizer in self.optimizers.values() for p, state in optimizer.state.items()}
 
 
 class OptimizerOnHost:
@@ -240,6 +236,7 @@ class OptimizerOnHost:
     ) -> None:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.optimizer: torch.optim.Optimizer | None = None
+        self.state: dict[Tensor, Any] = {}  # on the device
         trained = [p for p in parameters if p.requires_grad]
         if all(p.is_meta for p in trained):
             return
@@ -318,10 +315,10 @@ def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return _grouped(tensors, _kind_of)
 
 
-def _grouped(tensors: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]:
+def _grouped(items: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]:
     groups: dict[object, list[_T]] = {}
-    for tensor in tensors:
-        groups.setdefault(key(tensor), []).append(tensor)
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return list(groups.values())
 
 
@@ -350,17 +347,12 @@ class MovingAverage:
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         self.decay = decay
-        self._sources = [t for t in (*model.parameters(), *model.buffers())]
+        self._sources = [*model.parameters(), *model.buffers()]
         with torch.no_grad():
             self.tensors = [t.detach().clone() for t in self._sources]
 
     @torch.no_grad()
     def update(self) -> None:
-        averaged = [(a, s) for a, s in zip(self.tensors, self._sources, strict=True) if a.is_floating_point()]
-        groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-        for average, source in averaged:
-            ours, theirs = groups.setdefault(_kind_of(average), ([], []))
-            ours.append(average)
-            theirs.append(source.detach())
-        for ours, theirs in groups.values():
-            torch._foreach_lerp_(ours, theirs, 1 - self.decay)
+        pairs = [(a, s.detach()) for a, s in zip(self.tensors, self._sources, strict=True) if a.is_floating_point()]
+        for group in _grouped(pairs, lambda pair: _kind_of(pair[0])):
+            torch._foreach_lerp_([ours for ours, _ in group], [theirs for _, theirs in group], 1 - self.decay)

@@ -271,7 +271,7 @@ def _value_problem(name: str, value: Any, depth: int) -> str | None:
 
 
 def _is_a_model(model: str, factory: Any) -> bool:
-    """Whether the library itself calls it a model: by its registry, or as a module class of its models' files."""
+    """Return whether the library itself calls it a model: by its registry, or as a class of its models' files."""
     from torch import nn
 
     module, _, name = model.partition(":")

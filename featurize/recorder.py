@@ -7,15 +7,17 @@ Start reading at `Recorder.__torch_dispatch__`; `featurize.trace` runs the step.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from featurize.accumulation import in_place_overload, references_of_the_last_holder, taken_over
 from featurize.library_calls import CUBLAS, library_calls
 from featurize.meta_results import MetaResults
 from featurize.operator_record import OperatorRecord, Traits
@@ -25,6 +27,9 @@ from featurize.values import NONZERO, READ, Values
 if TYPE_CHECKING:
     from featurize.parallel.ranks import Ranks
 
+_ADD = torch.ops.aten.add.Tensor
+_CLONE = torch.ops.aten.clone.default
+_READ = torch.ops.aten._local_scalar_dense.default
 KERNEL = object()  # what `Ranks.ran` gives for an operator that this GPU computes
 
 
@@ -115,7 +120,7 @@ class Recorder(OperatorRecord, _Uncompiled):
         return self.values.without_masks(args, nonzero, put="put" in traits.name)
 
     def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
-        """What the operator gives on meta tensors, and values where they are read back."""
+        """Return what the operator gives on meta tensors, and values where they are read back."""
         if traits.name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
             return 1.0  # a norm that scales an update: it decides no size
         decided = self.values.decide(func, traits.name, args, kwargs)
@@ -158,6 +163,8 @@ class Recorder(OperatorRecord, _Uncompiled):
             func = in_place_overload(func, args, kwargs, self._held_alone) or func
             if (kept := taken_over(func, args)) is not None:
                 return kept
+        elif self.phase == "optimizer" and func is _READ and not args[0].is_meta:
+            return func(*args)  # a step counter on the host
         traits = self.traits_of(func)
         if traits.composite:  # runs below a tensor that wraps others, where autograd did not take it apart
             with self:
@@ -184,8 +191,10 @@ class Recorder(OperatorRecord, _Uncompiled):
             return
         module = self.stack.now()
         maker = (traits.name, module, None)
-        for tensor in inputs:  # a constant that the model holds without registering it as a buffer
-            self._see(tensor.untyped_storage(), "buffer")
+        for tensor in inputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:  # a constant that the model holds without registering it as a buffer
+                self._see(storage, "buffer")
         if isinstance(out, Tensor) and out.is_sparse:  # its indices may be those that it was given
             given = {t.untyped_storage()._cdata for t in inputs}
             outputs = [t for t in outputs if t.untyped_storage()._cdata not in given]
@@ -219,3 +228,77 @@ class _Watch(_Uncompiled):
         if recorder.ranks is not None and (ran := recorder.ranks.ran(func, types, args, kwargs)) is not KERNEL:
             return ran
         return NotImplemented if wrap_others(types) else recorder.unrecorded(func, args, kwargs)
+
+
+# Where autograd adds a second gradient into the first one's memory instead of making a third tensor, or keeps one. On a
+# GPU the engine adds in place where nothing else holds the first gradient (`accumulate` of
+# torch/csrc/autograd/input_buffer.cpp); it never does so under a dispatch mode or on meta tensors.
+
+
+def in_place_overload(func, args: tuple, kwargs: dict, alone: tuple[int, int] | None):
+    """`aten.add_.Tensor` if this call of `func`, made during a backward pass, would be in place on a GPU; else None.
+    `alone` is what `references_of_the_last_holder` gave.
+
+    A sum within a node's own formula whose first operand nothing else holds is taken for one of the engine's.
+    """
+    if func is not _ADD or kwargs or len(args) != 2 or not isinstance(args[1], Tensor) or torch.is_grad_enabled():
+        return None
+    old, new = args
+    if old.is_sparse or not old.is_meta or old.shape != new.shape or old.dtype is not new.dtype or not _is_dense(old):
+        return None
+    return torch.ops.aten.add_.Tensor if _references(old) == alone else None
+
+
+def taken_over(func, args: tuple) -> Tensor | None:
+    """A tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the parameter's,
+    takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of autograd/functions/accumulate_grad.h).
+    None if this call of `func`, made during a backward pass, is no such copy."""
+    if func is not _CLONE or not args[0].is_sparse or torch.is_grad_enabled():
+        return None
+    indices, values = args[0]._indices(), args[0]._values()
+    return torch.sparse_coo_tensor(indices, values, args[0].shape, check_invariants=False)
+
+
+_use_count = operator.methodcaller("_use_count")  # which the stubs of torch leave out
+
+
+def _references(tensor: Tensor) -> tuple[int, int]:
+    return _use_count(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def references_of_the_last_holder() -> tuple[int, int] | None:
+    """The reference counts that a dispatch mode sees of a gradient that the engine alone holds, and of its storage.
+
+    Counted on a small graph, as they differ between releases; None in one that does not tell. Not for use within a
+    dispatch mode, where there is no autograd."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is _ADD:
+                seen.append(_references(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    try:
+        with torch.enable_grad():
+            h = torch.empty(2, device="meta", requires_grad=True) * 1.0
+            outputs = torch.relu(h), torch.tanh(h)
+            ones = [torch.empty_like(y) for y in outputs]
+            with Watch():
+                torch.autograd.backward(outputs, ones)
+    except AttributeError:  # a release that does not tell
+        return None
+    return seen[0] if seen else None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether its elements fill its memory without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for step, size in sorted(
+        (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
+        if step != expected:
+            return False
+        expected *= size
+    return True

@@ -34,7 +34,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """What a replay found. Bytes, of the allocator; the context lies outside it.
+    """Result of a replay. Bytes, of the allocator; the context lies outside it.
 
     fits            False: the step needs more than the capacity even after cached memory was given back, and the
                     peaks are those of a device without limit
@@ -69,8 +69,8 @@ def loads_cudnn(trace: StepTrace) -> bool:
 
 
 def outside_mib(trace: StepTrace, spec: DeviceSpec) -> float:
-    """What the process takes outside the allocator where the device's description was measured: its context, and cuDNN
-    where its layers run. `featurize.machine` has other machines."""
+    """Return the MiB outside the allocator where the device's description was measured: the context, and cuDNN where
+    its layers run. `featurize.machine` has other machines."""
     return spec.context_mib + (CUDNN_MIB if loads_cudnn(trace) else 0)
 
 
@@ -175,7 +175,7 @@ class _Run:
                         allocator.empty_cache()
 
     def profile(self, fits: bool) -> MemoryProfile:
-        """What was found, after `play`."""
+        """Return the result, after `play`."""
         trace = self.trace
         parts = dict.fromkeys(BLOCK_KINDS, 0)
         parts["workspace"] = self.peak_workspace

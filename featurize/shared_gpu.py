@@ -15,7 +15,7 @@ _SWITCH = 0.05  # of a kernel's time, lost to a partner's: context switches or a
 
 @dataclass(frozen=True, slots=True)
 class GpuLoad:
-    """What a job alone keeps busy: shares of time with a kernel on the GPU, of SMs and of DRAM bandwidth, 0 to 1."""
+    """Load of a job that runs alone: shares of time with a kernel on the GPU, of SMs and of DRAM bandwidth, 0 to 1."""
 
     busy: float
     smact: float

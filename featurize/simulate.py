@@ -1,4 +1,4 @@
-"""What a device would show of one traced training step: memory, time, utilization, power. A model, not a measurement.
+"""Simulated figures of one traced training step on a device: memory, time, utilization, power.
 
 Start reading at `simulate`. Memory is `featurize.replay`'s, the rest `featurize.kernel_model`'s.
 """

@@ -30,28 +30,23 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def wrap_others(types: Sequence[type]) -> bool:
     """Return whether some of these types of tensors wrap others."""
-    return any(map(_is_wrapper, types))
+    return bool(types) and any(map(_is_wrapper, types))
 
 
 def meta_tensors(values: Iterable) -> list[Tensor]:
     """Return those on meta that have memory of their own, also of lists of them; of a sparse one, its indices and its
     values."""
-    tensors = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             if value.is_sparse:
-                tensors.extend(meta_tensors((value._indices(), value._values())))
+                tensors += meta_tensors((value._indices(), value._values()))
+            elif value.is_meta and type(value) in _PLAIN:  # nearly always
+                tensors.append(value)
             elif value.is_meta:
-                tensors.extend(plain_parts(value))
+                tensors += plain_parts(value)
         elif isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, Tensor):
-                    if item.is_sparse:
-                        tensors.extend(meta_tensors((item,)))
-                    elif item.is_meta:
-                        tensors.extend(plain_parts(item))
-                elif isinstance(item, list | tuple):  # an operator that returns lists among others
-                    tensors.extend(meta_tensors(item))
+            tensors += meta_tensors(value)
     return tensors
 
 

@@ -8,9 +8,11 @@ nothing that the job needs is taken.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,17 +25,8 @@ from featurize.module_stack import origin
 from featurize.parallel.layout import Parallel
 from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.releases import complete
-from featurize.step_trace import BATCH as BATCH
-from featurize.step_trace import BLOCK_KINDS as BLOCK_KINDS
-from featurize.step_trace import PHASES as PHASES
-from featurize.step_trace import BatchMix as BatchMix
-from featurize.step_trace import Block as Block
-from featurize.step_trace import Event as Event
-from featurize.step_trace import Operator as Operator
-from featurize.step_trace import StepTrace as StepTrace
-from featurize.tracing import COMPILED_SHAPES as COMPILED_SHAPES
-from featurize.tracing import STEPS as STEPS
-from featurize.tracing import StepRequest, Tracing
+from featurize.step_trace import StepTrace
+from featurize.tracing import Tracing
 from featurize.training import Training, TrainingSettings
 from featurize.trial_config import TrialConfig
 
@@ -136,21 +129,22 @@ def trace_step(
             )  # fmt: skip
 
         return trace_ranks(of_rank, parallel, rank)
-    request = StepRequest(
-        inputs=inputs, target=target, loss=loss, settings=settings, spec=spec, training_loop=training_loop,
-        batches=batches, parallel=parallel, rank=rank or 0, every_pass=every_pass is not False,
+    traced = functools.partial(
+        _traced, model, inputs=inputs, target=target, loss=loss, settings=settings, spec=spec,
+        training_loop=training_loop, batches=batches, parallel=parallel, rank=rank or 0,
+        every_pass=every_pass is not False,
     )  # fmt: skip
     had_compiler = "torch._dynamo" in sys.modules
-    trace = _traced(request, model)
+    trace = traced()
     if not had_compiler and "torch._dynamo" in sys.modules:
         # A first checkpoint imported it in the midst of the step, and frames that this keeps held tensors alive.
-        trace = _traced(request, model)
+        trace = traced()
     return trace
 
 
-def _traced(request: StepRequest, model: nn.Module | Callable[[], nn.Module]) -> StepTrace:
+def _traced(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
     with _without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
-        tracing = Tracing(request, entered)
+        tracing = Tracing(entered=entered, **request)
         try:
             with kept_from_exit():
                 tracing.build(model)

@@ -6,15 +6,16 @@ Start reading at `Tracing`; `featurize.trace` calls it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from conf.errors import UsageError
 from featurize import attention
-from featurize.batches import Inputs, shape_of
+from featurize.batches import Inputs, arguments, as_meta, call, mapped, named_tensors, own_loss, shape_of, tensors_of
 from featurize.compiled import CompiledRegions
 from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
@@ -27,29 +28,33 @@ from featurize.parallel.releases import require_traceable
 from featurize.parallel.zero_settings import settings_of_ranks
 from featurize.parallel.zero_sharded_rank import zero_rank
 from featurize.quantized import elements, replace_bitsandbytes
-from featurize.recorded_steps import StepRunner, batch_on_meta, target_for
 from featurize.recorder import Recorder
 from featurize.skeleton import BuiltOnMeta, build_on_meta, on_meta
 from featurize.step_mix import StepSequence
 from featurize.step_trace import BatchMix, StepTrace
 from featurize.steps_in_a_loop import StepsInALoop
-from featurize.training import AUTOCAST_DTYPES, TrainingStep
+from featurize.training import AUTOCAST_DTYPES, TrainingStep, targets_for
 from featurize.training_settings import TrainingSettings, training_of
+from featurize.values import name_tensor
 from featurize.wrappers import compiled_modules, remarks, unwrapped
 
 if TYPE_CHECKING:
     from featurize.parallel.sharded_rank import ShardedRank
     from featurize.parallel.zero_rank import ZeroRank
     from featurize.parallel.zero_sharded_rank import ZeroShardedRank
-    from featurize.recorded_steps import Wrapper
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRequest:
-    """What is traced: the arguments of `featurize.trace.trace_step`, but the model."""
+@dataclass(kw_only=True)
+class Tracing:
+    """One trace. `build`, `run` and `result` are called once each, in this order; `doing` says what fails meanwhile.
+
+    Args:
+        entered: Holds what is replaced in the process until the trace ends. All else as `featurize.trace.trace_step`
+            has it.
+    """
 
     inputs: Tensor | Inputs | Callable | None
     target: Tensor | None
@@ -61,19 +66,10 @@ class StepRequest:
     parallel: Parallel | None
     rank: int
     every_pass: bool
+    entered: contextlib.ExitStack
 
-
-class Tracing:
-    """One trace. `build`, `run` and `result` are called once each, in this order; `doing` says what fails meanwhile.
-
-    Args:
-        request: What is traced.
-        entered: Holds what is replaced in the process until the trace ends.
-    """
-
-    def __init__(self, request: StepRequest, entered: contextlib.ExitStack) -> None:
+    def __post_init__(self) -> None:
         self.doing = "the model cannot be built on the meta device"
-        self._request, self._entered = request, entered
         self._notes: dict[str, None] = {}
         self._compiled: dict[str, None] = {}
         self._heads = [0]
@@ -83,9 +79,9 @@ class Tracing:
 
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Build or copy the model on meta, with its training step. Raises what the model raises."""
-        settings = self._play_rank(model)
+        self._play_rank(model)
         built = self._on_meta(model)
-        self._step = self._training_step(built, settings)
+        self._step = self._training_step(built)
         _require_trainable(self._step.model)  # quantized weights are frozen
         refuse_odd_tokens(self._step.model)
         recorder = self._recorder = self._regions.recorder = Recorder(self._step.model)
@@ -95,15 +91,15 @@ class Tracing:
 
     def run(self) -> None:
         """Wrap the model, and run its steps."""
-        request, recorder = self._request, self._recorder
+        recorder = self._recorder
         # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
-        given = [batch_on_meta(one, request.target, self._sharded) for one in request.batches or (request.inputs,)]
+        given = [batch_on_meta(one, self.target, self._sharded) for one in self.batches or (self.inputs,)]
         shapes: dict[Hashable, int] = {}
         self._order = [shapes.setdefault(shape_of(one), len(shapes)) for one in given]
         self._met_at = [self._order.index(shape) for shape in range(len(shapes))]
         heads = self._heads
         policy = as_on_cuda(
-            AUTOCAST_DTYPES.get(self._settings.precision), request.spec.architecture.attention,
+            AUTOCAST_DTYPES.get(self.settings.precision), self.spec.architecture.attention,
             recorder.values.assume, attends=lambda width: heads.append(int(width)),
         )  # fmt: skip
         self.doing = "the model cannot be traced: it fails"
@@ -111,10 +107,10 @@ class Tracing:
         with recorder.modules(), policy as enter_policy, ranks:
             of_shape = []
             for made, wanted in (given[at] for at in self._met_at):
-                made_target = target_for(recorder, self._step, made, request.loss) if wanted is None else wanted
+                made_target = target_for(recorder, self._step, made, self.loss) if wanted is None else wanted
                 of_shape.append((made, made_target))
-            wrapper = self._wrap(*of_shape[0])
-            self._play(of_shape, enter_policy, wrapper)
+            self._wrap(*of_shape[0])
+            self._play(of_shape, enter_policy)
             recorder.stop()
 
     def result(self) -> StepTrace:
@@ -138,7 +134,7 @@ class Tracing:
             blocks=blocks,
             parameters=self._parameters(),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
-            compute_capability=self._request.spec.compute_capability,
+            compute_capability=self.spec.compute_capability,
             widest_head=None if self._compiled else max(self._heads),  # a compiler need not call Python
             assumed=tuple(recorder.values.assumed),
             notes=(*self._regions.notes(), *self._notes, *mixed),
@@ -151,21 +147,21 @@ class Tracing:
 
     # -- the model
 
-    def _play_rank(self, model: nn.Module | Callable[[], nn.Module]) -> TrainingSettings:
-        """Play a rank of a job on several GPUs from now on. Return the settings that hold there."""
-        request, parallel = self._request, self._request.parallel
+    def _play_rank(self, model: nn.Module | Callable[[], nn.Module]) -> None:
+        """Play a rank of a job on several GPUs from now on, with the settings that hold there."""
+        parallel = self.parallel
         if parallel is None:
-            return request.settings
+            return
         if not (parallel.shards or parallel.pp > 1):
-            return settings_of_ranks(parallel, request.settings)
+            self.settings = settings_of_ranks(parallel, self.settings)
+            return
         require_traceable(parallel)
         from featurize.parallel.sharded_rank import sharded_rank  # its imports take half a second
 
         if parallel.own > 1 and isinstance(model, nn.Module):
             raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
-        rank = sharded_rank(parallel, request.rank, every_pass=request.every_pass)
-        self._sharded = self._entered.enter_context(rank)
-        return request.settings
+        rank = sharded_rank(parallel, self.rank, every_pass=self.every_pass)
+        self._sharded = self.entered.enter_context(rank)
 
     def _on_meta(self, model: nn.Module | Callable[[], nn.Module]) -> Any:
         """Return the model on meta: without wrappers, whose remarks are noted."""
@@ -193,39 +189,37 @@ class Tracing:
         replace_bitsandbytes(built)
         return built if self._sharded is None else self._sharded.parts_of(built)
 
-    def _training_step(self, model: nn.Module, settings: TrainingSettings) -> TrainingStep:
-        request, parallel = self._request, self._request.parallel
-        training = training_of(settings)
+    def _training_step(self, model: nn.Module) -> TrainingStep:
+        parallel, training = self.parallel, training_of(self.settings)
         if training.float8 is not None:
-            require_8_bits(request.spec)
+            require_8_bits(self.spec)
         if training.float8_all_gather and (parallel is None or parallel.fsdp == 1 or parallel.flat):
             raise UsageError("float8_all_gather is FSDP2's: it needs parallel=fsdp=N without fsdp_version=1")
         if parallel is not None and parallel.cpu_offload:
-            settings = training = replace(training, offload_optimizer=True, implementation=None)
+            self.settings = training = replace(training, offload_optimizer=True, implementation=None)
         if parallel is not None and parallel.zero:
             if any(map(is_converted, model.modules())):
                 raise UsageError(
                     f"parallel: zero={parallel.zero} does not go with float8: the model holds linear layers that "
                     "torchao converted; leave either out"
                 )
-            self._zero = self._entered.enter_context(zero_rank(parallel, request.rank, training))
+            self._zero = self.entered.enter_context(zero_rank(parallel, self.rank, training))
         if training.compile:
             self._compiled[""] = None
         self._notes.update(dict.fromkeys([AUTOTUNED] * training.autotunes))
-        self._settings, self._accumulation = settings, training.accumulation
         self._graphs = CudaGraphs() if training.runs_graphs else None
         # FSDP2's hooks divide a compiled model's graph, as checkpoints do.
         alone = training.checkpointing is not None or self._sharded is not None
         buckets = None if parallel is None or self._sharded is not None else limits_of(parallel.bucket_cap_mb)
         self._regions = CompiledRegions(model, self._compiled, blocks_alone=alone, graphs=self._graphs, buckets=buckets)
-        loss = self._regions.loss(request.loss)
-        return TrainingStep(model, settings, "meta", loss=loss, holds_output=request.training_loop)
+        loss = self._regions.loss(self.loss)
+        return TrainingStep(model, self.settings, "meta", loss=loss, holds_output=self.training_loop)
 
     # -- the steps
 
-    def _wrap(self, inputs: Inputs, target: Tensor | None) -> Wrapper | None:
+    def _wrap(self, inputs: Inputs, target: Tensor | None) -> None:
         """Wrap the model as its job does, and note what exists before the first step."""
-        parallel, recorder, step = self._request.parallel, self._recorder, self._step
+        parallel, recorder, step = self.parallel, self._recorder, self._step
         if self._sharded is not None and parallel is not None:
             self._whole = elements(step.model) // parallel.parts  # made once for each stage of the rank
             wrapping, before = self._sharded, step.model
@@ -240,39 +234,72 @@ class Tracing:
         recorder.hold(step.model.parameters(), "parameter")
         recorder.hold(step.model.buffers(), "buffer")
         recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
-        wrapper: Wrapper | None = self._sharded or self._zero
-        if parallel is not None and wrapper is None:
-            wrapper = DataParallel(step.model, recorder, parallel, self._accumulation)
+        self._wrapper: DataParallel | ShardedRank | ZeroRank | ZeroShardedRank | None = self._sharded or self._zero
+        if parallel is not None and self._wrapper is None:
+            self._wrapper = DataParallel(step.model, recorder, parallel, step.settings.accumulation)
         if self._sharded is not None:
             self._sharded.begin(step, inputs, target)
         recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
-        self._wrapper = wrapper
-        return wrapper
 
-    def _play(
-        self, of_shape: Sequence[tuple[Inputs, Tensor | None]], enter_policy: Callable[[str], None],
-        wrapper: Wrapper | None,
-    ) -> None:  # fmt: skip
+    def _play(self, of_shape: Sequence[tuple[Inputs, Tensor | None]], enter_policy: Callable[[str], None]) -> None:
         """Run the steps: two on a batch, or those of a job whose batches have several shapes."""
-        recorder = self._recorder
-        stages = self._sharded.pipeline if self._sharded is not None else None
+        recorder, step = self._recorder, self._step
+        self._enter_policy, self._trained = enter_policy, list(step.model.parameters())
+        self._pipeline = self._sharded.pipeline if self._sharded is not None else None
         self._in_a_loop = StepsInALoop(recorder) if len(of_shape) == 1 and self._shows_a_loop() else None
-        runner = StepRunner(
-            recorder, self._step, enter_policy, self._request.training_loop, wrapper, stages, self._in_a_loop
-        )
+        step.on_phase = self._enter
+        if self._in_a_loop is not None:
+            step.on_hold, step.on_updated = self._in_a_loop.hold, self._in_a_loop.drops
         self._sequence: StepSequence | None = None
         if len(of_shape) == 1:
             for number in range(1, STEPS + 1):
-                runner.run(number, *of_shape[0], keep_operators=number == STEPS or stages is not None)
+                self._run_step(number, *of_shape[0], keep_operators=number == STEPS or self._pipeline is not None)
             return
-        self._sequence = StepSequence(recorder, lambda number, shape: runner.run(number, *of_shape[shape], mixed=True))
+        self._sequence = StepSequence(
+            recorder, lambda number, shape: self._run_step(number, *of_shape[shape], mixed=True)
+        )
         self._longest = self._sequence.play(self._order)
+
+    def _enter(self, phase: str) -> None:
+        """Tell all that follow the step of a phase that begins."""
+        if self._in_a_loop is not None and phase == "backward":
+            self._in_a_loop.dropped()
+        if self._wrapper is not None:
+            self._wrapper.begin_phase(phase)
+        self._recorder.begin_phase(phase)
+        self._enter_policy(phase)
+        if phase == "optimizer":
+            self._recorder.name((p.grad for p in self._trained if p.grad is not None), "gradient")
+
+    def _run_step(
+        self, number: int, inputs: Inputs, target: Tensor | None, *, keep_operators: bool = True, mixed: bool = False
+    ) -> None:
+        """Run one step. Each step of `mixed` shapes brings its own batch, whatever the loop."""
+        recorder, step = self._recorder, self._step
+        run: Callable[[Inputs, Tensor | None], object] = step
+        batch = tuple(tensors_of((inputs, target)))
+        if self._pipeline is not None:
+            run, batch = self._pipeline.run, self._pipeline.held(inputs, target)
+        if self.training_loop:
+            step.on_batch = lambda: recorder.new_batch(batch)
+        recorder.begin_step(number, keep_operators=keep_operators)
+        if self._wrapper is not None:
+            self._wrapper.begin_step()
+        if self._in_a_loop is not None:
+            self._in_a_loop.begin()
+        if number == 1 or self.training_loop or mixed:
+            recorder.new_batch(batch)
+        with recorder:
+            run(inputs, target)
+        if self._in_a_loop is not None:
+            self._in_a_loop.dropped()
+        recorder.name(step.optimizer_tensors(), "optimizer_state")
 
     def _shows_a_loop(self) -> bool:
         """Return whether the trace shows how its steps go in a usual loop, too."""
-        training = training_of(self._settings)
-        alone = self._request.parallel is None and self._accumulation == 1 and training.zero_grad != "after_forward"
-        return not self._request.training_loop and alone and training.holds_output and not self._compiled
+        training = self._step.settings
+        alone = self.parallel is None and training.accumulation == 1 and training.zero_grad != "after_forward"
+        return not self.training_loop and alone and training.holds_output and not self._compiled
 
     def _parameters(self) -> int:
         if self._zero is not None:
@@ -283,3 +310,32 @@ class Tracing:
 def _require_trainable(model: nn.Module) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model requires a gradient: there is nothing to train")
+
+
+def batch_on_meta(
+    inputs: Tensor | Inputs | Callable | None, target: Tensor | None, sharded: ShardedRank | None
+) -> tuple[Inputs, Tensor | None]:
+    """Return inputs and target on meta, with names and small values; of ranks that share a batch, this one's part."""
+    made: object = inputs
+    if callable(inputs):
+        with torch.device("meta"):
+            made, target = inputs("meta")
+    if sharded is not None:
+        made, target = sharded.part_of(arguments(made), target)
+    given, wanted = arguments(mapped(made, as_meta)), None if target is None else as_meta(target)
+    for name, tensor in (*named_tensors(given), *named_tensors(wanted, "the target")):
+        name_tensor(tensor, name)
+    return given, wanted
+
+
+def target_for(recorder: Recorder, step: TrainingStep, inputs: Inputs, loss: Callable | None) -> Tensor | None:
+    """Return what suits the model's output; None where the output holds a loss."""
+    if loss is None and isinstance(inputs, Mapping) and inputs.get("labels") is not None:
+        return None  # a second forward pass would only show that the output holds a loss
+    recorder.values.learn(step.model.buffers())
+    recorder.values.learn(tensors_of(inputs), default=1)
+    with torch.no_grad(), recorder.watched():
+        output = call(step.model, step.converted(inputs))
+    if loss is None and own_loss(output) is not None:
+        return None
+    return targets_for(output, loss)

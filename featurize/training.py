@@ -28,10 +28,10 @@ from featurize.optimizers import (
     clip_norm,
     clip_value,
     is_shared,
+    make_optimizer,
     run_step,
     state_tensors,
 )
-from featurize.optimizers import make_optimizer as make_optimizer
 from featurize.quantized import quantize
 from featurize.tf32 import allow_tf32
 from featurize.training_settings import Training as Training
@@ -93,16 +93,14 @@ class TrainingStep:
         settings: TrainingSettings,
         device: torch.device | str,
         *,
-        on_phase: Callable[[str], None] | None = None,
-        on_batch: Callable[[], None] | None = None,
         loss: Callable[..., Tensor] | None = None,
         holds_output: bool = False,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.settings = training_of(settings)
-        self.on_phase = on_phase or (lambda name: None)
-        self.on_batch = on_batch or (lambda: None)
+        self.on_phase: Callable[[str], None] = lambda name: None
+        self.on_batch: Callable[[], None] = lambda: None
         self.loss = loss or cross_entropy
         self.holds_output = holds_output and self.settings.holds_output
         self._held: tuple = ()
@@ -137,7 +135,8 @@ class TrainingStep:
         for number in range(settings.accumulation):
             if number:
                 self.on_batch()
-            with contextlib.nullcontext() if number == settings.accumulation - 1 else self._between_updates():
+            between = number < settings.accumulation - 1 and isinstance(self.model, OwnUpdates)
+            with self.model.between_updates() if between else contextlib.nullcontext():
                 self.on_phase("forward")
                 given = self.converted(inputs)  # which live until the next, as a script's variables do
                 loss = self._forward(given, targets)
@@ -163,13 +162,9 @@ class TrainingStep:
     def rewrap(
         self, wrapper: Callable[[nn.Module], nn.Module], update: Callable[[MakeOptimizer], AnyUpdate] | None = None
     ) -> None:
-        """Let a wrapper change the model. The optimizer then takes the parameters that it leaves; `update` makes one
-        that takes others."""
+        """Wrap the model. The optimizer then takes the parameters that the wrapper leaves; `update` makes one that
+        takes others."""
         self._take(wrapper(self.model), update)
-
-    def _between_updates(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context of all micro-steps but the last."""
-        return self.model.between_updates() if isinstance(self.model, OwnUpdates) else contextlib.nullcontext()
 
     def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], AnyUpdate] | None = None) -> None:
         self.model = model
@@ -178,10 +173,6 @@ class TrainingStep:
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """The tensors of the optimizer's state that lie on the device."""
-        if isinstance(self.optimizer, OptimizerInBackward):
-            return self.optimizer.tensors()
-        if isinstance(self.optimizer, OptimizerOnHost):
-            return iter(())
         return state_tensors(self.optimizer)
 
     def _making(self) -> MakeOptimizer:
@@ -287,7 +278,16 @@ class TrainingStep:
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
 
     def _saving(self) -> contextlib.AbstractContextManager[object]:
-        return _saved_on_host(self.device) if self.settings.offload_activations else contextlib.nullcontext()
+        """Return the context of a forward pass, whose saved tensors may wait in host memory (`save_on_cpu`).
+
+        Everything that autograd saves is moved, weights included, and comes back as a new tensor of the device when its
+        backward operator reads it. Meta tensors stand for the device's: nothing but their shape is kept.
+        """
+        if not self.settings.offload_activations:
+            return contextlib.nullcontext()
+        if self.device.type != "meta":
+            return save_on_cpu(pin_memory=self.device.type == "cuda")
+        return saved_tensors_hooks(_to_host, _from_host)
 
 
 def _prepared(model: nn.Module, settings: Training) -> nn.Module:
@@ -370,17 +370,6 @@ def _channels_last(x: Tensor) -> Tensor:
 
 def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
-
-
-def _saved_on_host(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return the context for a forward pass whose saved tensors wait in host memory (`save_on_cpu`).
-
-    Everything that autograd saves is moved, weights included, and comes back as a new tensor of the device when its
-    backward operator reads it. Meta tensors stand for the device's: nothing but their shape is kept.
-    """
-    if device.type != "meta":
-        return save_on_cpu(pin_memory=device.type == "cuda")
-    return saved_tensors_hooks(_to_host, _from_host)
 
 
 def _to_host(tensor: Tensor) -> Tensor | tuple[torch.Size, torch.dtype]:

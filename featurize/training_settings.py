@@ -5,12 +5,12 @@ Start reading at `Training`. Torch-free.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from conf.errors import UsageError, unknown_name
-from featurize.trial_config import FITTED_OPTIMIZERS, OPTIMIZERS, PRECISIONS, weight_decay_problems
+from featurize.trial_config import FITTED_OPTIMIZERS, OPTIMIZERS, PRECISIONS, is_finite, weight_decay_problems
 
 # Weights, gradients and optimizer state in that type, without autocast.
 LOW_PRECISIONS = ("bf16-true", "fp16-true")
@@ -172,29 +172,12 @@ class Training:
         )
 
     def _wrong_values(self) -> list[str]:
-        problems = []
-        for name in _BOOLEANS:
-            if not isinstance(getattr(self, name), bool):
-                problems.append(f"{name} is true or false, got {getattr(self, name)!r}")
-        if not isinstance(self.compile, bool) and self.compile not in COMPILE_MODES:
-            problems.append(f"compile is true, false or one of {', '.join(COMPILE_MODES)}, got {self.compile!r}")
-        if self.grad_scaler is not None and not isinstance(self.grad_scaler, bool):
-            problems.append(f"grad_scaler is true, false or null, got {self.grad_scaler!r}")
-        for name in ("accumulation", "checkpoint_every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                problems.append(f"{name} must be an integer >= 1, got {value!r}")
-        for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (number and math.isfinite(value) and value > 0):
-                problems.append(f"{name} must be a number > 0, got {value!r}")
-        problems += weight_decay_problems(self.weight_decay)
-        for name in _LISTS:
-            skip = getattr(self, name)
-            if skip is not None and not (isinstance(skip, tuple | list) and all(isinstance(one, str) for one in skip)):
-                problems.append(f"{name} is a list of modules' names, got {skip!r}")
-        return problems
+        return [
+            f"{name} {rule}, got {getattr(self, name)!r}"
+            for names, holds, rule in _RULES
+            for name in names
+            if not holds(getattr(self, name))
+        ] + weight_decay_problems(self.weight_decay)
 
     def _exclusions(self) -> list[str]:
         known = OPTIMIZERS[self.optimizer].implementations
@@ -266,6 +249,30 @@ _BOOLEANS = (
     "quantize_keeps_inputs",
     "holds_output",
     "float8_all_gather",
+)
+_RULES: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
+    (_BOOLEANS, lambda value: isinstance(value, bool), "is true or false"),
+    (
+        ["compile"],
+        lambda value: isinstance(value, bool) or value in COMPILE_MODES,
+        f"is true, false or one of {', '.join(COMPILE_MODES)}",
+    ),
+    (["grad_scaler"], lambda value: value is None or isinstance(value, bool), "is true, false or null"),
+    (
+        ["accumulation", "checkpoint_every"],
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+        "must be an integer >= 1",
+    ),
+    (
+        ["clip_norm", "clip_value"],
+        lambda value: value is None or (is_finite(value) and value > 0),
+        "must be a number > 0",
+    ),
+    (
+        _LISTS,
+        lambda value: value is None or (isinstance(value, tuple | list) and all(isinstance(v, str) for v in value)),
+        "is a list of modules' names",
+    ),
 )
 
 

@@ -17,13 +17,9 @@ from conf.identity import mapping_hash as mapping_hash
 from featurize.families import get_family
 from featurize.trial_config import ACTIVATIONS as ACTIVATIONS
 from featurize.trial_config import FITTED_OPTIMIZERS as FITTED_OPTIMIZERS
-from featurize.trial_config import MATH_BITS as MATH_BITS
 from featurize.trial_config import OPTIMIZERS as OPTIMIZERS
 from featurize.trial_config import PRECISIONS as PRECISIONS
-from featurize.trial_config import TRAINING_FIELDS as TRAINING_FIELDS
 from featurize.trial_config import TrialConfig as TrialConfig
-from featurize.trial_config import at_least as at_least
-from featurize.trial_config import one_of as one_of
 
 
 def config_hash(config: TrialConfig) -> str:

@@ -149,10 +149,14 @@ def sharing_problem(optimizer: str, layout: Parallel | None) -> str | None:
 
 def weight_decay_problems(value: Any) -> list[str]:
     """Return what is wrong with an optimizer's weight decay; None is its library's default."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or (number and math.isfinite(value) and value >= 0):
+    if value is None or (is_finite(value) and value >= 0):
         return []
     return [f"weight_decay must be a number >= 0, got {shown(value)}"]
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from conf.units import MIB
-from featurize.allocator import CachingAllocator
+from featurize.allocator import SMALL_REQUEST, CachingAllocator
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
 from featurize.step_trace import StepTrace
@@ -63,15 +63,20 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
 
 
 def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
-    events = trace.remembered("events of scenarios", lambda: _Events(trace))
-    calls = {block.call: None for block in trace.blocks if block.call is not None}
-    guessed = {call: workspace_bytes(call, spec) for call in calls}
-    reserved = {SETTLED: events.reserved_bytes(guessed, most_steps=_MOST_STEPS)}
+    # Small and large requests never meet, and most scenarios differ in large workspaces alone.
+    every, *pools = trace.remembered("events", lambda: [_Events(trace, pool) for pool in (None, "small", "large")])
+    guessed = [workspace_bytes(call, spec) for call in every.calls]
+    reserved = {SETTLED: every.reserved_bytes(guessed, most_steps=_MOST_STEPS)}
     for name, copies in SCENARIOS.items():
-        sizes = guessed | {call: _workspace(call, copies) for call in trace.convolution_calls}
+        sizes = [
+            _workspace(call, copies) if call.spare else guess for call, guess in zip(every.calls, guessed, strict=True)
+        ]
         # GPU models differ in the guesses that a scenario replaces.
-        key = "reserved", tuple(sizes.values())
-        reserved[name] = trace.remembered(key, partial(events.reserved_bytes, sizes))
+        reserved[name] = 0
+        for pool in pools:
+            taken = tuple(size if pool.holds(size) else 0 for size in sizes)
+            key = "reserved", pool.pool, taken
+            reserved[name] += trace.remembered(key, partial(pool.reserved_bytes, taken))
     return reserved
 
 
@@ -85,14 +90,27 @@ def _workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[int, i
 
 
 class _Events:
-    """A trace's events, split before its last step, which can be repeated."""
+    """A trace's events, split before its last step, which can be repeated.
 
-    def __init__(self, trace: StepTrace) -> None:
-        self._calls = [block.call for block in trace.blocks]
-        last = max((event.step for event in trace.events), default=0)
-        self._first = [(event.block, event.nbytes) for event in trace.events if event.step < last]
-        self._last = [(event.block, event.nbytes) for event in trace.events if event.step == last]
-        self._successors = self._paired({event.block: event.nbytes for event in trace.events if event.nbytes > 0})
+    Args:
+        trace: The step.
+        pool: Which requests are kept: those of the allocator's `small` or `large` pool. None: all of them.
+    """
+
+    def __init__(self, trace: StepTrace, pool: str | None) -> None:
+        self.pool = pool
+        self.calls = list(dict.fromkeys(block.call for block in trace.blocks if block.call is not None))
+        numbers = {call: number for number, call in enumerate(self.calls)}
+        self._calls = [None if block.call is None else numbers[block.call] for block in trace.blocks]
+        events = [event for event in trace.events if not event.nbytes or self.holds(abs(event.nbytes))]
+        last = max((event.step for event in events), default=0)
+        self._first = [(event.block, event.nbytes) for event in events if event.step < last]
+        self._last = [(event.block, event.nbytes) for event in events if event.step == last]
+        self._successors = self._paired({event.block: event.nbytes for event in events if event.nbytes > 0})
+
+    def holds(self, nbytes: int) -> bool:
+        """Return whether a request is among the kept ones."""
+        return self.pool is None or (nbytes <= SMALL_REQUEST) == (self.pool == "small")
 
     def _paired(self, sizes: Mapping[int, int]) -> dict[int, int] | None:
         """Block that the last step inherits and frees -> the equally large one that it leaves to the next step.
@@ -111,8 +129,8 @@ class _Events:
             pairs[block] = left[sizes[block]].pop()
         return None if any(left.values()) else pairs
 
-    def reserved_bytes(self, sizes: Mapping[LibraryCall, int], most_steps: int = 0) -> int:
-        """Return the most bytes that are reserved, with so many steps more at most."""
+    def reserved_bytes(self, sizes: Sequence[int], most_steps: int = 0) -> int:
+        """Return the most bytes that are reserved, with so many steps more at most. `sizes` are those of `calls`."""
         allocator = CachingAllocator()
         handles: dict[int, int | None] = {}
         for events in (self._first, self._last):
@@ -131,7 +149,7 @@ class _Events:
         events: list[tuple[int, int]],
         allocator: CachingAllocator,
         handles: dict[int, int | None],
-        sizes: Mapping[LibraryCall, int],
+        sizes: Sequence[int],
     ) -> None:
         allocate, free, calls = allocator.allocate, allocator.free, self._calls
         for block, nbytes in events:
@@ -141,5 +159,5 @@ class _Events:
                 free(handles.pop(block))
             elif (call := calls[block]) is not None and (taken := sizes[call]):
                 handle = allocate(taken)
-                if call.kind != CUBLAS:
+                if self.calls[call].kind != CUBLAS:
                     free(handle)

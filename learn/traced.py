@@ -21,7 +21,8 @@ from learn.workload import Workload
 if TYPE_CHECKING:
     from featurize.replay import MemoryProfile
     from featurize.simulate import SimulatedStep
-    from featurize.trace import StepTrace, TraceError
+    from featurize.step_trace import StepTrace
+    from featurize.trace import TraceError
     from featurize.trace_cache import Traces
 
 

@@ -5,10 +5,10 @@ No GPU has recorded one yet. Start reading at `planted_history`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from featurize.allocator import CachingAllocator
+from featurize.allocator import CachingAllocator, PoolBlock, Segment
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import load_device
 from featurize.library_calls import CUBLAS, workspace_bytes
@@ -95,3 +95,26 @@ def _placed(requests: list[tuple[str, int, int]], settings: AllocatorSettings) -
         "trace": entries, "marks": marks, "segments": [], "peak_reserved": allocator.peak_reserved_bytes,
         "peak_allocated": allocator.peak_allocated_bytes, "ooms": 0,
     }  # fmt: skip
+
+
+def recorded_segments(snapshot: Iterable[Mapping[str, Any]]) -> tuple[Segment, ...]:
+    """`torch.cuda.memory_snapshot()` of one device in the simulator's terms, to compare with its `snapshot()`."""
+    segments = []
+    for segment in snapshot:
+        blocks, address = [], int(segment["address"])
+        for block in segment["blocks"]:
+            live = block["state"] == "active_allocated"
+            size, requested = int(block["size"]), int(block.get("requested_size", 0)) if live else 0
+            blocks.append(PoolBlock(address, size, requested, str(block["state"])))
+            address += size
+        segments.append(
+            Segment(
+                address=int(segment["address"]),
+                size=int(segment["total_size"]),
+                pool=str(segment["segment_type"]),
+                stream=int(segment["stream"]),
+                expandable=bool(segment.get("is_expandable", False)),
+                blocks=tuple(blocks),
+            )
+        )
+    return tuple(sorted(segments, key=lambda segment: segment.address))

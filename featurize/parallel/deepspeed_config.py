@@ -37,6 +37,10 @@ _NO_MATTER_OF_ZERO = frozenset({
     "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
     "save_muon_momentum_buffer_in_memory",
 })  # fmt: skip
+_READ = frozenset({
+    _ZERO, "optimizer", "bf16", "bfloat16", "fp16", "data_types", "communication_data_type", "gradient_clipping",
+    "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size",
+})  # fmt: skip
 # Keys that are known with one value only: another one changes what a step takes, and is not estimated.
 _ONLY: Mapping[str, Any] = {
     "reduce_scatter": True, "use_multi_rank_bucket_allreduce": True, "round_robin_gradients": False,
@@ -45,6 +49,10 @@ _ONLY: Mapping[str, Any] = {
     "stage3_use_all_reduce_for_fetch_params": False, "stage3_allgather_sequential": False,
     "stage3_module_granularity_threshold": 0, "memory_efficient_linear": True, "mics_shard_size": -1,
 }  # fmt: skip
+_KNOWN_OF_ZERO = frozenset({
+    *_OF_LAYOUT, *_ONLY, *_NO_MATTER_OF_ZERO, "stage", "cpu_offload", "cpu_offload_param", "offload_optimizer",
+    "offload_param",
+})  # fmt: skip
 # DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW unless it is told otherwise.
 _OPTIMIZERS = {
     "adam": "adamw", "adamw": "adamw", "torchadam": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion",
@@ -60,7 +68,7 @@ _OF_WIDTH: Mapping[str, Callable[[int], int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFile:
-    """What a file says.
+    """The settings of one file.
 
     zero          settings of `featurize.parallel.layout.Parallel`, `zero` among them, without the number of GPUs
     training      settings of `featurize.training_settings.Training`
@@ -90,10 +98,12 @@ def read_deepspeed(
             them are named.
     """
     reader = _Reader(settings_of(given), ranks, hidden_size)
-    file = reader.read()
+    micro_batch = reader.read()
     if reader.problems:
         raise UsageError(f"deepspeed: {'; '.join(reader.problems)}")
-    return file
+    return DeepSpeedFile(
+        zero=reader.zero, training=reader.training, micro_batch=micro_batch, left_open=tuple(reader.left_open)
+    )
 
 
 def hidden_size_of(config: object) -> int | None:
@@ -135,46 +145,49 @@ class _Reader:
     def __init__(self, given: Mapping[str, Any], ranks: int, hidden_size: Callable[[], int | None] | None) -> None:
         self._given, self._ranks = given, ranks
         self._hidden_size = functools.cache(hidden_size or (lambda: None))
-        self._zero: dict[str, Any] = {}
-        self._training: dict[str, Any] = {}
-        self._open: list[str] = []
+        self.zero: dict[str, Any] = {}
+        self.training: dict[str, Any] = {}
+        self.left_open: list[str] = []
         self.problems: list[str] = []
 
-    def read(self) -> DeepSpeedFile:
+    def read(self) -> int | None:
+        """Read all settings. Returns the samples of a micro-step; None where they do not say."""
         self._read_types()
         self._read_zero(self._block(_ZERO))
         self._read_optimizer(self._block("optimizer"))
         if (clipping := self._number("gradient_clipping")) is not None and clipping > 0:
-            self._training["clip_norm"] = float(clipping)
+            self.training["clip_norm"] = float(clipping)
         micro_batch = self._read_batch()
-        self._refuse_others()
-        return DeepSpeedFile(
-            zero=self._zero, training=self._training, micro_batch=micro_batch, left_open=tuple(self._open)
-        )
+        others = {key: value for key, value in self._given.items() if key not in _READ and key not in _NO_MATTER}
+        if wanted := [key for key, value in others.items() if not _is_off(value)]:
+            self.problems.append(
+                f"not estimated: {', '.join(map(str, wanted))}; read: {', '.join(sorted(_READ))}; ignored, as no "
+                f"memory depends on it: {', '.join(sorted(_NO_MATTER))}"
+            )
+        return micro_batch
 
     def _read_types(self) -> None:
-        blocks = {"bf16": self._block("bf16") or self._block("bfloat16"), "fp16": self._block("fp16")}
-        asked = {name: self._value(block, "enabled", name) for name, block in blocks.items()}
-        self.problems += [
-            f"{name}.enabled must be true, false or auto, got {shown(value)}"
-            for name, value in asked.items()
-            if value not in (None, True, False)
-        ]
-        enabled = [name for name, value in asked.items() if value is True]
+        enabled = []
+        for name, block in {
+            "bf16": self._block("bf16") or self._block("bfloat16"),
+            "fp16": self._block("fp16"),
+        }.items():
+            value = self._value(block, "enabled", name)
+            if value not in (None, True, False):
+                self.problems.append(f"{name}.enabled must be true, false or auto, got {shown(value)}")
+            if value is True:
+                enabled.append(name)
+            others = (f"{name}_master_weights_and_grads", f"{name}_optimizer_states")
+            self.problems += [f"{name}.{key} is not estimated; leave it out" for key in others if block.get(key)]
         if len(enabled) > 1:
             self.problems.append("bf16 and fp16 exclude each other: enable either")
         if enabled:
-            self._zero["param_dtype"] = enabled[0]
-        for name, block in blocks.items():
-            for key in (f"{name}_master_weights_and_grads", f"{name}_optimizer_states"):
-                if block.get(key):
-                    self.problems.append(f"{name}.{key} is not estimated; leave it out")
+            self.zero["param_dtype"] = enabled[0]
         own = enabled[0] if enabled else "fp32"
-        summed = self._block("data_types").get("grad_accum_dtype")
-        for key, value in (
-            ("data_types.grad_accum_dtype", summed),
-            ("communication_data_type", self._given.get("communication_data_type")),
-        ):
+        for key, value in {
+            "data_types.grad_accum_dtype": self._block("data_types").get("grad_accum_dtype"),
+            "communication_data_type": self._given.get("communication_data_type"),
+        }.items():
             if value not in (None, AUTO, own):
                 self.problems.append(f"{key}={value} is not estimated beside a model in {own}; leave it out")
 
@@ -183,32 +196,27 @@ class _Reader:
         if type(stage) is not int or stage not in ZERO_STAGES:
             self.problems.append(f"{_ZERO}.stage must be 1, 2 or 3 to be estimated, got {shown(stage)}")
             return
-        self._zero["zero"] = stage
+        self.zero["zero"] = stage
         for name in _OF_LAYOUT:
             if name.startswith(("stage3_", "sub_group")) and stage != 3:
                 continue  # DeepSpeed does not read them
-            value = self._resolved(name) if block.get(name) == AUTO else self._value(block, name, _ZERO)
-            if value is not None:
-                self._zero[name] = int(value) if isinstance(value, float) and value.is_integer() else value
+            value = block.get(name)
+            if value == AUTO and name in _OF_WIDTH and (width := self._hidden_size()) is not None:
+                value = _OF_WIDTH[name](width)
+            elif value == AUTO:
+                self.left_open.append(f"{_ZERO}.{name}")
+            if value not in (None, AUTO):
+                self.zero[name] = int(value) if isinstance(value, float) and value.is_integer() else value
         if self._offloads(block, "offload_optimizer", "cpu_offload"):
-            self._zero["cpu_offload"] = True
+            self.zero["cpu_offload"] = True
         if self._offloads(block, "offload_param", "cpu_offload_param") and stage == 3:
-            self._zero["offload_param"] = True
+            self.zero["offload_param"] = True
         for name, only in _ONLY.items():
             if block.get(name, only) not in (only, AUTO):
                 self.problems.append(f"{_ZERO}.{name}={shown(block[name])} is not estimated; leave it out")
-        known = {*_OF_LAYOUT, *_ONLY, *_NO_MATTER_OF_ZERO, "stage", "cpu_offload", "cpu_offload_param"}
-        known |= {"offload_optimizer", "offload_param"}
-        if unknown := [name for name in block if name not in known]:
-            self.problems.append(f"{_ZERO}: not estimated: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-
-    def _resolved(self, name: str) -> int | None:
-        """What Hugging Face's Trainer fills in for a bucket; None for what it leaves open."""
-        size = self._hidden_size() if name in _OF_WIDTH else None
-        if size is None:
-            self._open.append(f"{_ZERO}.{name}")
-            return None
-        return _OF_WIDTH[name](size)
+        if unknown := [name for name in block if name not in _KNOWN_OF_ZERO]:
+            known = ", ".join(sorted(_KNOWN_OF_ZERO))
+            self.problems.append(f"{_ZERO}: not estimated: {', '.join(unknown)}; known: {known}")
 
     def _offloads(self, block: Mapping[str, Any], name: str, old_name: str) -> bool:
         value = block.get(name)
@@ -225,9 +233,8 @@ class _Reader:
         return device == "cpu"
 
     def _read_optimizer(self, block: Mapping[str, Any]) -> None:
-        name = block.get("type")
-        if name is None or name == AUTO:
-            self._open += ["optimizer.type"] if name else []
+        name = self._value(block, "type", "optimizer")
+        if name is None:
             return
         ours = _OPTIMIZERS.get(name.lower()) if isinstance(name, str) else None
         if ours is None:
@@ -235,43 +242,31 @@ class _Reader:
                 f"optimizer.type={shown(name)} is not estimated; known: Adam, AdamW, SGD, Adagrad, Lion, RMSprop"
             )
             return
-        options = block.get("params")
-        options = options if isinstance(options, Mapping) else {}
-        if ours == "adamw" and name.lower() == "adam" and options.get("adam_w_mode") is False:
+        options = params if isinstance(params := block.get("params"), Mapping) else {}
+        if name.lower() == "adam" and options.get("adam_w_mode") is False:
             ours = "adam"
         if ours == "sgd" and options.get("momentum") not in (None, AUTO, 0):
             ours = "nesterov" if options.get("nesterov") is True else "momentum"
-        self._training["optimizer"] = ours
-        offloads = self._zero.get("cpu_offload", False)
-        if ours in ("adam", "adamw") and not (options.get("torch_adam") or name.lower() == "torchadam" or offloads):
-            self._training["implementation"] = "fused"  # its FusedAdam makes no temporaries either
+        self.training["optimizer"] = ours
+        is_torchs = options.get("torch_adam") or name.lower() == "torchadam" or self.zero.get("cpu_offload", False)
+        if ours in ("adam", "adamw") and not is_torchs:
+            self.training["implementation"] = "fused"  # its FusedAdam makes no temporaries either
 
     def _read_batch(self) -> int | None:
+        ranks = self._ranks
         steps, micro = (self._count(name) for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"))
-        total = self._count("train_batch_size")
-        if total is not None and micro is not None and steps is None:
-            steps = max(total // (micro * self._ranks), 1)
-        if total is not None and steps is not None and micro is None:
-            micro = max(total // (steps * self._ranks), 1)
-        if total is not None and micro is not None and steps is not None and total != micro * steps * self._ranks:
-            self.problems.append(
-                f"train_batch_size={total} is not micro batch {micro} x accumulation {steps} x {self._ranks} ranks"
-            )
+        if (total := self._count("train_batch_size")) is not None:
+            if micro is not None and steps is None:
+                steps = max(total // (micro * ranks), 1)
+            if steps is not None and micro is None:
+                micro = max(total // (steps * ranks), 1)
+            if micro is not None and steps is not None and total != micro * steps * ranks:
+                self.problems.append(
+                    f"train_batch_size={total} is not micro batch {micro} x accumulation {steps} x {ranks} ranks"
+                )
         if steps is not None:
-            self._training["accumulation"] = steps
+            self.training["accumulation"] = steps
         return micro
-
-    def _refuse_others(self) -> None:
-        read = {
-            _ZERO, "optimizer", "bf16", "bfloat16", "fp16", "data_types", "communication_data_type",
-            "gradient_clipping", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size",
-        }  # fmt: skip
-        others = {name: value for name, value in self._given.items() if name not in read and name not in _NO_MATTER}
-        if wanted := [name for name, value in others.items() if not _is_off(value)]:
-            self.problems.append(
-                f"not estimated: {', '.join(map(str, wanted))}; read: {', '.join(sorted(read))}; ignored, as no memory "
-                f"depends on it: {', '.join(sorted(_NO_MATTER))}"
-            )
 
     def _block(self, name: str) -> Mapping[str, Any]:
         value = self._given.get(name)
@@ -282,7 +277,7 @@ class _Reader:
 
     def _value(self, block: Mapping[str, Any], key: str, name: str) -> Any:
         if (value := block.get(key)) == AUTO:
-            self._open.append(f"{name}.{key}" if name else key)
+            self.left_open.append(f"{name}.{key}" if name else key)
             return None
         return value
 
@@ -295,14 +290,14 @@ class _Reader:
 
     def _count(self, name: str) -> int | None:
         value = self._number(name)
-        if value is not None and (value != int(value) or value < 1):
-            self.problems.append(f"{name} must be a whole number >= 1, got {shown(value)}")
-            return None
-        return None if value is None else int(value)
+        if value is None or (value >= 1 and value == int(value)):
+            return None if value is None else int(value)
+        self.problems.append(f"{name} must be a whole number >= 1, got {shown(value)}")
+        return None
 
 
 def _is_off(value: object) -> bool:
-    """Whether a block asks for nothing."""
+    """Return whether a block asks for nothing."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return value in (None, False)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from featurize.fewer_blocks import built_to_shorten
+from featurize.deeper import built_to_shorten
 from featurize.parallel.layout import Parallel
 from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.step_trace import RanksAlike, StepTrace

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from conf.errors import UsageError
 from featurize.batches import Inputs, call, mapped
 from featurize.checkpointing import repeated_blocks
-from featurize.fewer_blocks import container_of
+from featurize.deeper import container_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_modes import EXAMPLE_STARTS
 

@@ -1,4 +1,4 @@
-"""What releases of torch lack that a traced step needs: added before a trace, or refused by name.
+"""Gaps of torch's releases that a traced step meets: filled before a trace, or refused by name.
 
 Start reading at `complete`, which adds; `require_torch` refuses.
 """

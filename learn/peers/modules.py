@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from conf.errors import CommandError
 from conf.plain_text import exception_line
 from featurize.batches import Inputs, call, own_loss, tensors_of
+from featurize.optimizers import make_optimizer
 from featurize.skeleton import build_on_meta, kept_results
-from featurize.training import AUTOCAST_DTYPES, cross_entropy, make_optimizer, targets_for
+from featurize.training import AUTOCAST_DTYPES, cross_entropy, targets_for
 from learn.peers.base import CannotEstimate
 from learn.workload import Workload
 

@@ -80,7 +80,7 @@ class Screening:
             return {}
 
     def _counted(self) -> int:
-        from featurize.fewer_blocks import alike_blocks, built_to_shorten
+        from featurize.deeper import alike_blocks, built_to_shorten
 
         try:
             self._model = built_to_shorten(self._factory)
@@ -89,7 +89,7 @@ class Screening:
         return 0 if self._model is None else alike_blocks(self._model)
 
     def _traced(self, question: Question, device: DeviceSpec, count: int) -> Traces:
-        from featurize.fewer_blocks import with_blocks
+        from featurize.deeper import with_blocks
 
         assert self._model is not None, "it has blocks"
         if count not in self._short:

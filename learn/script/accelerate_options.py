@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import sys
-from typing import Any, NoReturn
 
 _REFUSED = {
     "use_megatron_lm": "Megatron-LM is not followed",
@@ -18,7 +17,6 @@ _REFUSED = {
     "cpu": "a job on the CPU takes nothing of a GPU",
     "no_python": "--no_python is not followed; give a Python script, or a module with --module",
 }
-_UNCOUNTED = "--num_processes is missing: without it accelerate counts the GPUs of this machine"
 
 
 def main(words: list[str]) -> None:
@@ -29,19 +27,27 @@ def main(words: list[str]) -> None:
     try:
         from accelerate.commands.launch import launch_command_parser
     except ImportError:
-        _end("accelerate is not installed where the script would run")
+        sys.exit("accelerate is not installed where the script would run")
     args = launch_command_parser().parse_args(words)
     before = dict(os.environ)
     _pretend_gpus(args)
     try:
-        options, environment = _launched(args)
+        environment = _prepared(args)
     except Exception as error:  # whatever accelerate raises for what does not go together
-        _end(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
-    changed = {name: value for name, value in environment.items() if before.get(name) != value}
-    print(json.dumps({**options, "environment": changed}))
+        sys.exit(str(error).strip().partition("\n")[0] or type(error).__name__)
+    started = {
+        "script": args.training_script,
+        "module": bool(args.module),
+        "arguments": args.training_script_args,
+        "nodes": args.num_machines or 1,
+        "per_node": args.num_processes // (args.num_machines or 1),
+        "environment": {name: value for name, value in environment.items() if before.get(name) != value},
+    }
+    print(json.dumps(started))
 
 
-def _launched(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+def _prepared(args: argparse.Namespace) -> dict[str, str]:
+    """Complete the options by accelerate's own file, and return the environment of a process."""
     from accelerate.commands import launch
     from accelerate.utils import launch as preparing
 
@@ -50,44 +56,36 @@ def _launched(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]
     args, defaults, is_precision_of_file = launch._validate_launch_command(args)
     for name, reason in _REFUSED.items():
         if getattr(args, name, False):
-            _end(reason)
-    options = {"script": args.training_script, "module": bool(args.module), "arguments": args.training_script_args}
-    if args.use_deepspeed:
-        fields = [] if defaults is None else list(defaults.deepspeed_config)
-        args.deepspeed_fields_from_accelerate_config = ",".join([*fields, *["mixed_precision"] * is_precision_of_file])
-        return {**options, **_sizes(args)}, preparing.prepare_deepspeed_cmd_env(args)[1]
-    if not (args.use_fsdp or args.multi_gpu):
+            sys.exit(reason)
+    if not (args.use_deepspeed or args.use_fsdp or args.multi_gpu):
         if (args.num_processes or 1) > 1:
-            _end(f"--num_processes {args.num_processes} wants --multi_gpu, or a file of options that says so")
-        return {**options, "nodes": 1, "per_node": 1}, preparing.prepare_simple_launcher_cmd_env(args)[1]
-    return {**options, **_sizes(args)}, preparing.prepare_multi_gpu_env(args)
+            sys.exit(f"--num_processes {args.num_processes} wants --multi_gpu, or a file of options that says so")
+        args.num_processes = args.num_machines = 1
+        return preparing.prepare_simple_launcher_cmd_env(args)[1]
+    _require_count(args)
+    if not args.use_deepspeed:
+        return preparing.prepare_multi_gpu_env(args)
+    fields = [] if defaults is None else list(defaults.deepspeed_config)
+    args.deepspeed_fields_from_accelerate_config = ",".join([*fields, *["mixed_precision"] * is_precision_of_file])
+    return preparing.prepare_deepspeed_cmd_env(args)[1]
 
 
-def _sizes(args: argparse.Namespace) -> dict[str, int]:
+def _require_count(args: argparse.Namespace) -> None:
     if args.num_processes is None:
-        _end(_UNCOUNTED)
-    nodes = args.num_machines or 1
-    return {"nodes": nodes, "per_node": args.num_processes // nodes}
+        sys.exit("--num_processes is missing: without it accelerate counts the GPUs of this machine")
 
 
 def _pretend_gpus(args: argparse.Namespace) -> None:
-    """As many GPUs of a node as processes were asked for."""
+    """Have as many GPUs in a node as processes were asked for."""
     import torch
 
     def device_count() -> int:
-        if args.num_processes is None:
-            _end(_UNCOUNTED)
+        _require_count(args)
         return max(1, args.num_processes // (args.num_machines or 1))
 
-    for name, value in (
-        ("is_available", lambda: True), ("device_count", device_count), ("is_bf16_supported", lambda *_, **__: True),
-    ):  # fmt: skip
-        setattr(torch.cuda, name, value)
-
-
-def _end(reason: str) -> NoReturn:
-    print(reason, file=sys.stderr)
-    raise SystemExit(2)
+    vars(torch.cuda).update(
+        is_available=lambda: True, device_count=device_count, is_bf16_supported=lambda *_, **__: True
+    )
 
 
 if __name__ == "__main__":

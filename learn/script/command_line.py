@@ -265,10 +265,16 @@ def _deepspeed(launcher: str, words: list[str], before: Mapping[str, str]) -> Sc
         raise UsageError(f"{launcher}: nodes with different numbers of GPUs ({sizes}) are not followed")
     nodes, per_node = len(gpus_of_nodes), gpus_of_nodes[0]
     variables = {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(nodes * per_node), "LOCAL_SIZE": str(per_node),
-        "CROSS_RANK": "0", "CROSS_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT,
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(nodes * per_node),
+        "LOCAL_SIZE": str(per_node),
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": str(nodes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": _PORT,
         **_thread_limit(per_node, before),
-    }  # fmt: skip
+    }
     arguments = (*([] if options.no_local_rank else ["--local_rank=0"]), *options.user_args)
     return ScriptCommand(
         options.user_script, options.module, arguments, before, Launch(nodes * per_node, per_node, variables)

@@ -32,8 +32,7 @@ def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
     replica wraps, or the innermost units of shards. None for a model without a wrapper inside."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return [module.module]
-    sharding = sys.modules.get("torch.distributed.fsdp")
-    if sharding is None:
+    if (sharding := sys.modules.get("torch.distributed.fsdp")) is None:
         return None
     wrappers = sharding.FSDPModule, sharding.FullyShardedDataParallel
     units = [one for one in module.modules() if isinstance(one, wrappers)]
@@ -64,12 +63,12 @@ class ScriptCompiler:
         replace_attribute(torch, "compile", compile_any)
 
         def state_of(module: nn.Module) -> dict[str, Any]:
-            """What is copied and saved of a module: a copy of a compiled one runs as it is written."""
+            """Return what is copied and saved of a module: a copy of a compiled one runs as it is written."""
             own = _OWN if id(module) in self._compiled else ()
             return {name: value for name, value in vars(module).items() if name not in own and not saves(value)}
 
         def saves(value: Any) -> bool:
-            """Whether an attribute is the method that `containment` gives a module which is not scripted."""
+            """Return whether an attribute is the method that `containment` gives a module which is not scripted."""
             return isinstance(value, functools.partial) and value.func is torch.jit.save
 
         setattr(nn.Module, "__getstate__", state_of)  # noqa: B010 -- before Python 3.11 there is none to replace
@@ -77,7 +76,7 @@ class ScriptCompiler:
 
     @property
     def capturing(self) -> bool:
-        """Whether a graph is captured now, in a thread of its own, which is to have no modes."""
+        """Return whether a graph is captured now, in a thread of its own, which is to have no modes."""
         return any(regions.capturing for regions in self._regions)
 
     def notes(self) -> tuple[str, ...]:

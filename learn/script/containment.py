@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -41,13 +41,26 @@ ENVIRONMENT = {
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 # Arguments of a `DataLoader` that loads in the process itself.
 _WITHOUT_WORKERS = {
-    "num_workers": 0, "pin_memory": False, "pin_memory_device": "", "persistent_workers": False,
-    "prefetch_factor": None, "multiprocessing_context": None, "timeout": 0,
-}  # fmt: skip
+    "num_workers": 0,
+    "pin_memory": False,
+    "pin_memory_device": "",
+    "persistent_workers": False,
+    "prefetch_factor": None,
+    "multiprocessing_context": None,
+    "timeout": 0,
+}
 _LOOPBACK = ("127.", "::1", "localhost")
 _LOGGERS = (
-    "wandb", "mlflow", "comet_ml", "neptune", "aim", "clearml", "swanlab", "tensorboardX", "torch.utils.tensorboard",
-)  # fmt: skip
+    "wandb",
+    "mlflow",
+    "comet_ml",
+    "neptune",
+    "aim",
+    "clearml",
+    "swanlab",
+    "tensorboardX",
+    "torch.utils.tensorboard",
+)
 
 
 def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
@@ -77,33 +90,22 @@ def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
 
 
 def _refuse_connections(note: Callable[[str], None]) -> None:
-    def refuse(error: OSError) -> NoReturn:
-        note("a network connection was refused: scripts run offline here")
-        raise error
-
-    class Socket(socket.socket):
-        def connect(self, address: Any) -> None:
-            self._require_local(address)
-            super().connect(address)
-
-        def connect_ex(self, address: Any) -> int:
-            self._require_local(address)
-            return super().connect_ex(address)
-
-        def _require_local(self, address: Any) -> None:
-            if self.family in (socket.AF_INET, socket.AF_INET6) and not str(address[0]).startswith(_LOOPBACK):
-                refuse(ConnectionRefusedError("no network while a script is estimated"))
-
-    replace_attribute(socket, "socket", Socket)
-    resolve = socket.getaddrinfo
-
-    def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+    def is_local(event: str, args: tuple) -> bool:
+        if event == "socket.connect":
+            is_internet = args[0].family in (socket.AF_INET, socket.AF_INET6)
+            return not is_internet or str(args[1][0]).startswith(_LOOPBACK)
+        host = args[0]
         is_name = isinstance(host, str) and host and not host.startswith(_LOOPBACK) and not host[0].isdigit()
-        if is_name and host != socket.gethostname():
-            refuse(socket.gaierror(socket.EAI_FAIL, "no network while a script is estimated"))
-        return resolve(host, *args, **kwargs)
+        return not is_name or host == socket.gethostname()
 
-    replace_attribute(socket, "getaddrinfo", getaddrinfo)
+    def refuse(event: str, args: tuple) -> None:
+        if event in ("socket.connect", "socket.getaddrinfo") and not is_local(event, args):
+            note("a network connection was refused: scripts run offline here")
+            if event == "socket.connect":
+                raise ConnectionRefusedError("no network while a script is estimated")
+            raise socket.gaierror(socket.EAI_FAIL, "no network while a script is estimated")
+
+    sys.addaudithook(refuse)
 
 
 def _run_eagerly(note: Callable[[str], None]) -> None:

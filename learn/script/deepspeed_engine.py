@@ -59,7 +59,7 @@ def install_deepspeed(rank: RankZero, watch: StepWatch, note: Callable[[str], No
 
 
 class DeepSpeedJob:
-    """What DeepSpeed is to a script.
+    """The functions of DeepSpeed that a script calls first.
 
     Args:
         rank: The process's part.
@@ -130,12 +130,18 @@ class DeepSpeedEngine(nn.Module):
         layout = rank.settings(**file.zero)
         micro_batch = file.micro_batch or int(settings.get("train_batch_size", 1)) // (accumulation * ranks)
         for name, value in {
-            "gradient_accumulation_steps": accumulation, "gradient_clipping": clip or 0.0, "zero_optimization": True,
-            "zero_optimization_stage": layout.zero, "zero_optimization_partition_weights": layout.zero == 3,
-            "fp16_enabled": layout.param_dtype == "fp16", "bfloat16_enabled": layout.param_dtype == "bf16",
-            "get_global_grad_norm": 1.0, "was_step_applied": True, "train_micro_batch_size_per_gpu": micro_batch,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": clip or 0.0,
+            "zero_optimization": True,
+            "zero_optimization_stage": layout.zero,
+            "zero_optimization_partition_weights": layout.zero == 3,
+            "fp16_enabled": layout.param_dtype == "fp16",
+            "bfloat16_enabled": layout.param_dtype == "bf16",
+            "get_global_grad_norm": 1.0,
+            "was_step_applied": True,
+            "train_micro_batch_size_per_gpu": micro_batch,
             "train_batch_size": micro_batch * accumulation * ranks,
-        }.items():  # fmt: skip
+        }.items():
             setattr(self, name, giving(value))
         training = Training(accumulation=accumulation, clip_norm=clip, offload_optimizer=layout.cpu_offload)
         job.note(f"DeepSpeed does not run here: its stage {layout.zero} is followed as release 0.19 has it")
@@ -213,9 +219,11 @@ class DeepSpeedEngine(nn.Module):
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **_: Any) -> Any:
         """Return a loader of the rank's share of a data set, in batches of a micro-step."""
         return DataLoader(
-            dataset, batch_size or self.train_micro_batch_size_per_gpu(), sampler=DistributedSampler(dataset),
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            sampler=DistributedSampler(dataset),
             collate_fn=collate_fn,
-        )  # fmt: skip
+        )
 
     def save_checkpoint(self, *_: Any, **__: Any) -> bool:
         self._job.note(_NOT_SAVED)
@@ -379,7 +387,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` says of the package."""
+    """Metadata of the package, for `importlib.metadata`."""
 
     def read_text(self, filename: str) -> str | None:
         return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n" if filename == "METADATA" else None
@@ -412,21 +420,27 @@ class _Part(types.ModuleType):
 def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
     """Return module -> what is in it, besides the modules below it."""
     zero = {
-        "Init": Init, "register_external_parameter": giving(None),
+        "Init": Init,
+        "register_external_parameter": giving(None),
         "GatheredParameters": lambda *_, **__: contextlib.nullcontext(),  # they are whole until there is an engine
-    }  # fmt: skip
+    }
     arange = {"zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn, "_orig_torch_arange": torch.arange}
     of_torch = {name: getattr(dist, name) for name in dir(dist) if not name.startswith("_")}
     within = {
         "": {
-            "__version__": VERSION, "initialize": job.initialize, "init_distributed": job.init_distributed,
-            "add_config_arguments": _add_arguments, "DeepSpeedEngine": DeepSpeedEngine,
+            "__version__": VERSION,
+            "initialize": job.initialize,
+            "init_distributed": job.init_distributed,
+            "add_config_arguments": _add_arguments,
+            "DeepSpeedEngine": DeepSpeedEngine,
         },
         ".zero": zero,
         ".comm": {**of_torch, "init_distributed": job.init_distributed},
         ".checkpointing": {"checkpoint": _checkpoint, "configure": giving(None), "is_configured": giving(True)},
         ".utils": {
-            "logger": logging.getLogger("DeepSpeed"), "log_dist": giving(None), "set_z3_leaf_modules": giving(None),
+            "logger": logging.getLogger("DeepSpeed"),
+            "log_dist": giving(None),
+            "set_z3_leaf_modules": giving(None),
         },
         ".runtime": {},
         ".runtime.zero": zero,
@@ -440,10 +454,11 @@ def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
             "DeepSpeedCPUAdam": kind_of("DeepSpeedCPUAdam", "adamw"),
         },
         ".ops.lion": {
-            "FusedLion": kind_of("FusedLion", "lion"), "DeepSpeedCPULion": kind_of("DeepSpeedCPULion", "lion"),
+            "FusedLion": kind_of("FusedLion", "lion"),
+            "DeepSpeedCPULion": kind_of("DeepSpeedCPULion", "lion"),
         },
         ".ops.adagrad": {"DeepSpeedCPUAdagrad": kind_of("DeepSpeedCPUAdagrad", "adagrad")},
-    }  # fmt: skip
+    }
     return {f"{NAME}{name}": content for name, content in within.items()}
 
 
@@ -484,7 +499,7 @@ class Init:
 
 
 class _Accelerator:
-    """What `deepspeed.accelerator.get_accelerator()` returns: torch.cuda, with names of its own."""
+    """The accelerator of `deepspeed.accelerator.get_accelerator()`: torch.cuda, with names of its own."""
 
     current_device_name, communication_backend_name = giving(str(CUDA)), giving("nccl")
     is_fp16_supported = giving(True)

@@ -33,7 +33,7 @@ _TYPE_NAMES = {
 
 
 def names_cuda(device: object) -> bool:
-    """Whether a device argument names a GPU: `cuda`, `cuda:1` or a device of that type."""
+    """Return whether a device argument names a GPU: `cuda`, `cuda:1` or a device of that type."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, str) and (device == "cuda" or device.startswith("cuda:"))
@@ -80,7 +80,7 @@ def _without_cuda(kwargs: Mapping) -> Mapping:
 
 
 def _asked_by_own_code() -> bool:
-    """Whether the frame that reads a property is of this project: the handler is called from C++."""
+    """Return whether the frame that reads a property is of this project: the handler is called from C++."""
     return sys._getframe(3).f_code.co_filename.startswith(_OWN)
 
 

@@ -142,14 +142,24 @@ def estimate_script(
 
     def question_of(record: ScriptRecord) -> Question:
         job = parallel_job(
-            _workload(record, name or parsed.name), _in_network(record.parallel, network), estimator=estimator,
+            _workload(record, name or parsed.name),
+            _in_network(record.parallel, network),
+            estimator=estimator,
             others={"known": runs or None},
-        )  # fmt: skip
+        )
         _require_batch_of_script(runs, job.batch_size)
         return Question(
-            job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on,
-            workspaces=workspaces, coverage=coverage, known=runs, torch_version=torch_version,
-        )  # fmt: skip
+            job=job,
+            allocator=allocator,
+            estimator=estimator,
+            data=data,
+            loop=loop,
+            machine=on,
+            workspaces=workspaces,
+            coverage=coverage,
+            known=runs,
+            torch_version=torch_version,
+        )
 
     key = records.key_of(parsed, spec)
     record = None if show_output else records.find(key)
@@ -206,9 +216,13 @@ def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
 
 
 def _recorded(
-    command: ScriptCommand, spec: DeviceSpec, key: str, time_limit_s: float, memory_limit_gib: float | None,
+    command: ScriptCommand,
+    spec: DeviceSpec,
+    key: str,
+    time_limit_s: float,
+    memory_limit_gib: float | None,
     show_output: bool,
-) -> ScriptRecord:  # fmt: skip
+) -> ScriptRecord:
     """Run the script, read what it left, and keep that. Raises `UsageError` where it did not reach two steps."""
     launch, began_ns = command.launch, time.time_ns()
     if memory_limit_gib is None:

@@ -26,14 +26,17 @@ from learn.script.script_recorder import ScriptRecorder
 _NOTHING = (
     "init", "_lazy_init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect", "manual_seed",
     "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "set_sync_debug_mode",
-    "set_per_process_memory_fraction", "reset_accumulated_memory_stats",
-    "_lazy_call", "_check_capability", "_check_cubins", "_set_rng_state_offset", "_sleep",
+    "set_per_process_memory_fraction", "reset_accumulated_memory_stats", "_lazy_call", "_check_capability",
+    "_check_cubins", "_set_rng_state_offset", "_sleep",
 )  # fmt: skip
 # Functions of `torch._C` that libraries take directly, once they see a GPU, and what they give. A CPU build has none.
 _OF_CUDA_BUILDS = {
-    "_cuda_getCurrentRawStream": 0, "_cuda_getDevice": 0, "_cuda_isInBadFork": False, "_cuda_synchronize": None,
+    "_cuda_getCurrentRawStream": 0,
+    "_cuda_getDevice": 0,
+    "_cuda_isInBadFork": False,
+    "_cuda_synchronize": None,
     "_cuda_clearCublasWorkspaces": None,
-}  # fmt: skip
+}
 
 
 def giving(value: Any) -> Callable[..., Any]:
@@ -127,16 +130,24 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
             replace_attribute(owner, name, giving(value))
     functions = _memory_functions(spec, recorder)
     kinds = {
-        "Stream": FakeStream, "ExternalStream": FakeStream, "Event": FakeEvent, "device": _DeviceContext,
-        "device_of": _DeviceContext, "stream": contextlib.nullcontext, "StreamContext": contextlib.nullcontext,
+        "Stream": FakeStream,
+        "ExternalStream": FakeStream,
+        "Event": FakeEvent,
+        "device": _DeviceContext,
+        "device_of": _DeviceContext,
+        "stream": contextlib.nullcontext,
+        "StreamContext": contextlib.nullcontext,
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-    }  # fmt: skip
+    }
     random = {name: getattr(cuda, name) for name in cuda.random.__all__}  # transformers and others call them there
     for owner, names in (
-        (cuda, functions), (cuda.memory, functions), (accelerator, functions), (cuda, kinds),
+        (cuda, functions),
+        (cuda.memory, functions),
+        (accelerator, functions),
+        (cuda, kinds),
         (cuda.random, {**random, "get_rng_state": kinds["get_rng_state"]}),
         (torch.nn.DataParallel, {"scatter": _to_one_device}),
-    ):  # fmt: skip
+    ):
         for name, function in names.items():
             replace_attribute(owner, name, function)
     kernels = _foreach_utils._get_foreach_kernels_supported_devices
@@ -151,15 +162,27 @@ def _build_of(spec: DeviceSpec) -> types.SimpleNamespace:
     and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
     if spec.llvm_target is not None:
         return types.SimpleNamespace(
-            cuda=None, hip="6.4.43482", cudnn=3_04_000, nccl=(2, 22, 3), compiled_for=spec.llvm_target,
-            arch_name=f"{spec.llvm_target}:sramecc+:xnack-", bf16=True, tf32=spec.peak_tflops.tf32 is not None,
-        )  # fmt: skip
+            cuda=None,
+            hip="6.4.43482",
+            cudnn=3_04_000,
+            nccl=(2, 22, 3),
+            compiled_for=spec.llvm_target,
+            arch_name=f"{spec.llvm_target}:sramecc+:xnack-",
+            bf16=True,
+            tf32=spec.peak_tflops.tf32 is not None,
+        )
     major, minor = spec.architecture.torch_capability
     is_newer = (major, minor) >= (8, 0)
     return types.SimpleNamespace(
-        cuda="12.8", hip=None, cudnn=91002, nccl=(2, 26, 2), compiled_for=f"sm_{major}{minor}", arch_name="",
-        bf16=is_newer, tf32=is_newer,
-    )  # fmt: skip
+        cuda="12.8",
+        hip=None,
+        cudnn=91002,
+        nccl=(2, 26, 2),
+        compiled_for=f"sm_{major}{minor}",
+        arch_name="",
+        bf16=is_newer,
+        tf32=is_newer,
+    )
 
 
 def _properties_of(spec: DeviceSpec) -> types.SimpleNamespace:

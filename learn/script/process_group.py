@@ -86,9 +86,13 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
 
     @functools.wraps(begin)
     def init_process_group(
-        backend: str | None = None, init_method: str | None = None, timeout: Any = None, world_size: int = -1,
-        *_: Any, **__: Any,
-    ) -> None:  # fmt: skip
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         ranks = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
@@ -146,9 +150,11 @@ def _refuse_shards() -> None:
         require_torch(SHARDS, "FSDP or tensor parallelism in a script")
 
     for owner, name in (
-        (FullyShardedDataParallel, "__init__"), (DTensor, "__new__"), (Shard, "_shard_tensor"),
+        (FullyShardedDataParallel, "__init__"),
+        (DTensor, "__new__"),
+        (Shard, "_shard_tensor"),
         (Replicate, "_replicate_tensor"),
-    ):  # fmt: skip
+    ):
         replace_attribute(owner, name, refuse)
     _refuse_fully_shard(refuse)
 
@@ -257,9 +263,12 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
             broadcast_buffers=bool(broadcast_buffers),
         )  # fmt: skip
         replica = Replica(
-            module, rank.recorder, settings, kind=BUCKET if rank.launched > 1 else "gradient",
+            module,
+            rank.recorder,
+            settings,
+            kind=BUCKET if rank.launched > 1 else "gradient",
             axis=rank.axis_of(process_group),
-        )  # fmt: skip
+        )
         object.__setattr__(self, "_gpufarm_replica", replica)
         object.__setattr__(self, BUCKETS, limits_of(bucket_cap_mb))
         rank.add(replica, settings if dist.get_world_size(process_group) == rank.launched else None)

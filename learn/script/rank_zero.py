@@ -6,7 +6,6 @@ Start reading at `RankZero.begin`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -39,9 +38,8 @@ class RankZero:
     """
 
     def __init__(self, recorder: ScriptRecorder, launched: int = 1, gpus_per_node: int | None = None) -> None:
-        self.launched, self.recorder = launched, recorder
-        self._of_node = gpus_per_node
-        self._replicas: list[Replica] = []
+        self.launched, self.recorder, self._of_node = launched, recorder, gpus_per_node
+        self._wrappers: list[Replica | ZeroRank | ZeroShardedRank] = []
         self._zero: ZeroRank | ZeroShardedRank | None = None
         self._wrapper: Parallel | None = None  # of the first replica
         self._streams: Streams | None = None
@@ -75,8 +73,8 @@ class RankZero:
         return self._of_node or max(Parallel.gpus_per_node, self.launched)
 
     def add(self, replica: Replica, settings: Parallel | None) -> None:
-        """Hear of a wrapped model; of replicas on some of the ranks with None."""
-        self._replicas.append(replica)
+        """Add a wrapped model; replicas on some of the ranks come with None."""
+        self._wrappers.append(replica)
         self._wrapper = self._wrapper or settings
 
     def play(self, layout: Parallel, settings: Training) -> ZeroRank | ZeroShardedRank:
@@ -86,16 +84,17 @@ class RankZero:
         self._wrapper = layout
         self._zero = self._entered.enter_context(zero_rank(layout, 0, settings))
         self._zero.attach(self.recorder)
+        self._wrappers.append(self._zero)
         return self._zero
 
     def begin_backward(self) -> None:
-        """Hear that a backward pass begins."""
+        """Begin a backward pass."""
         if self._zero is not None:
             self._zero.begin_phase("forward")
             self._zero.begin_phase("backward")
 
     def end_backward(self) -> None:
-        """Hear that a backward pass is over."""
+        """End a backward pass."""
         if self._zero is not None:
             self._zero.begin_phase("optimizer")
 
@@ -110,19 +109,16 @@ class RankZero:
         return "" if group is None or self._streams is None else own_axis(group.group_name)
 
     def begin_step(self) -> None:
-        """Hear that a step begins."""
-        for wrapper in self._wrappers():
+        """Begin a step."""
+        for wrapper in self._wrappers:
             wrapper.begin_step()
         if self._ranks is not None:
             self._ranks.begin_step()
 
     def end_step(self) -> None:
-        """Hear that a step ends: the last one's collectives count."""
+        """End a step; the last one's collectives count."""
         sent = () if self._streams is None else self._streams.collectives()
-        self._collectives = (*sent, *(one for wrapper in self._wrappers() for one in wrapper.collectives()))
-
-    def _wrappers(self) -> list[Replica | ZeroRank | ZeroShardedRank]:
-        return [*self._replicas, *([] if self._zero is None else [self._zero])]
+        self._collectives = (*sent, *(one for wrapper in self._wrappers for one in wrapper.collectives()))
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what was sent in the last step; nothing of one process alone."""
@@ -134,19 +130,18 @@ class RankZero:
             return None
         return self._wrapper or Parallel(own=self.launched, gpus_per_node=self._gpus_per_node)
 
-    def remarks(self) -> Iterator[str]:
-        """Yield what is taken for granted of the ranks."""
-        if self.launched > 1 and self._streams is None:
-            yield f"the script starts no process group: each of its {self.launched} processes trains by itself"
-        elif self.launched > 1:
-            yield f"the script ran as rank 0 of {self.launched}; where other ranks run other code, they may need more"
+    def remarks(self) -> list[str]:
+        """Return what is taken for granted of the ranks."""
+        if self.launched == 1:
+            return []
+        if self._streams is None:
+            return [f"the script starts no process group: each of its {self.launched} processes trains by itself"]
+        return [f"the script ran as rank 0 of {self.launched}; where other ranks run other code, they may need more"]
 
     def reduced(self, tensor: Tensor, op: Any, ranks: int) -> None:
         """Give a reduced tensor the value that it has where each rank had the same, as far as it is known."""
-        if ranks == 1 or op not in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
-            return
         values = self.recorder.values.of(tensor)
-        if values is None:
+        if ranks == 1 or values is None or op not in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
             return
         total = values * ranks if op == dist.ReduceOp.SUM else values**ranks
         if tensor.is_meta:
@@ -161,8 +156,7 @@ class RankZero:
             return
         if isinstance(outputs, Tensor):
             copies = outputs.numel() // max(values.numel(), 1)
-            self._learn(outputs, values.flatten().repeat(copies).reshape(outputs.shape))
-            return
+            values, outputs = values.flatten().repeat(copies).reshape(outputs.shape), [outputs]
         for output in outputs:
             self._learn(output, values)
 

@@ -1,4 +1,4 @@
-"""What one run of a script left: in a file for the process that started it, and on disk for later questions.
+"""The record of one run of a script: in a file for the process that started it, and on disk for later questions.
 
 Start reading at `ScriptRecord`, then at `key_of` and `find`. The script could have written anything into its file, so
 it is checked value by value when it is read.
@@ -49,7 +49,7 @@ _NO_MATTER = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TMPDIR")
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptRecord:
-    """What one run of a script left.
+    """The record of one run of a script.
 
     trace      of its first two optimizer steps; None where it did not get there
     problem    why there is no trace, with the script's file and line where they are known

@@ -33,7 +33,7 @@ from featurize.releases import complete
 from featurize.replacing import replace_attribute
 from featurize.step_trace import StepTrace
 from featurize.tf32 import matmul_allows_tf32
-from featurize.trace import STEPS
+from featurize.tracing import STEPS
 from featurize.training import AUTOCAST_DTYPES
 from featurize.vision import mend_torchvision
 from learn.script.compiling import ScriptCompiler

@@ -40,8 +40,11 @@ FUNCTIONS = {
     **dict.fromkeys(("remove", "unlink", "rmdir"), "_take_away"),
     **dict.fromkeys(("rename", "replace"), "_move"),
     **dict.fromkeys(("symlink", "link"), "_point"),
-    "open": "_open", "mkdir": "_mkdir", "listdir": "_listdir", "scandir": "_scandir",
-}  # fmt: skip
+    "open": "_open",
+    "mkdir": "_mkdir",
+    "listdir": "_listdir",
+    "scandir": "_scandir",
+}
 
 
 class SavedFiles:
@@ -231,7 +234,7 @@ class SavedFiles:
         self._removed.discard(self._full(target) or "")
 
     def _borrow(self, place: str, kept: str) -> None:
-        """Let a kept path have the content of a file, or of the files of a folder, which stay where they are."""
+        """Give a kept path the content of a file, or of the files of a folder, which stay where they are."""
         if not self._is_folder(place):
             self._os["symlink"](place, kept)
             return
@@ -273,7 +276,7 @@ class SavedFiles:
 
 
 class _Entry:
-    """What `os.scandir` gives of one name; each question is asked of the file system."""
+    """An entry of `os.scandir`; each question is asked of the file system."""
 
     def __init__(self, folder: str, name: str) -> None:
         self.name, self.path = name, os.path.join(folder, name)

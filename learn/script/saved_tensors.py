@@ -1,4 +1,4 @@
-"""What the checkpoints of a script hold in place of tensors that have no values: their shapes.
+"""Checkpoints of a script hold the shapes of tensors that have no values.
 
 Start reading at `install_saving`. A file that is read back gives tensors of the same shapes, on the same device.
 """
@@ -32,13 +32,13 @@ _CODES = {
 
 
 class _Loading:
-    """Whether the file that is loaded puts tensors back on the GPU that they were on."""
+    """How a file is loaded: tensors may go back to the GPU that they were on."""
 
     back_on_gpu = True
 
 
 def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
-    """Let torch and safetensors save into the folder of `files` and load from there, in this process.
+    """Have torch and safetensors save into the folder of `files` and load from there, in this process.
 
     Args:
         files: Where saved files are kept.

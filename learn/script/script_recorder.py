@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,25 +73,24 @@ class ScriptRecorder(Recorder):
         with torch._C.DisableTorchFunction():
             outermost = not self.stack.running
             if outermost and not self.stack.knows(module):
-                self.add_root(module)
+                self._roots.append(weakref.ref(module))
+                self.name_modules(module)
         if outermost and self.on_forward is not None:
             self.on_forward(module, (args, self._keywords))
             self._keywords = {}
         super()._entered(module, args)
         self.last_module = self.stack.running[-1]
 
-    def add_root(self, module: nn.Module) -> None:
-        """Learn the names of a model and of its parts."""
-        self._roots.append(weakref.ref(module))
-        self.name_modules(module)
+    def _models(self) -> list[nn.Module]:
+        """Return the models that have run, and are still there."""
+        return [module for root in self._roots if (module := root()) is not None]
 
     def name_states(self) -> None:
         """Say which blocks are parameters, buffers and gradients of the models that have run."""
         with torch._C.DisableTorchFunction():
-            for module in [root() for root in self._roots]:
-                if module is not None:
-                    self._name_of_model(module.parameters(), "parameter")
-                    self._name_of_model(module.buffers(), "buffer")
+            for module in self._models():
+                self._name_of_model(module.parameters(), "parameter")
+                self._name_of_model(module.buffers(), "buffer")
 
     def name_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Say which blocks are gradients, and which parameters these belong to."""
@@ -115,7 +114,7 @@ class ScriptRecorder(Recorder):
                 self._made_by[block] = -1
 
     def name_batches(self) -> None:
-        """What was copied from the host and belongs to no model is a batch."""
+        """Name a batch what was copied from the host and belongs to no model."""
         for block in self._copied:
             if self._kinds[block] is None:
                 self._kinds[block] = "batch"
@@ -123,11 +122,10 @@ class ScriptRecorder(Recorder):
     def parameters(self) -> int:
         """Return the elements of the parameters of the models that have run."""
         with torch._C.DisableTorchFunction():
-            models = [module for root in self._roots if (module := root()) is not None]
-            return whole_elements(models, on_meta=True)
+            return whole_elements(self._models(), on_meta=True)
 
     def channels_last(self) -> bool:
-        """Whether the first convolution's weight is in channels-last format."""
+        """Return whether the first convolution's weight is in channels-last format."""
         weights = (p for p in self._parameters() if p.dim() == 4 and p.shape[1] > 1 and max(p.shape[2:]) > 1)
         first = next(weights, None)
         return (
@@ -140,9 +138,7 @@ class ScriptRecorder(Recorder):
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def _parameters(self) -> Iterator[Tensor]:
-        for root in self._roots:
-            if (module := root()) is not None:
-                yield from (p for p in module.parameters() if p.is_meta)
+        return (p for module in self._models() for p in module.parameters() if p.is_meta)
 
     def batch_size(self) -> int:
         """Return the commonest first dimension of what was copied from the host and belongs to no model."""
@@ -241,7 +237,7 @@ class ScriptRecorder(Recorder):
             raise
 
     def _all_distinct(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `unique` gives of values that are not known: each is another one."""
+        """Return what `unique` gives of values that are not known: each is another one."""
         self.values.assume(ALL_DISTINCT)
         inverse = torch.empty(tensor.shape, dtype=torch.int64, device="meta")
         counts = torch.tensor([1]).expand(tensor.numel()).to("meta")
@@ -276,25 +272,22 @@ class ScriptRecorder(Recorder):
 
 
 def _only_initialises(func: OpOverload, args: Any) -> bool:
+    """Return whether an operator gives a large tensor on the host random values, or adjusts those of a parameter."""
     name = func._schema.name
-    if name not in _RANDOM and name not in _ADJUSTING:
+    if not (name in _RANDOM or (name in _ADJUSTING and isinstance(args[0], nn.Parameter))):
         return False
-    tensor = args[0]
-    if not tensor.is_floating_point() or tensor.numel() < _LARGE:
-        return False
-    return name in _RANDOM or isinstance(tensor, nn.Parameter)
+    return args[0].is_floating_point() and args[0].numel() >= _LARGE
 
 
-def _concerns_meta(args: Any, kwargs: Any) -> bool:
-    for value in args:
+def _concerns_meta(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Return whether any tensor among the arguments, or the device, is the GPU's."""
+    for value in (*args, *(kwargs or {}).values()):
         if isinstance(value, Tensor):
             if value.is_meta or value.is_sparse:
                 return True
-        elif isinstance(value, list | tuple) and _concerns_meta(value, None):
+        elif isinstance(value, torch.device):
+            if value.type == "meta":
+                return True
+        elif isinstance(value, list | tuple) and _concerns_meta(value):
             return True
-    if kwargs:
-        device = kwargs.get("device")
-        if device is not None and device.type == "meta":
-            return True
-        return _concerns_meta(kwargs.values(), None)
     return False

@@ -20,7 +20,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils import checkpoint
 
 from featurize.replacing import replace_attribute
-from featurize.trace import STEPS
+from featurize.tracing import STEPS
 from learn.script.rank_zero import RankZero
 from learn.script.records import Setting
 from learn.script.script_recorder import ScriptRecorder

@@ -193,6 +193,7 @@ def test_pairs_of_two_families_land_with_their_runs_alone_and_the_command_goes_o
     assert check(DataFolder(data)) == []
 
 
+@pytest.mark.wide  # tests/workers/test_groups.py trains pairs, and the test above lands them
 def test_pairs_really_train_side_by_side_on_the_cpu(tmp_path):
     data = tmp_path / "data"
     small = (

@@ -164,7 +164,7 @@ def executor(monkeypatch):
 
 
 def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(executor):
-    layouts = [None, "ddp=2", "ddp=3", None, "ddp=2", "ddp=2", None, None, "ddp=3", None]
+    layouts = [None, "ddp=2", "ddp=3", None, "ddp=2", None]
     queue = [task(index, layout) for index, layout in enumerate(layouts)]
     assert executor.most_gpus() == 3
     done = {}

@@ -5,8 +5,7 @@ MiB sizes stand in the tests as plain numbers; `events` shows segments as (`+` t
 
 import pytest
 
-from featurize.allocator import CachingAllocator, OutOfMemory
-from featurize.allocator_blocks import AddressSpace
+from featurize.allocator import AddressSpace, CachingAllocator, OutOfMemory
 from featurize.allocator_settings import AllocatorSettings
 
 MIB = 2**20
@@ -138,11 +137,12 @@ def test_a_large_block_is_split_only_if_more_than_1_mib_is_left():
     assert shape(simulated) == [[19 - 512 / MIB, -(1 + 512 / MIB)]]
 
 
-def test_a_small_block_is_split_down_to_512_bytes():
-    simulated = allocator()
-    mib(simulated, 1)
-    simulated.allocate(MIB - 512)
-    assert [block.size for block in simulated.snapshot()[0].blocks] == [MIB, MIB - 512, 512]
+@pytest.mark.parametrize("conf, segment_mib", [("", 2), ("expandable_segments:True", 20)])
+def test_a_small_or_expandable_block_is_split_down_to_512_bytes(conf, segment_mib):
+    simulated = allocator(conf)
+    mib(simulated, segment_mib // 2)
+    simulated.allocate(segment_mib // 2 * MIB - 512)
+    assert [block.size for block in simulated.snapshot()[0].blocks][1:] == [segment_mib // 2 * MIB - 512, 512]
 
 
 def test_small_requests_never_use_large_blocks():
@@ -251,53 +251,37 @@ def test_garbage_is_collected_only_beside_a_memory_fraction():
 # ---- max_split_size
 
 
-def test_a_block_of_max_split_size_is_never_split_and_serves_no_smaller_request():
-    simulated = allocator("max_split_size_mb:40")
-    simulated.free(mib(simulated, 40))
-    mib(simulated, 30)  # below 40: not from the oversize block
-    assert shape(simulated) == [[-40], [30]]
+@pytest.mark.parametrize(
+    "more, cached, requests, blocks",
+    [
+        ("", 40, [30], [[-40], [30]]),  # a block of that size serves no smaller request
+        ("", 38, [30], [[30, -8]]),  # a smaller block is still split
+        ("", 70, [50], [[-70], [50]]),  # 70 >= 50 + 20: too large a block
+        ("", 70, [50, 52], [[70], [50]]),  # it serves requests up to 20 MiB smaller, as a whole
+        (",max_non_split_rounding_mb:31", 70, [40], [[70]]),  # 70 < 40 + 31
+    ],
+)
+def test_blocks_of_max_split_size_are_never_split(more, cached, requests, blocks):
+    simulated = allocator("max_split_size_mb:40" + more)
+    simulated.free(mib(simulated, cached))
+    for size in requests:
+        mib(simulated, size)
+    assert shape(simulated) == blocks
 
 
-def test_an_oversize_block_serves_requests_up_to_20_mib_smaller_as_a_whole():
-    simulated = allocator("max_split_size_mb:40")
-    simulated.free(mib(simulated, 70))
-    mib(simulated, 50)  # 70 >= 50 + 20: too large a block
-    assert shape(simulated) == [[-70], [50]]
-    mib(simulated, 52)
-    assert shape(simulated) == [[70], [50]]
-
-
-def test_max_non_split_rounding_widens_that():
-    simulated = allocator("max_split_size_mb:40,max_non_split_rounding_mb:31")
-    simulated.free(mib(simulated, 70))
-    mib(simulated, 40)  # 70 < 40 + 31
-    assert shape(simulated) == [[70]]
-
-
-def test_requests_below_max_split_size_still_split_smaller_blocks():
-    simulated = allocator("max_split_size_mb:40")
-    simulated.free(mib(simulated, 38))
-    mib(simulated, 30)
-    assert shape(simulated) == [[30, -8]]
-
-
-def test_the_smallest_sufficient_oversize_segment_is_given_back_first():
-    simulated = allocator("max_split_size_mb:20", capacity=100)
-    cached = [mib(simulated, 50), mib(simulated, 40)]
-    for block in cached:
+@pytest.mark.parametrize(
+    "capacity, cached, request_mib, given_back, segment",
+    [
+        (100, [50, 40], 15, [40], 16),  # 90 + 16 > 100; both are at least 20: the smallest that suffices goes
+        (120, [30, 40, 50], 75, [50, 40], 76),  # no single one has 75: from the largest on
+    ],
+)
+def test_oversize_segments_are_given_back_before_a_retry(capacity, cached, request_mib, given_back, segment):
+    simulated = allocator("max_split_size_mb:20", capacity=capacity)
+    for block in [mib(simulated, size) for size in cached]:
         simulated.free(block)
-    mib(simulated, 15)  # 90 + 16 > 100; both are at least 20: the smaller one goes
-    assert events(simulated)[2:] == [("-", 40), ("+", 16)]
-    assert simulated.retries == 0
-
-
-def test_several_oversize_segments_are_given_back_from_the_largest_on():
-    simulated = allocator("max_split_size_mb:20", capacity=120)
-    cached = [mib(simulated, size) for size in (30, 40, 50)]
-    for block in cached:
-        simulated.free(block)
-    mib(simulated, 75)  # no single one has 75: 50, then 40, which together do
-    assert events(simulated)[3:] == [("-", 50), ("-", 40), ("+", 76)]
+    mib(simulated, request_mib)
+    assert events(simulated)[len(cached) :] == [*(("-", size) for size in given_back), ("+", segment)]
     assert simulated.retries == 0
 
 
@@ -313,12 +297,6 @@ def test_an_expandable_segment_grows_by_whole_pages():
     assert {event.action for event in simulated.segment_events} == {"segment_map"}
     assert [segment.size // MIB for segment in simulated.snapshot()] == [2, 40]
     assert shape(simulated)[1] == [3, 18, -19]
-
-
-def test_expandable_blocks_are_split_down_to_512_bytes():
-    simulated = allocator("expandable_segments:True")
-    simulated.allocate(20 * MIB - 512)
-    assert [block.size for block in simulated.snapshot()[0].blocks] == [20 * MIB - 512, 512]
 
 
 def test_whole_free_pages_are_unmapped_and_the_gap_is_filled_first():

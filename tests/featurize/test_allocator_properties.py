@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from featurize.allocator import CachingAllocator, OutOfMemory
-from featurize.allocator_history import recorded_segments, replay_history
 from featurize.allocator_settings import AllocatorSettings
+from featurize.block_comparison import replay_history
 
 MIB = 2**20
 
@@ -196,18 +196,3 @@ def test_a_history_that_the_rules_do_not_explain_shows_the_first_difference():
     assert replay.allocator.snapshot()[0].address == 0x7F0000000000
     with pytest.raises(ValueError, match="unknown action 'teleport'"):
         replay_history([{"action": "teleport"}])
-
-
-def test_pytorchs_snapshot_is_read_in_the_same_terms():
-    simulated = CachingAllocator()
-    simulated.allocate(700)
-    (segment,) = simulated.snapshot()
-    theirs = {
-        "device": 0, "address": segment.address, "total_size": 2 * MIB, "stream": 0, "segment_type": "small",
-        "is_expandable": False,
-        "blocks": [
-            {"size": 1024, "requested_size": 700, "state": "active_allocated"},
-            {"size": 2 * MIB - 1024, "requested_size": 99, "state": "inactive"},
-        ],
-    }  # fmt: skip
-    assert recorded_segments([theirs]) == (segment,)

@@ -22,14 +22,6 @@ def test_settings_are_read_in_pytorchs_spelling_and_spelled_back():
     assert AllocatorSettings().spelled() == ""
 
 
-def test_settings_come_from_either_variable_the_newer_one_first():
-    old = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
-    assert AllocatorSettings.from_environment(old).max_split_size_mb == 64
-    both = old | {"PYTORCH_ALLOC_CONF": "max_split_size_mb:32"}
-    assert AllocatorSettings.from_environment(both).max_split_size_mb == 32
-    assert AllocatorSettings.from_environment({}) == AllocatorSettings()
-
-
 VALID = [
     "max_split_size_mb:20",
     "max_non_split_rounding_mb:20",

@@ -1,12 +1,11 @@
-"""`featurize.deeper` and `featurize.fewer_blocks`: a deep model's trace from two shallow ones is its own."""
+"""A deep model's trace from two shallow ones is its own."""
 
 import pytest
 import torch
 from torch import nn
 
-from featurize.deeper import CannotDeepen, deeper
+from featurize.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
 from featurize.device_spec import describe_device
-from featurize.fewer_blocks import alike_blocks, built_to_shorten, with_blocks
 from featurize.parallel.layout import Parallel
 from featurize.replay import replay
 from featurize.simulate import simulate

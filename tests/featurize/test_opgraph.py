@@ -10,7 +10,8 @@ from torch import nn
 
 from featurize.device_spec import load_device
 from featurize.opgraph import VOCABULARY, category, opgraph, product_dims
-from featurize.trace import Operator, StepTrace, trace_config, trace_step
+from featurize.step_trace import Operator, StepTrace
+from featurize.trace import trace_config, trace_step
 from featurize.training_settings import Training
 from tests.family_cases import FAMILIES
 

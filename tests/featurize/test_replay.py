@@ -1,6 +1,7 @@
 """Replays that can be worked out by hand, on traces built event by event, and on real ones."""
 
 import dataclasses
+import functools
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,8 @@ from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import load_device
 from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.replay import MIB, outside_mib, replay
-from featurize.trace import BLOCK_KINDS, Block, Event, StepTrace, trace_step
+from featurize.step_trace import BLOCK_KINDS, Block, Event, StepTrace
+from featurize.trace import trace_step
 
 A100 = load_device("A100-SXM4-40GB")
 H100 = load_device("H100-SXM5-80GB")
@@ -48,6 +50,7 @@ def card(trace, mib, like=A100):
     return dataclasses.replace(like, memory_mib=mib + outside_mib(trace, like))
 
 
+@functools.cache
 def mlp(batch=64, widths=(1000, 2000, 10), device="A100-SXM4-40GB", optimizer="adam"):
     def model():
         return nn.Sequential(*(m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())))
@@ -58,6 +61,7 @@ def mlp(batch=64, widths=(1000, 2000, 10), device="A100-SXM4-40GB", optimizer="a
     return trace_step(model, data, optimizer=optimizer, device=device)
 
 
+@functools.cache
 def cnn():
     def model():
         return nn.Sequential(

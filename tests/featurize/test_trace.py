@@ -18,7 +18,8 @@ from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.families import get_family
 from featurize.library_calls import workspace_bytes
-from featurize.trace import BLOCK_KINDS, TraceError, trace_config, trace_step
+from featurize.step_trace import BLOCK_KINDS
+from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training import Training
 from tests.family_cases import FAMILIES
 

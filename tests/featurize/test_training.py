@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import UsageError
-from featurize.training import Training, TrainingStep, cross_entropy, make_optimizer
+from featurize.training import Training, TrainingStep, cross_entropy
 from featurize.trial import OPTIMIZERS
 
 
@@ -73,16 +72,6 @@ def test_the_loss_of_a_sequence_is_the_mean_over_its_positions():
     expected = nn.functional.cross_entropy(logits.reshape(10, 7), targets.reshape(10))
     assert torch.allclose(cross_entropy(logits, targets), expected)
     assert torch.allclose(cross_entropy((logits, "more"), targets), expected)
-
-
-def test_unknown_settings_list_the_known_ones():
-    with pytest.raises(
-        UsageError,
-        match="unknown optimizer 'ftrl'; known: adafactor, adagrad, adam, adamw, adamw_8bit, lion",
-    ):
-        make_optimizer("ftrl", [], foreach=None)
-    with pytest.raises(UsageError, match="unknown precision 'int8'"):
-        Training(precision="int8")
 
 
 def run_python(code: str) -> str:

@@ -1,5 +1,6 @@
 """What each training setting does to a traced step, counted on paper or on a real step on the CPU."""
 
+import functools
 import math
 from collections import Counter
 
@@ -52,6 +53,7 @@ def batch(device, dtype=torch.float32):
     return (torch.zeros(BATCH, WIDTH, device=device, dtype=dtype),), torch.zeros(BATCH, dtype=torch.long, device=device)
 
 
+@functools.cache
 def traced(**settings):
     return trace_step(Net, batch, settings=Training(**settings), training_loop=False)
 
@@ -99,6 +101,7 @@ def real_step(**settings):
     return step
 
 
+@functools.cache
 def gradients(**settings):
     return [p.grad.clone() for p in real_step(**settings).model.parameters()]
 

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from planted_histories import recorded_segments
 
-from featurize.allocator_history import recorded_segments, replay_history
 from featurize.allocator_settings import AllocatorSettings
+from featurize.block_comparison import replay_history
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20

@@ -9,7 +9,7 @@ import pytest
 from conf.errors import UsageError
 from learn import estimate, estimate_script
 from tests.learn import test_script_kinds as kinds
-from tests.learn.test_script_ranks import ACCELERATE, SCRIPTS, check_same, launched, names_of, of_accelerate
+from tests.learn.test_script_ranks import SCRIPTS, launched, names_of
 
 LOOP = str(SCRIPTS / "deepspeed_loop.py")
 DEEPSPEED = ("deepspeed", "--num_gpus")
@@ -77,13 +77,6 @@ def test_a_script_under_deepspeed_takes_what_its_model_takes_in_that_stage(tmp_p
 )
 def test_every_stage_is_followed_under_each_launcher(tmp_path, monkeypatch, stage, more):
     check_loop(tmp_path, monkeypatch, stage=stage, **more)
-
-
-@pytest.mark.slow
-def test_accelerate_ends_in_zero_where_its_options_say_so():
-    before = "--use_deepspeed --zero_stage 2 --gradient_accumulation_steps 2 --gradient_clipping 1.0"
-    script = launched("accelerate_launched", ranks=4, launcher=ACCELERATE, before=before)
-    check_same(script, of_accelerate("ddp=4,zero=2", accumulation=2))
 
 
 @pytest.mark.slow

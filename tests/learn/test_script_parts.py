@@ -1,12 +1,10 @@
-"""What a script chooses, where it fails and which loggers it finds, without running one."""
+"""Settings of a script, its failures and its loggers, without running one."""
 
 import dataclasses
 import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
 from conf.errors import UsageError
 from featurize.cudnn import oracle
@@ -18,7 +16,6 @@ from learn.estimation.answers import Question
 from learn.script import estimating
 from learn.script.containment import SilentLoggers
 from learn.script.run import explained
-from learn.script.step_watch import _samples, name_of
 from tests.learn.test_script_failures import RECORD
 
 DEVICE = describe_device("A100-SXM4-40GB")
@@ -50,45 +47,28 @@ def test_gradients_that_are_freed_after_the_forward_pass_leave_the_answer_to_the
 
 def test_a_scripts_convolutions_are_asked_about_with_its_own_search(monkeypatch):
     searches = []
-
-    class Oracle:
-        version = "9"
-
-        def prepare(self, search):
-            searches.append(search)
-
-        def answers(self, signatures, search):
-            searches.append(search)
-            return {}
-
-    monkeypatch.setattr(oracle, "oracle_for", lambda device: Oracle())
+    asked = SimpleNamespace(
+        version="9", prepare=searches.append, answers=lambda _, search: searches.append(search) or {}
+    )
+    monkeypatch.setattr(oracle, "oracle_for", lambda device: asked)
     settings = {"optimizer": "adam", "precision": "fp32", "cudnn_allow_tf32": False, "cudnn_deterministic": True}
     answered(settings, workspaces="cudnn")
     assert {search.to_text() for search in searches} == {"A deterministic"}
 
 
-def test_a_measured_run_at_the_scripts_batch_moves_its_estimate():
-    runs = estimating._known_runs([{"batch_size": 2, "memory_mib": 700.0}], None)
+def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_refused():
+    here, elsewhere = ([{"batch_size": size, "memory_mib": 700.0}] for size in (2, 8))
+    runs = estimating._known_runs(here, None)
     estimating._require_batch_of_script(runs, 2)
     done, _notes = answered({"optimizer": "adam", "precision": "fp32"}, known=runs)
     assert done.process_mib < 700 and done.answered_by["memory"] == "trace with 1 measured run"
-
-
-@pytest.mark.parametrize(
-    ("known", "estimator", "message"),
-    [
-        (
-            [{"batch_size": 8, "memory_mib": 700.0}],
-            None,
-            r"known\[0\] is of batch_size=8, and the script",
-        ),
-        ([{"batch_size": 2, "memory_mib": 700.0}], "hybrid", "leave estimator=hybrid out"),
+    for known, estimator, message in (
+        (elsewhere, None, r"known\[0\] is of batch_size=8, and the script"),
+        (here, "hybrid", "leave estimator=hybrid out"),
         ("runs", None, "known=runs is for trial configs"),
-    ],
-)
-def test_measured_runs_that_are_none_of_the_scripts_are_refused(known, estimator, message):
-    with pytest.raises(UsageError, match=message):
-        estimating._require_batch_of_script(estimating._known_runs(known, estimator), 2)
+    ):
+        with pytest.raises(UsageError, match=message):
+            estimating._require_batch_of_script(estimating._known_runs(known, estimator), 2)
 
 
 def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkeypatch):
@@ -104,34 +84,6 @@ def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkey
     refusal = str(refused.value).partition("leave ")[2].removesuffix(" out").split(", ")
     assert set(given) - set(passed) - set(refusal) == {"method", "format", "notes"}  # which are checked, or printed by
     assert not set(passed) & set(refusal)
-
-
-def test_an_optimizer_has_the_projects_name():
-    weights = [nn.Parameter(torch.zeros(2))]
-    assert name_of(torch.optim.Adadelta(weights)) == "adadelta"
-    of_sgd = ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True})
-    assert [name_of(torch.optim.SGD(weights, 0.1, **more)) for more in of_sgd] == ["sgd", "momentum", "nesterov"]
-
-
-def test_the_samples_are_those_of_the_models_own_inputs():
-    images = torch.zeros(8, 3, 4, 4, device="meta")
-    assert _samples(((images, torch.zeros(5)), {})) == 8
-    assert _samples(((), {"labels": torch.zeros((), device="meta"), "pixel_values": images})) == 8
-    assert _samples((([images[0], images[1]], [{"boxes": images}]), {})) == 2
-    assert _samples(((torch.zeros(3),), {"scale": 2})) == 0
-
-
-def test_a_failure_is_named_by_the_innermost_line_of_the_users_own_code(tmp_path, monkeypatch):
-    package = tmp_path / "helpers_of_the_script"
-    package.mkdir()
-    (package / "__init__.py").write_text("import torch\n\ndef spoil():\n    torch.zeros(2) + torch.zeros(3)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import helpers_of_the_script
-
-    with pytest.raises(RuntimeError) as raised:
-        helpers_of_the_script.spoil()
-    message = explained(raised.value, str(tmp_path / "train.py"))
-    assert message.startswith(f"{package / '__init__.py'}:4: RuntimeError: The size of tensor a")
 
 
 def test_a_missing_variable_of_a_launcher_is_explained(tmp_path):

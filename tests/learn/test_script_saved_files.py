@@ -1,4 +1,4 @@
-"""What a script saves is found again under its path, while the user's files stay as they are."""
+"""Files that a script saves are found again under its path, while the user's files stay as they are."""
 
 import builtins
 import io

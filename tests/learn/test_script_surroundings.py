@@ -1,11 +1,11 @@
-"""What a script has around its training loop: packages of its own, evaluations, frameworks, habits."""
+"""Scripts have more than a training loop: packages of its own, evaluations, frameworks, habits."""
 
 import shutil
 
 import pytest
 
 from conf.errors import UsageError
-from learn import estimate, estimate_script
+from learn import estimate_script
 from learn.script import saved_files
 from tests.learn import test_script_kinds as kinds
 
@@ -65,19 +65,3 @@ def test_evaluations_torchscript_and_an_optimizer_of_its_own_are_followed(tmp_pa
 def test_a_detector_may_be_evaluated_before_it_trains():
     script = kinds.run("mask_rcnn_evaluated", estimator="trace")
     assert script.warnings[0] == "the script trains with momentum, fp32, 2 samples in a forward pass"
-
-
-@pytest.mark.slow
-def test_an_engine_of_ignite_is_estimated_as_its_module():
-    pytest.importorskip("ignite")
-    settings = {"precision": "fp16", "holds_output": False}
-    kinds.check_same("ignite_loop", kinds.Job(kinds.RESNET18, kinds.IMAGES, settings))
-
-
-@pytest.mark.slow
-def test_a_learner_of_fastai_is_estimated_as_its_module():
-    pytest.importorskip("fastai")
-    script = kinds.run("fastai_fit", estimator="trace")
-    module = estimate(kinds.RESNET18, kinds.IMAGES, estimator="trace", implementation="loop", set_to_none=False)
-    assert script.allocated_mib == pytest.approx(module.allocated_mib, rel=0.03)
-    assert script.breakdown["optimizer state"] == pytest.approx(module.breakdown["optimizer state"], rel=0.01)

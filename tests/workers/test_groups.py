@@ -126,7 +126,7 @@ def test_a_member_that_is_killed_from_outside_has_the_group_run_again(worker):
     runs = runs_of(result)
     assert result.retryable and runs["-with-1"].error_type == "SIGKILL"
     assert rows_of(result)[0]["slowdown"] is None
-    assert worker.run(group(NET, WIDE)).run.status == "ok", "and the worker goes on"
+    assert worker.run(task(NET, window=WINDOW)).run.status == "ok", "and the worker goes on"
 
 
 def test_a_lost_server_has_the_whole_group_run_again(worker):
