@@ -523,7 +523,8 @@ def in_pieces(
         forward: Takes `tensors`, on the meta device, and returns tensors.
         tensors: The parameters and buffers, then the inputs.
         weights: How many of them are parameters and buffers.
-        limits: Bytes of the first bucket and of all later ones, as `featurize.parallel.buckets.limits_of` gives them.
+        limits: Bytes of the first bucket and of all later ones, as `limits_of` of
+            `featurize.parallel.data_parallel` gives them.
         compiled: Compiles a function of which so many first arguments are parameters and buffers.
     """
     from torch.fx.experimental.proxy_tensor import make_fx

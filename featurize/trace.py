@@ -101,7 +101,7 @@ def trace_step(
                a job has batches of a single shape
     rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is
                the default. Ranks of a pipeline have different stages: by default each kind of them is traced, and the
-               trace is that of the one with the most bytes alive (`featurize.parallel.pipeline_ranks`)
+               trace is that of the one with the most bytes alive (`featurize.parallel.pipeline`)
     every_pass  of a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
                `featurize.parallel.repeated_passes.DoesNotRepeat` where they are not. None: the latter, where it goes
 
@@ -118,7 +118,7 @@ def trace_step(
         raise TypeError("optimizer and precision are part of settings: give either")
     spec = describe_device(device)
     if parallel is not None and parallel.pp > 1 and every_pass is None:
-        from featurize.parallel.pipeline_ranks import built_once, trace_ranks
+        from featurize.parallel.pipeline import built_once, trace_ranks
 
         built = built_once(model)
 

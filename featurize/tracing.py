@@ -21,12 +21,11 @@ from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DeviceSpec
 from featurize.float8 import PRICED, is_converted, multiplies_8_bits, refuse_odd_tokens, require_8_bits
-from featurize.parallel.buckets import limits_of
-from featurize.parallel.data_parallel import DataParallel
+from featurize.parallel.data_parallel import DataParallel, limits_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.releases import require_traceable
-from featurize.parallel.zero_settings import settings_of_ranks
-from featurize.parallel.zero_sharded_rank import zero_rank
+from featurize.parallel.zero import settings_of_ranks
+from featurize.parallel.zero3 import zero_rank
 from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorder import Recorder
 from featurize.skeleton import BuiltOnMeta, build_on_meta, on_meta
@@ -40,8 +39,8 @@ from featurize.wrappers import compiled_modules, remarks, unwrapped
 
 if TYPE_CHECKING:
     from featurize.parallel.sharded_rank import ShardedRank
-    from featurize.parallel.zero_rank import ZeroRank
-    from featurize.parallel.zero_sharded_rank import ZeroShardedRank
+    from featurize.parallel.zero import ZeroRank
+    from featurize.parallel.zero3 import ZeroShardedRank
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
@@ -156,7 +155,7 @@ class Tracing:
             self.settings = settings_of_ranks(parallel, self.settings)
             return
         require_traceable(parallel)
-        from featurize.parallel.sharded_rank import sharded_rank  # its imports take half a second
+        from featurize.parallel.play_rank import sharded_rank  # its imports take half a second
 
         if parallel.own > 1 and isinstance(model, nn.Module):
             raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")

@@ -40,9 +40,9 @@ from featurize.training_settings import training_of
 from featurize.trial_config import OPTIMIZERS
 
 if TYPE_CHECKING:
-    from featurize.parallel.local_update import LocalOptimizer
-    from featurize.parallel.zero_rank import ZeroUpdate
-    from featurize.parallel.zero_sharded_rank import ZeroShardedUpdate
+    from featurize.parallel.sharding import LocalOptimizer
+    from featurize.parallel.zero import ZeroUpdate
+    from featurize.parallel.zero3 import ZeroShardedUpdate
 
     MakeOptimizer = Callable[..., torch.optim.Optimizer]
     AnyUpdate = ZeroUpdate | ZeroShardedUpdate
@@ -192,7 +192,7 @@ class TrainingStep:
         if settings.offload_optimizer:
             return OptimizerOnHost(self.model.parameters(), functools.partial(make, foreach=None))
         if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
-            from featurize.parallel.local_update import LocalOptimizer  # its imports are heavy
+            from featurize.parallel.sharding import LocalOptimizer  # its imports are heavy
 
             if OPTIMIZERS[settings.optimizer].elementwise:
                 return LocalOptimizer(self.model.parameters(), make)

@@ -70,7 +70,7 @@ def step_of(
     the caller has at hand, and keeps. Raises `CannotTrace`, and
     `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
     """
-    from featurize.parallel.simulated_rank import ranks_of_stages
+    from featurize.parallel.overlap import ranks_of_stages
     from featurize.replay import outside_mib, replay
     from featurize.simulate import simulate
 

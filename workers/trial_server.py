@@ -202,7 +202,7 @@ def _import_the_trace() -> None:
     import featurize.meta_results
     import featurize.modules
     import featurize.own_code
-    import featurize.parallel.simulated_rank
+    import featurize.parallel.overlap
     import featurize.recorder
     import featurize.simulate
     import featurize.trace  # noqa: F401

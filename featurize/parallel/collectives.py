@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, Interconnect
 from featurize.kernel_model.packaged import packaged_section
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import OWN
+from featurize.parallel.layout import OWN, Parallel
 
 # Kinds, by the names that traces have.
 ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"
@@ -58,7 +57,7 @@ _CHANNEL_GB_S, _FEWEST, _MOST = 12.5, 2, 24
 
 @dataclass(frozen=True, kw_only=True)
 class LinkConstants:
-    """What collectives reach. `learn.kernels.link_fit` fits NVLink's up to Ampere to measured all-reduces.
+    """Constants of collectives. `learn.kernels.link_fit` fits NVLink's up to Ampere to measured all-reduces.
 
     launch_us   of any collective, beside NCCL's own latencies
     reached     share of a link's bandwidth
@@ -78,7 +77,7 @@ def packaged_links() -> LinkConstants:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """What joins the ranks of one communicator.
+    """The links between the ranks of one communicator.
 
     node_gb_s     of all rings within a node, of each GPU and direction, as data sheets give it
     network_gb_s  between nodes, likewise
@@ -97,12 +96,12 @@ class Fabric:
 
     @property
     def link_gb_s(self) -> float:
-        """What a GPU sends within a node."""
+        """Bandwidth of a GPU within a node."""
         return self.node_gb_s * self.links.reached
 
     @property
     def across_gb_s(self) -> float:
-        """What a GPU sends to another node."""
+        """Bandwidth of a GPU to other nodes."""
         return self.network_gb_s * _REACHED_ACROSS
 
     @property

@@ -16,8 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout_modes import COUNTS, ZERO_STAGES
 
+ZERO_STAGES = (1, 2, 3)
+# Settings of `Parallel` that count elements.
+COUNTS = (
+    "reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance", "stage3_param_persistence_threshold",
+)  # fmt: skip
 AUTO = "auto"
 _ZERO = "zero_optimization"
 # Keys of zero_optimization that are settings of `Parallel`, by the same name.

@@ -1,4 +1,4 @@
-"""How late a step's kernels are for what other ranks send. Start reading at `delays_ms`."""
+"""How late a step's kernels are for collectives. Start reading at `delays_ms`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from featurize.step_trace import Collective, StepTrace
 from featurize.training_settings import TrainingSettings
 
 _BEGINS, _WAITS = 0, 1
-
-
-def exposed_ms(collectives: Sequence[Collective], lasts_ms: Sequence[float], begins_ms: Sequence[float]) -> float:
-    """Return how long the kernels wait for collectives. Arguments: as `delays_ms`."""
-    return next((late for _, late in reversed(delays_ms(collectives, lasts_ms, begins_ms))), 0.0)
 
 
 def delays_ms(

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from conf.errors import UsageError
 from featurize.nets.prenorm import RoutedExperts
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS
+from featurize.parallel.layout import EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, Parallel
 from featurize.parallel.world import mesh_of_sizes
 
 _NAME = "experts"  # of the module that holds a mixture's experts

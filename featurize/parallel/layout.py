@@ -1,4 +1,4 @@
-"""How a job is spread over several GPUs, as its user says it. Torch-free.
+"""How a job is spread over several GPUs, as its user says it: modes, settings, and which go together. Torch-free.
 
 Start reading at `Parallel`; `featurize.parallel.layout_text` reads a text or a mapping.
 """
@@ -7,25 +7,96 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-from conf.errors import UsageError
-from featurize.parallel.layout_modes import (
-    EXPERT_REPLICAS,
-    EXPERT_SHARDS,
-    EXPERTS,
-    FLAT,
-    INTERLEAVED,
-    MODES,
-    ONE_F_ONE_B,
-    OWN,
-)
-from featurize.parallel.layout_problems import problems_of
+from conf.errors import UsageError, shown
+from featurize.parallel.deepspeed_config import COUNTS, ZERO_STAGES, DeepSpeedFile
 
-if TYPE_CHECKING:
-    from featurize.parallel.deepspeed_config import DeepSpeedFile
+MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
+WRAPPED = ("ddp", "fsdp", "tp")  # of these, those that real ranks run in
+EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
+EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
+EXPERT_REPLICAS = "eddp"  # that of the replicas of these shards, the same ranks as ddp's in groups of their own
+OWN = "own"  # the model's own code spreads it
+HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
+GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # of pipelines
+ROTATIONS = ("allgather", "alltoall")  # torch.distributed.tensor.experimental.set_rotate_method; its default first
+DTYPES = ("fp32", "bf16", "fp16")
+FULLY_SHARD, FLAT = FSDP_VERSIONS = (2, 1)  # fully_shard, and FullyShardedDataParallel with its flat parameters
+PREFETCHES = ("pre", "post", "none")  # torch.distributed.fsdp.BackwardPrefetch; its default first
+MOST_RANKS = 65_536
+EXAMPLE = "parallel=ddp=8"
+EXAMPLE_EXPERTS = "as in fsdp=8,ep=4"
+EXAMPLE_STARTS = "stage_starts=[layers.8,layers.16]"
+EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
+
+
+class OfMode(NamedTuple):
+    """Settings that a layout has only where `applies(degrees, stage and version)`, which `words` say."""
+
+    names: tuple[str, ...]
+    words: str
+    applies: Callable[[Mapping[str, Any]], bool]
+
+
+OF_MODES = (
+    OfMode(
+        ("reshard_after_forward", "reduce_dtype", "wrap"), "fsdp or cp",
+        lambda degrees: _takes_part(degrees, "fsdp", "cp"),
+    ),
+    OfMode(
+        ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
+        "ddp without fsdp, cp, tp and zero",
+        lambda degrees: not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees) or _without_replicas(degrees)),
+    ),
+    OfMode(("fsdp_version",), "fsdp", lambda degrees: _takes_part(degrees, "fsdp")),
+    OfMode(
+        ("backward_prefetch", "limit_all_gathers", "use_orig_params", "no_sync"), "fsdp_version=1",
+        lambda degrees: degrees.get("fsdp_version") == FLAT,
+    ),
+    OfMode(("cp_rotate", "cp_load_balance"), "cp", lambda degrees: _takes_part(degrees, "cp")),
+    OfMode(("tp_plan",), "tp", lambda degrees: _takes_part(degrees, "tp")),
+    OfMode(
+        ("schedule", "micro_batches", "stages_per_rank", "stage_starts", "drop_outputs"),
+        "pp", lambda degrees: _takes_part(degrees, "pp"),
+    ),
+    OfMode(("zero",), "ddp without fsdp, cp, tp and own",
+            lambda degrees: not _takes_part(degrees, "fsdp", "cp", "tp", OWN)),
+    OfMode(
+        ("param_dtype", "cpu_offload"), "fsdp, cp or zero",
+        lambda degrees: _takes_part(degrees, "fsdp", "cp") or _stage(degrees),
+    ),
+    OfMode(("reduce_bucket_size", "overlap_comm", "contiguous_gradients"), "zero", lambda degrees: _stage(degrees)),
+    OfMode(
+        ("offload_param", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+         "stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
+        "zero=3", lambda degrees: _stage(degrees) and degrees["zero"] == 3,
+    ),
+)  # fmt: skip
+
+
+def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
+    """Return those of several settings that are not of a mode that these degrees leave out."""
+    kept = dict(given)
+    for _ in range(2):  # settings of a stage and of a version go with it
+        chosen = {**degrees, "zero": kept.get("zero"), "fsdp_version": kept.get("fsdp_version")}
+        left_out = {name for one in OF_MODES if not one.applies(chosen) for name in one.names}
+        kept = {name: value for name, value in kept.items() if name not in left_out}
+    return kept
+
+
+def _takes_part(degrees: Mapping[str, Any], *modes: str) -> bool:
+    return any(degrees.get(mode, 1) != 1 for mode in modes)
+
+
+def _without_replicas(degrees: Mapping[str, Any]) -> bool:
+    return _takes_part(degrees, "pp", OWN) and not _takes_part(degrees, "ddp")
+
+
+def _stage(degrees: Mapping[str, Any]) -> bool:
+    return degrees.get("zero") is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +216,7 @@ class Parallel:
     drop_outputs: bool = False
 
     def __post_init__(self) -> None:
-        if bad := list(problems_of(self)):
+        if bad := list(_problems_of(self)):
             raise UsageError(f"parallel: {'; '.join(bad)}")
 
     @property
@@ -185,12 +256,12 @@ class Parallel:
 
     @property
     def replicates(self) -> bool:
-        """Whether each replica holds all of its gradients, which are reduced in buckets."""
+        """Each replica holds all of its gradients, which are reduced in buckets."""
         return self.ddp > 1 and self.sharded == 1
 
     @property
     def flat(self) -> bool:
-        """Whether FullyShardedDataParallel spreads flat parameters."""
+        """FullyShardedDataParallel spreads flat parameters."""
         return self.fsdp > 1 and self.fsdp_version == FLAT
 
     @property
@@ -234,7 +305,7 @@ class Parallel:
 
     @property
     def shards(self) -> bool:
-        """Whether PyTorch's own wrappers spread tensors over ranks, but for what a pipeline does."""
+        """PyTorch's own wrappers spread tensors over ranks, but for what a pipeline does."""
         return self.fsdp > 1 or self.cp > 1 or self.tp > 1 or self.own > 1
 
     @property
@@ -257,3 +328,131 @@ def _written(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{path}: {style}" for path, style in value.items()) + "}"
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
+
+
+class _Value(NamedTuple):
+    """Values that a setting may have, in words."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+
+def _whole(least: int, most: float, words: str) -> _Value:
+    return _Value(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
+
+
+def _elements(least: int) -> _Value:
+    return _whole(least, math.inf, f"of elements, at least {least}")
+
+
+def _one_of(choices: tuple[str, ...]) -> _Value:
+    return _Value(lambda value: value in choices, f"one of {', '.join(choices)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, str) and one for one in value)
+
+
+def _is_plan(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values()))
+
+
+_DEGREES = (*MODES, EXPERTS, OWN, "gpus_per_node")
+_VALUES: Mapping[str, _Value] = {
+    **dict.fromkeys((*_DEGREES, "micro_batches"), _whole(1, MOST_RANKS, f"from 1 to {MOST_RANKS}")),
+    "stages_per_rank": _whole(2, MOST_RANKS, f"from 2 to {MOST_RANKS}"),
+    **dict.fromkeys(("network_gb_s", "bucket_cap_mb"), _Value(_is_number, "a number > 0")),
+    **{
+        field.name: _Value(lambda value: isinstance(value, bool), "true or false")
+        for field in dataclasses.fields(Parallel)
+        if field.type in ("bool", "bool | None")
+    },
+    **dict.fromkeys(("param_dtype", "reduce_dtype"), _one_of(DTYPES)),
+    "backward_prefetch": _one_of(PREFETCHES),
+    "cp_rotate": _one_of(ROTATIONS),
+    "schedule": _one_of(SCHEDULES),
+    "wrap": _Value(lambda value: bool(value) and _are_names(value), "names of classes, as in wrap=[LlamaDecoderLayer]"),
+    "tp_plan": _Value(_is_plan, f"module path -> style, as in {EXAMPLE_PLAN}"),
+    "stage_starts": _Value(_are_names, f"paths of modules, as in {EXAMPLE_STARTS}"),
+    "fsdp_version": _Value(
+        lambda value: type(value) is int and value in FSDP_VERSIONS,
+        "2 (fully_shard) or 1 (FullyShardedDataParallel)",
+    ),
+    "zero": _Value(
+        lambda value: type(value) is int and value in ZERO_STAGES,
+        "a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2",
+    ),
+    **{name: _elements(0 if name.startswith("stage3_") else 1) for name in COUNTS},
+}
+
+
+def _problems_of(layout: Parallel) -> Iterator[str]:
+    """Yield each thing that is wrong with a layout, in words; what follows from a wrong value is left out."""
+    fields = {field.name: field for field in dataclasses.fields(layout)}
+    wrong = set()
+    for name, known in _VALUES.items():
+        value = getattr(layout, name)
+        if not (value is None and fields[name].default is None) and not known.fits(value):
+            wrong.add(name)
+            yield f"{name} must be {known.words}, got {shown(value)}"
+    if not wrong.isdisjoint(_DEGREES):
+        return
+    chosen = {**layout.degrees, "zero": layout.zero, "fsdp_version": layout.fsdp_version}
+    for one in OF_MODES:
+        set_too = [name for name in one.names if getattr(layout, name) != fields[name].default]
+        if set_too and not one.applies(chosen):
+            yield f"{', '.join(set_too)}: of {one.words} only"
+    yield from _misfits(layout)
+    if layout.pp > 1 and wrong.isdisjoint({"schedule", "micro_batches", "stages_per_rank", "stage_starts"}):
+        yield from _misfits_of_pipeline(layout)
+    if layout.ranks > layout.gpus_per_node and layout.ranks % layout.gpus_per_node:
+        yield f"{layout.ranks} ranks do not fill nodes of {layout.gpus_per_node}; change gpus_per_node"
+
+
+def _misfits(layout: Parallel) -> Iterator[str]:
+    kept = layout.reshard_after_forward
+    divides = type(kept) is int and 1 < kept < layout.sharded and not layout.sharded % kept
+    if not (kept is None or isinstance(kept, bool) or divides):
+        yield f"reshard_after_forward must be true, false or a divisor of fsdp times cp, got {shown(kept)}"
+    if layout.fsdp_version == FLAT:
+        if layout.cpu_offload:
+            yield "cpu_offload with fsdp_version=1 is not estimated yet; leave it out, or use fsdp_version=2"
+        if others := [name for name in ("pp", "cp", "tp", EXPERTS) if getattr(layout, name) != 1]:
+            yield f"fsdp_version=1 goes with ddp alone, not with {', '.join(others)}; leave either out"
+        if type(kept) is int:
+            yield "reshard_after_forward of fsdp_version=1 is true (FULL_SHARD) or false (SHARD_GRAD_OP), not a number"
+    if layout.zero is not None and layout.ranks == 1:
+        yield f"zero={layout.zero} is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero={layout.zero}"
+    among = layout.sharded * layout.tp
+    if layout.ep > 1 and among % layout.ep:
+        yield (
+            f"ep divides the ranks of fsdp, cp and tp, of which there are {among}: {layout.ep} does not; "
+            f"{EXAMPLE_EXPERTS}"
+        )
+    elif layout.ep > 1 and layout.ep % layout.tp:
+        yield f"ep must be a multiple of tp, which shares tokens: {layout.ep} of {layout.tp}; as in fsdp=4,tp=2,ep=4"
+    if layout.own != 1 and any(getattr(layout, name) != 1 for name in (*MODES, EXPERTS)):
+        others = ", ".join((*MODES, EXPERTS))
+        yield f"own goes with no other mode ({others}): the model's own code says how it is spread"
+
+
+def _misfits_of_pipeline(layout: Parallel) -> Iterator[str]:
+    """Yield what torch's schedules refuse, and what does not fit the number of stages."""
+    if layout.zero is not None:
+        yield "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"
+    if layout.stages_per_rank is not None and layout.schedule != INTERLEAVED:
+        yield "stages_per_rank: of schedule=interleaved only"
+    if layout.order == ONE_F_ONE_B and layout.chunks < layout.pp:
+        yield f"micro_batches must be at least pp ({layout.pp}) with schedule={layout.order}, got {layout.chunks}"
+    elif layout.order == INTERLEAVED and layout.chunks % max(layout.chunks // layout.pp, 1):
+        yield (
+            f"micro_batches of schedule=interleaved must divide into rounds of pp ({layout.pp}) or more, all of a "
+            f"size, got {layout.chunks}"
+        )
+    if layout.stage_starts is not None and len(layout.stage_starts) != layout.stages - 1:
+        count = len(layout.stage_starts)
+        yield f"stage_starts must name {layout.stages - 1} modules for {layout.stages} stages, got {count}"

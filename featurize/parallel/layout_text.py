@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
-from featurize.parallel.deepspeed_config import read_deepspeed
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import COUNTS, EXAMPLE, EXPERTS, HYBRID, MODES, OWN
+from featurize.parallel.deepspeed_config import COUNTS, read_deepspeed
+from featurize.parallel.layout import EXAMPLE, EXPERTS, HYBRID, MODES, OWN, Parallel
 
 DEEPSPEED = "deepspeed"
-_MARKS = re.compile(r"[\[\]{},]")
+_WITHIN = re.compile(r"[\[{][^\]}]*")  # brackets
+_COMMA = "\0"  # stands for one within brackets
 NETWORK = "network_gb_s"
 PREFETCH = "backward_prefetch"
 _QUOTED = " '\""
@@ -112,25 +112,14 @@ def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
-    for part in _settings(text):
+    for masked in _WITHIN.sub(lambda inside: inside[0].replace(",", _COMMA), text).split(","):
+        part = masked.replace(_COMMA, ",")
         name, equals, value = (one.strip() for one in part.partition("="))
         if name in (*MODES, EXPERTS, OWN, HYBRID) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
         if not name or not equals:
             raise UsageError(f"parallel: {shown(part)} is no setting; write {EXAMPLE}")
         yield name, _value(value)
-
-
-def _settings(text: str) -> Iterator[str]:
-    """Yield the parts of a text between commas that are not within brackets."""
-    depth = start = 0
-    for mark in _MARKS.finditer(text):
-        if mark[0] != ",":
-            depth = max(depth + (1 if mark[0] in "[{" else -1), 0)
-        elif not depth:
-            yield text[start : mark.start()]
-            start = mark.end()
-    yield text[start:]
 
 
 def _value(text: str) -> Any:

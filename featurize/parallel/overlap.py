@@ -1,6 +1,6 @@
-"""What of a step's communication its computation hides, and what it waits for.
+"""Communication of a step: how much of it computation hides, and how long a rank waits.
 
-Start reading at `communication_of`.
+Start reading at `communication_of`, or at `simulate_rank` for all that a rank shows of a traced step.
 """
 
 from __future__ import annotations
@@ -8,24 +8,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.step_time import overlapped, time_step
-from featurize.parallel.collectives import collective_s, fabrics_of, sent_bytes
-from featurize.parallel.delays import begin_moments_ms, exposed_ms
+from featurize.parallel.collectives import collective_s, communicators_mib, fabrics_of, sent_bytes
+from featurize.parallel.delays import begin_moments_ms, delays_ms
 from featurize.parallel.layout import Parallel
+from featurize.replay import MemoryProfile
+from featurize.simulate import SimulatedStep, simulate
 from featurize.step_trace import StepTrace
 from featurize.training_settings import TrainingSettings
-
-if TYPE_CHECKING:
-    from featurize.simulate import SimulatedStep
 
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """What the ranks of a job tell each other in a step.
+    """Communication between the ranks of a job in a step.
 
     busy_ms      of the collectives themselves, one after the other
     exposed_ms   by which they make the step longer
@@ -66,12 +64,13 @@ def communication_of(
     for one in trace.collectives:
         sent_mib[one.kind] += sent_bytes(one.kind, one.nbytes, fabrics[one.axis].ranks) / MIB
     if trace.pipeline is not None and trace.pipeline.groups:
-        from featurize.parallel.pipeline_step import waits_of  # its imports take a second
+        from featurize.parallel.pipeline_time import waits_of  # its imports take a second
 
         waits = waits_of(trace.pipeline, spec, settings, parallel, step_ms)
         return Communication(busy_ms=sum(lasts_ms), sent_mib=dict(sent_mib), **waits)
     own = time_step(trace, spec, settings)
-    late_ms = exposed_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, own.busy_ms))
+    delays = delays_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, own.busy_ms))
+    late_ms = delays[-1][1] if delays else 0.0
     waits_ms = overlapped(own.busy_ms + late_ms, own.host_ms) - overlapped(own.busy_ms, own.host_ms)
     return Communication(busy_ms=sum(lasts_ms), exposed_ms=waits_ms, sent_mib=dict(sent_mib))
 
@@ -93,3 +92,49 @@ def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSp
         power_w=device.idle_power_w + (step.power_w - device.idle_power_w) * share,
         bound_by="communication" if talk.exposed_ms > step.step_time_ms else step.bound_by,
     )
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A rank's step with its waiting for others, and its memory with what the communication library keeps."""
+
+    step: SimulatedStep
+    talk: Communication
+
+
+def simulate_rank(
+    trace: StepTrace,
+    spec: DeviceSpec,
+    settings: TrainingSettings,
+    layout: Parallel,
+    *,
+    memory: MemoryProfile | None = None,
+) -> RankStep:
+    """Price the traced step of a rank.
+
+    Args:
+        trace: Of a job on several GPUs.
+        memory: A replay of the trace that is at hand already.
+
+    Raises:
+        UsageError: The GPU model's description says nothing of what joins the GPUs.
+    """
+    step = simulate(trace, spec, settings, memory=memory)
+    talk = communication_of(trace, spec, settings, layout, step.step_time_ms)
+    peak_mib = step.peak_memory_mib + communicators_mib(spec, layout, (one.axis for one in trace.collectives))
+    fits = step.fits and peak_mib <= spec.memory_mib
+    return RankStep(replace(lengthened(step, talk, spec), peak_memory_mib=peak_mib, fits=fits), talk)
+
+
+def ranks_of_stages(trace: StepTrace) -> Mapping[int, StepTrace]:
+    """Return the trace of each rank of `pp`, by its number; of a job without a pipeline that of rank 0 alone."""
+    if trace.pipeline is None:
+        return {0: trace}
+    groups = trace.pipeline.groups
+    traces = {
+        rank: replace(group.trace, pipeline=replace(group.trace.pipeline, groups=groups))
+        for group in groups
+        if group.trace.pipeline is not None
+        for rank in group.ranks
+    }
+    return dict(sorted(traces.items()))

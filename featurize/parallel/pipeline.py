@@ -1,38 +1,178 @@
-"""One rank of a pipeline in a trace: PyTorch's own schedule runs, over stages on meta tensors.
+"""Ranks of a pipeline in a trace: PyTorch's own schedule runs, over stages on meta tensors that send nothing.
 
-Start reading at `PipelineRank`; `featurize.parallel.traced_stage` has the stages that the schedule runs.
+Start reading at `trace_ranks`, and at `PipelineRank` for one of them. What `schedules_on_meta` replaces is private to
+PyTorch. Real ranks test it with the installed release (tests/featurize/test_pipelines.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from conf.errors import UsageError
 from featurize.batches import Inputs, named_tensors, tensors_of
+from featurize.deeper import built_to_shorten
+from featurize.parallel.collectives import SEND
 from featurize.parallel.data_parallel import Replica
 from featurize.parallel.layout import Parallel
-from featurize.parallel.pipeline_order import noted_micro_batches, orders_of, schedule_class
-from featurize.parallel.repeated_passes import RepeatedPasses
-from featurize.parallel.shard_states import ShardStates
+from featurize.parallel.pipeline_time import AXIS, noted_micro_batches, orders_of, schedule_class
+from featurize.parallel.repeated_passes import BACKWARD, FORWARD, LOSS, DoesNotRepeat, RepeatedPasses
+from featurize.parallel.sharded_rank import ShardedRank
 from featurize.parallel.sharding import DTYPES, shard_units, split_modules, units
-from featurize.parallel.stages import Stage, cut
+from featurize.parallel.shards_on_meta import ShardStates
+from featurize.parallel.stages import Stage, Survey, cut, like, starts_of, surveyed
 from featurize.parallel.streams import Streams
-from featurize.parallel.survey import Survey, starts_of, surveyed
-from featurize.parallel.traced_stage import AXIS, Surroundings, TracedStage, example_of
-from featurize.recorder import Recorder
+from featurize.replacing import replaced
 from featurize.skeleton import on_meta
-from featurize.step_trace import Collective, PipelinePart, StagePass
+from featurize.step_trace import COMMUNICATION, PipelinePart, RanksAlike, StagePass, StepTrace
 from featurize.training import TrainingStep
 
-_LABELS = "labels"  # the argument from which transformers' models compute their loss
+
+class TracedStage(PipelineStage):
+    """PyTorch's stage, which says what begins and what its memory is for.
+
+    Args:
+        stage: The model that runs.
+        number: Of the stage.
+        rank: That has it, and hears of each pass that begins.
+        group: Of the ranks of the pipeline.
+        replica: The wrapper of the stage's model, where data parallelism replicates it.
+    """
+
+    def __init__(
+        self, stage: Stage, number: int, rank: PipelineRank, group: dist.ProcessGroup, replica: Replica | None
+    ) -> None:
+        parallel = rank.parallel
+        super().__init__(
+            stage.model,
+            number,
+            parallel.stages,
+            torch.device("meta"),
+            group=group,
+            input_args=example_of(stage.received, parallel),
+            output_args=example_of(stage.given, parallel),
+        )
+        self._inference_mode = InferenceMode.STATIC
+        self._rank, self._replica, self._micro_batch = rank, replica, 0
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._begin("forward", fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        def compute() -> list[Tensor]:
+            output = super(TracedStage, self).forward_maybe_with_nosync(*args, **kwargs)
+            if isinstance(output, AsyncCollectiveTensor):  # a collective makes it, and it is sent next
+                output.trigger_wait()
+            if not self.is_last:
+                self._rank.leave()
+            return [output]
+
+        return self._run(FORWARD, compute)[0]
+
+    def loss(self, compute: Callable[[], Tensor]) -> Any:
+        """Return the loss of the micro-batch whose forward pass was the last one. Args: `compute()` is it."""
+
+        def computed() -> list[Tensor]:
+            loss = compute()
+            self._rank.leave()
+            return [loss]
+
+        return self._run(LOSS, computed)[0]
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._begin("backward", bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if self._replica is not None:
+            self._replica.synchronizes = last_backward
+
+        def compute() -> Sequence[Tensor | None]:
+            gradients, _ = super(TracedStage, self).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            return gradients
+
+        return tuple(self._run(BACKWARD, compute)), None
+
+    def _run(self, kind: str, compute: Callable[[], Sequence[Tensor | None]]) -> Sequence[Tensor | None]:
+        return self._rank.passes.run(kind, self.stage_index, self._micro_batch, compute)
+
+    def _begin(self, phase: str, micro_batch: int) -> None:
+        self._micro_batch = micro_batch
+        self._rank.begin_pass(phase, self.stage_index, micro_batch)
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        self._name_buffers(self.args_recv_info)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        self._name_buffers(self.grad_recv_info)
+
+    def _name_buffers(self, infos: Mapping[int, Sequence[Any]]) -> None:
+        buffers = [info.buffer for several in infos.values() for info in several if info.buffer is not None]
+        self._rank.recorder.name(buffers, COMMUNICATION)
+
+
+class _Message:
+    """A message that is under way. What is sent lives as long as this (ProcessGroupNCCL.cpp, `pointToPoint`: a work's
+    `outputs_`), also after it was waited for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def schedules_on_meta(streams: Streams) -> Iterator[None]:
+    """While entered, schedules need no other rank: stages bring the shapes of what they receive, and messages are noted
+    on the streams."""
+
+    def batched(messages: Sequence[dist.P2POp], desc: str | None = None) -> list[_Message]:
+        under_way = []
+        for one in messages:
+            tensor = one.tensor
+            if isinstance(tensor, AsyncCollectiveTensor):  # a collective makes it
+                tensor = tensor.trigger_wait()
+            if one.op is dist.isend:
+                streams.send(SEND, tensor.nbytes, AXIS, asynchronous=True)
+            under_way.append(_Message(tensor))
+        return under_way
+
+    logger = logging.getLogger("torch.distributed.pipelining")
+    with (
+        replaced(schedules, "_batch_p2p", batched),
+        replaced(schedules._PipelineSchedule, "_warmup_p2p", lambda *_: None),
+        replaced(logger, "disabled", True),  # the whole schedule where a stage fails
+        replaced(schedules.logger, "disabled", True),
+    ):
+        yield
+
+
+def example_of(tensor: Tensor | None, parallel: Parallel) -> Tensor | tuple[()]:
+    """Return a tensor like that which stages send each other: FSDP2 lets modules compute in its own type."""
+    if tensor is None:
+        return ()
+    casts = parallel.sharded > 1 and tensor.is_floating_point()
+    return like(tensor, DTYPES[parallel.param_dtype] if casts else None)
 
 
 class Parts(nn.Module):
@@ -47,41 +187,35 @@ class Parts(nn.Module):
         return next(self.children())(*args, **kwargs)
 
 
-class PipelineRank:
+class PipelineRank(ShardedRank):
     """A rank's part of a pipeline: makes its stages of a whole model, and runs steps of them.
 
     Args:
-        parallel: The job.
-        mesh: Of all ranks.
-        streams: Of the GPU.
+        parallel, mesh, streams, experts: As of any rank.
         rank: Which of all ranks, from 0.
-        experts: As `featurize.parallel.experts.expert_mesh` returns it, where there is `ep`.
         every_pass: Each pass of each micro-batch runs; False: passes that are alike are repeated.
     """
+
+    passes: RepeatedPasses
+    _step: TrainingStep
 
     def __init__(
         self,
         parallel: Parallel,
         mesh: DeviceMesh,
         streams: Streams,
+        experts: DeviceMesh | None,
         rank: int,
         *,
-        experts: DeviceMesh | None,
         every_pass: bool,
     ) -> None:
-        self._parallel, self._mesh, self._streams, self._experts = parallel, mesh, streams, experts
+        super().__init__(parallel, mesh, streams, experts)
+        self.pipeline = self
         self._place, self._every_pass = rank // parallel.of_stage, every_pass
-        self._numbers = [rank // parallel.of_stage + part * parallel.pp for part in range(parallel.parts)]
+        self._numbers = [self._place + part * parallel.pp for part in range(parallel.parts)]
         self._stages: list[Stage] = []
-        self._replicas: list[Replica] = []
-        self._passes: list[StagePass] = []
-        self._end = 0
-        self._kinds: tuple[str, ...] = ()
-        self._starts: tuple[str, ...] = ()
-        self._sent: tuple[int, ...] = ()
-        self._run: Callable[..., Any] | None = None
-        self._step: TrainingStep | None = None
-        self._passes_run: RepeatedPasses | None = None
+        self._begun: list[StagePass] = []
+        self._part = PipelinePart(kinds=(), starts=(), sent=(), passes=(), end=0)
 
     # -- making it
 
@@ -89,43 +223,51 @@ class PipelineRank:
         """Return a model as many times as this rank has stages."""
         return model if len(self._numbers) == 1 else Parts(model, len(self._numbers))
 
-    def wrapped(self, model: nn.Module, recorder: Recorder, inputs: Inputs) -> nn.Module:
+    def wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         """Leave in a model what this rank's stages need, and wrap them as the layout says. Changes the model.
 
         Args:
             model: What `parts_of` gave, with the types that it trains with.
-            recorder: Hears nothing of it but names of modules.
             inputs: Of the whole batch.
 
         Raises:
             UsageError: The batch does not divide, or the model cannot be cut.
         """
+        recorder = self.recorder  # which records only names of modules meanwhile
         recorder.values.learn(tensors_of(inputs), default=1)
-        _require_even(inputs, self._parallel.chunks)
+        for name, tensor in named_tensors(inputs):
+            if tensor.dim() == 0 or tensor.shape[0] % self.parallel.chunks:
+                raise UsageError(
+                    f"parallel: pp: {name} of shape {list(tensor.shape)} does not divide into {self.parallel.chunks} "
+                    "micro-batches along its first dimension; change the batch, or micro_batches"
+                )
         parts = [model] if len(self._numbers) == 1 else list(model.children())
         for part, number in zip(parts, self._numbers, strict=True):
             recorder.name_modules(part)
             recorder.paused = True
             with recorder.watched():
-                self._stages.append(self._stage(part, number, _first_chunk(inputs, self._parallel.chunks)))
+                self._stages.append(self._stage(part, number, _first_chunk(inputs, self.parallel.chunks)))
             recorder.paused = False
         for stage in self._stages:
             stage.pause = lambda paused: setattr(recorder, "paused", paused)
         return model
 
     def _stage(self, model: nn.Module, number: int, inputs: Inputs) -> Stage:
-        parallel = self._parallel
+        parallel = self.parallel
         mixtures = split_modules(model, parallel, self._mesh, self._experts)
-        computed = DTYPES.get(parallel.param_dtype or "") if parallel.sharded > 1 else None
+        computed = DTYPES[parallel.param_dtype] if parallel.sharded > 1 else None
         with torch.enable_grad():
             survey = surveyed(model, inputs, parallel.stages, computed)
         starts = starts_of(survey, parallel)
         gathered = units(model, parallel.wrap) if parallel.sharded > 1 else []
-        if not self._kinds:
-            self._kinds = _kinds(survey, starts)
-            self._starts = tuple(survey.paths[at] for at in starts[1:-1])
+        if not self._stages:
             given = [example_of(survey.outputs[at - 1], parallel) for at in starts[1:-1]]
-            self._sent = tuple(one.nbytes for one in tensors_of(given))
+            self._part = replace(
+                self._part,
+                kinds=_kinds(survey, starts),
+                starts=tuple(survey.paths[at] for at in starts[1:-1]),
+                sent=tuple(one.nbytes for one in tensors_of(given)),
+            )
         stage = cut(model, survey, starts[number], starts[number + 1], inputs)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(f"parallel: pp: stage {number} has nothing to train")
@@ -135,30 +277,25 @@ class PipelineRank:
         shard_units(model, parallel, self._mesh, own, self._experts, held)
         return stage
 
-    def begin(self, step: TrainingStep, recorder: Recorder, inputs: Inputs, target: Tensor | None) -> None:
+    def begin(self, step: TrainingStep, inputs: Inputs, target: Tensor | None) -> None:
         """Make PyTorch's schedule of the stages, which `run` runs.
 
         Args:
             step: Whose model `wrapped` gave.
-            recorder: Of the steps to come.
             inputs: Of the whole batch.
             target: Likewise; None where the model computes its loss itself.
         """
-        parallel = self._parallel
-        of_data = parallel.replicates
-        if of_data:
-            self._replicas = [Replica(stage.model, recorder, parallel, axis="ddp") for stage in self._stages]
-        self._passes_run = passes = self._repeated_passes(recorder, (*tensors_of(inputs), *tensors_of(target)))
+        parallel, self._step = self.parallel, step
+        if parallel.replicates:
+            self._replicas = [Replica(stage.model, self.recorder, parallel, axis="ddp") for stage in self._stages]
+        self.passes = self._repeated_passes((*tensors_of(inputs), *tensors_of(target)))
+        group = self._mesh.get_group(AXIS)
         stages = [
-            TracedStage(
-                stage, number, parallel, self._mesh.get_group(AXIS),
-                Surroundings(
-                    recorder, passes, self._heard, lambda: step.on_phase("forward"),
-                    self._replicas[place] if of_data else None,
-                ),
+            TracedStage(stage, number, self, group, replica)
+            for stage, number, replica in zip(
+                self._stages, self._numbers, self._replicas or [None] * len(self._stages), strict=True
             )
-            for place, (stage, number) in enumerate(zip(self._stages, self._numbers, strict=True))
-        ]  # fmt: skip
+        ]
         whole = target is None or target.dim() == 0
         scale, last = step.settings.accumulation, self._stages[-1]
 
@@ -169,49 +306,45 @@ class PipelineRank:
 
             return stages[-1].loss(compute)
 
-        schedule = schedule_class(parallel)(
+        self._schedule = schedule_class(parallel)(
             stages[0] if parallel.parts == 1 else stages, n_microbatches=parallel.chunks, loss_fn=loss_of
         )
-        targets = torch.empty(parallel.chunks, device="meta") if whole else target
-        self._run, self._step = schedule.step, step
-        self._recorder, self._targets = recorder, targets
+        self._targets = torch.empty(parallel.chunks, device="meta") if whole else target
 
-    def _repeated_passes(self, recorder: Recorder, batch: Sequence[Tensor]) -> RepeatedPasses:
+    def _repeated_passes(self, batch: Sequence[Tensor]) -> RepeatedPasses:
         """The first micro-batch makes gradients, and what modules keep; with the last one, replicas reduce."""
-        parallel, states = self._parallel, {}
-        for stage, number in zip(self._stages, self._numbers, strict=True):
-            states[number] = ShardStates(stage.model, recorder, self._streams)
+        parallel, recorder = self.parallel, self.recorder
+        states = {
+            number: ShardStates(stage.model, recorder, self._streams)
+            for stage, number in zip(self._stages, self._numbers, strict=True)
+        }
         noted = None
         if not self._every_pass:
             noted = noted_micro_batches(orders_of(parallel)[self._place], by_state=parallel.sharded > 1)
         unlike = (0, parallel.chunks - 1) if self._replicas else (0,)
         known = [values for one in batch if (values := recorder.values.of(one)) is not None and values.dim()]
-        differ = any(
-            not torch.equal(chunk, one.chunk(parallel.chunks)[0])
-            for one in known
-            for chunk in one.chunk(parallel.chunks)
-        )
+        chunks = [one.chunk(parallel.chunks) for one in known]
+        differ = any(not torch.equal(chunk, of_one[0]) for of_one in chunks for chunk in of_one)
         return RepeatedPasses(recorder, self._streams, states, noted, unlike, values_differ=differ)
 
     # -- running it
 
     def held(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what of a batch lies on this rank: the inputs on the first one, what the loss needs on the last."""
-        labels = inputs.get(_LABELS) if isinstance(inputs, Mapping) else None
+        """Return what of a batch lies on this rank: the inputs on the first one, what the loss needs on the last,
+        as the labels from which transformers' models compute theirs."""
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         of_inputs = [one for one in tensors_of(inputs) if one is not labels] if self._stages[0].first else []
         of_loss = list(tensors_of((labels, target))) if self._stages[-1].last else []
         return (*of_inputs, *of_loss)
 
     def run(self, inputs: Inputs, _target: Tensor | None) -> None:
         """Run one optimizer step on a batch; accumulated ones run the schedule several times."""
-        step, settings = self._step, cast(TrainingStep, self._step).settings
-        assert step is not None, "`begin` was called"
+        step = self._step
         step.zero_grad()
-        self._passes.clear()
+        self._begun.clear()
         for replica in self._replicas:
-            replica.begin_step()
-            replica.buckets.rebuild()
-        for number in range(settings.accumulation):
+            replica.rebuild()
+        for number in range(step.settings.accumulation):
             if number:
                 step.on_batch()
             step.on_phase("forward")
@@ -221,64 +354,37 @@ class PipelineRank:
                 given = step.converted(inputs)
                 args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
             losses: list[Tensor] = []
-            assert self._passes_run is not None, "`begin` was called"
-            self._passes_run.begin_schedule()
-            target = self._targets if self._stages[-1].last else None
-            output = self._scheduled(args, kwargs, target, losses)
+            self.passes.begin_schedule()
+            output = self._scheduled(args, kwargs, losses)
             step.hold(output, losses)
             del output, losses, args, kwargs
-        self._end = len(self._recorder.operators)
+        self._part = replace(self._part, passes=tuple(self._begun), end=len(self.recorder.operators))
         step.update()
 
-    def _scheduled(
-        self, args: Sequence[object], kwargs: Mapping[str, object], target: Tensor | None, losses: list[Tensor]
-    ) -> object:
+    def _scheduled(self, args: Sequence[object], kwargs: Mapping[str, object], losses: list[Tensor]) -> object:
         """Run PyTorch's schedule. Errors of a stage are its own: PyTorch wraps them, with all shapes."""
-        assert self._run is not None, "`begin` was called"
+        target, returns = self._targets if self._stages[-1].last else None, not self.parallel.drop_outputs
         own: BaseException | None = None
         try:
-            return self._run(
-                *args, target=target, losses=losses, return_outputs=not self._parallel.drop_outputs, **kwargs
-            )
+            return self._schedule.step(*args, target=target, losses=losses, return_outputs=returns, **kwargs)
         except RuntimeError as error:
             if error.__cause__ is None or "ailed to run" not in str(error):
                 raise
             own = error.__cause__
         raise own  # outside of the handler: else each would be the other's cause
 
-    def _heard(self, phase: str, stage: int, micro_batch: int) -> None:
-        assert self._step is not None
-        self._passes.append(StagePass(phase, stage, micro_batch, len(self._recorder.operators)))
+    def begin_pass(self, phase: str, stage: int, micro_batch: int) -> None:
+        """Begin a stage's pass over a micro-batch."""
+        self._begun.append(StagePass(phase, stage, micro_batch, len(self.recorder.operators)))
         self._step.on_phase(phase)
 
-    def begin_step(self) -> None:
-        """Hear that a step begins."""
-
-    def begin_phase(self, phase: str) -> None:
-        """Hear that a phase begins. Raise `UsageError` before the update where a parameter that replicas reduce has no
-        gradient."""
-        if phase == "optimizer":
-            for replica in self._replicas:
-                replica.require_gradients()
-
-    def collectives(self) -> tuple[Collective, ...]:
-        """Return what replicas of the stages reduced in the last step."""
-        return tuple(one for replica in self._replicas for one in replica.collectives())
+    def leave(self) -> None:
+        """End a forward pass with its loss: autocast forgets what it cast."""
+        self._step.on_phase("forward")
 
     def part(self) -> PipelinePart:
         """Return what the last step was made of."""
-        return PipelinePart(
-            kinds=self._kinds, starts=self._starts, sent=self._sent, passes=tuple(self._passes), end=self._end
-        )
-
-
-def _require_even(inputs: Inputs, chunks: int) -> None:
-    for name, tensor in named_tensors(inputs):
-        if tensor.dim() == 0 or tensor.shape[0] % chunks:
-            raise UsageError(
-                f"parallel: pp: {name} of shape {list(tensor.shape)} does not divide into {chunks} micro-batches along "
-                "its first dimension; change the batch, or micro_batches"
-            )
+        return self._part
 
 
 def _first_chunk(inputs: Inputs, chunks: int) -> Inputs:
@@ -297,3 +403,47 @@ def _kinds(survey: Survey, starts: Sequence[int]) -> tuple[str, ...]:
             texts.append((repr(member), tensors))
         kinds.append(hashlib.sha256(repr(texts).encode()).hexdigest()[:16])
     return tuple(kinds)
+
+
+def trace_ranks(of_rank: Callable[[int, bool], StepTrace], parallel: Parallel, rank: int | None = None) -> StepTrace:
+    """Return the trace of the rank with the most bytes alive, with those of all others in its `pipeline.groups`.
+
+    Ranks are of one kind whose stages hold modules that are alike. The first of them has the most micro-batches in
+    flight, whatever the schedule.
+
+    Args:
+        of_rank: Gives the trace of one of all ranks; its second argument is `every_pass` of `trace_step`.
+        parallel: The job, with a pipeline.
+        rank: The only one that is wanted, of all ranks. None: all of them.
+    """
+
+    def trace_rank(number: int) -> StepTrace:
+        try:
+            return of_rank(number, False)
+        except DoesNotRepeat:
+            return of_rank(number, True)
+
+    if rank is not None:
+        return trace_rank(rank)
+    first = trace_rank(0)
+    assert first.pipeline is not None, "a rank of a pipeline"
+    members: dict[Hashable, list[int]] = {}
+    for place in range(parallel.pp):
+        members.setdefault(first.pipeline.kinds[place :: parallel.pp], []).append(place)
+    groups = tuple(
+        RanksAlike(tuple(places), trace_rank(places[0] * parallel.of_stage) if places[0] else first)
+        for places in members.values()
+    )
+    worst = max((group.trace for group in groups), key=lambda trace: trace.peak_live_bytes)
+    assert worst.pipeline is not None
+    return replace(worst, pipeline=replace(worst.pipeline, groups=groups))
+
+
+def built_once(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[], nn.Module]:
+    """Return a model that all ranks can be cut from; a factory where a copy would not be like what it makes."""
+    if isinstance(model, nn.Module):
+        return model
+    try:
+        return built_to_shorten(model) or model
+    except Exception:  # a factory may raise anything, and the trace says so
+        return model

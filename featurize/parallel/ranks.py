@@ -1,4 +1,4 @@
-"""What a recorder asks about the ranks of a traced job: which tensors are shared among them, what they send.
+"""Operators of a rank in a traced job: which run on tensors that ranks share, and what is sent.
 
 Start reading at `Ranks.ran`.
 """
@@ -24,23 +24,42 @@ from featurize.parallel.streams import Streams
 from featurize.recorder import KERNEL
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
-# torch/csrc/distributed/c10d/Ops.cpp: what process groups run, into tensors that they are given.
-_OF_GROUPS = {
-    "c10d::_allgather_base_": ALL_GATHER, "c10d::allgather_": ALL_GATHER,
-    "c10d::allgather_into_tensor_coalesced_": ALL_GATHER, "c10d::_reduce_scatter_base_": REDUCE_SCATTER,
-    "c10d::reduce_scatter_": REDUCE_SCATTER, "c10d::reduce_scatter_tensor_coalesced_": REDUCE_SCATTER,
-    "c10d::allreduce_": ALL_REDUCE, "c10d::allreduce_coalesced_": ALL_REDUCE, "c10d::broadcast_": BROADCAST,
-    "c10d::alltoall_base_": ALL_TO_ALL, "c10d::alltoall_": ALL_TO_ALL,
-}  # fmt: skip
-# torch/csrc/distributed/c10d/Functional.cpp: those of DTensor, which run beside the kernels until they are waited for.
-_FUNCTIONAL = {
-    "_c10d_functional::all_gather_into_tensor": ALL_GATHER, "_c10d_functional::all_reduce": ALL_REDUCE,
-    "_c10d_functional::all_reduce_": ALL_REDUCE, "_c10d_functional::reduce_scatter_tensor": REDUCE_SCATTER,
-    "_c10d_functional::all_to_all_single": ALL_TO_ALL, "_c10d_functional::broadcast": BROADCAST,
-    "_c10d_functional::all_gather_into_tensor_coalesced": ALL_GATHER,
-    "_c10d_functional::reduce_scatter_tensor_coalesced": REDUCE_SCATTER,
-    "_c10d_functional::all_reduce_coalesced": ALL_REDUCE,
-}  # fmt: skip
+# What process groups run, into tensors that they are given (torch/csrc/distributed/c10d/Ops.cpp), and what DTensor runs
+# beside the kernels until it is waited for (Functional.cpp).
+_KINDS = {
+    **dict.fromkeys(
+        (
+            "c10d::_allgather_base_",
+            "c10d::allgather_",
+            "c10d::allgather_into_tensor_coalesced_",
+            "_c10d_functional::all_gather_into_tensor",
+            "_c10d_functional::all_gather_into_tensor_coalesced",
+        ),
+        ALL_GATHER,
+    ),
+    **dict.fromkeys(
+        (
+            "c10d::_reduce_scatter_base_",
+            "c10d::reduce_scatter_",
+            "c10d::reduce_scatter_tensor_coalesced_",
+            "_c10d_functional::reduce_scatter_tensor",
+            "_c10d_functional::reduce_scatter_tensor_coalesced",
+        ),
+        REDUCE_SCATTER,
+    ),
+    **dict.fromkeys(
+        (
+            "c10d::allreduce_",
+            "c10d::allreduce_coalesced_",
+            "_c10d_functional::all_reduce",
+            "_c10d_functional::all_reduce_",
+            "_c10d_functional::all_reduce_coalesced",
+        ),
+        ALL_REDUCE,
+    ),
+    **dict.fromkeys(("c10d::broadcast_", "_c10d_functional::broadcast"), BROADCAST),
+    **dict.fromkeys(("c10d::alltoall_base_", "c10d::alltoall_", "_c10d_functional::all_to_all_single"), ALL_TO_ALL),
+}
 _WAIT = "_c10d_functional::wait_tensor"
 _WRAP = "_c10d_functional::_wrap_tensor_autograd"  # whose kernel for meta tensors does not
 _NO_WORK = "profiler::"
@@ -75,29 +94,22 @@ class Ranks:
             return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):
-            return self._in_parts(func, args, kwargs) if _is_composite(func) else KERNEL
+            if not _is_composite(func):
+                return KERNEL
+            with self._recorder:  # what runs below DTensor was not taken apart above it
+                return func.decompose(*args, **kwargs)
         if name == _WAIT:
             return self._waited(args[0])
         if name == _WRAP:
             return AsyncCollectiveTensor(args[0])
-        if name.startswith(_NO_WORK):
+        kind = _KINDS.get(name)
+        if name == _COPY_IN and not self._recorder.paused:
+            self._recorder.copied(args[0])
+        if name == _COPY_IN or name.startswith(_NO_WORK) or (kind is not None and self._recorder.paused):
             return func(*args, **kwargs)
-        if name == _COPY_IN:
-            if not self._recorder.paused:
-                self._recorder.copied(args[0])
-            return func(*args, **kwargs)
-        if self._recorder.paused and name in (*_OF_GROUPS, *_FUNCTIONAL):
-            return func(*args, **kwargs)
-        if (kind := _OF_GROUPS.get(name)) is not None:
-            return self._of_group(kind, func, args, kwargs)
-        if (kind := _FUNCTIONAL.get(name)) is not None:
-            return self._functional(kind, func, args, kwargs)
-        return KERNEL
-
-    def _in_parts(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What runs below DTensor was not taken apart above it."""
-        with self._recorder:
-            return func.decompose(*args, **kwargs)
+        if kind is None:
+            return KERNEL
+        return (self._of_group if name.startswith("c10d::") else self._functional)(kind, func, args, kwargs)
 
     @staticmethod
     def are_shared(types: Sequence[type]) -> bool:
@@ -112,8 +124,9 @@ class Ranks:
     def _functional(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         given, made = list(tensors_of(args[0])), list(tensors_of(out))
-        if kind == ALL_TO_ALL and _is_message(_argument(func, args, kwargs, "input_split_sizes", ())):
-            kind = SEND
+        if kind == ALL_TO_ALL:
+            sizes = _argument(func, args, kwargs, "input_split_sizes", ())
+            kind = SEND if sum(size > 0 for size in sizes) == 1 < len(sizes) else kind  # all goes to one rank
         number = self._streams.send(kind, _nbytes((given, made)), self._axis(func, args, kwargs), asynchronous=True)
         for tensor in made:
             self._recorder.made(tensor, func._schema.name)
@@ -131,9 +144,7 @@ class Ranks:
         self._streams.begin_step()
 
     def _axis(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> str:
-        group = _argument(func, args, kwargs, "process_group", None)
-        if group is None:
-            group = _argument(func, args, kwargs, "group_name", None)
+        group = _argument(func, args, kwargs, "process_group", _argument(func, args, kwargs, "group_name", None))
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         name = group if isinstance(group, str) else getattr(group, "group_name", "")
@@ -141,11 +152,6 @@ class Ranks:
 
 
 _is_composite = functools.cache(is_composite)
-
-
-def _is_message(split_sizes: Sequence[int]) -> bool:
-    """Whether all goes to one rank."""
-    return sum(size > 0 for size in split_sizes) == 1 < len(split_sizes)
 
 
 def own_axis(group: Any) -> str:

@@ -10,8 +10,7 @@ import functools
 from collections.abc import Iterable, Mapping
 
 from conf.errors import EnvironmentProblem
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import EXPERTS, OWN
+from featurize.parallel.layout import EXPERTS, OWN, Parallel
 from featurize.releases import installed_release, is_older_than, require_torch
 
 SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package

@@ -6,6 +6,7 @@ and given back. A repeated pass gives tensors that stand for what the stage woul
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +20,7 @@ from featurize.recorder import Recorder
 from featurize.step_trace import Operator
 
 if TYPE_CHECKING:
-    from featurize.parallel.shard_states import ShardStates
+    from featurize.parallel.shards_on_meta import ShardStates
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"  # kinds of passes
 # Whose block an event is about.
@@ -60,7 +61,7 @@ class _Result(NamedTuple):
 
 @dataclass
 class _Note:
-    """What a pass did. Numbers of operators are those of its step."""
+    """The record of a pass. Numbers of operators are those of its step."""
 
     changes: list[_Change]
     operators: list[Operator]
@@ -112,7 +113,7 @@ class RepeatedPasses:
         self._batches: dict[tuple[int, int], _Batch] = {}
 
     def begin_schedule(self) -> None:
-        """Hear that the schedule is run again."""
+        """Begin another run of the schedule."""
         self._batches.clear()
         self._schedules += 1
 
@@ -264,12 +265,9 @@ class _Reading:
 
     def _alive(self, blocks: Sequence[int]) -> set[int]:
         """Blocks that the pass took and that are there after it. Workspaces are never given back."""
-        count: dict[int, int] = {}
-        for block in blocks:
-            count[block] = count.get(block, 0) + 1
         return {
             block
-            for block, times in count.items()
+            for block, times in Counter(blocks).items()
             if block >= self._first and times == 1 and self._recorder.kind_of(block) != "workspace"
         }
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from conf.errors import UsageError
 from featurize.batches import mapped, named_tensors
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import ROTATIONS
+from featurize.parallel.layout import ROTATIONS, Parallel
 from featurize.parallel.world import mesh_of_sizes
 from featurize.replacing import replaced
 

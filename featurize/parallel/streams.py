@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from featurize.step_trace import Collective
@@ -154,6 +155,17 @@ class Streams:
         if self.recorder is not None:
             self.recorder.name(tensors, kind)
 
+    def empty(self, count: int, like: Tensor, kind: str) -> Tensor:
+        """Take a block of so many elements of a tensor's type, and say what it is."""
+        made = torch.empty(count, dtype=like.dtype, device=like.device)
+        self.name([made], kind)
+        return made
+
+    def copied(self, *tensors: Tensor) -> None:
+        """Say that tensors are copied by what no operator of the trace does."""
+        if self.recorder is not None:
+            self.recorder.copied(tensors)
+
     def use(self, tensor: Tensor, stream: OneStream) -> None:
         """Say that a stream uses a tensor, whichever it was made on."""
         if self.recorder is not None:
@@ -164,7 +176,7 @@ class Streams:
         return 0 if self.recorder is None else len(self.recorder.events)
 
     def host_waited(self, after: int, place: int) -> None:
-        """Hear that the host waits for a moment of a stream."""
+        """Let the host wait for a moment of a stream."""
         self._host_after = max(self._host_after, after)
         if self.recorder is not None:
             self.recorder.host_waited(place)
@@ -174,7 +186,7 @@ class Streams:
         return 0 if self.recorder is None else len(self.recorder.operators)
 
     def waited(self, stream: OneStream, done: dict[int, int]) -> None:
-        """Hear that a stream waits for the collectives of others up to some."""
+        """Let a stream wait for the collectives of others up to some."""
         if stream.number != MAIN:
             return
         for number, one in enumerate(self.sent):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -36,30 +35,42 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
     # Its import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    with (
-        _rank_again(distributed_c10d.GroupMember.WORLD),
-        replaced(distributed_c10d, "_world", _OwnWorld()),
-        replaced(distributed_c10d, "_backend", distributed_c10d._backend),
-        replaced(distributed_c10d, "_default_pg_init_method", distributed_c10d._default_pg_init_method),
+    # Torch's world of process groups lies in variables of its module.
+    own = {
+        "_pg_map": {},
+        "_pg_names": {},
+        "_pg_group_ranks": {},
+        "_pg_backend_config": {},
+        "_tags_to_pg": {},
+        "_pg_to_tag": {},
+        "_group_count": _FIRST_NAME,
+        "_world": distributed_c10d._World(),
+        "_backend": distributed_c10d._backend,
+        "_default_pg_init_method": distributed_c10d._default_pg_init_method,
+    }
+    with contextlib.ExitStack() as stack:
+        # In the end this process has the rank of its own group again.
+        stack.callback(distributed_c10d._update_default_pg, distributed_c10d.GroupMember.WORLD)
+        for name, value in own.items():
+            stack.enter_context(replaced(distributed_c10d, name, value))
         # A group's start replaces the hook by one that names the rank.
-        replaced(sys, "excepthook", sys.excepthook),
-    ):
+        stack.enter_context(replaced(sys, "excepthook", sys.excepthook))
         distributed_c10d.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=parallel.ranks)
-        try:
-            with _real_tensors():
-                mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
-            _forget_plans()
-            # A model's own code may call them.
-            with (
-                replaced(torch.distributed, "init_process_group", lambda *_, **__: None),
-                replaced(torch.cuda, "set_device", lambda *_: None),
-            ):
-                yield mesh
-        finally:
-            _forget_plans()
-            # No destroy_process_group: that takes the caller's groups from the registry, too.
-            for name in list(distributed_c10d._world.pg_names.values()):
-                distributed_c10d._unregister_process_group(name)
+        stack.callback(_forget_groups)
+        with _real_tensors():
+            mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
+        _forget_plans()
+        # A model's own code may call them.
+        stack.enter_context(replaced(torch.distributed, "init_process_group", lambda *_, **__: None))
+        stack.enter_context(replaced(torch.cuda, "set_device", lambda *_: None))
+        yield mesh
+
+
+def _forget_groups() -> None:
+    _forget_plans()
+    # No destroy_process_group: that takes the caller's groups from the registry, too.
+    for name in list(distributed_c10d._world.pg_names.values()):
+        distributed_c10d._unregister_process_group(name)
 
 
 def mesh_of_sizes(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -75,46 +86,13 @@ def mesh_of_sizes(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
 
 @contextlib.contextmanager
 def _real_tensors() -> Iterator[None]:
-    """A mesh holds a tensor of ranks that it reads: a real one."""
+    """While entered, a mesh holds a real tensor of ranks, which it reads."""
     with torch.device("cpu"), _disable_current_modes():
         yield
 
 
-class _OwnWorld(distributed_c10d._World):
-    """Process groups beside those of torch's own world, which lie in variables of its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._maps: dict[str, dict[Any, Any]] = {}
-        self._count = _FIRST_NAME
-
-    pg_map = property(lambda self: self._maps.setdefault("map", {}))
-    pg_names = property(lambda self: self._maps.setdefault("names", {}))
-    pg_group_ranks = property(lambda self: self._maps.setdefault("ranks", {}))
-    pg_backend_config = property(lambda self: self._maps.setdefault("backends", {}))
-    tags_to_pg = property(lambda self: self._maps.setdefault("tags", {}))
-    pg_to_tag = property(lambda self: self._maps.setdefault("to_tag", {}))
-
-    @property
-    def group_count(self) -> int:
-        return self._count
-
-    @group_count.setter
-    def group_count(self, value: int) -> None:
-        self._count = value
-
-
-@contextlib.contextmanager
-def _rank_again(default: Any) -> Iterator[None]:
-    """In the end this process has the rank of its own group again."""
-    try:
-        yield
-    finally:
-        distributed_c10d._update_default_pg(default)
-
-
 def _forget_plans() -> None:
-    """DTensor keeps how it moves tensors by the mesh's shape, whatever the groups and the rank are."""
+    """Clear how DTensor moves tensors: it keeps that by the mesh's shape, whatever the groups and the rank are."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # from 2.11 on; real ranks need none
 
     _clear_sharding_prop_cache()

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import EnvironmentProblem, UsageError, shown, unknown_name
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_modes import EXPERTS, HYBRID, MODES, OWN, apt_settings
+from featurize.parallel.layout import EXPERTS, HYBRID, MODES, OWN, Parallel, apt_settings
 from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_parallel
 from featurize.parallel.releases import refused_modes, refused_note
 from featurize.training_settings import Training
@@ -168,7 +167,7 @@ def apt_for_training(
     """
     if not settings.get("zero"):
         return settings, ()
-    from featurize.parallel.zero_settings import settings_of_ranks
+    from featurize.parallel.zero import settings_of_ranks
 
     try:
         settings_of_ranks(layout_of({"ddp": gpus}, settings), training)

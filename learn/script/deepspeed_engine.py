@@ -1,7 +1,7 @@
 """The package `deepspeed` as a script sees it, installed or not: what trains in several processes, and no more.
 
 Start reading at `install_deepspeed`, then at `DeepSpeedJob.initialize`. DeepSpeed itself is never run: an engine plays
-the first rank of the settings' ZeRO, by the rules of `featurize.parallel.zero_rank` (release 0.19). What scripts see is
+the first rank of the settings' ZeRO, by the rules of `featurize.parallel.zero` (release 0.19). What scripts see is
 that of deepspeed/runtime/engine.py.
 """
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils._pytree import tree_map
 
-from featurize.parallel.buckets import limits_of
-from featurize.parallel.data_parallel import Replica
+from featurize.parallel.data_parallel import Replica, limits_of
 from featurize.parallel.releases import SHARDS, refused_modes
 from featurize.releases import require_torch
 from featurize.replacing import replace_attribute, replaced
@@ -292,12 +291,12 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
     replica: Replica = self._gpufarm_replica
     trains = torch.is_grad_enabled()
     if trains:
-        if replica.buckets.has_reduced and (names := replica.without_gradient()):
+        if replica.has_reduced and (names := replica.without_gradient()):
             raise RuntimeError(
                 f"{len(names)} parameters get no gradient (the first: {names[0]}), at which DistributedDataParallel "
                 "stops in its second step; pass find_unused_parameters=True, or freeze them"
             )
-        replica.buckets.rebuild()
+        replica.rebuild()
     if self.require_forward_param_sync and self.broadcast_buffers:
         replica.broadcast_buffers()
     if self.device_ids:
@@ -306,5 +305,5 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         output = self.module(*inputs, **kwargs)
     self.require_forward_param_sync = trains and self.require_backward_grad_sync
     if trains:
-        replica.buckets.synchronizes = self.require_backward_grad_sync
+        replica.synchronizes = self.require_backward_grad_sync
     return output

@@ -24,8 +24,8 @@ from learn.script.script_recorder import ScriptRecorder
 if TYPE_CHECKING:
     from featurize.parallel.ranks import Ranks
     from featurize.parallel.streams import Streams
-    from featurize.parallel.zero_rank import ZeroRank
-    from featurize.parallel.zero_sharded_rank import ZeroShardedRank
+    from featurize.parallel.zero import ZeroRank
+    from featurize.parallel.zero3 import ZeroShardedRank
 
 
 class RankZero:
@@ -79,7 +79,7 @@ class RankZero:
 
     def play(self, layout: Parallel, settings: Training) -> ZeroRank | ZeroShardedRank:
         """Return what plays a rank of ZeRO from now on, with the script's recorder."""
-        from featurize.parallel.zero_sharded_rank import zero_rank
+        from featurize.parallel.zero3 import zero_rank
 
         self._wrapper = layout
         self._zero = self._entered.enter_context(zero_rank(layout, 0, settings))

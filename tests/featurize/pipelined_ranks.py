@@ -10,15 +10,15 @@ import torch
 from rank_nets import HEADS, LENGTH, Mixture, efficient_attention_on_cpu
 from rank_nets import WIDTH as ATTENTION_WIDTH
 from rank_watch import reduced_buckets, watched_steps
+from real_ranks import mesh_of
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from featurize.nets.prenorm import SelfAttention
 from featurize.parallel.experts import expert_mesh
 from featurize.parallel.layout import Parallel
-from featurize.parallel.pipeline_order import schedule_class
+from featurize.parallel.pipeline_time import schedule_class
 from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_mesh
 from featurize.parallel.sharding import shard_units, split_modules
 from featurize.training import Training, TrainingStep
@@ -130,8 +130,7 @@ def train_real(rank):
     measured = {}
     for name, case in CASES.items():
         parallel = Parallel(**case.options)
-        places = torch.arange(parallel.ranks).view(*parallel.axes.values())
-        mesh = DeviceMesh("cpu", places, mesh_dim_names=tuple(parallel.axes))
+        mesh = mesh_of(parallel)
         if rank < parallel.ranks:
             measured[name] = train(case, parallel, mesh, rank // parallel.of_stage)
     return measured

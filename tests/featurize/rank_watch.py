@@ -1,4 +1,4 @@
-"""What a real rank's steps take and send, as a trace has it: bytes that are alive, and collectives in their order.
+"""Memory and messages of a real rank's steps, as a trace has them: bytes that are alive, collectives in their order.
 
 Start reading at `watched_steps`.
 """

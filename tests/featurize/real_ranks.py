@@ -3,6 +3,7 @@
 import json
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def run_ranks(train, folder, ranks):
@@ -30,3 +31,15 @@ def _one_rank(rank, train, folder, ranks):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
     (folder / f"{rank}.json").write_text(json.dumps(train(rank)))
     torch.distributed.destroy_process_group()
+
+
+def mesh_of(parallel):
+    """Return the mesh of a layout, which may have fewer ranks than there are processes."""
+    places = torch.arange(parallel.ranks).view(*parallel.axes.values())
+    return DeviceMesh("cpu", places, mesh_dim_names=tuple(parallel.axes))
+
+
+def assert_like_real(trace, real):
+    """Assert that a trace sends what a real rank sent, as `rank_watch.watched_steps` gives it, and has its peak."""
+    assert [[one.kind, one.nbytes] for one in trace.collectives] == real["sent"]
+    assert trace.peak_live_bytes == real["peak"]

@@ -75,7 +75,7 @@ def test_two_gpus_reach_less_of_their_links_than_eight_up_to_ampere():
 
 
 def test_small_all_reduces_are_bound_by_latency():
-    """Of 1 MiB between two A100 the links would carry in 4 us; nccl-tests measure more than ten times that."""
+    """Links would carry 1 MiB between two A100 in 4 us; nccl-tests measure more than ten times that."""
     assert seconds(ALL_REDUCE, 2**20, 2) > 40e-6
     assert seconds(ALL_REDUCE, 2**20, 8) < 2 * seconds(ALL_REDUCE, 2**20, 2)
 

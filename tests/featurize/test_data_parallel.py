@@ -1,9 +1,5 @@
 """One rank of DistributedDataParallel in a trace, against two real ranks that talk over gloo."""
 
-import dataclasses
-import math
-import random
-import time
 from collections import Counter
 
 import pytest
@@ -14,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conf.errors import UsageError
 from featurize.device_spec import load_device
-from featurize.parallel.buckets import assigned, limits_of
 from featurize.parallel.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of
+from featurize.parallel.data_parallel import assigned, limits_of
+from featurize.parallel.delays import delays_ms
 from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import parse_parallel
-from featurize.parallel.overlap import communication_of, exposed_ms
+from featurize.parallel.overlap import communication_of
 from featurize.replay import replay
 from featurize.step_trace import Collective
 from featurize.trace import trace_step
@@ -163,14 +159,18 @@ def test_types_fill_their_buckets_apart():
 # -- time
 
 
+def late_ms(*given):
+    return delays_ms(*given)[-1][1]
+
+
 def test_waiting_is_what_computation_does_not_hide():
     begins = [0.0, 2.0, 4.0, 6.0, 8.0]
     hidden = Collective(ALL_REDUCE, 8, 1, 4)
-    assert exposed_ms([hidden], [3.0], begins) == 0
-    assert exposed_ms([hidden], [7.0], begins) == 1.0
-    assert exposed_ms([hidden, hidden], [4.0, 4.0], begins) == 2.0  # one after the other
+    assert late_ms([hidden], [3.0], begins) == 0
+    assert late_ms([hidden], [7.0], begins) == 1.0
+    assert late_ms([hidden, hidden], [4.0, 4.0], begins) == 2.0  # one after the other
     first = Collective(BROADCAST, 8, 0, 0)
-    assert exposed_ms([first, hidden], [1.0, 6.0], begins) == 1.0
+    assert late_ms([first, hidden], [1.0, 6.0], begins) == 1.0
 
 
 def test_a_step_waits_longer_over_pcie_and_across_nodes():
@@ -186,115 +186,3 @@ def test_a_step_waits_longer_over_pcie_and_across_nodes():
 def test_a_gpu_without_an_interconnect_is_refused():
     with pytest.raises(UsageError, match=r"MIG 3g\.20gb has no interconnect"):
         fabric_of(load_device("A100-SXM4-40GB:3g.20gb"), Parallel(ddp=2))
-
-
-# -- what the user says
-
-
-def test_text_mapping_and_object_mean_the_same():
-    wanted = Parallel(ddp=16, gpus_per_node=4, gradient_as_bucket_view=True, bucket_cap_mb=12.5)
-    text = "ddp=16, gpus_per_node=4,gradient_as_bucket_view=true,bucket_cap_mb=12.5"
-    mapping = {"ddp": 16, "gpus_per_node": 4, "gradient_as_bucket_view": True, "bucket_cap_mb": 12.5}
-    assert parse_parallel(text) == parse_parallel(mapping) == parse_parallel(wanted) == wanted
-    assert wanted.nodes == 4 and wanted.ranks == wanted.replicas == 16
-    assert parse_parallel(wanted.text()) == wanted
-    assert parse_parallel(None) is None and parse_parallel("ddp=1") is None
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ("ddp", "ddp needs a number of GPUs, as in ddp=8"),
-        ("", "no setting"),
-        ({}, "names no mode; give one of pp, ddp"),
-        ("gpus_per_node=8", "names no mode"),
-        ("ddp=8,color=red", "unknown 'color'; known: pp, ddp, fsdp, cp, tp, ep, own, gpus_per_node"),
-        ("ddp=0", "ddp must be a whole number from 1"),
-        ("ddp=many", "ddp must be a whole number from 1 to 65536, got 'many'"),
-        ({"ddp": 8, "static_graph": "no"}, "static_graph must be true or false"),
-        ({"ddp": 8, "bucket_cap_mb": -1, "network_gb_s": 0}, "network_gb_s must be .* bucket_cap_mb must be"),
-        ("ddp=12", "12 ranks do not fill nodes of 8"),
-        (8, "got int"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_the_choices(given, problem):
-    with pytest.raises(UsageError, match=problem):
-        parse_parallel(given)
-
-
-def test_no_value_of_any_setting_makes_a_traceback():
-    """2,000 layouts with a fixed seed, each as a text and as a mapping with values of any shape."""
-    chance = random.Random(37)
-    names = [field.name for field in dataclasses.fields(Parallel)] + ["hybrid", "nope"]
-    texts = (
-        "8",
-        "0",
-        "-1",
-        "9" * 20,
-        "1e400",
-        "nan",
-        "true",
-        "none",
-        "",
-        "[]",
-        "[a,b]",
-        "{0: colwise}",
-        "{:}",
-        "{a: {b: c}}",
-        "[[1]]",
-        "[",
-        "}",
-        "1f1b",
-        "x",
-        "2",
-        "4",
-        "3",
-    )
-    values = (
-        8,
-        0,
-        -1,
-        10**30,
-        1e400,
-        math.nan,
-        True,
-        None,
-        "",
-        "x",
-        [],
-        ["a", 1],
-        [[1]],
-        {},
-        {0: "colwise"},
-        {"a": {"b": 1}},
-        (1, 2),
-        {None: None},
-        [{}],
-        b"x",
-        1.5,
-        2,
-        4,
-        3,
-        "1f1b",
-        "interleaved",
-    )
-    refused = 0
-    for _ in range(2000):
-        chosen = [chance.choice(["ddp", "fsdp", "tp", "pp", "zero"]), *chance.sample(names, chance.randint(0, 3))]
-        text = ",".join(f"{name}={chance.choice(texts)}" for name in chosen)
-        for given in (text, {name: chance.choice(values) for name in chosen}):
-            try:
-                parse_parallel(given, files=chance.random() < 0.5)
-            except UsageError:
-                refused += 1
-    assert 2000 < refused < 4000
-    with pytest.raises(UsageError, match="fsdp must be a whole number"):
-        parse_parallel("zero=3,fsdp={0: colwise}")
-
-
-@pytest.mark.parametrize("text", [",", "[", "ddp=8,", ",[", "ddp={a:b,", "a=[b],"])
-def test_a_long_text_is_refused_at_once(text):
-    began = time.process_time()
-    with pytest.raises(UsageError):
-        parse_parallel(text * 20_000)
-    assert time.process_time() - began < 5

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from rank_watch import watched_steps
-from real_ranks import run_ranks
+from real_ranks import assert_like_real, mesh_of, run_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from uneven_net import BATCH, WIDTH, Net
 
 from conf.errors import UsageError
@@ -78,8 +77,7 @@ def train_real(rank):
     measured = {}
     for name, (_, _, make) in CASES.items():
         parallel = layout_of(name)
-        places = torch.arange(parallel.ranks).view(*parallel.axes.values())
-        mesh = DeviceMesh("cpu", places, mesh_dim_names=tuple(parallel.axes))
+        mesh = mesh_of(parallel)
         if rank < parallel.ranks:
             target = torch.zeros(())
             batch = torch.randn(BATCH, WIDTH)
@@ -108,9 +106,7 @@ def traced(name, rank=0):
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_and_collectives_are_those_of_real_flat_ranks(measured, name):
     for rank in range(layout_of(name).ranks):
-        trace, real = traced(name, rank), measured[rank][name]
-        assert [[one.kind, one.nbytes] for one in trace.collectives] == real["sent"]
-        assert trace.peak_live_bytes == real["peak"]
+        assert_like_real(traced(name, rank), measured[rank][name])
 
 
 def test_gathered_parameters_wait_for_their_stream_unless_the_host_does():
@@ -144,28 +140,7 @@ def test_whole_gradients_stay_until_the_step_that_reduces_them():
     whole = sum(p.numel() for p in Net().parameters()) * 4
     assert apart.breakdown["unreduced_gradient"] > together.breakdown["unreduced_gradient"]
     assert apart.breakdown["unreduced_gradient"] >= 0.6 * whole
-
-
-def test_parameters_are_those_of_the_whole_model():
-    assert traced("two").parameters == sum(p.numel() for p in Net().parameters())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("fsdp=2,tp=2,fsdp_version=1", "fsdp_version=1 goes with ddp alone, not with tp"),
-        ("fsdp=2,cp=2,ep=2,fsdp_version=1", "not with cp, ep"),
-        ("fsdp=4,fsdp_version=1,reshard_after_forward=2", "FULL_SHARD.*not a number"),
-        ("fsdp=4,fsdp_version=3", "fsdp_version must be 2 .* or 1"),
-        ("fsdp=4,fsdp_version=1,backward_prefetch=soon", "backward_prefetch must be one of pre, post, none"),
-        ("fsdp=4,fsdp_version=1,cpu_offload=true", "cpu_offload with fsdp_version=1 is not estimated yet"),
-        ("fsdp=4,no_sync=true", "no_sync: of fsdp_version=1 only"),
-        ("ddp=4,fsdp_version=1", "fsdp_version: of fsdp only"),
-    ],
-)
-def test_what_does_not_go_with_flat_parameters_is_refused(given, message):
-    with pytest.raises(UsageError, match=message):
-        parse_parallel(given)
+    assert apart.parameters == sum(p.numel() for p in Net().parameters())
 
 
 def test_frozen_parameters_beside_others_need_the_original_ones():
@@ -174,11 +149,6 @@ def test_frozen_parameters_beside_others_need_the_original_ones():
             Adapted, torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta"), loss_of,
             parallel=parse_parallel("fsdp=2,fsdp_version=1,use_orig_params=false"),
         )  # fmt: skip
-
-
-def test_no_prefetch_is_none_as_text_has_it():
-    assert parse_parallel("fsdp=2,fsdp_version=1,backward_prefetch=none").backward_prefetch == "none"
-    assert parse_parallel({"fsdp": 2, "fsdp_version": 1, "backward_prefetch": None}).backward_prefetch == "none"
 
 
 def test_a_unit_with_parameters_of_two_types_is_told_what_helps():

@@ -3,8 +3,7 @@
 import pytest
 
 from featurize.parallel.layout import Parallel
-from featurize.parallel.pipeline_order import orders_of
-from featurize.parallel.pipeline_time import Compute, finished_ms
+from featurize.parallel.pipeline_time import Compute, finished_ms, orders_of
 
 pytestmark = pytest.mark.needs_mode("pp")
 

@@ -17,7 +17,7 @@ from workers.environment import TRACES_ONLY
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from featurize.parallel.simulated_rank import RankStep
+    from featurize.parallel.overlap import RankStep
     from featurize.simulate import SimulatedStep
     from featurize.step_trace import StepTrace
     from featurize.trial_config import TrialConfig
@@ -61,7 +61,7 @@ class SimulatedDevice:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
 
-        from featurize.parallel.simulated_rank import RankStep, ranks_of_stages, simulate_rank
+        from featurize.parallel.overlap import RankStep, ranks_of_stages, simulate_rank
         from featurize.simulate import simulate
         from featurize.trace import trace_config
 

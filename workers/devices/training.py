@@ -176,7 +176,7 @@ def _wrapper(config: TrialConfig) -> Callable[[nn.Module], nn.Module] | None:
     layout = config.layout
     if layout is None:
         return None
-    from featurize.parallel.wrapping import wrapped
+    from featurize.parallel.sharding import wrapped
 
     return lambda model: wrapped(model, layout)
 

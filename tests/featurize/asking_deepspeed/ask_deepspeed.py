@@ -12,15 +12,15 @@ import logging
 import os
 import sys
 import tempfile
-import weakref
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import FakeWork
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import rank_watch
 from deepspeed_nets import BATCH, CASES, NETS, batch_of, loss_of
 
 KINDS = {
@@ -32,24 +32,8 @@ KINDS = {
 SMALL = 64  # bytes of norms and flags, which are left out
 
 
-class Watch(TorchDispatchMode):
+class Watch(rank_watch.Watch):
     """Counts the bytes of storages that are alive, and notes what is sent."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.bytes, self.peak, self.sent = {}, 0, 0, []
-
-    def hold(self, tensor):
-        storage = tensor.untyped_storage()
-        if (key := storage._cdata) not in self.live:
-            reference = weakref.ref(storage, lambda _: self.end(key))
-            self.live[key] = storage.nbytes(), reference
-            self.bytes += storage.nbytes()
-            if self.bytes > self.peak:
-                self.peak = self.bytes
-
-    def end(self, key):
-        self.bytes -= self.live.pop(key)[0]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
@@ -74,7 +58,7 @@ def tensors_of(given):
 
 def sent_as_copies(func, args, kwargs):
     """Gloo's threads keep what they sent for some moments more, which would move the peak."""
-    copies = [copied(one) for one in args]
+    copies = [rank_watch.copied(one) if isinstance(one, torch.Tensor | list) else one for one in args]
     out = func(*copies, **kwargs)
     torch.distributed.Work.unbox(out[-1] if isinstance(out, tuple) else out).wait()
     for copy, original in zip(tensors_of(copies), tensors_of(args), strict=True):
@@ -82,12 +66,6 @@ def sent_as_copies(func, args, kwargs):
     # Gloo copies what was scattered while it is waited for, on the device; NCCL does not.
     done = FakeWork().boxed()
     return (*out[:-1], done) if isinstance(out, tuple) else done
-
-
-def copied(one):
-    if isinstance(one, torch.Tensor):
-        return one.clone()
-    return [copied(t) for t in one] if isinstance(one, list) else one
 
 
 def train(case):

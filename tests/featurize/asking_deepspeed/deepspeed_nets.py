@@ -1,4 +1,4 @@
-"""What is trained on DeepSpeed's ranks and in the trace, and with which of its files."""
+"""Models and files of DeepSpeed's ranks, and of the trace."""
 
 import torch
 from torch import nn

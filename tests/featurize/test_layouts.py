@@ -1,0 +1,269 @@
+"""Layouts: their values, how it is written, and a real model in its wrapper."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.families import get_family
+from featurize.parallel.layout import Parallel, apt_settings
+from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.sharding import wrapped
+from featurize.row_config import UnreadableConfig, config_of_one_gpu, config_of_row
+from featurize.training import TrainingStep
+from featurize.trial import canonical_json, config_from_mapping, config_hash
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def config(**changes):
+    return get_family("mlp").Config(**{"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, **changes})
+
+
+def test_ddp_is_torchs_with_the_settings_of_the_layout(alone):
+    settings = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False, "bucket_cap_mb": 3}
+    model = wrapped(nn.Linear(3, 2), Parallel(ddp=2, **settings))
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    assert (model.gradient_as_bucket_view, model.static_graph, model.broadcast_buffers) == (True, True, False)
+    assert model.bucket_bytes_cap == 3 * 2**20
+    plain = wrapped(nn.Linear(3, 2), Parallel(ddp=2))
+    assert plain.bucket_bytes_cap == 25 * 2**20 and plain.broadcast_buffers
+
+
+def test_a_training_step_trains_the_wrapped_model(alone):
+    family, trial = get_family("mlp"), config(parallel="ddp=2")
+    step = TrainingStep(family.build(trial), trial, "cpu", wrap=lambda model: wrapped(model, trial.layout))
+    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    step(*family.batch(trial, torch.device("cpu")))
+    assert isinstance(step.model, nn.parallel.DistributedDataParallel)
+    assert any(not torch.equal(one, other) for one, other in zip(before, step.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"cp": 2}, "cp: not run yet; modes that ranks run in: ddp"),
+        ({"fsdp": 2, "ep": 2}, "ep: not run yet; modes that ranks run in: ddp"),
+        ({"ddp": 2, "zero": 2}, r"zero=2: real ranks do not run DeepSpeed; .* simulate it"),
+    ],
+)
+def test_what_real_ranks_do_not_run_yet_is_refused(given, problem):
+    with pytest.raises(UsageError, match=f"parallel: {problem}"):
+        wrapped(nn.Linear(3, 2), Parallel(**given))
+
+
+def test_a_config_on_one_gpu_keeps_the_hash_that_it_had_before_there_were_others():
+    assert config_hash(config()) == config_hash(config(parallel="ddp=1")) == "ca8ae45a53d7e0b3"
+    assert "parallel" not in config().to_mapping()
+    assert config_hash(config(parallel="ddp=2")) != config_hash(config())
+
+
+@pytest.mark.parametrize(
+    "given", ["ddp=2,static_graph=true", {"ddp": 2, "static_graph": True}, Parallel(ddp=2, static_graph=True)]
+)
+def test_a_layout_has_one_form_in_a_config(given):
+    one = config(parallel=given)
+    assert (one.parallel, one.ranks) == ("ddp=2, static_graph=true", 2)
+    assert config_from_mapping(one.to_mapping()) == one
+
+
+def test_stages_may_begin_at_the_numbered_members_of_a_sequence():
+    numbered = parse_parallel({"pp": 2, "stage_starts": [4]})
+    assert numbered == parse_parallel("pp=2,stage_starts=[4]") == Parallel(pp=2, stage_starts=("4",))
+
+
+def test_a_wrong_layout_is_a_problem_of_the_config():
+    with pytest.raises(
+        UsageError,
+        match=r"parallel cannot be 'pp=2,ep=2': .*ep divides .* of which there are 1: 2 does not.*; depth must be",
+    ):
+        config(parallel="pp=2,ep=2", depth=0)
+
+
+def test_a_row_of_several_gpus_is_no_label_of_its_config_alone():
+    text = canonical_json(config(parallel="ddp=2").to_mapping())
+    assert config_of_row(text).ranks == 2
+    with pytest.raises(UnreadableConfig, match=r"several GPUs \(ddp=2\)"):
+        config_of_one_gpu(text)
+
+
+PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"fsdp": 2, "wrap": ["Linear"]},
+        {"fsdp": 2, "wrap": ["Linear", "Block"], "param_dtype": "bf16", "reshard_after_forward": False},
+        {"tp": 2, "tp_plan": PLAN},
+        {"fsdp": 2, "tp": 2, "wrap": ["Block"], "tp_plan": PLAN, "network_gb_s": 12.5},
+        "fsdp=2,wrap=[Linear,Block],cpu_offload=true",
+        "ddp=2,fsdp=2,fsdp_version=1,backward_prefetch=none,no_sync=true,use_orig_params=false,limit_all_gathers=false",
+        "fsdp=2,cp=4,ep=8,cp_rotate=alltoall,cp_load_balance=false",
+        "tp=2,tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise},gpus_per_node=4",
+        "ddp=8,zero=3,param_dtype=bf16,reduce_bucket_size=2e8,offload_param=true,overlap_comm=false",
+    ],
+)
+def test_the_text_of_a_layout_says_all_of_it(given):
+    whole = parse_parallel(given)
+    assert parse_parallel(whole.text()) == whole and hash(parse_parallel(whole.text())) == hash(whole)
+    assert config(parallel=given).layout == whole
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"tp": 2, "static_graph": True}, "static_graph: of ddp without fsdp, cp, tp and zero only"),
+        ({"cp": 2, "cp_rotate": "ring"}, "cp_rotate must be one of allgather, alltoall, got 'ring'"),
+        ({"fsdp": 2, "cp_rotate": "alltoall"}, "cp_rotate: of cp only"),
+        ({"fsdp": 8, "ep": 3}, "ep divides the ranks of fsdp, cp and tp, of which there are 8: 3 does not"),
+        ({"ddp": 8, "ep": 8}, "ep divides the ranks of fsdp, cp and tp, of which there are 1: 8 does not"),
+        ({"ep": 4}, "ep divides the ranks of fsdp, cp and tp, of which there are 1: 4 does not"),
+        ({"fsdp": 4, "tp": 4, "ep": 2}, "ep must be a multiple of tp, which shares tokens: 2 of 4"),
+        ({"tp": 2, "tp_plan": "colwise"}, "tp_plan must be module path -> style, as in .*, got 'colwise'"),
+        ({"tp": 2, "tp_plan": {}}, "tp_plan must be module path -> style"),
+        ({"tp": 2, "tp_plan": {"up": ["colwise"]}}, "tp_plan must be module path -> style"),
+        ({"tp": 2, "tp_plan": {1: "colwise"}}, "tp_plan must be module path -> style"),
+        ("ddp", "ddp needs a number of GPUs, as in ddp=8"),
+        ("", "no setting"),
+        ({}, "names no mode; give one of pp, ddp"),
+        ("gpus_per_node=8", "names no mode"),
+        ("ddp=8,color=red", "unknown 'color'; known: pp, ddp, fsdp, cp, tp, ep, own, gpus_per_node"),
+        ("ddp=0", "ddp must be a whole number from 1"),
+        ("ddp=many", "ddp must be a whole number from 1 to 65536, got 'many'"),
+        ({"ddp": 8, "static_graph": "no"}, "static_graph must be true or false"),
+        ({"ddp": 8, "bucket_cap_mb": -1, "network_gb_s": 0}, "network_gb_s must be .* bucket_cap_mb must be"),
+        ("ddp=12", "12 ranks do not fill nodes of 8"),
+        (8, "got int"),
+        ({"zero": 2}, "zero=2 is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero=2"),
+        ({"ddp": 8, "zero": 4}, "zero must be a stage of DeepSpeed's ZeRO, 1, 2 or 3, .* got 4"),
+        ({"ddp": 8, "zero": True}, "zero must be a stage"),
+        ({"fsdp": 8, "zero": 2}, "zero: of ddp without fsdp, cp, tp and own only"),
+        ({"tp": 8, "zero": 2}, "zero: of ddp without fsdp, cp, tp and own only"),
+        ({"ddp": 8, "zero": 2, "bucket_cap_mb": 3}, "bucket_cap_mb: of ddp without fsdp, cp, tp and zero only"),
+        ({"ddp": 8, "zero": 2, "offload_param": True}, "offload_param: of zero=3 only"),
+        ({"ddp": 8, "overlap_comm": True}, "overlap_comm: of zero only"),
+        ({"ddp": 8, "zero": 2, "overlap_comm": 3}, "overlap_comm must be true or false"),
+        ({"ddp": 8, "zero": 2, "reduce_bucket_size": 0}, "reduce_bucket_size must be a whole number of elements"),
+        ({"ddp": 8, "param_dtype": "bf16"}, "param_dtype: of fsdp, cp or zero only"),
+        ("fsdp=2,tp=2,fsdp_version=1", "fsdp_version=1 goes with ddp alone, not with tp"),
+        ("fsdp=2,cp=2,ep=2,fsdp_version=1", "not with cp, ep"),
+        ("fsdp=4,fsdp_version=1,reshard_after_forward=2", "FULL_SHARD.*not a number"),
+        ("fsdp=4,fsdp_version=3", "fsdp_version must be 2 .* or 1"),
+        ("fsdp=4,fsdp_version=1,backward_prefetch=soon", "backward_prefetch must be one of pre, post, none"),
+        ("fsdp=4,fsdp_version=1,cpu_offload=true", "cpu_offload with fsdp_version=1 is not estimated yet"),
+        ("fsdp=4,no_sync=true", "no_sync: of fsdp_version=1 only"),
+        ("ddp=4,fsdp_version=1", "fsdp_version: of fsdp only"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_with_what_can(given, problem):
+    with pytest.raises(UsageError, match=problem):
+        parse_parallel(given)
+
+
+def test_a_stage_and_its_settings_go_to_the_layouts_that_have_them():
+    given = {"zero": 3, "param_dtype": "bf16", "offload_param": True, "bucket_cap_mb": 3, "wrap": ["Block"]}
+    assert apt_settings(given, {"ddp": 8}) == {"zero": 3, "param_dtype": "bf16", "offload_param": True}
+    assert apt_settings(given, {"ddp": 2, "fsdp": 4}) == {"param_dtype": "bf16", "wrap": ["Block"]}
+
+
+def test_no_prefetch_is_none_as_text_has_it():
+    assert parse_parallel("fsdp=2,fsdp_version=1,backward_prefetch=none").backward_prefetch == "none"
+    assert parse_parallel({"fsdp": 2, "fsdp_version": 1, "backward_prefetch": None}).backward_prefetch == "none"
+
+
+def test_text_mapping_and_object_mean_the_same():
+    wanted = Parallel(ddp=16, gpus_per_node=4, gradient_as_bucket_view=True, bucket_cap_mb=12.5)
+    text = "ddp=16, gpus_per_node=4,gradient_as_bucket_view=true,bucket_cap_mb=12.5"
+    mapping = {"ddp": 16, "gpus_per_node": 4, "gradient_as_bucket_view": True, "bucket_cap_mb": 12.5}
+    assert parse_parallel(text) == parse_parallel(mapping) == parse_parallel(wanted) == wanted
+    assert wanted.nodes == 4 and wanted.ranks == wanted.replicas == 16
+    assert parse_parallel(wanted.text()) == wanted
+    assert parse_parallel(None) is None and parse_parallel("ddp=1") is None
+
+
+def test_no_value_of_any_setting_makes_a_traceback():
+    """2,000 layouts with a fixed seed, each as a text and as a mapping with values of any shape."""
+    chance = random.Random(37)
+    names = [field.name for field in dataclasses.fields(Parallel)] + ["hybrid", "nope"]
+    texts = (
+        "8",
+        "0",
+        "-1",
+        "9" * 20,
+        "1e400",
+        "nan",
+        "true",
+        "none",
+        "",
+        "[]",
+        "[a,b]",
+        "{0: colwise}",
+        "{:}",
+        "{a: {b: c}}",
+        "[[1]]",
+        "[",
+        "}",
+        "1f1b",
+        "x",
+        "2",
+        "4",
+        "3",
+    )
+    values = (
+        8,
+        0,
+        -1,
+        10**30,
+        1e400,
+        math.nan,
+        True,
+        None,
+        "",
+        "x",
+        [],
+        ["a", 1],
+        [[1]],
+        {},
+        {0: "colwise"},
+        {"a": {"b": 1}},
+        (1, 2),
+        {None: None},
+        [{}],
+        b"x",
+        1.5,
+        2,
+        4,
+        3,
+        "1f1b",
+        "interleaved",
+    )
+    refused = 0
+    for _ in range(2000):
+        chosen = [chance.choice(["ddp", "fsdp", "tp", "pp", "zero"]), *chance.sample(names, chance.randint(0, 3))]
+        text = ",".join(f"{name}={chance.choice(texts)}" for name in chosen)
+        for given in (text, {name: chance.choice(values) for name in chosen}):
+            try:
+                parse_parallel(given, files=chance.random() < 0.5)
+            except UsageError:
+                refused += 1
+    assert 2000 < refused < 4000
+    with pytest.raises(UsageError, match="fsdp must be a whole number"):
+        parse_parallel("zero=3,fsdp={0: colwise}")
+
+
+@pytest.mark.parametrize("text", [",", "[", "ddp=8,", ",[", "ddp={a:b,", "a=[b],"])
+def test_a_long_text_is_refused(text):
+    with pytest.raises(UsageError):
+        parse_parallel(text * 20_000)
