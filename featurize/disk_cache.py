@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import sqlite3
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from conf.identity import version_of
 
@@ -81,7 +83,7 @@ class DiskCache:
 
     def write(self, entries: Iterable[tuple[str, bytes]]) -> None:
         """Keep entries, where that is possible. Of two processes that write the same one, the later one's stays."""
-        packed = [(key, zlib.compress(content, 1)) for key, content in entries]
+        packed = ((key, zlib.compress(content, 1)) for key, content in entries)
         rows = [(key, hashlib.sha256(key.encode() + content).digest(), content) for key, content in packed]
         try:
             self._write(rows)
@@ -104,15 +106,11 @@ class DiskCache:
 
     @staticmethod
     def _used_bytes(database: sqlite3.Connection) -> int:
-        pages, free, nbytes = (
-            database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
-        )
-        return (pages - free) * nbytes
+        query = "SELECT (page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, "
+        return database.execute(f"{query} pragma_page_size").fetchone()[0]
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
-        with contextlib.closing(sqlite3.connect(self.path, timeout=_BUSY_S)) as database:
-            yield database
+    def _opened(self) -> contextlib.closing[sqlite3.Connection]:
+        return contextlib.closing(sqlite3.connect(self.path, timeout=_BUSY_S))
 
 
 def user_cache() -> DiskCache | None:
@@ -125,3 +123,17 @@ def user_cache() -> DiskCache | None:
         folder = Path(given).expanduser() if given else user_folder()
         return DiskCache(folder / "traces.sqlite", MOST_BYTES)
     return None
+
+
+def recall(name: str) -> Any:
+    """Return the value that this code left in the user's cache under this name; None where there is none."""
+    key, cache = f"{code_version()} {name}", user_cache()
+    content = None if cache is None else cache.read([key]).get(key)
+    with contextlib.suppress(ValueError, RecursionError):
+        return None if content is None else json.loads(content)
+
+
+def keep(values: Mapping[str, Any]) -> None:
+    """Leave values, of which JSON can be made, in the user's cache."""
+    if (cache := user_cache()) is not None:
+        cache.write((f"{code_version()} {name}", json.dumps(value).encode()) for name, value in values.items())

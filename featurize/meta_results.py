@@ -71,7 +71,11 @@ class MetaResults:
         ):  # an optimizer's step counters are not
             return None
         if name in _FOREACH and all(t.is_meta and t.is_floating_point() for t in args[0]):
-            return [torch.empty_like(t) for t in args[0]]
+            # `empty_like` of a meta tensor is written in Python.
+            return [
+                _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t)
+                for t in args[0]
+            ]
         if name in _IN_PLACE and _fits(args[0], args[1]):
             return args[0]
         if func.is_view:
@@ -114,7 +118,7 @@ def _key(values) -> tuple:
                 raise _Uncached
             parts += (value.shape, value.stride(), value.dtype, value.is_meta)
         elif kind in _PLAIN:
-            parts += (kind, value)
+            parts.append((kind, value))
         elif kind is tuple or kind is list:
             parts.append(_key(value))
         elif kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):

@@ -59,11 +59,11 @@ class StepsInALoop:
         self._dropping_from = self._now
 
     def drops(self) -> None:
-        """What the step holds is dropped from now on."""
+        """Note that what the step holds is dropped from now on."""
         self._dropping_from = self._now
 
     def dropped(self) -> None:
-        """What was to be dropped is."""
+        """Note that all of it is dropped."""
         if self._dropping_from is not None:
             self._steps[-1].drops.append((self._dropping_from, self._now))
             self._dropping_from = None

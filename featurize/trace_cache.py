@@ -2,21 +2,18 @@
 
 Start reading at `traced`. A job without a key is one that no text tells: its traces live as long as whoever keeps them.
 A stale trace is worse than a slow one, so that a key holds all that a trace follows from, and what cannot be told has
-none: `config_key` for trial configs, `learn.estimation.job_key` for modules.
+none: `config_key` for trial configs, `learn.traced` for modules.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from conf.identity import canonical_json
 from featurize.device_spec import DeviceSpec
-from featurize.disk_cache import code_version, user_cache
+from featurize.disk_cache import keep, recall
 from featurize.own_code import code_fields, data_refusal
 
 if TYPE_CHECKING:
@@ -30,26 +27,6 @@ if TYPE_CHECKING:
 
 MOST_EVENTS = 500_000  # of all traces in memory: some 150 MB
 _jobs: OrderedDict[str, Traces] = OrderedDict()  # the one asked for last comes last
-_tracing: ContextVar[bool] = ContextVar("tracing", default=True)
-
-
-class NotTraced(Exception):
-    """The job has not been traced before, and may not be traced now."""
-
-
-@contextlib.contextmanager
-def nothing_is_traced() -> Iterator[None]:
-    """Have `traced` raise `NotTraced` within, where a job would have to be traced."""
-    before = _tracing.set(False)
-    try:
-        yield
-    finally:
-        _tracing.reset(before)
-
-
-def may_trace() -> bool:
-    """Return whether a job may be traced, or a model built for it."""
-    return _tracing.get()
 
 
 def config_key(config: TrialConfig, parallel: object = None) -> str | None:
@@ -81,45 +58,32 @@ def traced(
         training_loop: As in `featurize.trace.trace_step`.
         trace: Traces the job.
         kept: Traces of the job that the caller has at hand, and keeps.
-
-    Raises:
-        NotTraced: Within `nothing_is_traced`.
     """
     kind = (spec.architecture.attention, training_loop)
-    traces = _traces_of(key)
-    known = _serving(kind, kept) if kept else None
-    known = known or _serving(kind, traces)
+    traces: Traces = {} if key is None else _jobs.setdefault(key, {})
+    if key is not None:
+        _jobs.move_to_end(key)
+    kept = {} if kept is None else kept
+    known = _serving(kind, kept) or _serving(kind, traces)
     if known is None and key is not None:
         known = _from_disk(key, kind, traces)
     if known is None:
-        if not may_trace():
-            raise NotTraced
         known = trace()
         made = {kind: known}
         if known.in_a_loop is not None:
             made[kind[0], True] = known.in_a_loop
         traces |= made
-        if kept is not None:
-            kept |= made
+        kept |= made
         if key is not None:
             _to_disk(key, made)
             _forget_oldest()
-    if kept is not None:
-        kept.setdefault(kind, known)
+    kept.setdefault(kind, known)
     return known
 
 
 def clear() -> None:
     """Forget all traces in memory."""
     _jobs.clear()
-
-
-def _traces_of(key: str | None) -> Traces:
-    if key is None:
-        return {}
-    traces = _jobs.setdefault(key, {})
-    _jobs.move_to_end(key)
-    return traces
 
 
 def _forget_oldest() -> None:
@@ -149,35 +113,24 @@ def _are_alike(trace: StepTrace, one: AttentionKernels, other: AttentionKernels)
     return flash and min(one.efficient, widest) == min(other.efficient, widest)
 
 
-def _disk_key(key: str, loop: bool) -> str:
-    return f"{code_version()} trace {loop} {key}"
-
-
 def _from_disk(key: str, kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace | None:
     """Return the job's trace on disk where it serves this kind; it is then in memory, too."""
     from featurize.architecture import AttentionKernels
     from featurize.stored_trace import trace_of_json
 
-    on_disk = _disk_key(key, kind[1])
-    cache = user_cache()
-    content = None if cache is None else cache.read([on_disk]).get(on_disk)
-    if content is None:
-        return None
     try:
-        stored: dict[str, Any] = json.loads(content)
-        kernels, trace = AttentionKernels(**stored["kernels"]), trace_of_json(stored["trace"])
+        stored = recall(f"trace {kind[1]} {key}") or {}
+        traces[AttentionKernels(**stored["kernels"]), kind[1]] = trace_of_json(stored["trace"])
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None
-    traces[kernels, kind[1]] = trace
     return _serving(kind, traces)
 
 
 def _to_disk(key: str, made: Traces) -> None:
     from featurize.stored_trace import trace_to_json
 
-    cache = user_cache()
-    if cache is not None and all(trace.pipeline is None and trace.mix is None for trace in made.values()):
-        cache.write(
-            (_disk_key(key, loop), json.dumps({"kernels": kernels._asdict(), "trace": trace_to_json(trace)}).encode())
+    if all(trace.pipeline is None and trace.mix is None for trace in made.values()):
+        keep({
+            f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(trace)}
             for (kernels, loop), trace in made.items()
-        )
+        })  # fmt: skip

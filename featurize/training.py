@@ -93,13 +93,14 @@ class TrainingStep:
         settings: TrainingSettings,
         device: torch.device | str,
         *,
+        on_phase: Callable[[str], None] | None = None,
         loss: Callable[..., Tensor] | None = None,
         holds_output: bool = False,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.settings = training_of(settings)
-        self.on_phase: Callable[[str], None] = lambda name: None
+        self.on_phase = on_phase or (lambda name: None)
         self.on_batch: Callable[[], None] = lambda: None
         self.loss = loss or cross_entropy
         self.holds_output = holds_output and self.settings.holds_output
@@ -135,8 +136,9 @@ class TrainingStep:
         for number in range(settings.accumulation):
             if number:
                 self.on_batch()
-            between = number < settings.accumulation - 1 and isinstance(self.model, OwnUpdates)
-            with self.model.between_updates() if between else contextlib.nullcontext():
+            last = number == settings.accumulation - 1
+            updates: OwnUpdates | None = self.model if isinstance(self.model, OwnUpdates) and not last else None
+            with updates.between_updates() if updates is not None else contextlib.nullcontext():
                 self.on_phase("forward")
                 given = self.converted(inputs)  # which live until the next, as a script's variables do
                 loss = self._forward(given, targets)

@@ -7,22 +7,30 @@ Start reading at `benchmark`. In `learn.evaluation`, `benchmark_rows` chooses th
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from conf.cli import command
 from conf.errors import UsageError
-from learn.evaluation.benchmark_figures import TRUSTED_ALONE, Asked, Benchmark, Figures, Given, Scored, judged
+from learn.evaluation.benchmark_figures import (
+    TRUSTED_ALONE,
+    Asked,
+    Benchmark,
+    Figures,
+    Given,
+    Scored,
+    described,
+    judged,
+)
 from learn.evaluation.benchmark_settings import STEP_FORMULAS, BenchmarkSettings
 from learn.step_store import StepStore
-from learn.targets import SLOWDOWN, Bins, get_target
+from learn.targets import SLOWDOWN, get_target
 
 if TYPE_CHECKING:
-    from learn.evaluation.benchmark_answers import Tally
     from learn.evaluation.benchmark_rows import RowSelection
     from learn.evaluation.splits import Part
     from warehouse.folder import DataFolder
@@ -74,7 +82,9 @@ def benchmark(
     traces = any(get_estimator(name).needs_trace for name in learned)
     steps = StepStore(cache_folder(settings) if traces else None)
     if traces:
-        notes += _prepared(steps, settings, selection, tally)
+        if computed := steps.prepare(selection.rows.cases, workers=settings.workers, progress=tally.traced):
+            kept = cache_folder(settings).features
+            notes.append(f"{computed} traced steps computed; their features are kept in {kept}")
         selection, more = _suspects_marked(selection, steps)
         notes += more
         if settings.doubtful == "drop":
@@ -82,7 +92,11 @@ def benchmark(
     elif selection.rows.target.is_memory:
         notes.append("labels were not compared with traces, which no learned estimator that is asked reads")
     tally.add(len(index) * len(names) + len(parts) * len(learned))
-    counted = partial(_judged, settings, selection, index, bins, steps)
+    sets = _sets(settings, selection, index, steps)
+
+    def counted(of: Mapping[str, Asked]) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
+        return judged(sets, of, bins, selection.rows.target.space)
+
     asked: dict[str, Asked] = {}
     for name in learned:
         asked[name] = ask_learned(name, selection, parts, bins, settings.seed, tally, steps)
@@ -91,7 +105,7 @@ def benchmark(
         asked[name] = given
         finished(counted({name: given})[0])
 
-    notes = [*_said_of_parts(settings, parts, learned), *notes]
+    notes = [*_notes_of_parts(settings, parts, learned), *notes]
     for name in learned:
         notes += [f"{name}: {text}" for text in _alike(asked[name].warnings)]
     figures, scored = counted({name: asked[name] for name in names} | _published_estimates(selection, index))
@@ -136,23 +150,9 @@ def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping) 
     )
 
 
-def _prepared(steps: StepStore, settings: BenchmarkSettings, selection: RowSelection, tally: Tally) -> list[str]:
-    """The features of traced steps, computed or read before anything is fitted; says where they are kept."""
-    before = tally.done, tally.of
-
-    def heard(done: int, of: int) -> None:
-        if tally.of == before[1]:
-            tally.add(of)
-        tally.step(before[0] + done - tally.done)
-
-    computed = steps.prepare(selection.rows.cases, workers=settings.workers, progress=heard)
-    kept = cache_folder(settings).features
-    return [f"{computed} traced steps computed; their features are kept in {kept}"] if computed else []
-
-
 def cache_folder(settings: BenchmarkSettings) -> DataFolder:
-    """Where features are kept: the data folder; for published files one is made only if it is named, and where there
-    is none, `gpufarm` in the user's cache folder serves."""
+    """Return where features are kept: the data folder. For published files one is made only if it is named; without
+    one, `gpufarm` in the user's cache folder serves."""
     from featurize.disk_cache import user_folder
     from warehouse.folder import DataFolder
 
@@ -168,9 +168,8 @@ def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str
     """Return other people's estimates of these very rows, where a file holds them."""
     from learn.evaluation.benchmark_view import OTHERS
 
-    names = sorted({name for i in index for name in selection.estimates[i]})
-    estimates = {}
-    for name in names:
+    estimates: dict[str, Asked] = {}
+    for name in sorted({name for i in index for name in selection.estimates[i]}):
         with_it = {selection.file[i] for i in index if name in selection.estimates[i]}
         answers = {
             i: Given(estimate=selection.estimates[i].get(name), reason="not published for this row")
@@ -186,85 +185,63 @@ def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSele
     from learn.suspect_rows import with_suspects
 
     rows = with_suspects(selection.rows, steps)
-    notes = []
-    for file in dict.fromkeys(selection.file.tolist()):
-        n = int((rows.doubt != selection.rows.doubt)[selection.file == file].sum())
-        if n:
-            notes.append(f"{file}: {n} more rows are in doubt: traces or rows of the same network contradict them")
+    counts = Counter(selection.file[rows.doubt != selection.rows.doubt].tolist())
+    notes = [
+        f"{file}: {n} more rows are in doubt: traces or rows of the same network contradict them"
+        for file in dict.fromkeys(selection.file.tolist())
+        if (n := counts[file])
+    ]
     return replace(selection, rows=rows), notes
 
 
-def _said_of_parts(settings: BenchmarkSettings, parts: Sequence[Part], learned: Sequence[str]) -> list[str]:
-    if not parts:
-        return []
+def _notes_of_parts(settings: BenchmarkSettings, parts: Sequence[Part], learned: Sequence[str]) -> list[str]:
     own = [part for part in parts if part.name != "never fitted on"]
-    notes = []
-    if settings.split == "holdout" and own:
+    if not own:
+        return []
+    if settings.split == "holdout":
         asked, saw = len(own[0].outside), len(own[0].inside)
-        notes.append(f"asked: {asked} rows that are held out; learned estimators saw the other {saw}")
-    elif own and learned:
-        n = sum(len(part.outside) for part in own)
-        how = f"{settings.folds}-fold" if settings.split == "cv" else f"each {settings.by} left out in turn"
-        notes.append(
-            f"{how}: learned estimators answer for each of {n} rows from a fit on the others, near-copies left out; "
-            f"{len(own)} fits an estimator"
-        )
-    return notes
+        return [f"asked: {asked} rows that are held out; learned estimators saw the other {saw}"]
+    if not learned:
+        return []
+    n = sum(len(part.outside) for part in own)
+    how = f"{settings.folds}-fold" if settings.split == "cv" else f"each {settings.by} left out in turn"
+    return [
+        f"{how}: learned estimators answer for each of {n} rows from a fit on the others, near-copies left out; "
+        f"{len(own)} fits an estimator"
+    ]
 
 
 def _alike(warnings: Sequence[str]) -> list[str]:
-    """One of those that differ by their numbers only."""
-    notes_by_shape: dict[str, str] = {}
+    """Return one of those that differ by their numbers only."""
+    by_shape: dict[str, str] = {}
     for text in warnings:
-        notes_by_shape.setdefault(re.sub(r"[\d.]+", "#", text), text)
-    return list(notes_by_shape.values())
+        by_shape.setdefault(re.sub(r"[\d.]+", "#", text), text)
+    return list(by_shape.values())
 
 
-def _described(
+def _sets(
     settings: BenchmarkSettings, selection: RowSelection, index: np.ndarray, steps: StepStore
-) -> dict[int, dict[str, Any]]:
-    """Return of each row that is asked what `Scored` says of it."""
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return title -> row -> what `Scored` says of it: each file, and where some of its rows are in doubt also the
+    others alone."""
     from learn.evaluation.splits import keys_of
 
     rows = selection.rows
     groups = keys_of(rows, settings.by or "module")
-    return {
-        i: {
+    sets: dict[str, dict[int, dict[str, Any]]] = {}
+    for i in index.tolist():
+        sets.setdefault(selection.file[i], {})[i] = described(rows.records[i], rows.target) | {
             "name": str(selection.name[i]),
             "group": str(groups[i]),
-            "label": None if rows.censored[i] else float(rows.label[i]),
-            "doubt": str(rows.doubt[i]) or None,
-            "family": str(rows.family[i]),
-            "batch_size": rows.cases[i].batch_size,
-            "card": float(rows.device_memory_mib[i]) if rows.target.is_memory else None,
             "operator": steps.main_operator(rows.cases[i]),
-            "source": str(rows.source[i]),
         }
-        for i in index.tolist()
-    }
-
-
-def _judged(
-    settings: BenchmarkSettings,
-    selection: RowSelection,
-    index: np.ndarray,
-    bins: Mapping[str, Mapping[str, Bins]],
-    steps: StepStore,
-    asked: Mapping[str, Asked],
-) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
-    """Judge the estimators on each file, and where some of its rows are in doubt also on the others alone."""
-    described = _described(settings, selection, index, steps)
-    figures: list[Figures] = []
-    scored: dict[tuple[str, str], list[Scored]] = {}
-    for file in dict.fromkeys(selection.file[index].tolist()):
-        rows = {i: about for i, about in described.items() if selection.file[i] == file}
-        trusted = {i: about for i, about in rows.items() if about["doubt"] is None}
-        for title, members in ((file, rows), (f"{file}{TRUSTED_ALONE}", trusted)):
-            if members and (members is rows or len(trusted) < len(rows)):
-                of_members, own = judged(title, members, asked, bins[file], selection.rows.target.space)
-                figures += of_members
-                scored |= own
-    return figures, scored
+    with_trusted: dict[str, dict[int, dict[str, Any]]] = {}
+    for file, of_file in sets.items():
+        with_trusted[file] = of_file
+        trusted = {i: about for i, about in of_file.items() if about["doubt"] is None}
+        if 0 < len(trusted) < len(of_file):
+            with_trusted[f"{file}{TRUSTED_ALONE}"] = trusted
+    return with_trusted
 
 
 def entry(settings: BenchmarkSettings) -> int:
@@ -275,9 +252,10 @@ def entry(settings: BenchmarkSettings) -> int:
         return benchmark_entry(settings)
     from learn.evaluation.benchmark_view import (
         BenchmarkProgress,
+        benchmark_page,
         print_benchmark,
-        write_benchmark_report,
         write_json,
+        write_page,
     )
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:
@@ -293,7 +271,7 @@ def entry(settings: BenchmarkSettings) -> int:
     if settings.out is not None:
         write_json(settings.out, done, settings)
     if settings.report is not None:
-        write_benchmark_report(settings.report, done, settings)
+        write_page(settings.report, benchmark_page(done, settings))
     return 0
 
 

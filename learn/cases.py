@@ -1,4 +1,4 @@
-"""What an estimator is asked about: one training job on one GPU model.
+"""The question to an estimator: one training job on one GPU model.
 
 Start reading at `Case`; `of_configs` makes them of trial configs. torch is imported on use.
 """

@@ -11,7 +11,7 @@ import json
 import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -195,13 +195,13 @@ class Client:
         ends = min(ends, time.monotonic() + _RECONNECT_S)
         for pause_s in _pauses():
             try:
-                with self._open() as connection:
-                    connection.request(method, path, content, self._headers)
-                    answer = connection.getresponse()
-                    text = answer.read()
-                    if answer.status < _FAILURES or answer.headers.get_content_type() in _OURS:
-                        return answer.status, answer.headers, text
-                    raise _ProxyFailed(f"status {answer.status}")
+                connection = self._open()
+                connection.request(method, path, content, self._headers)
+                answer = connection.getresponse()
+                text = answer.read()
+                if answer.status < _FAILURES or answer.headers.get_content_type() in _OURS:
+                    return answer.status, answer.headers, text
+                raise _ProxyFailed(f"status {answer.status}")
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 if time.monotonic() + pause_s > ends or isinstance(error, ssl.SSLError):
@@ -211,14 +211,13 @@ class Client:
                 time.sleep(pause_s)
         raise AssertionError("pauses never end")
 
-    @contextmanager
-    def _open(self) -> Iterator[http.client.HTTPConnection]:
+    def _open(self) -> http.client.HTTPConnection:
         if self._connection is None:
             kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
             self._connection = kind(self._host, self._port, timeout=_CONNECT_S)
             self._connection.connect()
             self._connection.sock.settimeout(_WAIT_S + _CONNECT_S)
-        yield self._connection
+        return self._connection
 
 
 def _pauses() -> Iterator[float]:
@@ -229,13 +228,10 @@ def _pauses() -> Iterator[float]:
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise EnvironmentProblem("what answers there is no gpufarm service") from error
-    if not isinstance(value, dict):
-        raise EnvironmentProblem("what answers there is no gpufarm service")
-    return value
+    with suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise EnvironmentProblem("what answers there is no gpufarm service")
 
 
 def _estimate_or_none(value: Mapping[str, Any] | None) -> Estimate | None:

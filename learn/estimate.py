@@ -14,18 +14,9 @@ import sys
 
 from conf.cli import command
 from featurize.light_imports import without_compiler
-from learn.commands.estimate import EstimateSettings, entry
+from learn.commands.estimate import entry
 
 _SERVER = "--server"
-
-
-def _entry_here_or_there(settings: EstimateSettings) -> int:
-    """Estimate here, or ask the service that `server=` names. Returns the exit code."""
-    if settings.server is None:
-        return entry(settings)
-    from learn.commands.estimate_remote import entry_of_server
-
-    return entry_of_server(settings)
 
 
 def _server_as_key(arguments: list[str]) -> list[str]:
@@ -51,4 +42,4 @@ if __name__ == "__main__":
         at = sys.argv.index("--")
         script_command, sys.argv[at:] = sys.argv[at + 1 :], []
         command("estimate", functools.partial(entry_of_script, command=script_command))
-    command("estimate", _entry_here_or_there)
+    command("estimate", entry)

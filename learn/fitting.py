@@ -194,8 +194,8 @@ def fit(
         "status": dict(rows.counts),
     }
     report = {
-        "cv": [metrics.to_mapping() for metrics in evaluation.cv],
-        "test": evaluation.test.to_mapping(),
+        "cv": list(evaluation.cv),
+        "test": evaluation.test,
         "test_run_ids": evaluation.test_rows.run_ids.tolist(),
         "train_run_ids": evaluation.train_rows.run_ids.tolist(),
     }

@@ -342,7 +342,7 @@ def _write(
     }
     report = {
         "cv": [],
-        "test": evaluation.test.to_mapping(),
+        "test": evaluation.test,
         "test_run_ids": judges.run_ids.tolist(),
         "train_run_ids": known.run_ids.tolist(),
         "fitted_on": "train",

@@ -22,23 +22,27 @@ TOKENS = 512  # sequence length of the published transformers
 
 
 def workload_of(row: PublishedRow) -> Workload:
-    """The job of one row. Raises `UsageError` for a row without one: no known model, fields that don't fit together.
+    """Return the job of one row. Raises `UsageError` for a row without one: no known model, fields that don't fit
+    together, a model that the installed timm does not know.
 
     A row of a configuration gives its family's model, trained as published. A model of timm is built with random
     weights and trained on images of its own default size; the other models are those of `KNOWN_MODELS`. All in the
     usual loop and in fp32; with Adam, but for timm's (`warehouse.published.timm_config` says why).
     """
+    from featurize.families import timm
+
     if row.family is not None:
         return replace(of_config(config_of(row)), training_loop=True)
     if row.model is None or row.batch_size is None:
         raise UsageError(f"{row.name}: {row.reason or 'names no model'}")
     if row.group is not None:
-        return timm_workload(row)
+        timm.defaults(row.model)
+        return replace(of_config(config_of(row)), name=row.model, training_loop=True)
     return known_workload(row.model, row.batch_size)
 
 
 def config_of(row: PublishedRow) -> TrialConfig:
-    """The trial config of a configuration's row or of a timm model's. `UsageError` where its fields make none."""
+    """Return the trial config of a configuration's row or of a timm model's. Raises `UsageError` without one."""
     if row.family is not None and row.config:
         return config_from_mapping(row.config)
     if row.group is not None and row.model is not None and row.batch_size is not None:
@@ -46,48 +50,24 @@ def config_of(row: PublishedRow) -> TrialConfig:
     raise UsageError(f"{row.name}: {row.reason or 'is no configuration of a family'}")
 
 
-def timm_workload(row: PublishedRow) -> Workload:
-    """A timm model in the usual loop. `UsageError` if timm is not installed or its release does not know the model."""
-    from featurize.families import timm
-
-    timm.defaults(row.model)
-    return replace(of_config(config_of(row)), name=row.model or row.name, training_loop=True)
-
-
 def known_workload(name: str, batch_size: int) -> Workload:
-    """A model of `KNOWN_MODELS`, by its name there in any case. An unknown name raises `UsageError` with the known."""
+    """Return a model of `KNOWN_MODELS`, by its name in any case. Raises `UsageError` with the known ones."""
     known = {one.lower(): make for one, make in KNOWN_MODELS.items()}
     if name.lower() not in known:
         raise unknown_name("published model", name, KNOWN_MODELS)
     return known[name.lower()](name, batch_size)
 
 
-def _image_workload(
-    name: str,
-    build: Callable[[], nn.Module],
-    size: tuple[int, int, int],
-    batch_size: int,
+def _workload(
+    name: str, build: Callable[[], nn.Module], batch: Callable, batch_size: int, loss: Callable | None
 ) -> Workload:
     from featurize.training import Training
 
-    def batch(device: str) -> tuple[tuple[Tensor, ...], Tensor]:
-        import torch
-
-        images = torch.randn(batch_size, *size, device=device)
-        return (images,), torch.zeros(batch_size, dtype=torch.long, device=device)
-
-    return Workload(
-        name=name,
-        build=build,
-        batch=batch,
-        settings=Training(),
-        batch_size=batch_size,
-        loss=_first_logits_loss,
-    )
+    return Workload(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
 
 
 def _first_logits_loss(output, targets: Tensor) -> Tensor:
-    """Cross entropy of [N, classes]; models without a head give features, whose mean stands in at the same cost."""
+    """Return the cross entropy of [N, classes]. Models without a head give features: their mean costs the same."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -98,7 +78,7 @@ def _first_logits_loss(output, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Vision:
-    """A torchvision or timm factory. `arguments` keep random initialisation cheap, never change the network."""
+    """Build by a torchvision or timm factory. `arguments` make random initialisation cheap, with the same network."""
 
     library: str
     factory: str
@@ -113,12 +93,18 @@ class _Vision:
                 return module.create_model(self.factory, **dict(self.arguments))
             return getattr(module, self.factory)(**dict(self.arguments))
 
-        return _image_workload(name, build, (3, self.side, self.side), batch_size)
+        def batch(device: str) -> tuple[tuple[Tensor, ...], Tensor]:
+            import torch
+
+            images = torch.randn(batch_size, 3, self.side, self.side, device=device)
+            return (images,), torch.zeros(batch_size, dtype=torch.long, device=device)
+
+        return _workload(name, build, batch, batch_size, _first_logits_loss)
 
 
 @dataclass(frozen=True)
 class _Language:
-    """A model of the transformers package from its configuration, random weights.
+    """Build a model of the transformers package from its configuration, with random weights.
 
     head: `classes`, a sequence classifier with two labels, as fine-tuning scripts have it; `masked_token`, a language
     model whose loss is over the tokens in place; `next_token`, one whose loss is over the following tokens.
@@ -130,8 +116,6 @@ class _Language:
     head: str
 
     def __call__(self, name: str, batch_size: int) -> Workload:
-        from featurize.training import Training
-
         library = import_library("transformers")
         config = getattr(library, self.config)(**self.sizes)
         vocabulary = config.vocab_size
@@ -148,11 +132,11 @@ class _Language:
             return (tokens,), tokens
 
         loss = _next_token_loss if self.head == "next_token" else None
-        return Workload(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
+        return _workload(name, build, batch, batch_size, loss)
 
 
 def _next_token_loss(output, targets: Tensor) -> Tensor:
-    """[N, T, V] against the tokens one place on; both are copied, as the package's own losses do."""
+    """Return the loss of [N, T, V] against the tokens one place on; both are copied, as the package's own losses do."""
     from torch.nn.functional import cross_entropy
 
     logits = output.logits[:, :-1, :].contiguous()

@@ -65,7 +65,7 @@ class _Measured:
         return _LEAST_MIB + self.workspaces_mib
 
     def _scaled(self, other: _Measured) -> float:
-        """What the other lies beyond its trace, in proportion to the traced memory where this one's is larger."""
+        """Return how far the other lies beyond its trace, in proportion to the memory where this one's is larger."""
         scaled = other.beyond_mib * max(1.0, self.traced_mib / other.traced_mib)
         return max(scaled, other.beyond_mib) if other.beyond_mib > 0 else min(scaled, other.beyond_mib)
 
@@ -147,7 +147,7 @@ def _measured(at: int, label_mib: float, values: Mapping[str, float]) -> _Measur
 
 
 def _network(case: Case, device: str) -> str:
-    """What rows share that differ in nothing but the batch."""
+    """Return what rows share that differ in nothing but the batch."""
     if case.config is None:
         return f"{device} {case.training_loop} {case.workload.name}"
     settings = {name: value for name, value in case.config.to_mapping().items() if name != "batch_size"}

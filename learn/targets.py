@@ -1,4 +1,4 @@
-"""What can be estimated: the targets with their columns and units, and the bins that published results use.
+"""The targets of estimates with their columns and units, and the bins that published results use.
 
 Start reading at `TARGETS`, then `Bins`.
 """

@@ -47,7 +47,7 @@ class Workload:
     batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
     parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
     given       a module's model, inputs and the like, as they were given: what tells the job from others
-    key         what tells it, where `learn.estimation.job_key` has found that out; empty: nothing does
+    key         what tells it, where `learn.traced` has found that out; empty: nothing does
     """
 
     name: str
@@ -69,7 +69,8 @@ class Workload:
         """Return the job with the batch at this place of `batches` in every step."""
         batch = self.batches[at]
         inputs, _target = batch("meta")
-        return replace(self, batch=batch, batches=(), batch_size=_batch_size(inputs), given=(), key=None)
+        given = (*self.given, at) if self.given else ()
+        return replace(self, batch=batch, batches=(), batch_size=_batch_size(inputs), given=given, key=None)
 
     @property
     def longest(self) -> int:
@@ -120,14 +121,14 @@ def name_of(config: TrialConfig) -> str:
 
 def of_module(
     model: nn.Module | Callable[[], nn.Module],
-    inputs,
+    inputs: Any = None,
     settings: TrainingSettings | None = None,
     *,
     input_dtype: str = "float32",
-    target=None,
+    target: Any = None,
     loss: Callable | None = None,
     name: str | None = None,
-    batches: Sequence[tuple[Any, Any]] = (),
+    batches: Sequence[Sequence[Any]] = (),
 ) -> Workload:
     """The workload of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
 
@@ -137,11 +138,11 @@ def of_module(
     settings     adam and fp32 by default
     target       a tensor or the shape of class indices; None: the output's own loss, or whatever suits the output
     loss         `loss(output, target)`; None: cross entropy of the output, its `logits` or its first tensor
-    batches      inputs and target of each step, in order, instead of `inputs` and `target` (None)
+    batches      inputs and target of each step, in order, instead of `inputs` and `target`
 
     Tensors that were given are copied with their values, on meta with those of small ones (`featurize.values`); of
     shapes, integers are 0, so that they are valid token ids, and the rest is normal. Raises `UsageError` for inputs
-    that are neither. What is no module, and what a factory gives that is none, is one when it is built.
+    that are neither. What is not a module, and what a factory gives that is not, is refused when it is built.
     """
     from torch import nn
 
@@ -149,7 +150,8 @@ def of_module(
     from featurize.training import Training
 
     dtype = torch_dtype(input_dtype)
-    makers = [_maker_of_batch(one, wanted, dtype) for one, wanted in batches or [(inputs, target)]]
+    pairs = batches or [(inputs, target)]
+    makers = [_maker_of_batch(one, wanted, dtype) for one, wanted in pairs]
     made = [maker("meta") for maker in makers]
     mixed = len({shape_of(one) for one in made}) > 1
     at = max(range(len(made)), key=lambda one: sum(x.numel() for x in tensors_of(made[one][0])))
@@ -165,10 +167,10 @@ def of_module(
         build=build,
         batch=makers[at],
         settings=settings if settings is not None else Training(),
-        batch_size=_batch_size(batches[at][0] if batches else inputs),
+        batch_size=_batch_size(pairs[at][0]),
         loss=loss,
         batches=tuple(makers) if mixed else (),
-        given=(model, inputs, input_dtype, target, loss, None if not batches else list(batches)),
+        given=(model, input_dtype, loss, pairs),
     )
 
 
@@ -181,12 +183,15 @@ def _maker_of_batch(inputs: Any, target: Any, dtype: torch.dtype) -> Callable[[s
     """`make(device)` -> the batch's inputs and target on that device."""
     if inputs is None or (not is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
-    single = is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping)
-    maker = _maker_of_arguments((inputs,) if single else inputs, dtype)
+    if is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping):
+        inputs = (inputs,)
+    named = isinstance(inputs, Mapping)
+    makers = [_maker_of_argument(value, dtype) for value in ([inputs] if named else inputs)]
     target_maker = None if target is None else _maker(target, torch_dtype("int64"))
 
     def batch(device: str) -> tuple[Inputs, Tensor | None]:
-        return maker(device), None if target_maker is None else target_maker(device)
+        arguments: Any = tuple(make(device) for make in makers)
+        return arguments[0] if named else arguments, None if target_maker is None else target_maker(device)
 
     return batch
 
@@ -234,19 +239,11 @@ def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
     return kind
 
 
-def _maker_of_arguments(given: Sequence | Mapping, dtype: torch.dtype) -> Callable[[str], Inputs]:
-    """`make(device)` -> positional or keyword arguments on that device."""
-    if isinstance(given, Mapping):
-        by_name = {str(name): _maker_of_argument(value, dtype, in_mapping=True) for name, value in given.items()}
-        return lambda device: {name: make(device) for name, make in by_name.items()}
-    makers = [_maker_of_argument(value, dtype) for value in given]
-    return lambda device: tuple(make(device) for make in makers)
-
-
 def _maker_of_argument(value: Any, dtype: torch.dtype, *, in_mapping: bool = False) -> Callable[[str], object]:
     """`make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
     if isinstance(value, Mapping):
-        return _maker_of_arguments(value, dtype)
+        by_name = {str(name): _maker_of_argument(one, dtype, in_mapping=True) for name, one in value.items()}
+        return lambda device: {name: make(device) for name, make in by_name.items()}
     if not is_shape(value) and isinstance(value, list | tuple) and value and all(map(holds_tensors, value)):
         makers = [_maker_of_argument(one, dtype) for one in value]
         return lambda device: [make(device) for make in makers]
@@ -289,12 +286,11 @@ def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
 
         def make(device: str) -> Tensor:
             copied = torch.empty_like(given, device=device)
-            if device != "meta" and not given.is_meta:
-                copied.copy_(given)
-            elif device != "meta":
-                copied = _filled(copied)
-            elif not given.is_meta:
-                remember(copied, given)
+            if device == "meta":
+                if not given.is_meta:
+                    remember(copied, given)
+            else:
+                copied = _filled(copied) if given.is_meta else copied.copy_(given)
             return copied.requires_grad_(value.requires_grad)
 
         return make

@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def no_answers_of_other_tests():
     """Forget traces and answers: tests replace parts of what makes them."""
-    for name in ("featurize.trace_cache", "learn.estimation.answer_cache"):
+    for name in ("featurize.trace_cache", "learn.estimation.answers"):
         if (module := sys.modules.get(name)) is not None:
             module.clear()
 

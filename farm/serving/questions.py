@@ -183,7 +183,7 @@ def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
 def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return what a job of a module has besides; `quantized` are training settings that its configuration means."""
     from featurize.training_settings import Training
-    from learn.estimation.questions import training_settings
+    from learn.estimation.estimating import training_settings
 
     with _as_problem("/training"):
         if twice := sorted(quantized.keys() & request.training.keys()):

@@ -18,13 +18,7 @@ import warehouse
 from conf.errors import UsageError
 from conf.reports.blocks import Block, Bullets, Cell, Code, Drawn, Group, Heading, Lead, SideBySide, table
 from conf.reports.page_text import MISSING, count_of, figure
-from infra.offline.probe_sections import Absent, records
-from infra.offline.run_sections import spread_text
-from learn.collocation.command import memory_errors
-from learn.collocation.learned import packaged_slowdowns
-from learn.collocation.rows import measured_groups
-from learn.collocation.slowdown import NoUtilization
-from learn.evaluation.estimated_runs import (
+from infra.offline.estimated_runs import (
     FIGURES,
     EstimatedRun,
     EstimatedRuns,
@@ -32,6 +26,12 @@ from learn.evaluation.estimated_runs import (
     operator_times,
     spread_of,
 )
+from infra.offline.probe_sections import Absent, records
+from infra.offline.run_sections import spread_text
+from learn.collocation.command import memory_errors
+from learn.collocation.learned import packaged_slowdowns
+from learn.collocation.rows import measured_groups
+from learn.collocation.slowdown import NoUtilization
 from warehouse.explorer.plot import against
 
 _MOST_OPERATORS = 24  # in the table

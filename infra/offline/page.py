@@ -38,11 +38,11 @@ from conf.reports.render import render_page
 from featurize.block_comparison import BlockComparison
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from infra.offline import experiment_sections, probe_sections, run_sections
+from infra.offline.estimated_runs import FIGURES, EstimatedRuns, by_family, estimated_runs, spread_of
 from infra.offline.probe_sections import Absent
 from infra.offline.refits import RULES, refits
 from infra.offline.results import Series, newest, unpack
 from infra.offline.run_sections import spread_text
-from learn.evaluation.estimated_runs import FIGURES, EstimatedRuns, by_family, estimated_runs, spread_of
 from warehouse.export import SOURCES, ExportSettings, export
 from warehouse.folder import DataFolder
 

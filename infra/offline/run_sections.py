@@ -32,9 +32,7 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.page_text import MISSING
-from infra.offline.probe_sections import Absent, mib, records
-from learn.estimation.loops import RESIDENT
-from learn.evaluation.estimated_runs import (
+from infra.offline.estimated_runs import (
     FIGURES,
     SHIPPED,
     TRACE,
@@ -44,6 +42,8 @@ from learn.evaluation.estimated_runs import (
     by_family,
     spread_of,
 )
+from infra.offline.probe_sections import Absent, mib, records
+from learn.estimation.loops import RESIDENT
 from warehouse.explorer.plot import against
 
 MEMORY = ("allocated", "reserved", "process")

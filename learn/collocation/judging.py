@@ -5,6 +5,7 @@ Start reading at `judged`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,11 +19,12 @@ from learn.collocation.slowdown import ConstantSlowdown, NoUtilization, SharedTi
 BOTH_KEEP = 0.85  # of the speed alone: a pair in which both do is one to put together
 SPLITS = ("model", "device")
 _TREES, _LEAF = 200, 5
+Answered = tuple[MeasuredGroup, list[Slowdown] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowdownScore:
-    """How far an estimator is off, over all groups and the parts that they were left out in.
+    """The errors of an estimator over all groups and the parts that they were left out in.
 
     Args:
         title: Rows that were judged: source, series, and whether those in doubt are among them.
@@ -61,9 +63,8 @@ class _Trees:
         from sklearn.ensemble import RandomForestRegressor
 
         rows = [_utilizations(group.jobs, place) for group in groups for place in range(len(group.jobs))]
-        speeds = [1.0 / max(1.0, slowdown) for group in groups for slowdown in group.slowdowns]
         forest = RandomForestRegressor(_TREES, min_samples_leaf=_LEAF, random_state=0, n_jobs=1)
-        return cls(forest.fit(np.array(rows), np.array(speeds)))
+        return cls(forest.fit(np.array(rows), np.array(_speeds(groups))))
 
     def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
         rows = np.array([_utilizations(group, place) for place in range(len(group))])
@@ -82,7 +83,7 @@ class _UtilizationSum:
     @classmethod
     def fitted(cls, groups: Sequence[MeasuredGroup]) -> _UtilizationSum:
         sums = [sum(_utilizations(group.jobs, 0)) for group in groups for _ in group.jobs]
-        speeds = [1.0 / max(1.0, slowdown) for group in groups for slowdown in group.slowdowns]
+        speeds = _speeds(groups)
         slope, level = np.polyfit(sums, speeds, 1) if len(set(sums)) > 1 else (0.0, float(np.mean(speeds)))
         return cls(float(slope), float(level))
 
@@ -92,16 +93,20 @@ class _UtilizationSum:
 
 
 def _utilizations(group: Sequence[JobProfile], place: int) -> tuple[float, float]:
-    busy = [utilization(job) for job in group]
-    if None in busy:
+    """Return the utilization of one job, and the sum of its partners'. Raises `NoUtilization`."""
+    busy = [known for job in group if (known := utilization(job)) is not None]
+    if len(busy) < len(group):
         raise NoUtilization("the utilization of a job alone is not known")
-    own = busy[place] or 0.0
-    return own, sum(value or 0.0 for value in busy) - own
+    return busy[place], sum(busy) - busy[place]
+
+
+def _speeds(groups: Sequence[MeasuredGroup]) -> list[float]:
+    """Return the normalised speed of every member."""
+    return [1.0 / max(1.0, slowdown) for group in groups for slowdown in group.slowdowns]
 
 
 def _constant(groups: Sequence[MeasuredGroup]) -> ConstantSlowdown:
-    speeds = [1.0 / max(1.0, slowdown) for group in groups for slowdown in group.slowdowns]
-    return ConstantSlowdown(1.0 / float(np.mean(speeds)))
+    return ConstantSlowdown(1.0 / float(np.mean(_speeds(groups))))
 
 
 ESTIMATORS: dict[str, Callable[[Sequence[MeasuredGroup]], SlowdownEstimator]] = {
@@ -126,14 +131,14 @@ def judged(
 
     Members that did not train at the same time are never fitted on, and are judged in rows of their own.
     """
-    titles = sorted({(group.title, group.series) for group in groups})
-    parts = {
-        title: _parts([group for group in groups if (group.title, group.series) == title], split) for title in titles
-    }
+    by_title: dict[tuple[str, str], list[MeasuredGroup]] = defaultdict(list)
+    for group in groups:
+        by_title[group.title, group.series].append(group)
+    parts = {title: _parts(own, split) for title, own in sorted(by_title.items())}
     total, done = sum(map(len, parts.values())), 0
     scores = []
     for (title, series), own_parts in parts.items():
-        answers: dict[str, list[tuple[MeasuredGroup, list[Slowdown] | None]]] = {name: [] for name in ESTIMATORS}
+        answers: dict[str, list[Answered]] = {name: [] for name in ESTIMATORS}
         for inside, outside in own_parts:
             for name, fit in ESTIMATORS.items():
                 answers[name] += _answers(fit, inside, outside)
@@ -145,8 +150,7 @@ def judged(
             scores.append(_score(shown, name, together))
             if len(together) < len(given):
                 scores.append(_score(f"{shown}, also groups that were not together", name, given))
-    kept = [score for score in scores if score is not None]
-    return sorted(kept, key=lambda score: score.title)
+    return sorted((score for score in scores if score is not None), key=lambda score: score.title)
 
 
 def _parts(groups: Sequence[MeasuredGroup], split: str) -> list[tuple[list[MeasuredGroup], list[MeasuredGroup]]]:
@@ -165,21 +169,20 @@ def _answers(
     fit: Callable[[Sequence[MeasuredGroup]], SlowdownEstimator],
     inside: Sequence[MeasuredGroup],
     outside: Sequence[MeasuredGroup],
-) -> list[tuple[MeasuredGroup, list[Slowdown] | None]]:
-    try:
-        estimator = fit(inside)
-    except NoUtilization:
-        return [(group, None) for group in outside]
-    given: list[tuple[MeasuredGroup, list[Slowdown] | None]] = []
+) -> list[Answered]:
+    """Return the left-out groups with their answers; without one where a job's utilization is not known."""
+    given: list[Answered] = []
+    estimator = None
     for group in outside:
         try:
+            estimator = estimator or fit(inside)
             given.append((group, estimator.slowdowns(group.jobs)))
         except NoUtilization:
             given.append((group, None))
     return given
 
 
-def _score(title: str, name: str, given: Sequence[tuple[MeasuredGroup, list[Slowdown] | None]]) -> SlowdownScore | None:
+def _score(title: str, name: str, given: Sequence[Answered]) -> SlowdownScore | None:
     answered = [(group, answer) for group, answer in given if answer is not None]
     if not answered:
         return None

@@ -7,34 +7,142 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.reports.page_text import MISSING
 from conf.settings import data_key, group, key
 from featurize.device_spec import DeviceSpec, describe_device, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import names_network_only, parse_parallel
+from featurize.training_settings import COMPILE_MODES, FLOAT8_RECIPES, FRAMEWORKS, IMPLEMENTATIONS, QUANTIZATIONS
 from featurize.trial import TrialConfig, config_from_mapping
+from featurize.trial_config import OPTIMIZERS
 from learn.cases import DEFAULT_DEVICE
-from learn.commands.estimate_fits import DEVICES, FINDS, print_fits
 from learn.commands.model_inputs import model_batches, model_inputs
-from learn.commands.training_keys import TrainingKeys
+from learn.estimation.estimate_view import PastRun, bound_name, coverage_text, known_to, load_run, print_notes, rate
 from learn.estimation.estimating import estimate, estimate_many
+from learn.estimation.fits import BOUND, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE, RUNS
 from learn.estimation.model_names import load_factory
-from learn.estimation.past_run import PastRun, known_to, load_run
+from learn.estimation.notes import AMD_GPU, PROBLEM, Note
 from learn.estimators import LEVEL
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from learn.estimation.estimating import Inputs, Job
 
 FORMATS = ("table", "json")
 IMPORTANT, ALL = NOTES = ("important", "all")
 DEFAULT_DTYPE = "float32"
+
+
+def _any_of(names: Sequence[str]) -> str:
+    """Return the names as a sentence lists them: `a, b or c`."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingKeys:
+    """The fields of `Training`, each None where nothing was given."""
+
+    optimizer: str | None = key(None, f"for model: adam (the default), {_any_of(tuple(OPTIMIZERS)[1:])}")
+    precision: str | None = key(
+        None,
+        "for model: fp32 (the default), tf32, bf16 or fp16 (autocast), bf16-true or fp16-true (weights in that type)",
+    )
+    cudnn_benchmark: bool | None = key(
+        None, "for model: true where torch.backends.cudnn.benchmark is on; default false"
+    )
+    channels_last: bool | None = key(None, "for model: true for the channels-last memory format; default false")
+    implementation: str | None = key(
+        None, f"for model: {_any_of(IMPLEMENTATIONS)}, of the optimizer; default torch's own choice on a GPU"
+    )
+    weight_decay: float | None = key(
+        None, "for model: the optimizer's; default 0.01 with AdamW, else 0", "number >= 0 | null"
+    )
+    accumulation: int | None = key(
+        None, "for model: micro-steps, each of one batch, before the optimizer steps; default 1", "int >= 1 | null"
+    )
+    clip_norm: float | None = key(
+        None, "for model: largest norm of all gradients; default no clipping", "number > 0 | null"
+    )
+    clip_value: float | None = key(
+        None, "for model: largest absolute value of a gradient; default no clipping", "number > 0 | null"
+    )
+    set_to_none: bool | None = key(
+        None, "for model: false where zero_grad fills the gradients with zeros instead of freeing them; default true"
+    )
+    zero_grad: str | None = key(
+        None,
+        "for model: before_forward, or after_forward where it is called between loss and backward pass; "
+        "default before_forward",
+    )
+    holds_output: bool | None = key(
+        None, "for model: false where the step is a function that leaves no output behind; default true"
+    )
+    grad_scaler: bool | None = key(
+        None, "for model: true where a GradScaler scales the loss; default with precision=fp16 only"
+    )
+    ema: bool | None = key(None, "for model: true for a moving average of all weights on the GPU; default false")
+    optimizer_in_backward: bool | None = key(
+        None, "for model: true where each weight is updated as soon as its gradient is there; default false"
+    )
+    checkpointing: str | None = key(
+        None,
+        "for model: recompute the activations of the repeated blocks: full, or selective (keep products and "
+        "attention); default none",
+    )
+    checkpoint_every: int | None = key(None, "for model: checkpoint every n-th block; default 1", "int >= 1 | null")
+    checkpoint_reentrant: bool | None = key(
+        None, "for model: true for the reentrant variant of torch.utils.checkpoint; default false"
+    )
+    offload_activations: bool | None = key(
+        None, "for model: true where saved tensors wait in host memory; default false"
+    )
+    offload_optimizer: bool | None = key(
+        None, "for model: true where state and step of the optimizer are on the host; default false"
+    )
+    compile: bool | str | None = key(
+        None,
+        f"for model: true where torch.compile compiles the model, or its mode: {_any_of(COMPILE_MODES)}; default false",
+        "bool | text | null",
+    )
+    framework: str | None = key(
+        None,
+        f"for model: what launches the kernels, {_any_of(FRAMEWORKS)}; default compiled with compile=, megatron with "
+        "tp or pp, else eager",
+    )
+    float8: str | None = key(
+        None,
+        f"for model: linear layers multiply 8-bit floats, by torchao's recipe {_any_of(FLOAT8_RECIPES)}; default not",
+    )
+    float8_skip: list[str] | None = key(
+        None, "for model: linear layers that are not converted; default the output layer", "list of text | null"
+    )
+    float8_all_gather: bool | None = key(
+        None, "for model: true where FSDP2 gathers weights as 8-bit floats (float8=tensorwise); default false"
+    )
+    quantize: str | None = key(
+        None, f"for model: store the frozen weights of linear layers as {_any_of(QUANTIZATIONS)}; default not"
+    )
+    quantize_skip: list[str] | None = key(
+        None, "for model: linear layers that are not quantized; default the output layer", "list of text | null"
+    )
+    quantize_keeps_inputs: bool | None = key(
+        None, "for model: true for bitsandbytes before 0.43.2, whose 4-bit layers keep their inputs; default false"
+    )
+
+
 SETTINGS = tuple(field.name for field in fields(TrainingKeys))  # a trial config has its own
 
 
@@ -221,12 +329,9 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(
                 f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; got {named}"
             )
-        if self.model is None and self.input is not None:
-            raise UsageError("input is for model=; a trial config has its own inputs")
-        if self.model is None and self.batches is not None:
-            raise UsageError("batches is for model=; a trial config has its own inputs")
-        if self.model is None and self.batch is not None:
-            raise UsageError("batch is for model=; a trial config has its batch_size")
+        own = {"input": "own inputs", "batches": "own inputs", "batch": "batch_size"}
+        if self.model is None and (of_model := [name for name in own if getattr(self, name) is not None]):
+            raise UsageError(f"{of_model[0]} is for model=; a trial config has its {own[of_model[0]]}")
         if self.run is not None and self.known == RUNS:
             raise UsageError(
                 "known=runs would take run=ID itself, whose figures stand beside the estimate; leave it out"
@@ -244,10 +349,8 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(f"find={self.find} is of one GPU model; name it with device=")
         if self.model is None and self.config is None:
             raise UsageError(f"find={self.find} is for model= and config=")
-        one_only = ["report"] if self.report is not None else []
-        one_only += ["method"] if self.method != "full" else []
-        one_only += ["power_limit_w"] if self.power_limit_w is not None else []
-        if one_only:
+        default = {"report": None, "method": "full", "power_limit_w": None}
+        if one_only := [name for name, value in default.items() if getattr(self, name) != value]:
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
 
     def require_format(self) -> None:
@@ -268,9 +371,11 @@ class EstimateSettings(TrainingKeys):
 
 
 def entry(settings: EstimateSettings) -> int:
-    """Estimate one of model=, config=, run= and configs=, and print it. Returns the exit code."""
+    """Estimate one of model=, config=, run= and configs=, here or by a service, and print it. Returns the exit code."""
     from learn.workload import name_of
 
+    if settings.server is not None:
+        return entry_of_server(settings)
     settings.require_one_job()
     settings.require_format()
     if settings.data is not None:
@@ -314,11 +419,7 @@ def entry(settings: EstimateSettings) -> int:
         **{name: getattr(settings, name) for name in SETTINGS},
     }  # fmt: skip
     if settings.find is not None:
-        as_json = settings.format == "json"
-        return print_fits(
-            settings.find, title, job, inputs, device=settings.device, devices=settings.devices, by=settings.by,
-            as_json=as_json, all_notes=settings.notes == ALL, options=options,
-        )  # fmt: skip
+        return print_fits(settings, title, job, inputs, options)
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
             job, inputs, name=title, device=device or DEFAULT_DEVICE, power_limit_w=settings.power_limit_w,
@@ -380,3 +481,171 @@ def config_mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise UsageError(f"config is a mapping, as in config='{{family: cnn, ...}}', got {value!r}")
     return value
+
+
+LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
+_WIDTH_WITH_ENERGY = 90  # characters
+
+
+def print_fits(
+    settings: EstimateSettings, title: str, job: Job, inputs: Inputs | None, options: Mapping[str, Any]
+) -> int:
+    """Find what fits and print it. Returns the exit code.
+
+    Args:
+        settings: `find`, with the keys that belong to it.
+        title: The job's name in the answer.
+        job, inputs: As `learn.estimate` takes them.
+        options: Further keywords of `learn.estimate`.
+
+    Raises:
+        UsageError: A single device for `devices`; what the search itself raises.
+    """
+    if settings.find == DEVICES and settings.device is not None:
+        raise UsageError(f"find={DEVICES} goes over all GPU models, or over those of device=[A,B]: not over one")
+    by, all_notes = settings.by or BOUND, settings.notes == ALL
+    largest: LargestBatch | None = None
+    fits: tuple[DeviceFit, ...] = ()
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
+        if settings.find == DEVICES:
+            fits = devices_that_fit(job, inputs, devices=settings.devices or None, by=by, **options)
+        else:
+            largest = largest_batch(job, inputs, device=settings.device or DEFAULT_DEVICE, by=by, **options)
+    if settings.format == "json":
+        answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
+        print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
+    elif largest is None:
+        answers = [one.estimate for one in fits if one.estimate is not None]
+        of_amd = {note: None for one in answers for note in one.notes if note.code == AMD_GPU}
+        shared = {note: None for note in answers[0].notes if all(note in one.notes for one in answers)}
+        problems = [
+            Note("no-answer", PROBLEM, f"{one.device}: {one.problem}") for one in fits if one.problem is not None
+        ]
+        table, notes = _table_of_devices(fits, bound_name(answers[0])), [*problems, *{**of_amd, **shared}]
+        _print(f"{title}, memory in MiB", table, answers, notes, all_notes)
+    else:
+        at_limit = _at_limit(largest)
+        decided_by = POINT if at_limit.upper_mib is None else by
+        least = "at least " if largest.is_lower_bound else ""
+        line = f"{title}: the largest batch on {at_limit.device} is {least}{largest.batch:,}, by the {decided_by}"
+        if largest.is_lower_bound:
+            line += "; no larger one is tried"
+        _print(line, _table_of_batches(largest), [at_limit], at_limit.notes, all_notes)
+    return 0
+
+
+def _print(line: str, table: Table, answers: Sequence[Estimate], notes: Collection[Note], all_notes: bool) -> None:
+    from rich.console import Console
+
+    screen = Console()
+    screen.print(line, soft_wrap=True, highlight=False, markup=False)
+    screen.print(table)
+    checks = dict.fromkeys(text for one in answers if (text := coverage_text(one)))
+    if checks:
+        screen.print(f"{bound_name(answers[0])}: {'; '.join(checks)}", soft_wrap=True, highlight=False, markup=False)
+    print_notes(screen, notes, all_notes=all_notes)
+
+
+def _at_limit(largest: LargestBatch) -> Estimate:
+    done = largest.estimate or largest.beyond
+    assert done is not None  # one of both batches was estimated
+    return done
+
+
+def _table_of_batches(largest: LargestBatch) -> Table:
+    table = _table("batch", "peak memory", bound_name(_at_limit(largest)), "the card", "fits")
+    for batch, done in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
+        if done is not None:
+            memory = (done.peak_memory_mib, done.upper_mib, done.device_memory_mib)
+            texts = [MISSING if mib is None else f"{mib:,.0f} MiB" for mib in memory]
+            table.add_row(f"{batch:,}", *texts, "yes" if batch == largest.batch else "no")
+    return table
+
+
+def _table_of_devices(fits: tuple[DeviceFit, ...], bound: str) -> Table:
+    """Return the table, in MiB. It is 80 characters wide; energy has a column where the terminal is wider."""
+    from rich.console import Console
+
+    heads = ["device", "peak", bound.replace(" bound", "\nbound"), "may\ntake", "room", "fits", "samples/s"]
+    rows = [_row_of_device(one) for one in fits]
+    if Console().width >= _WIDTH_WITH_ENERGY:
+        heads.append("J a step")
+    table = _table(*heads)
+    for row in rows:
+        table.add_row(*row[: len(heads)])
+    return table
+
+
+def _row_of_device(one: DeviceFit) -> list[str]:
+    if (done := one.estimate) is None:
+        return [one.device, *[MISSING] * 7]
+    memory = [
+        MISSING if mib is None else f"{mib:,.0f}"
+        for mib in (done.peak_memory_mib, done.upper_mib, done.limit_mib, one.room_mib)
+    ]
+    time = [MISSING if value is None else rate(value) for value in (done.samples_per_s, done.energy_j)]
+    return [one.device, *memory, "yes" if one.fits else "no", *time]
+
+
+def _table(first: str, *others: str) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+TOKEN_VARIABLE = "GPUFARM_TOKEN"
+# Keys of this machine: its data folder, its files, and what the service decides itself.
+_HERE = (
+    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report", "data",
+    "memory_limit_gib",
+)  # fmt: skip
+_SAME = ("coverage", "machine", "loop", "allocator", "workspaces")
+
+
+def entry_of_server(settings: EstimateSettings) -> int:
+    """Ask the service for one estimate and print it. Returns the exit code."""
+    from learn.client import Client
+
+    given = [name for name in _HERE if getattr(settings, name) is not None]
+    given += [name for name in ("trust", "devices") if getattr(settings, name)]
+    if given:
+        raise UsageError(f"server= answers for model= and config=; leave {', '.join(given)} out")
+    settings.require_one_job()
+    settings.require_format()
+    body = request_of(settings)
+    title = settings.model or f"{body['config'].get('family')}, batch {body['config'].get('batch_size')}"
+    with Client(settings.server or "", token=os.environ.get(TOKEN_VARIABLE)) as service:
+        done = service.estimate(**body)
+    settings.print_answer(title, done)
+    return 0
+
+
+def request_of(settings: EstimateSettings) -> dict[str, Any]:
+    """Return the fields of the request, as `Client.estimate` takes them."""
+    training = {name: value for name in SETTINGS if (value := getattr(settings, name)) is not None}
+    how = {name: value for name in _SAME if (value := getattr(settings, name)) is not None}
+    body: dict[str, Any] = {"device": DEFAULT_DEVICE if settings.device is None else settings.device.name, **how}
+    if settings.method != "full":
+        body["method"] = settings.method
+    if settings.parallel is not None:
+        layout = settings.parallel
+        body["parallel"] = layout if isinstance(layout, str | Mapping) else layout.text()
+    if settings.config is not None:
+        if training:
+            raise UsageError(f"a trial config has its own training settings; leave {', '.join(training)} out")
+        return {**body, "config": dict(config_mapping(settings.config))}
+    arguments = settings.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise UsageError(f"arguments is neither a mapping nor JSON: {error}") from error
+    of_model = {"arguments": arguments, "batch_size": settings.batch}
+    if settings.input_dtype != DEFAULT_DTYPE:
+        of_model["input_dtype"] = settings.input_dtype
+    given = {name: value for name, value in of_model.items() if value is not None}
+    return {**body, **given, "model": settings.model, "inputs": settings.input, "training": training}

@@ -17,9 +17,8 @@ from conf.errors import UsageError, unknown_name
 from conf.settings import group, key, same_key
 from featurize.device_spec import DeviceSpec
 from learn.cases import DEFAULT_DEVICE
-from learn.commands.estimate import FORMATS, SETTINGS, EstimateSettings, described_device
+from learn.commands.estimate import FORMATS, SETTINGS, EstimateSettings, TrainingKeys, described_device
 from learn.commands.model_inputs import model_inputs
-from learn.commands.training_keys import TrainingKeys
 from learn.estimation.model_names import load_factory
 from learn.estimators import LEVEL
 

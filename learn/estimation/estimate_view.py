@@ -6,15 +6,19 @@ Start reading at `print_table`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from conf.errors import UsageError
 from conf.plain_text import one_line
-from conf.reports.page_text import count_of
-from learn.estimation.loops import legend
-from learn.estimation.notes import Note, most_important
-from learn.estimation.past_run import PastRun, agrees_by_construction
-from learn.estimation.sources import TARGETS
+from conf.reports.page_text import MISSING, count_of
+from featurize.row_config import UnreadableConfig, config_of_row, printable
+from featurize.trial import TrialConfig
+from learn.estimation.loops import legend, loop_of_source
+from learn.estimation.notes import TARGETS, WARNING, Note, most_important
 from learn.targets import get_target
 
 if TYPE_CHECKING:
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
 
 TOP_SHOWN = 5  # modules in the table's last line
+_ALWAYS_SHOWN = 6  # figures
+_MEASURED = ("peak memory", "smact (SM activity)", "smocc (SM occupancy)", "drama (DRAM activity)", "step time")
 WHOLE = "(the model)"  # which has no path of its own
 
 
@@ -39,6 +45,7 @@ def print_table(title: str, done: Estimate, past: PastRun | None, *, all_notes: 
     from rich.table import Table
 
     screen = Console()
+    say = partial(screen.print, soft_wrap=True, highlight=False, markup=False)
     size = "" if done.parameters is None else f", {done.parameters:,} parameters"
     screen.print(f"{title} on {done.device}{size}", highlight=False, markup=False)
     table = Table()
@@ -50,52 +57,54 @@ def print_table(title: str, done: Estimate, past: PastRun | None, *, all_notes: 
         table.add_column("difference", justify="right")
     table.add_column("for", no_wrap=alone)
     table.add_column("by", overflow="fold")
-    for name, value, text, target in figures(done):
-        cells = [name, text(value)]
-        if past is not None:
-            column = _COLUMN.get(name)
-            in_run = past.labels[column] if column else None
-            cells += [text(in_run) if column else "", _difference(done, past, target) if column else ""]
-        table.add_row(*cells, basis_of(done, target), done.answered_by.get(target, ""))
-    if done.fits_device is not None:
-        rest = [""] * (1 if past is None else 3)
-        table.add_row("memory of the card", f"{done.device_memory_mib:,.0f} MiB", *rest, "")
-        card_mib, limit_mib = done.device_memory_mib, done.limit_mib
-        if card_mib is not None and limit_mib is not None and limit_mib < card_mib:
-            table.add_row("the job's share of it", f"{limit_mib:,.0f} MiB", *rest, "per_process_memory_fraction")
-        table.add_row(
-            "fits", "yes" if done.fits_device else "no", *rest, "by the bound" if done.upper_mib else "by the point"
-        )
+    for one in figures(done):
+        of_run = () if past is None else _of_run(done, past, one)
+        table.add_row(one.name, one.text, *of_run, basis_of(done, one.target), done.answered_by.get(one.target, ""))
+    rest = ("",) if past is None else ("", "", "")
+    for name, text, why in _of_card(done):
+        table.add_row(name, text, *rest, why)
     screen.print(table)
-    if done.upper_mib is not None:
-        screen.print(f"{bound_name(done)}: {coverage_text(done)}", soft_wrap=True, highlight=False, markup=False)
-    if done.held_out_errors:
-        screen.print(held_out_text(done.held_out_errors), soft_wrap=True, highlight=False, markup=False)
-    if done.loops:
-        screen.print(legend(done.loops.values()), soft_wrap=True, highlight=False, markup=False)
-
-    if done.card_mib is not None:
-        screen.print(instruments_text(done), soft_wrap=True, highlight=False, markup=False)
+    checked = coverage_text(done)
+    for text in (
+        f"{bound_name(done)}: {checked}" if checked else "",
+        held_out_text(done.held_out_errors),
+        legend(done.loops.values()),
+        instruments_text(done),
+    ):
+        if text:
+            say(text)
     if done.breakdown:
         total = sum(done.breakdown.values())
         whose = f"the peak by {done.answered_by['memory']}" if done.trace_memory_mib is None else "the traced peak"
         screen.print(f"{whose}, {total:,.0f} MiB, consists of", highlight=False, markup=False)
-        parts = Table()
-        parts.add_column("part")
+        parts = Table("part")
         parts.add_column("MiB", justify="right")
         parts.add_column("share", justify="right")
         for name, mib in done.breakdown.items():
             parts.add_row(name, f"{mib:,.1f}", f"{mib / total:.1%}" if total else "–")
         screen.print(parts)
     if done.communication_ms is not None:
-        screen.print(communication_text(done), soft_wrap=True, highlight=False, markup=False)
+        sent = ", ".join(f"{kind} {mib:,.1f} MiB" for kind, mib in done.sent_mib.items())
+        takes = f"that takes {done.communication_ms:,.3f} ms, hidden but for what is waited"
+        say(f"each rank sends in a step: {sent}; {takes}")
     if done.peak_operator is not None:
-        screen.print(f"at the peak: {peak_text(done)}", soft_wrap=True, highlight=False, markup=False)
+        say(f"at the peak: {peak_text(done)}")
     if done.activations:
         most = [f"{name or WHOLE} {mib:,.1f}" for name, mib in list(done.activations.items())[:TOP_SHOWN]]
-        screen.print(f"most activations (MiB): {', '.join(most)}", soft_wrap=True, highlight=False, markup=False)
+        say(f"most activations (MiB): {', '.join(most)}")
     print_notes(screen, done.notes, all_notes=all_notes)
     screen.print(f"estimated in {done.seconds:.2f} s", highlight=False)
+
+
+def _of_card(done: Estimate) -> Iterator[tuple[str, str, str]]:
+    """Yield whether the job fits the card: name, text, and by what."""
+    card_mib, limit_mib = done.device_memory_mib, done.limit_mib
+    if card_mib is None:
+        return
+    yield "memory of the card", f"{card_mib:,.0f} MiB", ""
+    if limit_mib is not None and limit_mib < card_mib:
+        yield "the job's share of it", f"{limit_mib:,.0f} MiB", "per_process_memory_fraction"
+    yield "fits", "yes" if done.fits_device else "no", "by the bound" if done.upper_mib else "by the point"
 
 
 def bound_name(done: Estimate) -> str:
@@ -117,17 +126,16 @@ def print_notes(screen: Console, notes: Collection[Note], *, all_notes: bool) ->
 def estimate_text(done: Estimate) -> str:
     """Return an estimate in fewer than 15 lines: six figures, the card, who gave them, at most three notes."""
     lines = [f"estimate of a training job on {done.device}"]
-    for name, value, text, target in list(figures(done))[:6]:
-        basis = coverage_text(done) if target == "bound" else basis_of(done, target)
-        lines.append(f"{name:<24}{text(value)}{f' ({basis})' if basis and value is not None else ''}")
+    for one in figures(done)[:6]:
+        basis = coverage_text(done) if one.target == "bound" else basis_of(done, one.target)
+        lines.append(f"{one.name:<24}{one.text}{f' ({basis})' if basis and one.value is not None else ''}")
     if done.fits_device is not None:
         by = "the bound" if done.upper_mib is not None else "the estimate"
         lines.append(f"{'fits':<24}{'yes' if done.fits_device else 'no'}, by {by}: {done.device_memory_mib:,.0f} MiB")
     targets_by: dict[str, list[str]] = {}
     for target, by in done.answered_by.items():
         targets_by.setdefault(by, []).append(target.replace("_", " "))
-    by_whom = [f"{', '.join(targets)} by {by}" for by, targets in targets_by.items()]
-    lines.append("; ".join(by_whom))
+    lines.append("; ".join(f"{', '.join(targets)} by {by}" for by, targets in targets_by.items()))
     shown = most_important(done.notes)
     lines += [f"note: {one_line(note.text)}" for note in shown]
     if more := len(done.notes) - len(shown):
@@ -157,23 +165,13 @@ def coverage_text(done: Estimate) -> str:
 
 
 def instruments_text(done: Estimate) -> str:
-    """Return the traced peak as each instrument shows it."""
-    shown = {
-        "allocated": done.allocated_mib,
-        "reserved": done.reserved_mib,
-        "the process": done.process_mib,
-        "the card": done.card_mib,
-    }
-    parts = ", ".join(f"{name} {mib:,.0f} MiB" for name, mib in shown.items() if mib is not None)
-    return f"the traced peak, with the machine {done.machine}: {parts}"
-
-
-def communication_text(done: Estimate) -> str:
-    """Return what the ranks of a job on several GPUs send in a step, and how long that takes."""
-    sent = ", ".join(f"{kind} {mib:,.1f} MiB" for kind, mib in done.sent_mib.items())
-    return (
-        f"each rank sends in a step: {sent}; that takes {done.communication_ms:,.3f} ms, hidden but for what is waited"
-    )
+    """Return the traced peak as each instrument shows it; empty without a trace."""
+    if done.card_mib is None:
+        return ""
+    names = ("allocated", "reserved", "the process", "the card")
+    values = (done.allocated_mib, done.reserved_mib, done.process_mib, done.card_mib)
+    parts = [f"{name} {mib:,.0f} MiB" for name, mib in zip(names, values, strict=True) if mib is not None]
+    return f"the traced peak, with the machine {done.machine}: {', '.join(parts)}"
 
 
 def peak_text(done: Estimate) -> str:
@@ -185,15 +183,13 @@ def peak_text(done: Estimate) -> str:
 
 
 def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:
-    """Return one line on how far off `method=fast` was on held-out rows, for each target in the order of the table."""
+    """Return one line on how far off `method=fast` was on held-out rows, by target; empty for other methods."""
     parts = []
     for target in (name for name in TARGETS if name in errors):
-        ratio = get_target(target).space == "ratio"
-        median, p90 = (
-            f"{value:.3f}" if ratio else f"{value:.1%}" for value in map(errors[target].get, ("median", "p90"))
-        )
+        form = ".3f" if get_target(target).space == "ratio" else ".1%"
+        median, p90 = (format(errors[target][name], form) for name in ("median", "p90"))
         parts.append(f"{target.replace('_', ' ')} {median} ({p90})")
-    return f"error on held-out configurations, median (90th percentile): {', '.join(parts)}"
+    return f"error on held-out configurations, median (90th percentile): {', '.join(parts)}" if parts else ""
 
 
 def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
@@ -206,52 +202,39 @@ def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
     print(json.dumps(mapping, indent=1))
 
 
-_COLUMN: Mapping[str, str] = {
-    "peak memory": "peak_memory_mib",
-    "smact (SM activity)": "smact",
-    "smocc (SM occupancy)": "smocc",
-    "drama (DRAM activity)": "drama",
-    "step time": "step_time_ms",
-}
+class ShownFigure(NamedTuple):
+    """A figure as it is shown: its name, value and text, and the target that it belongs to."""
+
+    name: str
+    value: float | str | None
+    text: str
+    target: str
 
 
-def figures(done: Estimate):
-    def mib(value) -> str:
-        return "–" if value is None else f"{value:,.0f} MiB"
-
-    def ratio(value) -> str:
-        return "–" if value is None else f"{value:.3f}"
-
-    def ms(value) -> str:
-        return "–" if value is None else f"{value:,.3f} ms"
-
-    yield "peak memory", done.peak_memory_mib, mib, "memory"
-    yield bound_name(done), done.upper_mib, (lambda v: "not calibrated" if v is None else mib(v)), "bound"
-    yield "smact (SM activity)", done.smact, ratio, "smact"
-    yield "smocc (SM occupancy)", done.smocc, ratio, "smocc"
-    yield "drama (DRAM activity)", done.drama, ratio, "drama"
-    yield "step time", done.step_time_ms, ms, "step_time"
-    if done.step_time_upper_ms is not None:
-        yield "90 % of steps below", done.step_time_upper_ms, ms, "step_time"
-    if done.bound_by is not None:
-        yield "bound by", done.bound_by, (lambda name: name), "step_time"
-    if done.exposed_ms is not None:
-        yield "waits for other GPUs", done.exposed_ms, ms, "step_time"
-    if done.bubble_ms is not None:
-        yield "bubble of the pipeline", done.bubble_ms, ms, "step_time"
-    for name, value, text in throughput_rows(done):
-        if value is not None:
-            yield name, value, text, "step_time"
-
-
-def throughput_rows(done: Estimate) -> tuple[tuple[str, float | None, Callable[[float], str]], ...]:
-    """Return what follows from the step time: name, value, and how the value is written."""
-    return (
-        ("throughput", done.samples_per_s, lambda value: f"{rate(value)} samples/s"),
-        ("tokens", done.tokens_per_s, lambda value: f"{rate(value)} tokens/s"),
-        ("mfu (FLOPs of peak)", done.mfu, lambda value: f"{value:.3f}"),
-        ("energy a step", done.energy_j, lambda value: f"{rate(value)} J"),
-    )
+def figures(done: Estimate) -> list[ShownFigure]:
+    """Return the figures in their order: of the first six, also those that nobody knows."""
+    known: list[tuple[str, float | str | None, str, str]] = [
+        ("peak memory", done.peak_memory_mib, "{:,.0f} MiB", "memory"),
+        (bound_name(done), done.upper_mib, "{:,.0f} MiB", "bound"),
+        ("smact (SM activity)", done.smact, "{:.3f}", "smact"),
+        ("smocc (SM occupancy)", done.smocc, "{:.3f}", "smocc"),
+        ("drama (DRAM activity)", done.drama, "{:.3f}", "drama"),
+        ("step time", done.step_time_ms, "{:,.3f} ms", "step_time"),
+        ("90 % of steps below", done.step_time_upper_ms, "{:,.3f} ms", "step_time"),
+        ("bound by", done.bound_by, "{}", "step_time"),
+        ("waits for other GPUs", done.exposed_ms, "{:,.3f} ms", "step_time"),
+        ("bubble of the pipeline", done.bubble_ms, "{:,.3f} ms", "step_time"),
+        ("throughput", done.samples_per_s and rate(done.samples_per_s), "{} samples/s", "step_time"),
+        ("tokens", done.tokens_per_s and rate(done.tokens_per_s), "{} tokens/s", "step_time"),
+        ("mfu (FLOPs of peak)", done.mfu, "{:.3f}", "step_time"),
+        ("energy a step", done.energy_j and rate(done.energy_j), "{} J", "step_time"),
+    ]
+    shown = []
+    for place, (name, value, form, target) in enumerate(known):
+        absent = "not calibrated" if target == "bound" else MISSING
+        if value is not None or place < _ALWAYS_SHOWN:
+            shown.append(ShownFigure(name, value, absent if value is None else form.format(value), target))
+    return shown
 
 
 def rate(value: float) -> str:
@@ -261,16 +244,102 @@ def rate(value: float) -> str:
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
-def _difference(done: Estimate, past: PastRun, target: str) -> str:
-    """The estimate less what the run showed; in words where a figure would say nothing."""
+def _of_run(done: Estimate, past: PastRun, one: ShownFigure) -> tuple[str, str]:
+    """Return what the run showed, and the estimate less that; in words where a figure would say nothing."""
+    if one.target == "bound" or one.name not in _MEASURED:
+        return "", ""
+    column = get_target(one.target).column
+    in_run = past.labels[column]
+    if in_run is None:
+        return MISSING, ""
+    of_run: dict[str, Any] = {column: in_run}
+    text = next(figure.text for figure in figures(replace(done, **of_run)) if figure.name == one.name)
+    estimated = getattr(done, column)
+    if estimated is None:
+        return text, ""
+    if one.target != "memory" and done.loops.get(one.target) != past.loop:  # memory hardly depends on the loop
+        return text, "other loop"
+    if agrees_by_construction(past, done, one.target):
+        return text, "same trace"
+    if one.target in ("smact", "smocc", "drama"):
+        return text, f"{estimated - in_run:+.3f}"
+    return text, f"{estimated / in_run - 1:+.1%}" if in_run > 0 else ""
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run of the warehouse: its config and what was measured then (column -> figure, missing ones None).
+
+    Of a run beside others on one device, the process's memory alone is its own.
+    """
+
+    run_id: str
+    config: TrialConfig
+    status: str
+    source: str
+    device: str | None
+    labels: Mapping[str, float | None]
+
+    @property
+    def loop(self) -> str:
+        """The loop that it ran in, a name of `learn.estimation.loops.LOOPS`."""
+        return loop_of_source(self.source)
+
+
+def load_run(data, run_id: str, trust: Sequence[str] = ()) -> PastRun:
+    """One run by its id. An unknown one, and one whose config cannot be read, raise `UsageError`.
+
+    The row is data: what its config names is not imported, but for the modules in `trust` (`featurize.own_code`)."""
+    import warehouse
+
+    columns = ["peak_memory_mib", "smact", "smocc", "drama", "step_time_ms"]
+    own = [columns[0], *(f"CASE WHEN group_id IS NULL THEN {name} END" for name in columns[1:])]
+    connection = warehouse.connect(data)
+    try:
+        row = connection.execute(
+            f"SELECT config, status, source, device_name, {', '.join(own)} FROM runs WHERE run_id = ?",
+            [str(run_id)],
+        ).fetchone()
+    finally:
+        connection.close()
+    if row is None:
+        raise UsageError(f"no run {run_id!r} in the warehouse; python -m warehouse.query lists them")
+    try:
+        config = config_of_row(row[0], trust)
+    except UnreadableConfig as error:
+        raise UsageError(f"run {printable(str(run_id))}: {error}") from error
+    return PastRun(str(run_id), config, row[1], row[2], row[3], dict(zip(columns, row[4:], strict=True)))
+
+
+def agrees_by_construction(past: PastRun, done: Estimate, target: str) -> bool:
+    """Return whether the run was simulated with the estimate's own figure, so that agreeing says nothing."""
     column = get_target(target).column
     estimated, in_run = getattr(done, column), past.labels[column]
-    if estimated is None or in_run is None:
-        return ""
-    if target != "memory" and done.loops.get(target) != past.loop:  # memory hardly depends on the loop
-        return "other loop"
-    if agrees_by_construction(past, done, target):
-        return "same trace"
-    if target in ("smact", "smocc", "drama"):
-        return f"{estimated - in_run:+.3f}"
-    return f"{estimated / in_run - 1:+.1%}" if in_run > 0 else ""
+    return (
+        past.source == "simulated"
+        and done.answered_by.get(target) == "trace"
+        and estimated is not None
+        and in_run is not None
+        and math.isclose(estimated, in_run, rel_tol=1e-9)
+    )
+
+
+def known_to(past: PastRun, done: Estimate, data: Any) -> list[Note]:
+    """Return why agreeing with the run proves little: fitted models knew its label, or the trace made it."""
+    from learn.artifacts import versions
+
+    knew = []
+    for target, by in done.answered_by.items():
+        version = by.partition(" ")[2]
+        for artifact in versions(data, target) if version else ():
+            if artifact.version == version and past.run_id in artifact.fitted_run_ids:
+                knew.append(target)
+    notes = []
+    if knew:
+        text = f"{', '.join(knew)}: the model has been fitted on this very run"
+        notes.append(Note("fitted-on-run", WARNING, text, tuple(knew)))
+    made = [target for target in done.answered_by if agrees_by_construction(past, done, target)]
+    if made:
+        text = f"{', '.join(made)}: the trace also simulated this run, so they agree by construction"
+        notes.append(Note("simulated-by-trace", WARNING, text, tuple(made)))
+    return notes

@@ -1,32 +1,39 @@
 """The calls `learn.estimate` and `learn.estimate_many`: what a training job takes from a GPU, before it runs.
 
-Start reading at `estimate`; `learn.estimation.questions` checks its arguments, `learn.estimation.answers` answers.
+Start reading at `estimate`; `question_of` checks its arguments, `learn.estimation.answers` answers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.bars import terminal_bar
-from conf.errors import CommandError, UsageError
+from conf.errors import CommandError, UsageError, kept_from_exit, unknown_name
 from featurize.allocator_settings import AllocatorSettings
 from featurize.machine import MachineProfile
+from featurize.own_code import parse_trust, trusting
+from featurize.parallel.deepspeed_config import hidden_size_of
+from featurize.parallel.layout_text import parse_parallel
 from featurize.training_settings import Training
 from featurize.trial import TrialConfig, config_from_mapping
+from featurize.trial_config import TRAINING_FIELDS
+from learn.batch_lengths import batches_of
 from learn.cases import DEFAULT_DEVICE
+from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import NONE, RUNS, KnownRun, leaves_out
+from learn.estimation.known_runs import NONE, RUNS, KnownRun, OwnRuns, known_runs, leaves_out, require_movable
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
-from learn.estimation.on_machine import machine_for
-from learn.estimation.questions import checked, question_of, require_same, training_settings
+from learn.estimation.on_machine import machine_for, require_workspaces
+from learn.estimation.on_ranks import parallel_job, require_whole, training_of_file
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -35,7 +42,12 @@ if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.layout import Parallel
     from learn.estimation.answers import Data
-    from learn.estimation.questions import Batches, Inputs, Job, Tensors
+
+    Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
+    Job: TypeAlias = Model | TrialConfig | Mapping[str, Any]
+    Tensors: TypeAlias = torch.Tensor | Sequence[int | torch.Tensor | Sequence[int]]
+    Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
+    Batches: TypeAlias = Sequence[Inputs] | Sequence[int] | Mapping[int, float]
 
 MANY = 100  # configs from which on it is worth naming the quick way
 
@@ -150,48 +162,45 @@ def estimate(
         >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
     """
     began = time.monotonic_ns()
-    device = checked(estimator, method, device, power_limit_w)
-    loop, coverage = require_loop(loop), require_coverage(coverage)
+    spec = checked(estimator, method, device, power_limit_w)
     if isinstance(model, Mapping):
         model = config_from_mapping(model)
-    given = {
+    training |= {
         "optimizer": optimizer,
         "precision": precision,
         "cudnn_benchmark": cudnn_benchmark,
         "channels_last": channels_last,
-        **training,
     }
-    given = training_settings(given, settings)
-    of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
     if method == "fast":
+        given = training_settings(training, settings)
         traced_only = {
             "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "workspaces": workspaces,
-            "known": None if leaves_out(known) else known, "torch_version": torch_version,
-            "parallel": parallel, "power_limit_w": power_limit_w, **of_modules,
+            "known": None if leaves_out(known) else known, "torch_version": torch_version, "parallel": parallel,
+            "power_limit_w": power_limit_w, "inputs": inputs, "batches": batches, "target": target, "loss": loss,
         }  # fmt: skip
-        _require_coverage_of_fast(coverage)
-        config = _config_for_fast(model, given, traced_only)
-        from learn.estimation.fast_estimates import fast_estimates
-
-        return fast_estimates([config], device, machine_for(machine, device, data), data)[0]
+        _require_config_alone(traced_only, coverage)
+        if not isinstance(model, TrialConfig):
+            raise UsageError("method=fast answers from a trial config alone; modules take method=full")
+        require_same(model, given)
+        return _fast_estimates([model], spec, machine, data)[0]
     page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
 
         page = checked_path(Path(report))
     question = question_of(
-        model, inputs, batches=batches, training=given, allocator=allocator, estimator=estimator, data=data,
+        model, inputs, batches=batches, settings=settings, allocator=allocator, estimator=estimator, data=data,
         input_dtype=input_dtype, target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine,
-        workspaces=workspaces, torch_version=torch_version, coverage=coverage, known=known,
-        parallel=parallel,
+        workspaces=workspaces, torch_version=torch_version, coverage=coverage, known=known, parallel=parallel,
+        **training,
     )  # fmt: skip
     if page is None:
-        from learn.estimation.answer_cache import answer
+        from learn.estimation.answers import answer
 
-        return replace(answer(question, device), seconds=(time.monotonic_ns() - began) / 1e9)
-    done, traced = question.answered(device, timeline=True)
+        return replace(answer(question, spec), seconds=(time.monotonic_ns() - began) / 1e9)
+    done, traced = question.answered(spec, timeline=True)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
-    write_step_report(page, question.job, device, done, traced, question.allocator)
+    write_step_report(page, question.job, spec, done, traced, question.allocator)
     return done
 
 
@@ -234,27 +243,21 @@ def estimate_many(
         raise UsageError("a trial config has its own inputs; leave batches out")
     if known not in (None, RUNS) and not leaves_out(known):
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
-    described = checked(estimator, method, device)
+    spec = checked(estimator, method, device)
     jobs = _configs(configs)
+    runs = None if leaves_out(known) else known
     if method == "fast":
-        from learn.estimation.fast_estimates import fast_estimates
-
-        if estimator is not None:
-            raise UsageError("method=fast is an estimator of its own; leave estimator= out")
-        if require_loop(loop) is not None:
-            raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
-        _require_coverage_of_fast(require_coverage(coverage))
-        runs = None if leaves_out(known) else known
-        _require_config_alone({"workspaces": workspaces, "known": runs, "torch_version": torch_version})
-        return fast_estimates(jobs, described, machine_for(machine, described, data), data)
+        traced_only = {"estimator": estimator, "loop": loop, "workspaces": workspaces, "torch_version": torch_version}
+        _require_config_alone({**traced_only, "known": runs}, coverage)
+        return _fast_estimates(jobs, spec, machine, data)
     estimates = []
     with contextlib.nullcontext(progress) if progress is not None else _bar(len(jobs)) as report:
         for done, config in enumerate(jobs):
             report(done, len(jobs))
             one = estimate(
-                config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
+                config, device=spec, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
                 coverage=coverage, workspaces=workspaces, torch_version=torch_version,
-                known=None if known is None else NONE if leaves_out(known) else RUNS,
+                known=NONE if known is not None and runs is None else runs,
             )  # fmt: skip
             estimates.append(one)
     return estimates
@@ -291,20 +294,184 @@ def _configs(given: object) -> list[TrialConfig]:
     return configs
 
 
-def _config_for_fast(model: object, given: Mapping[str, Any], traced_only: Mapping[str, Any]) -> TrialConfig:
-    _require_config_alone(traced_only)
-    if not isinstance(model, TrialConfig):
-        raise UsageError("method=fast answers from a trial config alone; modules take method=full")
-    require_same(model, given)
-    return model
-
-
-def _require_config_alone(traced_only: Mapping[str, Any]) -> None:
+def _require_config_alone(traced_only: Mapping[str, Any], coverage: float) -> None:
     """Raise `UsageError` that names the keywords of a trace that were given to method=fast."""
+    require_coverage(coverage)
     if given_too := [name for name, value in traced_only.items() if value is not None]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
-
-
-def _require_coverage_of_fast(coverage: float) -> None:
     if coverage != LEVEL:
         raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+
+
+def _fast_estimates(
+    configs: Sequence[TrialConfig], device: DeviceSpec, machine: str | MachineProfile | None, data: Data | None
+) -> list[Estimate]:
+    from learn.estimation.fast_estimates import fast_estimates
+
+    return fast_estimates(configs, device, machine_for(machine, device, data), data)
+
+
+METHODS = ("full", "fast")
+_OF_ONE_ESTIMATE = ("method", "report")  # keywords of `estimate` that calls with several estimates do not take
+_OF_ESTIMATE = ("inputs", "target", "device", "method", "power_limit_w", "report", "settings")
+_OF_MODULES = ("inputs", "batches", "target", "loss")
+
+
+def checked(estimator: object, method: object, device: object, power_limit_w: float | None = None) -> DeviceSpec:
+    """Return the device's description, under a power limit.
+
+    Raises:
+        UsageError: An unknown name of any, with the known ones, or a limit out of the GPU model's range.
+    """
+    from featurize.device_spec import DeviceSpec, device_names, device_of_user
+    from learn.estimators import ESTIMATORS
+
+    if estimator is not None and not (isinstance(estimator, str) and estimator in ESTIMATORS):
+        raise unknown_name("estimator", estimator, ESTIMATORS)
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    if not isinstance(device, str | DeviceSpec):
+        raise unknown_name("device", device, device_names())
+    return device_of_user(device, power_limit_w)
+
+
+def question_of(
+    model: Job,
+    inputs: Inputs | None = None,
+    *,
+    batches: Batches | None = None,
+    settings: Training | None = None,
+    allocator: str | AllocatorSettings | None = None,
+    estimator: str | None = None,
+    data: Data | None = None,
+    input_dtype: str = "float32",
+    target: Tensors | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    name: str | None = None,
+    trust: Sequence[str] = (),
+    loop: str | None = None,
+    machine: str | MachineProfile | None = None,
+    workspaces: str | None = None,
+    torch_version: str | None = None,
+    coverage: float = LEVEL,
+    known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
+    parallel: Parallel | Mapping[str, Any] | str | None = None,
+    **training: Any,
+) -> Question:
+    """Return what `estimate` is asked, checked; nothing is built or traced.
+
+    Raises:
+        UsageError: As in `estimate`; a keyword that is of one estimate only.
+    """
+    from featurize.cudnn.workspaces import require_release
+    from learn.workload import of_config, of_module
+
+    job_of: Model | TrialConfig = config_from_mapping(model) if isinstance(model, Mapping) else model
+    config = job_of if isinstance(job_of, TrialConfig) else None
+    training = training_settings(training, settings)
+    if isinstance(allocator, str):
+        allocator = AllocatorSettings.parse(allocator)
+    elif allocator is not None and not isinstance(allocator, AllocatorSettings):
+        raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
+    runs = known_runs(known)
+    _require_job_of_known(known, config, estimator, batches)
+    layout = parse_parallel(parallel, files=True, hidden_size=lambda: _hidden_size_of(job_of))
+    training = training_of_file(layout, training, config)
+    if isinstance(job_of, TrialConfig):
+        require_same(job_of, training)
+        given = dict(zip(_OF_MODULES, (inputs, batches, target, loss), strict=True))
+        if given_too := [key for key, value in given.items() if value is not None]:
+            raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
+        job = of_config(trusting(job_of, parse_trust(trust)))
+        job = job if name is None else replace(job, name=name)
+        layout = layout if parallel is not None else job_of.parallel
+    elif callable(job_of):
+        require_whole(job_of)
+        pairs = [(inputs, target)] if batches is None else batches_of(batches, inputs, target)
+        of_steps = Training(**training)
+        job = of_module(job_of, None, of_steps, input_dtype=input_dtype, loss=loss, name=name, batches=pairs)
+    else:
+        raise UsageError(
+            f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
+        )
+    others = {"batches": batches, "known": None if leaves_out(known) else known}
+    job = parallel_job(job, layout, estimator=estimator, others=others)
+    by_others = any(one is not None for one in (estimator, allocator, torch_version, job.parallel))
+    own = None
+    if config is not None and (known == RUNS or (known is None and not by_others)):
+        own = OwnRuns(data=data, config=config, asked_for=known == RUNS)
+    return Question(
+        job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
+        workspaces=require_workspaces(workspaces), coverage=require_coverage(coverage), known=runs, own_runs=own,
+        torch_version=require_release(torch_version),
+    )  # fmt: skip
+
+
+def _hidden_size_of(model: Model | TrialConfig) -> int | None:
+    """The width of a model that Hugging Face's libraries would find; a factory is built for it, without memory."""
+    if isinstance(model, TrialConfig):
+        return None
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        from featurize import attention
+        from featurize.skeleton import build_on_meta
+
+        factory = model
+        try:
+            with kept_from_exit():
+                model = attention.building(lambda: build_on_meta(factory))
+        except Exception:  # a factory may raise anything, and raises it again where the model is traced
+            return None
+    return hidden_size_of(getattr(model, "config", None))
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the training settings among further keywords of `estimate`, and the others. Raises `UsageError`."""
+    names = _keywords()
+    single = {name: value for name, value in options.items() if name not in (*names, "settings")}
+    return training_settings(single, options.get("settings")), {k: v for k, v in options.items() if k in names}
+
+
+def _keywords() -> list[str]:
+    """Return the keywords of `estimate` that are neither a training setting nor in `_OF_ESTIMATE`."""
+    named = inspect.signature(question_of).parameters
+    return [name for name in named if name not in ("model", "training", *_OF_ESTIMATE)]
+
+
+def training_settings(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
+    """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
+    names = [one.name for one in fields(Training)]
+    single = {name: value for name, value in given.items() if value is not None}
+    if of_one := [name for name in _OF_ONE_ESTIMATE if name in single]:
+        raise UsageError(f"{', '.join(of_one)}: of one estimate only; leave it out")
+    for name in given:
+        if name not in (*names, *_OF_ONE_ESTIMATE):
+            raise unknown_name("keyword", name, sorted({*_keywords(), *_OF_ESTIMATE, *names}))
+    if settings is None:
+        return single
+    if not isinstance(settings, Training):
+        raise UsageError(f"settings is a featurize.training.Training, got {type(settings).__name__}")
+    if single:
+        raise UsageError(f"{', '.join(single)} and settings= exclude each other: give either")
+    return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+
+
+def require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a training setting that a trial config does not have, or has with another value."""
+    for key, value in given.items():
+        if key not in TRAINING_FIELDS:
+            raise UsageError(f"{key} is for modules; a trial config has its own training settings")
+        if value != getattr(config, key):
+            raise UsageError(f"the trial config has {key}={getattr(config, key)}; change it there, not by {key}=")
+
+
+def _require_job_of_known(known: object, config: TrialConfig | None, estimator: str | None, batches: object) -> None:
+    """Raise `UsageError` where measured runs cannot move the estimate."""
+    if known is None or leaves_out(known):
+        return
+    if known == RUNS and config is None:
+        raise UsageError("known=runs is for trial configs; for a module give its measured runs")
+    require_movable(known, estimator)
+    if batches is not None:
+        raise UsageError("known= holds runs of one batch shape each; leave batches= out")

@@ -1,34 +1,27 @@
 """The calls `learn.largest_batch` and `learn.devices_that_fit`: what fits a GPU, and which GPUs fit.
 
-Start reading at `largest_batch`; `learn.estimation.batch_search` decides which batch sizes are estimated.
+Start reading at `largest_batch`; `largest_fitting` decides which batch sizes are estimated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
 from featurize.device_spec import device_names
-from featurize.parallel.layout_text import parse_parallel
-from featurize.trial import TrialConfig, config_from_mapping
-from learn.batch_lengths import is_of_lengths
-from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answer_cache import answer, with_key
-from learn.estimation.answers import is_of_job
-from learn.estimation.batch_search import MOST_SAMPLES, largest_fitting
+from learn.estimation.answers import answer, is_of_job, with_key
+from learn.estimation.estimating import checked, question_of
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.on_machine import release_workspaces
-from learn.estimation.questions import checked, question_from
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.trace_cache import Traces
-    from learn.estimation.own_runs import MeasuredRow
-    from learn.estimation.questions import Inputs, Job, Model, Tensors
+    from learn.estimation.estimating import Inputs, Job, Tensors
 
 BOUND, POINT = BY = ("bound", "point")
 
@@ -62,15 +55,15 @@ class LargestBatch:
             "batch": self.batch,
             "is_lower_bound": self.is_lower_bound,
             "by": self.by,
-            "estimate": None if self.estimate is None else self.estimate.to_mapping(),
-            "beyond": None if self.beyond is None else self.beyond.to_mapping(),
+            "estimate": self.estimate and self.estimate.to_mapping(),
+            "beyond": self.beyond and self.beyond.to_mapping(),
             "tried": {str(batch): mib for batch, mib in self.tried.items()},
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFit:
-    """Whether a job fits one GPU model.
+    """A GPU model, and whether a job fits it.
 
     device     name of the GPU model
     fits       whether the figure that was asked for is at most the card's memory; None where there is no answer
@@ -88,13 +81,7 @@ class DeviceFit:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields, the estimate as its own mapping."""
-        return {
-            "device": self.device,
-            "fits": self.fits,
-            "room_mib": self.room_mib,
-            "estimate": None if self.estimate is None else self.estimate.to_mapping(),
-            "problem": self.problem,
-        }
+        return {**vars(self), "estimate": self.estimate and self.estimate.to_mapping()}
 
 
 def largest_batch(
@@ -139,33 +126,17 @@ def largest_batch(
     """
     _require_by(by)
     spec = checked(options.get("estimator"), "full", device)
-    model = _with_config(model)
-    batches = options.pop("batches", None)
-    of_steps = None if batches is None or is_of_lengths(batches) else batches
-    given = model.batch_size if isinstance(model, TrialConfig) else _batch_size(inputs, of_steps)
-    unit = _samples_together(model, options.get("parallel"))
+    question = question_of(model, inputs, target=target, **options)
+    given = question.job.batch_size
+    unit = 1 if question.job.parallel is None else question.job.parallel.chunks
     estimates: dict[int, Estimate] = {}
-    known_traces: dict[int, Traces] = {}
-    own_rows: dict[str, Sequence[MeasuredRow]] = {}
 
     def card_needed_mib(units: int) -> float:
         batch = units * unit
-        if isinstance(model, TrialConfig):
-            question = question_from(replace(model, batch_size=batch), inputs, target, {**options, "batches": batches})
-        else:
-            scaled, of_scaled = (
-                None if one is None else with_batch_size(one, batch, from_size=given) for one in (inputs, target)
-            )
-            at_size = batches
-            if of_steps is not None:
-                at_size = [with_batch_size(one, batch, from_size=given) for one in of_steps]
-            question = question_from(model, scaled, of_scaled, {**options, "batches": at_size})
         try:
-            own_runs = None if question.own_runs is None else replace(question.own_runs, remembered=own_rows)
-            estimates[batch] = answer(replace(question, known_traces=known_traces, own_runs=own_runs), spec)
+            done = estimates[batch] = answer(question.with_samples(batch), spec)
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
-        done = estimates[batch]
         # The bound stays at the card's memory over many batches, and shows no slope there.
         card_mib = needed_mib(done, by) if by == POINT or done.least_card_mib is None else done.least_card_mib
         return card_mib + spec.memory_mib - _limit_mib(done, spec)
@@ -212,7 +183,7 @@ def devices_that_fit(
     """
     _require_by(by)
     specs = [checked(options.get("estimator"), "full", one) for one in (device_names() if devices is None else devices)]
-    question = question_from(_with_config(model), inputs, target, options)
+    question = question_of(model, inputs, target=target, **options)
     if any(run.device is None for run in question.known):
         raise UsageError(
             "known: a run without a device would speak for every GPU model; name its own, as in "
@@ -254,31 +225,74 @@ def _require_by(by: str) -> None:
         raise unknown_name("by", by, BY)
 
 
-def _with_config(model: Job) -> Model | TrialConfig:
-    return config_from_mapping(model) if isinstance(model, Mapping) else model
+# Nothing is said of larger batches: the default estimators were fitted on batches of at most 1,023 samples.
+MOST_SAMPLES = 65_536
+_GROWTH = 16  # times the largest batch known to fit, at most, for the next one that is tried
+_WIDER = 4  # times as wide is each further step away from the line's prediction
+_BY_LINE = 2  # tries of the line's own prediction between a batch that fits and one that does not
+# Between a batch that fits and one that does not, so many sizes, or one in so many of the batch, are halved at once:
+# memory grows in steps of the allocator's segments.
+_FEW, _NARROW = 64, 32
+_FAR = 2  # times a batch that fits: one that does not says little of the limit
 
 
-def _samples_together(model: Model | TrialConfig, parallel: Any) -> int:
-    """Return by how many samples a batch grows: a pipeline divides it evenly into micro-batches."""
-    if parallel is None and isinstance(model, TrialConfig):
-        parallel = model.parallel
-    layout = parse_parallel(parallel, files=True)
-    return 1 if layout is None else layout.chunks
+def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start: int, most: int = MOST_SAMPLES) -> int:
+    """Return a batch size that fits while the next larger one does not; 0 where a batch of 1 does not fit.
+
+    Returns `most`, or a larger `start`, where that fits: no larger one is tried.
+
+    Memory is close to affine in the batch: two figures predict the limit, and the search steps away from the
+    prediction in ever wider steps until the limit lies in between, then halves the rest. Both neighbours of the limit
+    are asked for.
+
+    Args:
+        needed_mib: Memory in MiB that a batch of that size needs; each size is asked for once.
+        limit_mib: Memory in MiB that there is.
+        start: First batch size to try.
+        most: Largest batch size to try, unless `start` is larger.
+
+    Known limitations:
+        Where memory does not grow with every sample, a larger batch beyond the first that does not fit may fit again.
+    """
+    tried: dict[int, float] = {}
+    most = max(most, start)
+    low, high = 0, None  # a batch of 0 fits by definition
+    batch, tries_between = start, 0
+    step = side = None  # of the walk away from the prediction: how far, and whether its last batch fitted
+    while high is None or high - low > 1:
+        tried[batch] = needed_mib(batch)
+        fitted = tried[batch] <= limit_mib
+        low, high = (batch, high) if fitted else (low, batch)
+        if low == most:
+            return most
+        guess = _predicted(tried, low, high, limit_mib)
+        if high is None:
+            guess = (
+                low * (2 if len(tried) == 1 else _GROWTH) if guess is None else max(guess, low + 2 ** (len(tried) // 4))
+            )
+            batch = min(guess, low * _GROWTH, most)
+            continue
+        tries_between += 1
+        batch = (low + high) // 2
+        narrow = max(low // _NARROW, _FEW)
+        if guess is not None and tries_between <= _BY_LINE:
+            batch = min(max(guess, low + 1), high - 1)
+        elif guess is not None and high - low > narrow and (step is None or fitted == side):
+            step, side = (narrow // 2, guess - low <= high - guess) if step is None else (_WIDER * step, side)
+            batch = min(low + step, batch) if side else max(high - step, batch)
+    return low
 
 
-def _batch_size(inputs: Inputs | None, batches: Any) -> int:
-    """The samples of the batch; of several, which must have as many each."""
-    if batches is None:
-        return batch_size_of(_require_inputs(inputs))
-    sizes = {batch_size_of(one): None for one in batches}
-    if len(sizes) > 1:
-        raise UsageError(
-            f"the batches have {', '.join(map(str, sizes))} samples: largest_batch scales batches of one size"
-        )
-    return next(iter(sizes))
-
-
-def _require_inputs(inputs: Inputs | None) -> Inputs:
-    if inputs is None:
-        raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
-    return inputs
+def _predicted(tried: Mapping[int, float], low: int, high: int | None, limit_mib: float) -> int | None:
+    """Return the largest batch that fits by a line through two figures; None where there is no rising line."""
+    if len(tried) < 2:
+        return None
+    sizes = sorted(tried)
+    if low not in tried:
+        first, second = sizes[:2]
+    elif high is not None and (high < _FAR * low or low == sizes[0]):
+        first, second = low, high
+    else:  # memory moves in steps: two batches far apart say best how it grows
+        first, second = sizes[0], low
+    slope = (tried[second] - tried[first]) / (second - first)
+    return int(first + (limit_mib - tried[first]) / slope + 1e-9) if slope > 0 else None

@@ -1,4 +1,4 @@
-"""What an estimate says of one training job on one GPU model.
+"""The estimate of one training job on one GPU model.
 
 Start reading at `Estimate`; `learn.estimation.answers` makes one.
 """
@@ -140,7 +140,7 @@ class Estimate:
             p: From 0.01 to 0.99; between the probabilities of `distribution`, a straight line.
 
         Raises:
-            UsageError: Another p, or what is no number.
+            UsageError: Another p, or not a number.
         """
         number = isinstance(p, numbers.Real) and not isinstance(p, bool)
         if not number or not COVERAGES[0] <= p <= COVERAGES[-1]:
@@ -151,19 +151,21 @@ class Estimate:
         return float(np.interp(p, probabilities, mib))
 
     def fits(self, mib: float) -> bool:
-        """Whether the job fits into that much free memory, and into the share of the card that its allocator allows:
-        by the bound where there is one, else by the point."""
+        """Return whether the job fits into that much free memory, and into its allocator's share of the card.
+
+        By the bound where there is one, else by the point.
+        """
         limit_mib = mib if self.limit_mib is None else min(mib, self.limit_mib)
         return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= limit_mib
 
     @property
     def bubble_share(self) -> float | None:
-        """What part of the step time is a pipeline's bubble, in [0, 1]; None of other jobs."""
+        """Return the part of the step time that is a pipeline's bubble, in [0, 1]; None of other jobs."""
         return None if self.bubble_ms is None or not self.step_time_ms else self.bubble_ms / self.step_time_ms
 
     @property
     def fits_device(self) -> bool | None:
-        """Whether the job fits into the empty card; None where its memory is not known."""
+        """Return whether the job fits into the empty card; None where its memory is not known."""
         return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
 
     @classmethod

@@ -6,8 +6,14 @@ Start reading at `LOOPS`; `answers` asks each source about the loop that it know
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from conf.errors import unknown_name
+from featurize.training_settings import training_of
+
+if TYPE_CHECKING:
+    from learn.traced import TracedStep
+    from learn.workload import Workload
 
 RESIDENT, PIPELINE = LOOPS = ("resident", "pipeline")
 LEGEND = {
@@ -32,7 +38,7 @@ def loop_named(training_loop: bool) -> str:
 
 
 def require_loop(loop: str | None) -> str | None:
-    """Return the loop as it is, None included. Raises `UsageError` for a name that is none."""
+    """Return the loop as it is, None included. Raises `UsageError` for another name."""
     if loop is not None and loop not in LOOPS:
         raise unknown_name("loop", loop, LOOPS)
     return loop
@@ -42,3 +48,10 @@ def legend(loops: Iterable[str]) -> str:
     """Return one line that explains the loops that occur."""
     named = set(loops)
     return "; ".join(f"loop {loop}: {LEGEND[loop]}" for loop in LOOPS if loop in named)
+
+
+def loading_ms(traced: TracedStep, job: Workload) -> float:
+    """Return how long a plain loop takes to load the batches of a step, in ms."""
+    from featurize.input_pipeline import input_ms
+
+    return input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)

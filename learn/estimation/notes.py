@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PROBLEM, WARNING, INFO = SEVERITIES = ("problem", "warning", "info")  # the most urgent first
+TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
 MOST_SHOWN = 3
 OUT_OF_MEMORY, MAY_RUN_OUT, BOUND, AMD_GPU = "out-of-memory", "may-run-out", "bound", "amd-gpu"  # codes that are read
 
@@ -38,3 +39,8 @@ def most_important(notes: Iterable[Note]) -> list[Note]:
     for note in sorted(urgent, key=lambda note: SEVERITIES.index(note.severity)):
         first_of_code.setdefault(note.code, note)
     return list(first_of_code.values())[:MOST_SHOWN]
+
+
+def times(count: int) -> str:
+    """Return how often, in words."""
+    return "once" if count == 1 else f"{count} times"

@@ -72,15 +72,20 @@ def parallel_job(job: Workload, given: object, *, estimator: str | None, others:
         raise UsageError("compile with parallel=ep is not estimated yet; leave either out")
     if problem := sharing_problem(training.optimizer, parallel):
         raise UsageError(problem)
-    if (file := parallel.deepspeed) is not None and file.micro_batch not in (None, job.batch_size):
-        raise UsageError(
-            f"the DeepSpeed file has train_micro_batch_size_per_gpu={file.micro_batch}, and the inputs hold "
-            f"{job.batch_size} samples"
-        )
+    require_batch_of_file(parallel, job.batch_size)
     if (parallel.tp > 1 or parallel.cp > 1) and training.offload_activations:
         mode = "tp" if parallel.tp > 1 else "cp"
         raise UsageError(f"offload_activations cannot move activations that {mode} splits; leave either out")
     return replace(job, parallel=parallel)
+
+
+def require_batch_of_file(parallel: Parallel, batch_size: int) -> None:
+    """Raise `UsageError` where the layout's DeepSpeed file has another batch size."""
+    if (file := parallel.deepspeed) is not None and file.micro_batch not in (None, batch_size):
+        raise UsageError(
+            f"the DeepSpeed file has train_micro_batch_size_per_gpu={file.micro_batch}, and the inputs hold "
+            f"{batch_size} samples"
+        )
 
 
 def require_whole(model: object) -> None:

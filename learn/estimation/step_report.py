@@ -5,13 +5,18 @@ Start reading at `step_page`; `conf.reports` draws it.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from conf.outputs import checked_report, write_output
 from conf.reports.blocks import (
     Block,
+    Branch,
     Callout,
     Cell,
     Code,
@@ -33,27 +38,28 @@ from conf.reports.blocks import (
     Table,
     Tile,
     Tiles,
+    Tree,
     table,
 )
 from conf.reports.page_text import MISSING, count_of
 from conf.reports.render import render_for_notebook, render_page
+from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from featurize.library_calls import CUBLAS
 from featurize.model_flops import precision_in_words
+from featurize.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.training_settings import training_of
-from learn.estimation.answer_notes import loading_ms, times
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
-from learn.estimation.loops import PIPELINE, legend
-from learn.estimation.module_tree import module_tree
-from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important
-from learn.estimation.step_chart import COLOURS, timeline_svg
-from learn.estimation.time_chart import GROUPS, time_parts, time_svg, time_text
+from learn.estimation.loops import PIPELINE, legend, loading_ms
+from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important, times
+from learn.traced import TracedStep
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.allocator_settings import AllocatorSettings
+    from featurize.kernel_model.step_time import TimedStep
     from learn.estimation.job_estimate import Estimate
-    from learn.traced import TracedStep
     from learn.workload import Workload
 
 TOP_TENSORS = 12
@@ -114,15 +120,12 @@ def estimate_html(done: Estimate) -> str:
 
 
 def _answers(done: Estimate) -> tuple[tuple[str, ...], ...]:
+    bound = coverage_text(done)
     return tuple(
-        (
-            name,
-            text(value),
-            basis_of(done, target),
-            coverage_text(done) if target == "bound" else done.answered_by.get(target, ""),
-        )
-        for name, value, text, target in figures(done)
-    )
+        (one.name, one.text, basis_of(done, one.target),
+         bound if one.target == "bound" else done.answered_by.get(one.target, ""))
+        for one in figures(done)
+    )  # fmt: skip
 
 
 def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
@@ -367,3 +370,362 @@ def _facts(
         Group("Estimate", estimate), Group("Settings", (given,)), Group("Device", (Facts(tuple(described.items())),)),
     )  # fmt: skip
     return Section("facts", "Figures and settings", (SideBySide(groups),))
+
+
+MOST_CHILDREN = 64  # of one node that are shown, and the least share of all; the rest is summed up
+LEAST_SHARE = 0.001
+OPEN_SHARE, MOST_OPEN = 0.4, 16  # a node that holds this share of all is unfolded, if it is not too long
+NOWHERE = "outside any module"
+
+
+@dataclass
+class Node:
+    """A module: `own` bytes made by itself, `total` with what lies in it."""
+
+    name: str
+    own: int = 0
+    total: int = 0
+    children: dict[str, Node] = field(default_factory=dict)
+
+
+def tree_of(sizes: Mapping[str, int]) -> Node:
+    """Return the tree of paths as `named_modules` gives them. A chain of modules with one child each is one node,
+    as `model.layers`."""
+    root = Node("")
+    for path, nbytes in sizes.items():
+        node = root
+        node.total += nbytes
+        for part in (path or NOWHERE).split("."):
+            node = node.children.setdefault(part, Node(part))
+            node.total += nbytes
+        node.own += nbytes
+    root.children = {child.name: child for child in map(_joined, root.children.values())}
+    return root
+
+
+def _joined(node: Node) -> Node:
+    node.children = {child.name: child for child in map(_joined, node.children.values())}
+    if len(node.children) == 1 and not node.own:
+        (child,) = node.children.values()
+        return Node(f"{node.name}.{child.name}", child.own, child.total, child.children)
+    return node
+
+
+def module_tree(sizes: Mapping[str, int]) -> Tree:
+    """Return the tree of a page: largest modules first, each with a gauge of its share of all bytes."""
+    root = tree_of(sizes)
+    return Tree(_branches(root, max(root.total, 1)))
+
+
+def _branches(node: Node, whole: int) -> tuple[Branch, ...]:
+    ordered = sorted(node.children.values(), key=lambda child: (-child.total, _natural(child.name)))
+    branches = []
+    if node.own and ordered:
+        branches.append(_branch("(its own operators)", node.own, whole))
+    shown = [child for child in ordered[:MOST_CHILDREN] if child.total >= LEAST_SHARE * whole]
+    for child in shown:
+        is_open = child.total >= OPEN_SHARE * whole and len(child.children) <= MOST_OPEN
+        branches.append(_branch(child.name, child.total, whole, _branches(child, whole), is_open))
+    if rest := ordered[len(shown) :]:
+        branches.append(_branch(f"{len(rest)} more", sum(child.total for child in rest), whole))
+    return tuple(branches)
+
+
+def _branch(
+    name: str, nbytes: int, whole: int, children: tuple[Branch, ...] = (), is_open: bool = False
+) -> Branch:  # fmt: skip
+    share = nbytes / whole
+    return Branch(name, share, (f"{nbytes / MIB:,.1f}", f"{share:.1%}"), children, is_open)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort `layer10` after `layer9`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+# Part -> (block kinds of the trace, CSS class), bottom to top.
+BANDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "parameters": (("parameter", GATHERED), "k1"),
+    "optimizer state": (("optimizer_state", MASTER), "k2"),
+    "buffers and batch": (("buffer", "batch"), "k3"),
+    "gradients": (("gradient", BUCKET, UNREDUCED), "k4"),
+    "activations": (("activation",), "k5"),
+    "temporaries": (("temporary", COMMUNICATION), "k6"),
+    "workspace": (("workspace",), "k7"),
+}
+COLOURS = {name: css for name, (_, css) in BANDS.items()} | {"fragmentation": "k8", "context": "k0"}
+
+_AREA = PlotArea(width=1000.0, height=420.0, left=66.0, right=14.0, top=62.0, bottom=40.0)
+_MOST_COLUMNS = 640
+_LEAST_PHASE_LABEL = 52.0  # pixels that a phase's name takes
+_LETTER, _MOST_LETTERS = 7.2, 125  # width of one, in bold; what the picture is wide
+_OFF_SCALE = 2.5  # a card with this many times the peak would squash the picture: text states its size instead
+_PHASE_CSS = {"setup": "p0", "forward": "p1", "backward": "p2", "optimizer": "p3"}
+
+
+class Column(NamedTuple):
+    """One column of the picture: the moment of a few neighbours when most was allocated. Bytes.
+
+    moments   how many it stands for
+    parts     allocated, by `BANDS`, blocks' rounding included; reserved is the most of any of its moments
+    """
+
+    step: int
+    phase: str
+    moments: int
+    parts: tuple[int, ...]
+    reserved: int
+    is_peak: bool
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """MiB -> y, moments -> x, in the picture's units."""
+
+    top_mib: float
+    moments: int
+
+    def y(self, mib: float) -> float:
+        return _AREA.y(mib / self.top_mib)
+
+    def x(self, moment: float) -> float:
+        return _AREA.x(moment / max(self.moments, 1))
+
+
+def columns_of(traced: TracedStep, most: int = _MOST_COLUMNS) -> list[Column]:
+    """Return about `most` columns at most, none across phases, the peak among them. Needs the replay's timeline."""
+    blocks, timeline = traced.trace.blocks, traced.memory.timeline
+    band_of = {kind: i for i, (kinds, _) in enumerate(BANDS.values()) for kind in kinds}
+    size = max(1, math.ceil(len(timeline) / most))
+    peak_at = max(range(len(timeline)), key=lambda i: timeline[i].allocated, default=-1)  # the first of equals
+    live = [0] * len(BANDS)
+    before = 0
+    columns: list[Column] = []
+    best_parts: tuple[int, ...] = ()
+    count, best, reserved, has_peak = 0, -1, 0, False
+    for index, moment in enumerate(timeline):
+        block = blocks[moment.block]
+        change = moment.allocated - before
+        parts = list(live)
+        parts[band_of[block.kind]] += change
+        passing = block.call is not None and block.call.kind != CUBLAS  # a workspace is gone by the next moment
+        if not passing:
+            live, before = parts, moment.allocated
+        count += 1
+        reserved = max(reserved, moment.reserved)
+        has_peak |= index == peak_at
+        if moment.allocated > best:
+            best, best_parts = moment.allocated, tuple(parts)
+        following = timeline[index + 1] if index + 1 < len(timeline) else None
+        if count >= size or following is None or (following.step, following.phase) != (moment.step, moment.phase):
+            columns.append(Column(moment.step, moment.phase, count, best_parts, reserved, has_peak))
+            count, best, best_parts, reserved, has_peak = 0, -1, (), 0, False
+    return columns
+
+
+def timeline_svg(traced: TracedStep, device: DeviceSpec, peak_text: str) -> Svg:
+    """Return the picture. Everything lies above the context, so the scale is the process's memory on the card."""
+    columns = columns_of(traced)
+    context = traced.breakdown["context"] + traced.communication_mib
+    highest = context + max((column.reserved for column in columns), default=0) / MIB
+    off_scale = device.memory_mib > _OFF_SCALE * highest
+    top_mib = 1.15 * highest if off_scale else 1.06 * max(highest, device.memory_mib)
+    scale = _Scale(top_mib, sum(column.moments for column in columns))
+    edges = [0]
+    for column in columns:
+        edges.append(edges[-1] + column.moments)
+    xs = [scale.x(edge) for edge in edges]
+
+    drawing = Drawing()
+    _phases(drawing, columns, xs)
+    _grid(drawing, scale)
+    below = [context] * len(columns)
+    _band(drawing, xs, [scale.y(0)] * len(columns), [scale.y(context)] * len(columns), "k0", "context")
+    for i, (name, (_, css)) in enumerate(BANDS.items()):
+        above = [low + column.parts[i] / MIB for low, column in zip(below, columns, strict=True)]
+        _band(drawing, xs, [scale.y(v) for v in below], [scale.y(v) for v in above], css, name)
+        below = above
+    reserved = [context + column.reserved / MIB for column in columns]
+    _band(drawing, xs, [scale.y(v) for v in below], [scale.y(v) for v in reserved], "k8", "reserved, not in use")
+    drawing.path("reserved", _steps(xs, [scale.y(v) for v in reserved]))
+    _capacity(drawing, scale, device, highest, off_scale)
+    _peak(drawing, columns, xs, below, scale, peak_text)
+    label = f"Memory of the training step on {device.name}, {highest:,.0f} MiB at its peak"
+    return drawing.svg(_AREA.width, _AREA.height, label, css="timeline")
+
+
+def _phases(drawing: Drawing, columns: Sequence[Column], xs: Sequence[float]) -> None:
+    """Draw a shade and a name for each phase, and where the steps begin."""
+    top, bottom = _AREA.top, _AREA.bottom_edge
+    start = 0
+    steps: dict[int, list[float]] = {}
+    for i, column in enumerate(columns):
+        steps.setdefault(column.step, [xs[i], xs[i]])[1] = xs[i + 1]
+        last = i + 1 == len(columns)
+        if not last and (columns[i + 1].step, columns[i + 1].phase) == (column.step, column.phase):
+            continue
+        left, right = xs[start], xs[i + 1]
+        title = column.phase if column.step == 0 else f"{column.phase}, step {column.step}"
+        drawing.rect(_PHASE_CSS.get(column.phase, "p0"), left, top, right - left, bottom - top, title=title)
+        if right - left >= _LEAST_PHASE_LABEL:
+            drawing.text("phase", (left + right) / 2, top - 8, column.phase)
+        start = i + 1
+    for step, (left, right) in steps.items():
+        if step:
+            drawing.path("edge", f"M{left:.1f} {top - 22:g}V{bottom + 6:g}")
+            drawing.text("step", (left + right) / 2, bottom + 20, f"step {step}")
+    drawing.text("axis", _AREA.right_edge, _AREA.height - 6, "allocations and frees, in order →", "end")
+
+
+def _grid(drawing: Drawing, scale: _Scale) -> None:
+    unit, name = (1024.0, "GiB") if scale.top_mib >= 4096 else (1.0, "MiB")
+    step = nice_step(scale.top_mib / unit / 5)
+    drawing.text("axis", _AREA.left - 8, _AREA.top - 8, name, "end")
+    value = 0.0
+    while value * unit <= scale.top_mib:
+        _AREA.grid_line(drawing, scale.y(value * unit), f"{value:,.6g}")
+        value += step
+
+
+def _capacity(drawing: Drawing, scale: _Scale, device: DeviceSpec, highest: float, off_scale: bool) -> None:
+    label, x = f"{device.name}: {device.memory_mib:,.0f} MiB", _AREA.left + 6
+    if off_scale:
+        ratio = device.memory_mib / highest
+        drawing.text("capacity", x, _AREA.top + 16, f"↑ {label}, {ratio:.1f} times the peak", "start")
+        return
+    y = scale.y(device.memory_mib)
+    if highest > device.memory_mib:
+        drawing.rect("over", _AREA.left, _AREA.top, _AREA.right_edge - _AREA.left, y - _AREA.top)
+    drawing.path("limit", _AREA.across(y))
+    # Under the line where there is no room above it.
+    drawing.text("capacity", x, y - 6 if y - _AREA.top > 18 else y + 16, label, "start")
+
+
+def _peak(
+    drawing: Drawing, columns: Sequence[Column], xs: Sequence[float], in_use: Sequence[float], scale: _Scale, text: str
+) -> None:  # fmt: skip
+    at = next((i for i, column in enumerate(columns) if column.is_peak), None)
+    if at is None:
+        return
+    x, y = (xs[at] + xs[at + 1]) / 2, scale.y(in_use[at])
+    full = f"Peak, {in_use[at]:,.0f} MiB in use with the context: {text}"
+    shown = full if len(full) <= _MOST_LETTERS else full[: _MOST_LETTERS - 1] + "…"
+    half = len(shown) * _LETTER / 2
+    drawing.path("leader", f"M{x:.1f} 22V{y:.1f}")
+    drawing.circle("peak", x, y, 4.5, full)
+    drawing.text("peak", min(max(x, _AREA.left + half), _AREA.right_edge - half), 15, shown, title=full)
+
+
+def _band(
+    drawing: Drawing, xs: Sequence[float], low: Sequence[float], high: Sequence[float], css: str, name: str
+) -> None:  # fmt: skip
+    """Draw the area between two step curves; nothing where it has no height anywhere."""
+    if all(abs(a - b) < 0.05 for a, b in zip(low, high, strict=True)):
+        return
+    back = [f"V{low[-1]:.1f}"]
+    for i in range(len(low) - 1, 0, -1):
+        if abs(low[i - 1] - low[i]) >= 0.05:
+            back.append(f"H{xs[i]:.1f}V{low[i - 1]:.1f}")
+    back.append(f"H{xs[0]:.1f}Z")
+    drawing.path(css, f"{_steps(xs, high)}{''.join(back)}", name)
+
+
+def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:
+    path = [f"M{xs[0]:.1f} {ys[0]:.1f}"] if ys else []
+    for i in range(1, len(ys)):
+        if abs(ys[i] - ys[i - 1]) >= 0.05:
+            path.append(f"H{xs[i]:.1f}V{ys[i]:.1f}")
+    if ys:
+        path.append(f"H{xs[-1]:.1f}")
+    return "".join(path)
+
+
+OTHER, LAUNCH, INPUT = "other", "GPU waits for kernel launches", "GPU waits for input"
+ARITHMETIC, STREAMS, WAITS = "k1", "k5", "k0"  # colour classes
+GROUPS = {ARITHMETIC: "products, convolutions, attention", STREAMS: "other kernels", WAITS: "GPU waits"}
+_LEAST_SHARE = 0.01  # of the step; a kind below it is one of the others
+# Beginnings of kernels' kinds, as `featurize.kernel_model.calls` names them -> name in the chart. The first one counts.
+_NAMES = {
+    "product": "matrix products",
+    "attention": "attention",
+    "batch_norm": "normalizations",
+    "group_norm": "normalizations",
+    "layer_norm": "normalizations",
+    "softmax": "softmax",
+    "pool": "pooling",
+    "reduction": "reductions",
+    "gather": "gather and scatter",
+    "scatter": "gather and scatter",
+    "optimizer": "optimizer",
+    "elementwise": "elementwise",
+    "binary": "elementwise",
+    "broadcast": "elementwise",
+    "accumulate": "elementwise",
+    "cast": "copies and casts",
+    "copy": "copies and casts",
+    "pad": "copies and casts",
+}
+_ARITHMETIC = ("matrix products", "attention")
+
+_WIDTH, _ROW, _BAR = 352.0, 34.0, 12.0  # pixels; a phone's width
+
+
+class TimePart(NamedTuple):
+    """One bar: its name, its time, and its colour class."""
+
+    name: str
+    ms: float
+    css: str
+
+
+def time_parts(timed: TimedStep, input_ms: float = 0.0) -> list[TimePart]:
+    """Return what a step's time consists of: kinds of kernels, the longest first, then what the GPU waits for.
+
+    The parts sum to `timed.step_time_ms`. What is less than 1 % of it goes into one part, "other".
+
+    Args:
+        timed: The step.
+        input_ms: Its share for the input pipeline, as given to `time_step`.
+    """
+    by_name: dict[str, float] = defaultdict(float)
+    for kind, ms in timed.by_kind_ms.items():
+        by_name[_name_of(kind)] += ms
+    waits = {LAUNCH: timed.step_time_ms - input_ms - timed.busy_ms, INPUT: input_ms}
+    least_ms = _LEAST_SHARE * timed.step_time_ms
+    small_ms = sum(ms for ms in (*by_name.values(), *waits.values()) if ms < least_ms)
+    other_ms = small_ms + (by_name[OTHER] if by_name[OTHER] >= least_ms else 0.0)
+    parts = [
+        TimePart(name, ms, ARITHMETIC if name in _ARITHMETIC or name.startswith("convolutions") else STREAMS)
+        for name, ms in sorted(by_name.items(), key=lambda one: -one[1])
+        if ms >= least_ms and name != OTHER
+    ]
+    parts += [TimePart(OTHER, other_ms, STREAMS)] if other_ms > 0 else []
+    return parts + [TimePart(name, ms, WAITS) for name, ms in waits.items() if ms >= least_ms and ms > 0]
+
+
+def time_svg(parts: Sequence[TimePart], label: str) -> Svg:
+    """Return the bars, each under its name, time and share; `label` says what they show. There is at least one."""
+    drawing = Drawing()
+    total_ms, longest_ms = sum(part.ms for part in parts), max(part.ms for part in parts)
+    for place, part in enumerate(parts):
+        top = place * _ROW
+        text = f"{time_text(part.ms, total_ms)} ms, {part.ms / total_ms:.1%}"
+        drawing.text("name", 0, top + 13, part.name, "start")
+        drawing.text("axis", _WIDTH, top + 13, text, "end")
+        drawing.rect("track", 0, top + 18, _WIDTH, _BAR, radius=2)
+        width = max(1.0, _WIDTH * part.ms / longest_ms)
+        drawing.rect(part.css, 0, top + 18, width, _BAR, radius=2, title=f"{part.name}: {text}")
+    return drawing.svg(_WIDTH, len(parts) * _ROW, label)
+
+
+def time_text(ms: float, total_ms: float) -> str:
+    """Return one of the times that sum to `total_ms`, all with the same number of decimals."""
+    decimals = 1 if total_ms >= 1000 else 2 if total_ms >= 10 else 3
+    return f"{ms:,.{decimals}f}"
+
+
+def _name_of(kind: str) -> str:
+    if "convolution" in kind:
+        direction = {"data": "input gradient", "weight": "weight gradient"}.get(kind.rpartition("_")[2], "forward")
+        return f"convolutions, {direction}"
+    return next((name for beginning, name in _NAMES.items() if kind.startswith(beginning)), OTHER)

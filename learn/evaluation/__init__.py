@@ -1,4 +1,4 @@
-"""How good estimators are: splits, scores, the benchmark's parts and reports.
+"""Judge estimators: splits, scores, the benchmark's parts and reports.
 
 Start reading at `evaluate.py`.
 """

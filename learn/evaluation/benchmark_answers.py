@@ -5,7 +5,6 @@ Start reading at `ask_learned`; `ask_free` spreads the others over processes (`l
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ from conf.errors import CommandError
 from featurize.device_spec import describe_device
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, Estimator, Prediction, get_estimator, make_estimator
-from learn.evaluation.benchmark_figures import RELIABILITY, Asked, Given
+from learn.estimators import Estimator, get_estimator, make_estimator
+from learn.evaluation.benchmark_figures import Asked, Given, given_of
 from learn.evaluation.benchmark_rows import RowSelection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.evaluation.scores import median
@@ -32,7 +31,7 @@ TIMED_CASES = 20  # of a file, after one that warms up
 
 
 class Tally:
-    """How many of how many steps are done; whoever begins something adds its steps first."""
+    """Count steps done and to do; whoever begins something adds its steps first."""
 
     def __init__(self, progress: Callable[[int, int], None]) -> None:
         self._progress = progress
@@ -45,6 +44,13 @@ class Tally:
     def step(self, steps: int = 1) -> None:
         self.done += steps
         self._progress(self.done, self.of)
+
+    def traced(self, done: int, of: int) -> None:
+        """Count the steps of one part: called with 0 done first, then after each."""
+        if done:
+            self.step()
+        else:
+            self.add(of)
 
 
 def ask_free(
@@ -74,7 +80,7 @@ def ask_free(
             spec = describe_device(case.device)
             if isinstance(subject, Case):
                 subject = replace(subject, described=spec)  # anew: what a case remembers need not travel
-            jobs.append(PoolJob(len(jobs), ESTIMATORS[name], subject, spec, settings.target))
+            jobs.append(PoolJob(ESTIMATORS[name], subject, spec, settings.target))
             places.append((name, i))
     for name, given_rows in answers.items():
         tally.step(len(given_rows))
@@ -147,44 +153,15 @@ def ask_learned(
 def _ask(
     fitted: Estimator, rows: Rows, bins: Mapping[str, Bins], steps: StepStore
 ) -> tuple[list[Given], tuple[str, ...]]:
+    """Return answers and warnings. Where all rows together are refused, each is asked by itself."""
     try:
         prediction = fitted.predict(rows.cases, steps)
-    except CommandError:  # at one of them: who is asked one by one refuses that one only
-        given: list[Given] = []
-        warnings: dict[str, None] = {}
-        for i in range(len(rows)):
-            one = rows.subset([i])
-            try:
-                prediction = fitted.predict(one.cases, steps)
-            except CommandError as error:
-                given.append(Given(estimate=None, reason=str(error)))
-                continue
-            given += _given(prediction, one, bins)
-            warnings |= dict.fromkeys(prediction.warnings)
-        return given, tuple(warnings)
-    return _given(prediction, rows, bins), prediction.warnings
-
-
-def _given(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list[Given]:
-    point, upper = prediction.point, prediction.upper(LEVEL)
-    quantiles = None if upper is None else np.stack([prediction.quantile(q) for q in RELIABILITY], axis=1)
-    classes = {
-        name: prediction.bin_probabilities(b.edges_of(rows.family)).argmax(axis=1).tolist() for name, b in bins.items()
-    }
-    given = []
-    for i in range(len(rows)):
-        if i in prediction.refusals or not math.isfinite(point[i]):
-            given.append(Given(estimate=None, reason=prediction.refusals.get(i, "no finite figure")))
-            continue
-        given.append(
-            Given(
-                estimate=float(point[i]),
-                upper=None if upper is None else float(upper[i]),
-                quantiles=() if quantiles is None else tuple(quantiles[i].tolist()),
-                classes={name: of_row[i] for name, of_row in classes.items()},
-            )
-        )
-    return given
+    except CommandError as error:
+        if len(rows) == 1:
+            return [Given(estimate=None, reason=str(error))], ()
+        alone = [_ask(fitted, rows.subset([i]), bins, steps) for i in range(len(rows))]
+        return [one for given, _ in alone for one in given], tuple(text for _, texts in alone for text in texts)
+    return given_of(prediction, rows, bins), prediction.warnings
 
 
 def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: StepStore) -> float | None:

@@ -1,18 +1,22 @@
-"""How far answers lie from labels: the figures of each estimator on each set of rows.
+"""Measure how far answers lie from labels: the figures of each estimator on each set of rows.
 
 Start reading at `Scored`, then `figures_of`, then `Benchmark`, which has all of them.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from learn.data import LabelledRow, Rows
+from learn.estimators import LEVEL, Prediction
 from learn.evaluation.published_figures import PublishedFigure
 from learn.evaluation.scores import (
     RELATIVE_FLOOR,
@@ -138,8 +142,42 @@ class Figures:
     fits: int
     own_labels: bool = False
 
-    def to_mapping(self) -> dict:
-        return asdict(self)
+
+def given_of(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list[Given]:
+    """Return the answer of each row, with its class by each of the bins."""
+    point, upper = prediction.point, prediction.upper(LEVEL)
+    quantiles = None if upper is None else np.stack([prediction.quantile(q) for q in RELIABILITY], axis=1)
+    classes = {
+        name: prediction.bin_probabilities(b.edges_of(rows.family)).argmax(axis=1).tolist() for name, b in bins.items()
+    }
+    given = []
+    for i in range(len(rows)):
+        if i in prediction.refusals or not math.isfinite(point[i]):
+            given.append(Given(estimate=None, reason=prediction.refusals.get(i, "no finite figure")))
+            continue
+        given.append(
+            Given(
+                estimate=float(point[i]),
+                upper=None if upper is None else float(upper[i]),
+                quantiles=() if quantiles is None else tuple(quantiles[i].tolist()),
+                classes={name: of_row[i] for name, of_row in classes.items()},
+            )
+        )
+    return given
+
+
+def described(row: LabelledRow, target: Target) -> dict[str, Any]:
+    """Return what `Scored` says of a row, under its id and by its family."""
+    return {
+        "name": str(row.run_id),
+        "group": str(row.family),
+        "label": None if row.censored else float(row.label),
+        "doubt": str(row.doubt) or None,
+        "family": str(row.family),
+        "batch_size": row.case.batch_size,
+        "card": float(row.device_memory_mib) if target.is_memory else None,
+        "source": str(row.source),
+    }
 
 
 def figures_of(
@@ -154,54 +192,63 @@ def figures_of(
     fit_seconds: float | None = None,
     fits: int = 0,
 ) -> Figures:
-    """The figures of rows that were all asked of one estimator. `median_seconds` None: of the rows' own.
+    """Return the figures of rows that were all asked of one estimator. `median_seconds` None: of the rows' own.
 
     `space` is the target's: `ratio` has absolute errors. `learned`: no constant is fitted.
     """
-    ok = [row for row in rows if row.label is not None]
-    label, estimate = _answered(ok)
-    constant = float(np.median(label - estimate)) if label.size and not learned else None
-    shift = constant or 0.0
     answered = [row for row in rows if row.estimate is not None]
-    oom = [row for row in answered if row.label is None]
-    seconds = np.array([row.seconds for row in answered if row.seconds is not None])
-    bounded = [row for row in answered if row.upper is not None]
-    sure = [row for row in bounded if row.label is not None]
-    none = Errors(mean=None, median=None, p90=None, under=None)
+    oom = np.array([row.label is None for row in answered], dtype=bool)
+    card, upper, seconds = (_values(answered, name) for name in ("card", "upper", "seconds"))
+    ok = [row for row in answered if row.label is not None]
+    label, estimate = _values(ok, "label"), _values(ok, "estimate")
+    constant = None if learned else median(label - estimate)
+    shift = constant or 0.0
+    need = _values(answered, "label")
+    need[oom] = card[oom]
+    bounded = ~(np.isnan(upper) | np.isnan(need))
+
+    def right(limit: np.ndarray, mask: np.ndarray) -> float | None:
+        """Return the share of rows of which it is said rightly whether the job fits the card."""
+        return mean(((limit > card) == oom)[mask & (card > 0)])
+
+    def classes(shift: float | None) -> dict[str, ClassScores]:
+        scores = {name: class_scores(*told_classes(answered, name, b, shift), b.labels) for name, b in known.items()}
+        return {name: of_bins for name, of_bins in scores.items() if of_bins is not None}
+
     known = bins or {}
-    source = np.array([row.source for row in ok if row.estimate is not None])
+    total = _values(answered, "estimate")
+    everything = np.ones(len(answered), dtype=bool)
+    out_of_memory = sum(row.label is None for row in rows)
+    none = Errors(mean=None, median=None, p90=None, under=None)
     return Figures(
-        own_labels=labels_are_its_own(estimator, source, label, estimate),
+        own_labels=labels_are_its_own(estimator, np.array([row.source for row in ok]), label, estimate),
         file=file,
         estimator=estimator,
-        ok=len(ok),
-        oom=len(rows) - len(ok),
-        answered_ok=int(label.size),
-        answered_oom=len(oom),
+        ok=len(rows) - out_of_memory,
+        oom=out_of_memory,
+        answered_ok=len(ok),
+        answered_oom=len(answered) - len(ok),
         refusals=dict(Counter(row.reason or "no answer" for row in rows if row.estimate is None).most_common()),
         raw=_errors(label, estimate, space),
         constant=constant,
         shifted=none if learned else _errors(label, estimate + shift, space),
-        classes={name: s for name, b in known.items() if (s := _classes(answered, name, b, None))},
-        classes_shifted={
-            name: s for name, b in known.items() if not learned and (s := _classes(answered, name, b, shift))
-        },
-        bound=_bound([row for row in bounded if row.label is not None or row.card is not None], space),
-        reliability=_reliability(sure),
-        fit_right=_right(answered, shift),
-        fit_right_raw=_right(answered),
-        fit_right_oom=_right(oom, shift),
-        fit_right_bound=_right_by_bound(bounded),
-        median_seconds=median(seconds) if median_seconds is None else median_seconds,
+        classes=classes(None),
+        classes_shifted={} if learned else classes(shift),
+        bound=bound_scores(need[bounded], upper[bounded], oom[bounded], space),
+        reliability=_reliability([row for row in ok if row.upper is not None and row.quantiles]),
+        fit_right=right(total + shift, everything),
+        fit_right_raw=right(total, everything),
+        fit_right_oom=right(total + shift, oom),
+        fit_right_bound=right(upper, ~np.isnan(upper)),
+        median_seconds=median(seconds[~np.isnan(seconds)]) if median_seconds is None else median_seconds,
         fit_seconds=fit_seconds,
         fits=fits,
     )
 
 
-def _bound(rows: Sequence[Scored], space: str) -> BoundScores | None:
-    label = np.array([row.card if row.label is None else row.label for row in rows], dtype=float)
-    censored = np.array([row.label is None for row in rows], dtype=bool)
-    return bound_scores(label, np.array([row.upper for row in rows], dtype=float), censored, space)
+def _values(rows: Sequence[Scored], name: str) -> np.ndarray:
+    """Return (n,) values; NaN where a row has none."""
+    return np.array([getattr(row, name) for row in rows], dtype=float)
 
 
 @dataclass(frozen=True)
@@ -227,60 +274,48 @@ class Benchmark:
 
 
 def judged(
-    title: str,
-    rows: Mapping[int, Mapping[str, Any]],
+    sets: Mapping[str, Mapping[int, Mapping[str, Any]]],
     asked: Mapping[str, Asked],
-    bins: Mapping[str, Bins],
+    bins: Mapping[str, Mapping[str, Bins]],
     space: str,
 ) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
-    """Judge every estimator on some rows: row -> what `Scored` says of it. One without an answer or a reason for any of
-    them is left out."""
-    figures, scored = [], {}
-    for name, of in asked.items():
+    """Judge every estimator on sets of rows: title -> row -> what `Scored` says of it. An estimator without an answer
+    or a reason for any of them is left out. `bins` are by title, doubted rows apart or not."""
+    figures = []
+    scored = {}
+    for (title, rows), (name, of) in itertools.product(sets.items(), asked.items()):
         own = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
         if not own:
             continue
         scored[title, name] = own
-        seconds = of.latency.get(title.removesuffix(TRUSTED_ALONE))
-        figures.append(
-            figures_of(
-                title,
-                name,
-                own,
-                bins=bins,
-                space=space,
-                learned=of.learns,
-                median_seconds=seconds,
-                fit_seconds=of.fit_seconds,
-                fits=of.fits,
-            )
-        )
+        file = title.removesuffix(TRUSTED_ALONE)
+        times = {"median_seconds": of.latency.get(file), "fit_seconds": of.fit_seconds, "fits": of.fits}
+        figures.append(figures_of(title, name, own, bins=bins[file], space=space, learned=of.learns, **times))
     return figures, scored
 
 
 def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> dict[str, tuple[int, Errors]]:
-    """group -> (ok rows answered, errors with the whole file's constant added), groups in alphabetical order."""
+    """Return group -> (ok rows answered, errors with the file's constant added), groups in alphabetical order."""
     groups: dict[str, list[Scored]] = defaultdict(list)
     for row in rows:
         if row.label is not None and row.estimate is not None:
             groups[row.group].append(row)
-    errors = {}
-    for group, members in sorted(groups.items()):
-        label, estimate = _answered(members)
-        errors[group] = len(members), _errors(label, estimate + (constant or 0.0), space)
-    return errors
+    return {
+        group: (len(own), _errors(_values(own, "label"), _values(own, "estimate") + (constant or 0.0), space))
+        for group, own in sorted(groups.items())
+    }
 
 
 def worst_of(
     rows: Sequence[Scored], constant: float | None, n: int, *, space: str = "log"
 ) -> list[tuple[Scored, float]]:
-    """The `n` ok rows furthest off, constant added: (row, signed error), the furthest first."""
+    """Return the `n` ok rows furthest off, constant added: (row, signed error), the furthest first."""
     pairs = signed_errors(rows, constant, space=space)
     return sorted(pairs, key=lambda pair: -abs(pair[1]))[:n]
 
 
 def signed_errors(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> list[tuple[Scored, float]]:
-    """(row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
+    """Return (row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
     errors = []
     for row in rows:
         if row.label is None or row.estimate is None:
@@ -319,49 +354,22 @@ def told_classes(
     `shift` None: the classes as told; else those of the estimates with it added. A job that ran out of memory needs at
     least so much: it belongs to any higher class that it was told to belong to.
     """
-    estimates = [np.nan if row.estimate is None else row.estimate + (shift or 0.0) for row in rows]
-    predicted = bins.classify(estimates, [row.family for row in rows])
+    families = [row.family for row in rows]
+    predicted = bins.classify(_values(rows, "estimate") + (shift or 0.0), families)
     if shift is None:
         predicted = np.array([row.classes.get(name, k) for row, k in zip(rows, predicted.tolist(), strict=True)], int)
-    label = np.array([row.card if row.label is None else row.label for row in rows], dtype=float)
-    true = bins.classify(label, [row.family for row in rows])
-    true[np.isnan(label)] = len(bins.labels) - 1
     oom = np.array([row.label is None for row in rows], dtype=bool)
+    label = np.where(oom, _values(rows, "card"), _values(rows, "label"))
+    true = bins.classify(label, families)
+    true[np.isnan(label)] = len(bins.labels) - 1
     return np.where(oom, np.maximum(true, predicted), true), predicted
 
 
-def _classes(rows: Sequence[Scored], name: str, bins: Bins, shift: float | None) -> ClassScores | None:
-    return class_scores(*told_classes(rows, name, bins, shift), bins.labels) if rows else None
-
-
-def _right(rows: Sequence[Scored], shift: float = 0.0) -> float | None:
-    """Share of rows whose estimate, with the shift added, says rightly whether the job fits the card."""
-    right = [
-        (row.estimate + shift > row.card) == (row.label is None)
-        for row in rows
-        if row.card and row.estimate is not None
-    ]
-    return float(np.mean(right)) if right else None
-
-
-def _right_by_bound(rows: Sequence[Scored]) -> float | None:
-    right = [(row.upper > row.card) == (row.label is None) for row in rows if row.card and row.upper is not None]
-    return float(np.mean(right)) if right else None
-
-
 def _reliability(rows: Sequence[Scored]) -> dict[str, float]:
-    rows = [row for row in rows if row.quantiles]
     if not rows:
         return {}
-    label = np.array([row.label for row in rows])
-    table = np.array([row.quantiles for row in rows])
+    label, table = _values(rows, "label"), np.array([row.quantiles for row in rows])
     return {f"{q:g}": float((~exceeds(label, table[:, k])).mean()) for k, q in enumerate(RELIABILITY)}
-
-
-def _answered(rows: Sequence[Scored]) -> tuple[np.ndarray, np.ndarray]:
-    pairs = [(row.label, row.estimate) for row in rows if row.estimate is not None]
-    table = np.array(pairs, dtype=float).reshape(len(pairs), 2)
-    return table[:, 0], table[:, 1]
 
 
 def _errors(label: np.ndarray, estimate: np.ndarray, space: str) -> Errors:

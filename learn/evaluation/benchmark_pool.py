@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pkgutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 from conf.plain_text import exception_line
 from featurize.device_spec import DeviceSpec
@@ -26,7 +29,6 @@ _NOTHING_KEPT = 64  # jobs after which a process is replaced: what models and li
 class PoolJob:
     """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
 
-    index: int
     where: str
     subject: PublishedRow | Case
     device: DeviceSpec
@@ -34,121 +36,100 @@ class PoolJob:
 
 
 def answer(job: PoolJob) -> Answer:
-    """Whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
+    """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
+    from learn.published import workload_of
+    from learn.targets import get_target
+
     began = time.monotonic_ns()
+    figure, reason = None, None
     try:
-        return _answer(job)
+        estimator = pkgutil.resolve_name(job.where)()
+        case = job.subject
+        if not isinstance(case, Case):
+            case = Case(module=workload_of(case), described=job.device)
+        if job.target == "memory":
+            return analyse(estimator, case.workload, job.device)
+        estimator.target = get_target(job.target)
+        figure = float(estimator.figure(case))
     except CannotEstimate as refusal:
         reason = str(refusal)
     except Exception as error:
         reason = exception_line(error)[:300]
-    return Answer(mib=None, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9)
-
-
-def _answer(job: PoolJob) -> Answer:
-    import importlib
-
-    from learn.published import workload_of
-    from learn.targets import get_target
-
-    module, _, attribute = job.where.partition(":")
-    estimator = getattr(importlib.import_module(module), attribute)
-    case = job.subject
-    if not isinstance(case, Case):
-        case = Case(module=workload_of(case), described=job.device)
-    if job.target == "memory":
-        return analyse(estimator(), case.workload, job.device)
-    asked = estimator()
-    asked.target = get_target(job.target)
-    began = time.monotonic_ns()
-    figure = float(asked.figure(case))
-    return Answer(mib=figure, seconds=(time.monotonic_ns() - began) / 1e9)
+    return Answer(mib=figure, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9)
 
 
 def run_all(
     jobs: Sequence[PoolJob], *, workers: int, limit_s: float, memory_gib: float | None = None
 ) -> Iterator[tuple[int, Answer]]:
-    """Yield (job index, answer) as jobs end. `workers` processes; 0 answers in this one, where nothing can be limited.
+    """Yield (place of the job, answer) as jobs end. `workers` processes; 0 answers in this one, without any limit.
 
-    A job that takes longer than `limit_s`, or whose process dies, has that as its reason. `memory_gib` bounds what a
-    process may allocate beyond which its allocations fail.
+    A job that takes longer than `limit_s`, or whose process dies, has that as its reason. Beyond `memory_gib`, a
+    process's allocations fail.
     """
-    return _in_turn(jobs) if workers == 0 else _spread(jobs, workers, limit_s, memory_gib)
+    if workers == 0:
+        yield from enumerate(map(answer, jobs))
+        return
+    crew = [_Worker(limit_s, memory_gib) for _ in range(min(workers, len(jobs)))]
+    free: SimpleQueue[_Worker] = SimpleQueue()
+    for worker in crew:
+        free.put(worker)
 
+    def ask(job: PoolJob) -> Answer:
+        worker = free.get()
+        given = worker.ask(job)
+        free.put(worker)
+        return given
 
-def _in_turn(jobs: Sequence[PoolJob]) -> Iterator[tuple[int, Answer]]:
-    for job in jobs:
-        yield job.index, answer(job)
+    threads = ThreadPoolExecutor(max(len(crew), 1))
+    try:
+        places = {threads.submit(ask, job): place for place, job in enumerate(jobs)}
+        for done in as_completed(places):
+            yield places[done], done.result()
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in crew:
+            worker.end()
 
 
 class _Worker:
-    def __init__(self, memory_gib: float | None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, memory_gib), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.job: PoolJob | None = None
-        self.ready = False  # importing torch is no job's time
-        self.began = 0.0
-        self.done = 0
+    """A process that answers one job after another. It is replaced when it has died, hung or answered many."""
 
-    def give(self, job: PoolJob) -> None:
-        self.job, self.began = job, time.monotonic()
+    def __init__(self, limit_s: float, memory_gib: float | None) -> None:
+        self._limit_s, self._memory_gib = limit_s, memory_gib
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._memory_gib), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._asked = 0
+
+    def ask(self, job: PoolJob) -> Answer:
+        if self._asked >= _NOTHING_KEPT:
+            self.end()
+            self._start()
+        began = time.monotonic()
         try:
-            self.pipe.send(job)
-        except OSError:
-            pass  # it has died; reading from it says so
+            if not self._asked:
+                self._pipe.recv()  # importing torch is not the job's time
+                began = time.monotonic()
+            self._asked += 1
+            self._pipe.send(job)
+            if self._pipe.poll(self._limit_s):
+                return self._pipe.recv()
+            reason = f"took longer than limit_s={self._limit_s:g}"
+        except (EOFError, OSError):
+            self._process.join()
+            reason = _death(self._process.exitcode)
+        self._asked = _NOTHING_KEPT
+        return Answer(mib=None, reason=reason, seconds=time.monotonic() - began)
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
-def _spread(
-    jobs: Sequence[PoolJob], workers: int, limit_s: float, memory_gib: float | None
-) -> Iterator[tuple[int, Answer]]:
-    waiting = list(reversed(jobs))
-    crew = [_Worker(memory_gib) for _ in range(min(workers, len(jobs)))]
-    try:
-        for worker in crew:
-            worker.give(waiting.pop())
-        while busy := [worker for worker in crew if worker.job is not None]:
-            ready = set(wait([worker.pipe for worker in busy], timeout=1.0))
-            for worker in busy:
-                job, taken = worker.job, time.monotonic() - worker.began
-                assert job is not None  # the worker is busy
-                if worker.pipe in ready:
-                    try:
-                        answer = worker.pipe.recv()
-                    except (EOFError, OSError):
-                        answer = None
-                    if isinstance(answer, str):
-                        worker.ready, worker.began = True, time.monotonic()
-                        continue
-                elif worker.ready and taken > limit_s:
-                    answer = Answer(mib=None, reason=f"took longer than limit_s={limit_s:g}", seconds=taken)
-                    worker.done = _NOTHING_KEPT
-                else:
-                    continue
-                if answer is None:
-                    worker.process.join()
-                    answer = Answer(mib=None, reason=_death(worker.process.exitcode), seconds=taken)
-                    worker.done = _NOTHING_KEPT
-                worker.job = None
-                worker.done += 1
-                yield job.index, answer
-                if waiting:
-                    if worker.done >= _NOTHING_KEPT:
-                        worker.end()
-                        crew.remove(worker)
-                        worker = _Worker(memory_gib)
-                        crew.append(worker)
-                    worker.give(waiting.pop())
-    finally:
-        for worker in crew:
-            worker.end()
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
 
 
 def _death(code: int | None) -> str:
@@ -158,7 +139,7 @@ def _death(code: int | None) -> str:
 
 
 def _serve(pipe: Connection, memory_gib: float | None) -> None:
-    """A worker's life: jobs in, answers out, until the pipe closes."""
+    """Take jobs and send answers until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import warnings
@@ -172,13 +153,9 @@ def _serve(pipe: Connection, memory_gib: float | None) -> None:
     import torch
 
     torch.set_num_threads(1)
-    pipe.send("ready")
-    while True:
-        try:
-            job = pipe.recv()
-        except (EOFError, OSError):  # reset, where the parent left with an answer unread
-            return
-        try:
-            pipe.send(answer(job))
-        except OSError:  # nobody waits for it any more
-            return
+    try:
+        pipe.send("ready")
+        while True:
+            pipe.send(answer(pipe.recv()))
+    except (EOFError, OSError):  # the parent has left, perhaps with an answer unread
+        return

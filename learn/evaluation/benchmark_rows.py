@@ -1,4 +1,4 @@
-"""Which rows a benchmark is about: of the warehouse's runs, or of published files, as labelled `Rows`.
+"""Choose the rows of a benchmark: the warehouse's runs, or published files, as labelled `Rows`.
 
 Start reading at `RowSelection`, then `of_published` and `of_runs`.
 """
@@ -63,7 +63,7 @@ class RowSelection:
 
 
 def _card(rows: Rows) -> float | None:
-    """Where the open class begins: the card's memory; of several cards, the smallest that a row did not fit."""
+    """Return where the open class begins: the card's memory; of several cards, the smallest that a row did not fit."""
     if not rows.target.is_memory:
         return None
     known = set(rows.card_mib[np.isfinite(rows.card_mib)].tolist())
@@ -79,19 +79,19 @@ def of_runs(settings: BenchmarkSettings) -> RowSelection:
     """The usable runs, sampled. Raises `UsageError` as `learn.data.load_rows` does."""
     from learn.data import load_rows
 
-    notes: list[str] = []
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name, trust=settings.trust
     )
     if settings.doubtful == "drop":
         rows = rows.trusted
+    families = sorted(set(rows.family))
     chosen: list[int] = []
-    for family in sorted(set(rows.family)):
+    for family in families:
         members = np.flatnonzero(rows.family == family)
         chosen += members[sample(rows.module[members].tolist(), settings.rows, f"{settings.seed}/{family}")].tolist()
     rows = rows.subset(sorted(chosen))
-    notes += rows.left_out
-    for family in sorted(set(rows.family)):
+    notes = [*rows.left_out]
+    for family in families:
         notes += _doubts(family, rows.doubt[rows.family == family].tolist())
     if "simulated" in rows.count("source"):
         notes.append("the labels are of simulated devices: the figures say nothing about real GPUs")
@@ -151,10 +151,13 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
             f"{', '.join(sorted(never))}: never fitted on; learned estimators are fitted on all rows of {names} but "
             "those of models of the same names"
         )
+    records = tuple(_labelled(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
+    statuses = Counter(row.status for _, row in rows)
+    names = [f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name for _, row in rows]
     return RowSelection(
-        _pack([row for _, row in rows], cases, target, spec),
+        Rows(target, records, dict(sorted(statuses.items()))),
         np.array([file.path.stem for file, _ in rows], dtype=object),
-        np.array([_named(row) for _, row in rows], dtype=object),
+        np.array(names, dtype=object),
         asked,
         fitted_on,
         tuple(row for _, row in rows),
@@ -167,8 +170,7 @@ def _usable(file: PublishedFile, target: Target, settings: BenchmarkSettings, no
     stem = file.path.stem
     rows = [row for row in file.rows if row.status != "invalid"]
     if reasons := Counter(row.reason for row in file.rows if row.status == "invalid"):
-        reasons_text = ", ".join(f"{n} {reason}" for reason, n in reasons.most_common())
-        notes.append(f"{stem}: {len(file.rows) - len(rows)} rows make no sense and are left out ({reasons_text})")
+        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_counted(reasons)})")
     if settings.family != "all":
         rows = [row for row in rows if _family(row) == settings.family]
     if settings.doubtful == "drop":
@@ -176,8 +178,7 @@ def _usable(file: PublishedFile, target: Target, settings: BenchmarkSettings, no
     if not target.is_memory:
         why = [_unlabelled(row, target.column) for row in rows]
         if counts := Counter(filter(None, why)):
-            reasons_text = ", ".join(f"{n} {reason}" for reason, n in counts.most_common())
-            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({reasons_text})")
+            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_counted(counts)})")
         rows = [row for row, reason in zip(rows, why, strict=True) if reason is None]
     return rows
 
@@ -194,28 +195,29 @@ def _unlabelled(row: PublishedRow, column: str) -> str | None:
 
 
 def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
-    """(case, whether there is such a job). A row without one is asked all the same: its refusal says why."""
+    """Return the case, and whether there is such a job. A row without one is asked all the same: its refusal says
+    why."""
+    from featurize.training import Training
     from learn.published import config_of, workload_of
+    from learn.workload import Workload
     from warehouse.published import TORCH_VERSION
 
     try:
         return Case(config_of(row), spec.name, True, TORCH_VERSION), True
     except CommandError:
         pass
+    is_able = True
     try:
-        return Case(None, spec.name, True, TORCH_VERSION, module=workload_of(row)), True
+        job = workload_of(row)
     except CommandError as error:
-        return Case(None, spec.name, True, TORCH_VERSION, module=_no_job(row, str(error))), False
+        is_able, reason = False, str(error)
 
+        def build(*_):
+            raise UsageError(reason)
 
-def _no_job(row: PublishedRow, reason: str):
-    from featurize.training import Training
-    from learn.workload import Workload
-
-    def build(*_):
-        raise UsageError(reason)
-
-    return Workload(name=row.name, build=build, batch=build, settings=Training(), batch_size=row.batch_size or 1)
+        size = row.batch_size or 1
+        job = Workload(name=row.name, build=build, batch=build, settings=Training(), batch_size=size)
+    return Case(None, spec.name, True, TORCH_VERSION, module=job), is_able
 
 
 def _family(row: PublishedRow) -> str:
@@ -228,11 +230,6 @@ def _family(row: PublishedRow) -> str:
         return config_of(row).family
     except CommandError:
         return MODULE
-
-
-def _pack(rows: Sequence[PublishedRow], cases: Sequence[Case], target: Target, spec: DeviceSpec) -> Rows:
-    records = [_labelled(row, case, target, spec) for row, case in zip(rows, cases, strict=True)]
-    return Rows(target, tuple(records), dict(sorted(Counter(row.status for row in rows).items())))
 
 
 def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
@@ -268,13 +265,13 @@ def _group(row: PublishedRow, case: Case) -> str:
     return group_key(case.config)
 
 
-def _named(row: PublishedRow) -> str:
-    return f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name
-
-
 def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
     counts = Counter(filter(None, doubts))
     if not counts:
         return []
-    doubts_text = "; ".join(f"{n} {doubt}" for doubt, n in counts.most_common())
-    return [f"{file}: {counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on): {doubts_text}"]
+    about = f"{counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on)"
+    return [f"{file}: {about}: {_counted(counts, '; ')}"]
+
+
+def _counted(reasons: Counter, between: str = ", ") -> str:
+    return between.join(f"{n} {reason}" for reason, n in reasons.most_common())

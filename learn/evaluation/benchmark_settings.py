@@ -5,7 +5,9 @@ Start reading at `BenchmarkSettings`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from conf.errors import UsageError, unknown_name
 from conf.settings import key
@@ -14,7 +16,7 @@ from learn.targets import SLOWDOWN, check_target
 
 ONLY_IF_NAMED = ("xmem",)  # it trains on this machine's CPU, with the model's memory
 DOUBTFUL = ("keep", "drop")
-# Of `learn.kernels.formulas`, beside the trace, and of `learn.evaluation.benchmark_steps`.
+# In `learn.kernels.formulas`, beside the trace, and in `learn.evaluation.benchmark_steps`.
 STEP_FORMULAS = ("kernels", "roofline", "habitat", "neusight", "ranks")
 PUBLISHED_TARGETS = ("memory", "smact", "smocc", "drama", "gpu_util")  # what published files can hold
 
@@ -127,8 +129,8 @@ class BenchmarkSettings:
                 object.__setattr__(self, name, tuple(dict.fromkeys(map(str, value))))
         if self.published is not None and not isinstance(self.published, str):
             object.__setattr__(self, "published", tuple(map(str, self.published)))
-        of_rows = [] if self.target == SLOWDOWN else [*self._problems_of_rows(), *self._problems_of_work()]
-        if problems := of_rows or self._problems_of_slowdown():
+        problems = self._problems_of_slowdown() if self.target == SLOWDOWN else self._problems_of_rows()
+        if problems := [*problems, *self._problems_of_paths()]:
             raise UsageError("; ".join(problems))
 
     @property
@@ -150,52 +152,23 @@ class BenchmarkSettings:
         from learn.collocation.judging import SPLITS as GROUP_SPLITS
         from learn.fitting import foreign_keys
 
-        if self.target != SLOWDOWN:
-            return []
         problems = foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
         if self.by not in (None, *GROUP_SPLITS):
             problems.append(str(unknown_name("by", self.by, GROUP_SPLITS)))
-        if self.out is not None:
-            from learn.estimation.step_report import checked_path
-
-            try:
-                checked_path(self.out, "out", "report.json")
-            except UsageError as error:
-                problems.append(str(error))
         return problems
 
     def _problems_of_rows(self) -> list[str]:
         from featurize.own_code import parse_trust
 
-        problems = []
-        try:
-            check_target(self.target)
-        except UsageError as error:
-            problems.append(str(error))
-        try:
-            object.__setattr__(self, "trust", parse_trust(self.trust))
-        except UsageError as error:
-            problems.append(str(error))
+        problems = _refused(lambda: check_target(self.target))
+        problems += _refused(lambda: object.__setattr__(self, "trust", parse_trust(self.trust)))
         if self.published is None:
             if self.paper:
                 problems.append("paper=true makes its tables from published files; give published=FOLDER with it")
             if self.files is not None:
                 problems.append("files= picks published files; give published=FOLDER with it")
         else:
-            if not self.published:
-                problems.append("published= names no file or folder")
-            if self.target not in PUBLISHED_TARGETS and not problems:
-                other = "; step times are compared where warehouse.ingest brought the files: data=FOLDER"
-                problems.append(
-                    f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}"
-                    + (other if self.target == "step_time" else "")
-                )
-            if self.paper:
-                from learn.fitting import foreign_keys
-
-                problems += foreign_keys(self, _OF_PAPER, "paper=true")
-            if self.source is not None:
-                problems.append("source= is for the warehouse's runs, and published= was given")
+            problems += self._problems_of_published(is_known_target=not problems)
         for name, known in (("split", SPLITS), ("by", (None, *GROUPINGS)), ("doubtful", DOUBTFUL)):
             if getattr(self, name) not in known:
                 problems.append(str(unknown_name(name, getattr(self, name), [k for k in known if k])))
@@ -203,32 +176,55 @@ class BenchmarkSettings:
             problems.append(
                 f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
             )
+        return [*problems, *self._problems_of_estimators()]
+
+    def _problems_of_published(self, *, is_known_target: bool) -> list[str]:
+        from learn.fitting import foreign_keys
+
+        problems = [] if self.published else ["published= names no file or folder"]
+        if self.target not in PUBLISHED_TARGETS and self.published and is_known_target:
+            other = "; step times are compared where warehouse.ingest brought the files: data=FOLDER"
+            problems.append(
+                f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}"
+                + (other if self.target == "step_time" else "")
+            )
+        if self.paper:
+            problems += foreign_keys(self, _OF_PAPER, "paper=true")
+        if self.source is not None:
+            problems.append("source= is for the warehouse's runs, and published= was given")
         return problems
 
-    def _problems_of_work(self) -> list[str]:
-        from learn.estimation.step_report import checked_path
+    def _problems_of_estimators(self) -> list[str]:
         from learn.estimators import ESTIMATORS, get_estimator, require_target
 
         problems = []
         formulas = STEP_FORMULAS if self.target == "step_time" and self.published is None else ()
         for name in self.estimators or ():
-            if name in formulas:
-                continue
-            if name not in ESTIMATORS:
+            if name not in (*ESTIMATORS, *formulas):
                 problems.append(str(unknown_name("estimator", name, (*ESTIMATORS, *formulas))))
-                continue
-            try:
-                require_target(get_estimator(name), self.target)
-            except UsageError as error:
-                problems.append(str(error))
+            elif name not in formulas:
+                problems += _refused(partial(require_target, get_estimator(name), self.target))
         if self.estimators is not None and not self.estimators:
             problems.append(f"estimators must name at least one of {', '.join(ESTIMATORS)}")
+        return problems
+
+    def _problems_of_paths(self) -> list[str]:
+        """Return what is wrong with the files to write: now, not after an hour."""
+        from learn.estimation.step_report import checked_path
+
+        problems = []
         for name, like in (("out", "report.json"), ("report", "report.html")):
-            if getattr(self, name) is not None:  # told now, not after an hour
-                try:
-                    checked_path(getattr(self, name), name, like)
-                except UsageError as error:
-                    problems.append(str(error))
+            if getattr(self, name) is not None:
+                problems += _refused(partial(checked_path, getattr(self, name), name, like))
         if self.out is not None and self.out == self.report:
             problems.append(f"out= and report= are the same file, {self.out}")
         return problems
+
+
+def _refused(check: Callable[[], object]) -> list[str]:
+    """Return the message of the `UsageError` that `check` raises, if any."""
+    try:
+        check()
+    except UsageError as error:
+        return [str(error)]
+    return []

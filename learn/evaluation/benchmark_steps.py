@@ -22,10 +22,9 @@ from conf.plain_text import first_line
 from featurize.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
 from learn.estimation.estimating import estimate
-from learn.estimation.job_estimate import Estimate
 from learn.estimators import ESTIMATORS
 from learn.evaluation.benchmark_answers import Tally, ask_learned
-from learn.evaluation.benchmark_figures import Asked, Benchmark, Figures, Given, Scored, judged
+from learn.evaluation.benchmark_figures import Asked, Benchmark, Given, judged
 from learn.evaluation.benchmark_rows import RowSelection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.evaluation.scores import median
@@ -36,7 +35,7 @@ from learn.kernels.judging import labels_by, left_out_by, left_out_ratios, subse
 from learn.kernels.mpt import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.kernels.rows import FARM, WEIGHTS, measured_rows
 from learn.step_store import StepStore
-from learn.targets import Bins, get_target, make_bins
+from learn.targets import get_target, make_bins
 
 RANKS = "ranks"  # name of this estimator
 _PRECISIONS = ("amp_bf16", "bf16")  # Composer's newer and older name for the same
@@ -60,15 +59,11 @@ def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
         return False
     if settings.source is not None:
         return True
-    connection = warehouse.connect(settings.data)
-    try:
-        rows = connection.execute(
-            "SELECT DISTINCT source = 'simulated' FROM runs "
-            "WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0"
-        ).fetchall()
-    finally:
-        connection.close()
-    return rows == [(False,)]
+    query = (
+        "SELECT DISTINCT source = 'simulated' FROM runs WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0"
+    )
+    with contextlib.closing(warehouse.connect(settings.data)) as connection:
+        return connection.execute(query).fetchall() == [(False,)]
 
 
 def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], None]) -> Benchmark:
@@ -92,21 +87,27 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
     )
     fit = TimeFit(rows, WEIGHTS)
     masks = _masks(fit, settings)
-    asked = {}
     names = settings.estimators or _DEFAULTS
-    learned = [name for name in names if name not in FORMULAS and name != RANKS]
-    tally.add(len(masks) * sum(name in FORMULAS for name in names))
-    for name in names:
-        if name in FORMULAS:
-            asked[name] = _ask_formula(name, fit, masks, tally)
+    formulas = [name for name in names if name in FORMULAS]
+    learned = [name for name in names if name not in (*FORMULAS, RANKS)]
+    tally.add(len(masks) * len(formulas))
+    asked = {name: _ask_formula(name, fit, masks, tally) for name in formulas}
     if RANKS in names:
         outside = np.any(masks, axis=0) & fit.steps
         asked[RANKS] = Asked(answers=ask_ranks(fit.rows, outside, settings.data, tally))
     asked |= _ask_estimators(learned, fit, masks, settings, tally)
     notes = [f"{number:,} rows are left out: {reason}" for reason, number in left_out.items()]
-    figures, scored, bins = _judged(fit, {name: asked[name] for name in names}, settings)
+    target = get_target(_TARGET)
+    sets = _sets(fit, asked, settings.by)
+    bins = {
+        title: {
+            "published": make_bins(target, np.array([about["label"] for about in rows.values()]), fit.groups[[*rows]])
+        }
+        for title, rows in sets.items()
+    }
+    figures, scored = judged(sets, {name: asked[name] for name in names}, bins, target.space)
     return Benchmark(
-        target=get_target(_TARGET),
+        target=target,
         device=", ".join(dict.fromkeys(fit.devices[fit.steps].tolist())),
         card_mib=None,
         bins=bins,
@@ -232,38 +233,28 @@ def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection,
     return selection, place
 
 
-def _judged(
-    fit: TimeFit, asked: Mapping[str, Asked], settings: BenchmarkSettings
-) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]], dict[str, dict[str, Bins]]]:
-    target = get_target(_TARGET)
-    groups = {"device": fit.devices, "source": fit.sources}.get(settings.by or "", fit.groups)
-    figures: list[Figures] = []
-    scored: dict[tuple[str, str], list[Scored]] = {}
-    bins = {}
+def _sets(fit: TimeFit, asked: Mapping[str, Asked], by: str | None) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return title -> row -> what `Scored` says of it.
+
+    Single operators are not training jobs, which is all that estimators answer for: they have no answers there.
+    """
+    groups = {"device": fit.devices, "source": fit.sources}.get(by or "", fit.groups)
     outside = np.zeros(len(fit.rows), dtype=bool)
     outside[[at for of in asked.values() for at in of.answers]] = True
-    for title, mask in subsets(fit):
-        members = np.flatnonzero(mask & outside).tolist()
-        if not members:
-            continue
-        labels = np.array([fit.rows[at].measured_ms for at in members])
-        bins[title] = {"published": make_bins(target, labels, fit.groups[members])}
-        # Single operators are no training jobs, which is all that estimators answer for: they have no answers there.
-        rows = {at: _described(fit.rows[at], str(groups[at])) for at in members}
-        of_title, own = judged(title, rows, asked, bins[title], target.space)
-        figures += of_title
-        scored |= own
-    return figures, scored, bins
-
-
-def _described(row: MeasuredTime, group: str) -> dict[str, Any]:
-    return {
-        "name": row.run_id or row.name,
-        "group": group,
-        "label": row.measured_ms,
-        "family": row.group,
-        "source": "measured" if row.source == FARM else "imported",
+    sets = {
+        title: {
+            at: {
+                "name": fit.rows[at].run_id or fit.rows[at].name,
+                "group": str(groups[at]),
+                "label": fit.rows[at].measured_ms,
+                "family": fit.rows[at].group,
+                "source": "measured" if fit.rows[at].source == FARM else "imported",
+            }
+            for at in np.flatnonzero(mask & outside).tolist()
+        }
+        for title, mask in subsets(fit)
     }
+    return {title: rows for title, rows in sets.items() if rows}
 
 
 def _notes(
@@ -307,20 +298,13 @@ class RankJob:
 
     def micro_step_ms(self, device: DeviceSpec) -> float:
         """Return the step's time by its micro-steps, as published throughput has it. Raises `UsageError` where the
-        layout is not estimated."""
-        done = self.estimated(device)
-        if done.step_time_ms is None:
-            raise UsageError("the step has no time")
-        return done.step_time_ms / self.accumulation
-
-    def estimated(self, device: DeviceSpec) -> Estimate:
-        """Return the estimate of one rank.
+        layout is not estimated.
 
         MPT's layer norms compute in the type of what they are given (`low_precision_layernorm`), as everything does
         where FSDP's types alone decide: there is no autocast.
         """
         (tokens,), target = gpt.batch(self.config, "meta")
-        return estimate(
+        done = estimate(
             lambda: gpt.build(self.config),
             tokens,
             target=target,
@@ -331,6 +315,9 @@ class RankJob:
             accumulation=self.accumulation,
             estimator="trace",
         )
+        if done.step_time_ms is None:
+            raise UsageError("the step has no time")
+        return done.step_time_ms / self.accumulation
 
 
 def rank_job_of(cells: Mapping[str, str]) -> RankJob:
@@ -391,13 +378,9 @@ def ask_ranks(
         row = rows[at]
         answers[at] = Given(estimate=None, reason="no ranks are published of the row")
         if row.run_id in cells_of:
-            answers[at] = _given_of(json.loads(cells_of[row.run_id]), row.device)
+            try:
+                answers[at] = Given(estimate=rank_job_of(json.loads(cells_of[row.run_id])).micro_step_ms(row.device))
+            except CommandError as error:
+                answers[at] = Given(estimate=None, reason=first_line(error))
         tally.step()
     return answers
-
-
-def _given_of(cells: Mapping[str, str], device: DeviceSpec) -> Given:
-    try:
-        return Given(estimate=rank_job_of(cells).micro_step_ms(device))
-    except CommandError as error:
-        return Given(estimate=None, reason=first_line(error))

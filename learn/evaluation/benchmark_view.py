@@ -1,4 +1,4 @@
-"""How a benchmark is shown: a bar while it runs, tables and a page for people, JSON for programs.
+"""Show a benchmark: a bar while it runs, tables and a page for people, JSON for programs.
 
 Start reading at `print_benchmark`, then `write_benchmark_report`.
 """
@@ -6,13 +6,14 @@ Start reading at `print_benchmark`, then `write_benchmark_report`.
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from conf.bars import start_bar
+from conf.bars import terminal_bar
 from conf.outputs import write_output
 from conf.reports.blocks import (
     Block,
@@ -36,8 +37,6 @@ from learn.targets import LEVELS, MIB_PER_GB, TARGETS
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
 
     from learn.evaluation.benchmark_figures import Benchmark, Figures
     from learn.evaluation.benchmark_settings import BenchmarkSettings
@@ -48,7 +47,6 @@ WORDS = {
     *("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of"),
     *("group", "row", "in doubt"),
 }
-ERRORS = ("median", "mean", "p90")
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
 _CLASSES = 8  # more recalls than that are told in the files only
@@ -59,45 +57,38 @@ class BenchmarkProgress:
     """A context manager on stderr: a bar on a terminal, else a line every ten seconds; estimators as they are done."""
 
     def __init__(self, target: str, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.console import Console
-
         self._label, self._clock = f"benchmark of {target}", clock
         self._relative = target in TARGETS and TARGETS[target].space == "log"
-        self._console = Console(stderr=True, highlight=False)
-        self._bar: tuple[Bar, TaskID] | None = None
         self._began = self._printed = clock()
+        self._running = terminal_bar(self._label, remaining=True)
 
     def __enter__(self) -> BenchmarkProgress:
-        if self._console.is_terminal:
-            from rich.progress import TimeRemainingColumn
-
-            self._bar = start_bar(self._console, self._label, TimeRemainingColumn())
+        self._bar = self._running.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar[0].stop()
+    def __exit__(self, *raised: Any) -> None:
+        self._running.__exit__(*raised)
 
     def update(self, done: int, of: int) -> None:
-        """`done` of `of` steps are taken."""
+        """Show that `done` of `of` steps are taken."""
         if self._bar is not None:
-            bar, task = self._bar
-            bar.update(task, completed=done, total=of)
+            self._bar(completed=done, total=of)
         elif done and (self._clock() - self._printed >= _PLAIN_EVERY_S or done == of):
             self._printed = self._clock()
             left = (self._printed - self._began) / done * (of - done)
-            self._console.print(f"{self._label}: {done}/{of} steps, {left:.0f} s left", markup=False)
+            print(f"{self._label}: {done}/{of} steps, {left:.0f} s left", file=sys.stderr)
 
     def show(self, figures: Sequence[Figures]) -> None:
         """Print the figures of an estimator that has answered, a line for each file."""
         for of_file in figures:
-            median, _, p90 = (error_text(self._relative, getattr(of_file.raw, name)) for name in ERRORS)
+            median, p90 = (error_text(self._relative, value) for value in (of_file.raw.median, of_file.raw.p90))
             scores = of_file.classes.get("published")
             figures_text = f"median {median}, p90 {p90}, accuracy {_share(getattr(scores, 'accuracy', None))}"
             if of_file.own_labels:
                 figures_text = NOT_INFORMATIVE
-            line = f"{of_file.file}, {of_file.estimator}: answered {_answered(of_file)}, {figures_text}"
-            self._console.print(line, markup=False, soft_wrap=True)
+            print(
+                f"{of_file.file}, {of_file.estimator}: answered {_answered(of_file)}, {figures_text}", file=sys.stderr
+            )
 
 
 def print_benchmark(done: Benchmark, *, by: str | None = None, worst: int = 0) -> None:
@@ -126,53 +117,70 @@ def headline(done: Benchmark) -> str:
 
 # A table is (title, names of its columns, rows of text); its first columns are words, the others figures.
 TableText = tuple[str, list[str], list[list[str]]]
+Cell = Callable[["Figures"], str]
 
 
 def errors_table(done: Benchmark) -> TableText:
-    """How far off, by file and estimator."""
-    fits = done.target.is_memory
-    columns = ["rows", "estimator", "answered", "median", "mean", "p90", "under"]
-    columns += [f"constant [{done.target.unit}]", "median +c", "p90 +c"]
-    columns += ["fit told right", "by bound"] if fits else []
-    rows = []
-    for figures in done.figures:
-        raw, shifted = figures.raw, figures.shifted
-        row = [figures.file, figures.estimator, _answered(figures)]
-        if figures.own_labels:
-            row += [NOT_INFORMATIVE, *["–"] * (len(columns) - len(row) - 1)]
-            rows.append([*row, _seconds(figures.median_seconds), _seconds(figures.fit_seconds)])
-            continue
-        row += [error_text(done.relative, getattr(raw, name)) for name in ERRORS]
-        row += [_share(raw.under), "–" if figures.constant is None else _constant(figures.constant)]
-        row += [error_text(done.relative, value) for value in (shifted.median, shifted.p90)]
-        row += [_share(figures.fit_right), _share(figures.fit_right_bound)] if fits else []
-        rows.append([*row, _seconds(figures.median_seconds), _seconds(figures.fit_seconds)])
-    error = "relative" if done.relative else "absolute"
-    return f"{error} errors; +c: with one constant per file added", [*columns, "s each", "s a fit"], rows
+    """Return how far off estimates are, by file and estimator."""
+
+    def error(value: float | None) -> str:
+        return error_text(done.relative, value)
+
+    cells: dict[str, Cell] = {
+        "median": lambda figures: error(figures.raw.median),
+        "mean": lambda figures: error(figures.raw.mean),
+        "p90": lambda figures: error(figures.raw.p90),
+        "under": lambda figures: _share(figures.raw.under),
+        f"constant [{done.target.unit}]": lambda figures: _text(figures.constant, "+,.0f", "+.4g", below=1000),
+        "median +c": lambda figures: error(figures.shifted.median),
+        "p90 +c": lambda figures: error(figures.shifted.p90),
+    }
+    if done.target.is_memory:
+        cells["fit told right"] = lambda figures: _share(figures.fit_right)
+        cells["by bound"] = lambda figures: _share(figures.fit_right_bound)
+    times: dict[str, Cell] = {
+        "s each": lambda figures: _text(figures.median_seconds, ".2f", ".4f", below=0.1),
+        "s a fit": lambda figures: _text(figures.fit_seconds, ".2f", ".4f", below=0.1),
+    }
+    kind = "relative" if done.relative else "absolute"
+    title = f"{kind} errors; +c: with one constant per file added"
+    return _figures_table(title, done, {"answered": _answered}, cells, times)
 
 
 def classes_table(done: Benchmark) -> TableText:
-    """Classes and bounds, by file and estimator."""
-    ours = done.target.is_memory
-    columns = ["rows", "estimator", "accuracy", "macro F1", "macro recall"]
-    columns += ["accuracy 1 GB", "macro F1 1 GB"] if ours else []
-    columns += ["under bound", "above it", "bound over label", "recall by class"]
+    """Return classes and bounds, by file and estimator."""
+
+    def score(bins: str, name: str) -> Cell:
+        return lambda figures: _share(getattr(figures.classes.get(bins), name, None))
+
+    def bound(name: str) -> Cell:
+        return lambda figures: _share(getattr(figures.bound, name, None))
+
+    cells = {"accuracy": score("published", "accuracy"), "macro F1": score("published", "macro_f1")}
+    cells["macro recall"] = score("published", "macro_recall")
+    if done.target.is_memory:
+        cells |= {"accuracy 1 GB": score("ours", "accuracy"), "macro F1 1 GB": score("ours", "macro_f1")}
+    cells |= {"under bound": bound("coverage"), "above it": bound("above"), "bound over label": bound("excess")}
+    cells["recall by class"] = _recalls
+    rules = {file: _rule(bins["published"]) for file, bins in done.bins.items()}
+    rules_text = "; ".join(f"{file}: {rule}" for file, rule in rules.items())
+    if len(set(rules.values())) == 1:
+        rules_text = next(iter(rules.values()))
+    return _figures_table(f"classes as published ({rules_text}), and the 99 % bound", done, {}, cells, {})
+
+
+def _figures_table(
+    title: str, done: Benchmark, before: Mapping[str, Cell], cells: Mapping[str, Cell], after: Mapping[str, Cell]
+) -> TableText:
+    """Return a row for each file and estimator. `cells` stay empty where the labels are the estimator's own."""
     rows = []
     for figures in done.figures:
-        published, fine = figures.classes.get("published"), figures.classes.get("ours")
-        row = [figures.file, figures.estimator]
+        texts = [cell(figures) for cell in cells.values()]
         if figures.own_labels:
-            rows.append([*row, NOT_INFORMATIVE, *["–"] * (len(columns) - len(row) - 1)])
-            continue
-        row += [_share(getattr(published, name, None)) for name in ("accuracy", "macro_f1", "macro_recall")]
-        row += [_share(getattr(fine, name, None)) for name in ("accuracy", "macro_f1")] if ours else []
-        row += [_share(getattr(figures.bound, name, None)) for name in ("coverage", "above", "excess")]
-        rows.append([*row, _recalls(published)])
-    widths = {file: bins["published"] for file, bins in done.bins.items()}
-    rules_text = "; ".join(f"{file}: {_rule(bins)}" for file, bins in widths.items())
-    if len(rules := {_rule(bins) for bins in widths.values()}) == 1:
-        (rules_text,) = rules
-    return f"classes as published ({rules_text}), and the 99 % bound", columns, rows
+            texts = [NOT_INFORMATIVE, *["–"] * (len(cells) - 1)]
+        around = [[cell(figures) for cell in of.values()] for of in (before, after)]
+        rows.append([figures.file, figures.estimator, *around[0], *texts, *around[1]])
+    return title, ["rows", "estimator", *before, *cells, *after], rows
 
 
 def published_table(done: Benchmark) -> TableText:
@@ -186,20 +194,6 @@ def _rule(bins) -> str:
     if bins.by_family or len(bins.labels) == len(LEVELS):
         return bins.rule
     return f"{bins.edges[0] / MIB_PER_GB:g} GB" if bins.edges else "one class"
-
-
-def _recalls(scores) -> str:
-    """Percent by class, in the order of the classes."""
-    if scores is None:
-        return "–"
-    values = [f"{100 * value:.0f}" for value in scores.recall.values()]
-    return " ".join(values) if len(values) <= _CLASSES else f"{len(values)} classes"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
 
 
 def screen_of(width: int) -> Console:
@@ -232,24 +226,31 @@ def print_table(table: TableText) -> None:
     screen_of(_PLAIN_WIDTH).print(drawn)
 
 
+def _text(value: float | None, form: str, small: str = "", *, below: float = 0.0) -> str:
+    """Return a figure in its format, of sizes under `below` in that of `small`; a dash without one."""
+    return "–" if value is None else format(value, small if abs(value) < below else form)
+
+
 def error_text(relative: bool, value: float | None) -> str:
     """Return an error as the target's are read: relative ones in percent."""
-    if value is None:
+    return _text(value, ".1%" if relative else ".4f")
+
+
+def _share(value: float | None) -> str:
+    return _text(value, ".1%")
+
+
+def _recalls(figures: Figures) -> str:
+    """Return percent by class, in the order of the classes."""
+    if "published" not in figures.classes:
         return "–"
-    return f"{value:.1%}" if relative else f"{value:.4f}"
+    values = [f"{100 * value:.0f}" for value in figures.classes["published"].recall.values()]
+    return " ".join(values) if len(values) <= _CLASSES else f"{len(values)} classes"
 
 
 def _answered(figures: Figures) -> str:
     asked = f"{figures.answered_ok:,}/{figures.ok:,}"
     return asked + (f" + {figures.answered_oom}/{figures.oom} oom" if figures.oom else "")
-
-
-def _constant(value: float) -> str:
-    return f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.4g}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
 
 
 def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
@@ -283,7 +284,7 @@ def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
 
 
 def refusals(done: Benchmark) -> list[str]:
-    """Why rows have no answer, the commonest reasons of each estimator and file."""
+    """Return why rows have no answer: the commonest reasons of each estimator and file."""
     refusal_lines = []
     for figures in done.figures:
         reasons = list(figures.refusals.items())
@@ -295,30 +296,15 @@ def refusals(done: Benchmark) -> list[str]:
 
 
 def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
-    """Settings, figures, notes and every row with its estimates, replacing `path` in one step."""
+    """Write settings, figures, notes and every row with its estimates, replacing `path` in one step."""
     rows: dict[tuple[str, str], dict] = {}
     for (file, estimator), scored in done.scored.items():
         for row in scored:
-            entry = rows.setdefault(
-                (file, row.name),
-                {
-                    "file": file,
-                    "row": row.name,
-                    "group": row.group,
-                    "family": row.family,
-                    "label": row.label,
-                    "batch_size": row.batch_size,
-                    "status": "oom" if row.label is None else "ok",
-                    "doubt": row.doubt,
-                    "answers": {},
-                },
-            )
-            entry["answers"][estimator] = {
-                "estimate": row.estimate,
-                "upper": row.upper,
-                "reason": row.reason,
-                "seconds": row.seconds,
-            }
+            about = {name: getattr(row, name) for name in ("group", "family", "label", "batch_size")}
+            status = "oom" if row.label is None else "ok"
+            of_row = {"file": file, "row": row.name, **about, "status": status, "doubt": row.doubt, "answers": {}}
+            answers = rows.setdefault((file, row.name), of_row)["answers"]
+            answers[estimator] = {name: getattr(row, name) for name in ("estimate", "upper", "reason", "seconds")}
     report = {
         "target": done.target.name,
         "unit": done.target.unit,
@@ -326,12 +312,10 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
         "device": done.device,
         "card_mib": done.card_mib,
         "settings": asdict(settings),
-        "bins": {
-            file: {name: bins.to_mapping() for name, bins in of_file.items()} for file, of_file in done.bins.items()
-        },
-        "figures": [figures.to_mapping() for figures in done.figures],
-        "published": [figure.to_mapping() for figure in done.published],
-        "notes": list(done.notes),
+        "bins": {file: {name: asdict(bins) for name, bins in of_file.items()} for file, of_file in done.bins.items()},
+        "figures": [asdict(figures) for figures in done.figures],
+        "published": [asdict(figure) for figure in done.published],
+        "notes": done.notes,
         "rows": list(rows.values()),
     }
     write_output(path, (json.dumps(report, indent=1) + "\n").encode())
@@ -340,35 +324,35 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
 # ---- the page
 
 
-def write_benchmark_report(path: str | Path, done: Benchmark, settings: BenchmarkSettings) -> None:
-    """Write the page in one step, in place of what was there."""
-    page = render_page(benchmark_page(done, settings))
-    write_output(path, page.encode("utf-8", errors="replace"), key="report")
+def write_page(path: str | Path, page: Page) -> None:
+    """Write a page in one step, in place of what was there."""
+    write_output(path, render_page(page).encode("utf-8", errors="replace"), key="report")
 
 
 def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
     """Return the page's contents."""
     sections = [
-        *(_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)),
-        _refusals(done),
-        _settings(settings),
-    ]
-    tables = [
         Section("errors", "", (*map(Callout, done.notes), *table_blocks(errors_table(done)))),
         Section("classes", "", table_blocks(classes_table(done))),
     ]
     if done.published:
-        tables.append(Section("published", "", table_blocks(published_table(done)), apart=True))
+        sections.append(Section("published", "", table_blocks(published_table(done)), apart=True))
+    sections += [_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)]
+    if reasons := refusals(done):
+        sections.append(Section("refusals", "Rows without an answer", (Bullets(tuple(reasons)),)))
+    given = {name: value for name, value in asdict(settings).items() if value is not None}
+    rows = [[name, ", ".join(value) if isinstance(value, tuple) else str(value)] for name, value in given.items()]
+    keys = table_blocks(("keys of the command", ["key", "value set"], rows))
     return Page(
         title=f"Estimators of {done.target.name}",
         head=(Lead(headline(done)),),
-        sections=(*tables, *(section for section in sections if section is not None)),
+        sections=(*sections, Section("settings", "Settings", keys)),
         pictures=True,
     )
 
 
 def table_blocks(table: TableText) -> tuple[Block, ...]:
-    """A heading and the table; a name of rows stands once, where its rows begin."""
+    """Return a heading and the table; a name of rows stands once, where its rows begin."""
     title, names, lines = table
     grouped = names[0] == "rows"
     rows: list[Row] = []
@@ -387,16 +371,10 @@ def _plots(done: Benchmark, file: str, key: str) -> Section:
     own = next(figures for figures in done.figures if figures.file == file)
     oom = f", {own.oom:,} that ran out of memory" if own.oom else ""
     intro = Lead(f"{own.ok + own.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
-    pictures = tuple(Picture(svg.encode(), "image/svg+xml", caption, caption) for caption, svg in plots_of(done, file))
+    pictures = tuple(picture_of(svg, caption) for caption, svg in plots_of(done, file))
     return Section(key, file, (intro, Pictures(pictures)), name=file)
 
 
-def _refusals(done: Benchmark) -> Section | None:
-    reasons = tuple(refusals(done))
-    return Section("refusals", "Rows without an answer", (Bullets(reasons),)) if reasons else None
-
-
-def _settings(settings: BenchmarkSettings) -> Section:
-    given = {name: value for name, value in asdict(settings).items() if value is not None}
-    rows = [[name, ", ".join(value) if isinstance(value, tuple) else str(value)] for name, value in given.items()]
-    return Section("settings", "Settings", table_blocks(("keys of the command", ["key", "value set"], rows)))
+def picture_of(svg: str, caption: str) -> Picture:
+    """Return a plot as a page shows it."""
+    return Picture(svg.encode(), "image/svg+xml", caption, caption)

@@ -1,4 +1,4 @@
-"""How good an estimator is on rows it has not seen: grouped, stratified splits and the figures papers report.
+"""Judge an estimator on rows it has not seen: grouped, stratified splits and the figures papers report.
 
 Start reading at `evaluate`.
 """
@@ -6,77 +6,42 @@ Start reading at `evaluate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from conf.errors import UsageError
 from learn.data import MIN_GROUPS, Rows
-from learn.estimators import LEVEL, Estimator, Prediction, make_estimator
-from learn.evaluation.scores import (
-    bound_scores,
-    class_scores,
-    exceeds,
-    has_relative,
-    labels_are_its_own,
-    mean,
-    median,
-    p90,
-)
-from learn.evaluation.splits import hold_out, split
+from learn.estimators import Estimator, make_estimator
+from learn.evaluation.benchmark_figures import Figures, Given, Scored, described, figures_of, given_of
+from learn.evaluation.scores import has_relative, labels_are_its_own, mean, median, p90
+from learn.evaluation.splits import hold_out, require_groups, split
 from learn.step_store import StepStore
 from learn.targets import Bins
 
+TEST = "held-out test"
+PUBLISHED = "published"  # name of the classes that a benchmark has, too
 CV_FOLDS = 3
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """One split's figures. Classes come from all rows, out-of-memory ones included (`judged_classes`); errors, the
-    bound and underestimates only from rows with an exact label. None: could not be computed.
-
-    macro_f1 is the mean over the classes that occur in the labels; recall and support are by those classes.
-    Relative errors are |point - label| / label, over rows whose label is at least 0.01 for ratios (`n_relative`
-    of them); absolute errors, in the target's unit, are over all exact rows. `coverage` is the share of labels at
-    or under the 99 % bound, `bound_excess` the median of upper / label - 1, its price.
-    """
-
-    n: int
-    n_censored: int
-    accuracy: float
-    macro_f1: float
-    recall: dict[str, float]
-    support: dict[str, int]
-    n_relative: int
-    mean_relative_error: float | None
-    median_relative_error: float | None
-    p90_relative_error: float | None
-    mean_absolute_error: float | None
-    p90_absolute_error: float | None
-    underestimates: float | None
-    coverage: float | None
-    bound_excess: float | None
-
-    def to_mapping(self) -> dict:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Cross-validation inside the training rows, and the held-out test rows that took no part in it. Rows that the
-    estimator refused are in neither, and in `warnings`."""
+    estimator refused are in neither, and in `warnings`.
 
-    cv: tuple[Metrics, ...]
-    test: Metrics
+    cv, test  `metrics_of` each fold, and the test
+    scored    the test rows with their answers; figures: what a benchmark says of them
+    """
+
+    cv: tuple[dict[str, Any], ...]
+    test: dict[str, Any]
     train_rows: Rows
     test_rows: Rows
-    point: np.ndarray  # on test_rows, (n,)
-    upper: np.ndarray | None
-    true_class: np.ndarray  # (n,) int
-    predicted_class: np.ndarray
+    scored: Sequence[Scored]
+    figures: Figures
     bins: Bins
     warnings: tuple[str, ...]
-    own_labels: bool = False  # the figures say nothing: `learn.evaluation.scores.labels_are_its_own`
 
     @property
     def one_class(self) -> bool:
@@ -87,10 +52,10 @@ class Evaluation:
     def summary(self) -> dict:
         """{metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
         table = {}
-        for name, value in self.test.to_mapping().items():
+        for name, value in self.test.items():
             if isinstance(value, dict) or name.startswith("n_") or name == "n":
                 continue
-            folds = [getattr(m, name) for m in self.cv if getattr(m, name) is not None]
+            folds = [fold[name] for fold in self.cv if fold[name] is not None]
             table[name] = {
                 "cv_mean": float(np.mean(folds)) if folds else None,
                 "cv_std": float(np.std(folds, ddof=1)) if len(folds) > 1 else None,
@@ -117,7 +82,7 @@ def evaluate(
     """
     steps = StepStore() if steps is None else steps
     classes = classes_of(rows, bins)
-    require_groups(rows)
+    require_groups(rows, MIN_GROUPS, "holding some out")
     train, test = hold_out(rows, classes, seed)
     train_rows, test_rows = rows.subset(train), rows.subset(test)
 
@@ -129,7 +94,7 @@ def evaluate(
         held, reasons_without = answered(fitted, train_rows.subset(outside), steps)
         unanswered += reasons_without
         if len(held):
-            folds.append(measure(fitted, held, bins, steps)[0])
+            folds.append(judged(fitted, train_rows, held, bins, [], steps=steps).test)
     progress("held-out test")
     fitted = make_estimator(estimator, seed).fit(train_rows, steps)
     asked = len(test_rows)
@@ -148,25 +113,65 @@ def judged(
     test_rows: Rows,
     bins: Bins,
     notes: Sequence[str],
-    cv: Sequence[Metrics] = (),
+    cv: Sequence[dict[str, Any]] = (),
     *,
     steps: StepStore | None = None,
 ) -> Evaluation:
-    """A fitted model judged on rows that it all answers; `notes` follow its own warnings."""
-    metrics, prediction, predicted = measure(fitted, test_rows, bins, steps)
+    """Judge a fitted model on rows that it has not seen and all answers; `notes` follow its own warnings."""
+    prediction = fitted.predict(test_rows.cases, steps)
+    given = given_of(prediction, test_rows, {PUBLISHED: bins})
+    scored = scored_of(test_rows, given)
+    space = test_rows.target.space
+    figures = figures_of(TEST, fitted.name, scored, bins={PUBLISHED: bins}, space=space, learned=True)
     return Evaluation(
         cv=tuple(cv),
-        test=metrics,
+        test=metrics_of(scored, figures, space),
         train_rows=train_rows,
         test_rows=test_rows,
-        point=prediction.point,
-        upper=prediction.upper(LEVEL),
-        true_class=judged_classes(test_rows, bins, predicted),
-        predicted_class=predicted,
+        scored=scored,
+        figures=figures,
         bins=bins,
         warnings=(*prediction.warnings, *notes),
-        own_labels=own_labels(fitted.name, test_rows, prediction.point),
     )
+
+
+def scored_of(rows: Rows, given: Sequence[Given]) -> list[Scored]:
+    """Return rows with their answers."""
+    return [Scored(**vars(one), **described(row, rows.target)) for one, row in zip(given, rows.records, strict=True)]
+
+
+def metrics_of(scored: Sequence[Scored], figures: Figures, space: str) -> dict[str, Any]:
+    """Return the figures of one split. Classes come from all rows, out-of-memory ones included; errors and
+    underestimates only from rows with an exact label. None: could not be computed.
+
+    macro_f1 is the mean over the classes that occur in the labels; recall and support are by those classes.
+    Relative errors are |point - label| / label, over rows whose label is at least 0.01 for ratios (`n_relative`
+    of them); absolute errors, in the target's unit, are over all exact rows. `coverage` is the share of labels at
+    or under the 99 % bound, `bound_excess` the median of upper / label - 1, its price.
+    """
+    pairs = [(row.label, row.estimate) for row in scored if row.label is not None and row.estimate is not None]
+    label, estimate = np.array(pairs, dtype=float).reshape(-1, 2).T
+    usable = has_relative(label, space)
+    absolute = np.abs(estimate - label)
+    relative = absolute[usable] / label[usable]
+    classes, bound = figures.classes[PUBLISHED], figures.bound
+    return {
+        "n": len(scored),
+        "n_censored": figures.oom,
+        "accuracy": classes.accuracy,
+        "macro_f1": classes.macro_f1,
+        "recall": classes.recall,
+        "support": classes.support,
+        "n_relative": int(usable.sum()),
+        "mean_relative_error": mean(relative),
+        "median_relative_error": median(relative),
+        "p90_relative_error": p90(relative),
+        "mean_absolute_error": mean(absolute),
+        "p90_absolute_error": p90(absolute),
+        "underestimates": figures.raw.under,
+        "coverage": None if bound is None else bound.coverage,
+        "bound_excess": None if bound is None else bound.excess,
+    }
 
 
 def own_labels(estimator: str, rows: Rows, point: np.ndarray) -> bool:
@@ -176,8 +181,8 @@ def own_labels(estimator: str, rows: Rows, point: np.ndarray) -> bool:
 
 
 def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
-    """Class of each row, (n,) int; of out-of-memory rows the least that they may belong to, which is the top bin unless
-    they had a share of the device only."""
+    """Return the class of each row, (n,) int. Out-of-memory rows have the least that they may belong to: the top bin
+    unless they had a share of the device only."""
     return bins.classify(rows.label, rows.family)
 
 
@@ -187,58 +192,9 @@ def judged_classes(rows: Rows, bins: Bins, predicted: np.ndarray) -> np.ndarray:
     return np.where(rows.censored, np.maximum(classes, predicted), classes)
 
 
-def require_groups(rows: Rows) -> None:
-    """Raise `UsageError` where there are too few different configurations to hold some out."""
-    groups = len(np.unique(rows.group.astype(str)))
-    if groups < MIN_GROUPS:
-        raise UsageError(
-            f"the {len(rows)} rows of target={rows.target.name} are near-copies of {groups} configurations; at least "
-            f"{MIN_GROUPS} different ones are needed to hold some out"
-        )
-
-
-def measure(
-    fitted: Estimator, rows: Rows, bins: Bins, steps: StepStore | None = None
-) -> tuple[Metrics, Prediction, np.ndarray]:
-    """(Metrics, Prediction, predicted classes) of a fitted estimator on rows it has not seen and has answers for."""
-    prediction = fitted.predict(rows.cases, steps)
-    predicted = prediction.bin_probabilities(bins.edges_of(rows.family)).argmax(axis=1)
-    metrics = score(rows, bins, prediction.point, prediction.upper(LEVEL), predicted)
-    return metrics, prediction, predicted
-
-
 def answered(fitted: Estimator, rows: Rows, steps: StepStore | None = None) -> tuple[Rows, list[str]]:
-    """(the rows that the estimator has an answer for, the reason of each of the others)."""
+    """Return the rows that the estimator has an answer for, and the reason of each of the others."""
     refusals = fitted.predict(rows.cases, steps).refusals
     if not refusals:
         return rows, []
     return rows.subset(np.setdiff1d(np.arange(len(rows)), list(refusals))), list(refusals.values())
-
-
-def score(rows: Rows, bins: Bins, point: np.ndarray, upper: np.ndarray | None, predicted: np.ndarray) -> Metrics:
-    """The figures of one split; see `Metrics`. `point`, `upper`: (n,) in the target's unit; `predicted`: (n,) int."""
-    classes = class_scores(judged_classes(rows, bins, predicted), predicted, bins.labels)
-    assert classes is not None  # a split has rows
-    exact = ~rows.censored
-    label, guess = rows.label[exact], point[exact]
-    usable = has_relative(label, rows.target.space)
-    absolute = np.abs(guess - label)
-    relative = absolute[usable] / label[usable]
-    bound = None if upper is None else bound_scores(rows.label, upper, rows.censored, rows.target.space)
-    return Metrics(
-        n=len(rows),
-        n_censored=int(rows.censored.sum()),
-        accuracy=classes.accuracy,
-        macro_f1=classes.macro_f1,
-        recall=classes.recall,
-        support=classes.support,
-        n_relative=int(usable.sum()),
-        mean_relative_error=mean(relative),
-        median_relative_error=median(relative),
-        p90_relative_error=p90(relative),
-        mean_absolute_error=mean(absolute),
-        p90_absolute_error=p90(absolute),
-        underestimates=mean(exceeds(label, guess)),
-        coverage=None if bound is None else bound.coverage,
-        bound_excess=None if bound is None else bound.excess,
-    )

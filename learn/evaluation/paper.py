@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from conf.errors import UsageError
 from conf.outputs import write_output
-from conf.reports.blocks import Callout, Lead, Page, Picture, Pictures, Section
-from conf.reports.render import render_page
+from conf.reports.blocks import Callout, Lead, Page, Pictures, Section
 from learn.evaluation.benchmark_figures import TRUSTED_ALONE
 from learn.evaluation.benchmark_rows import NEVER_FITTED_ON
-from learn.evaluation.benchmark_view import OTHERS, TableText, print_table, table_blocks
+from learn.evaluation.benchmark_view import OTHERS, TableText, picture_of, print_table, table_blocks, write_page
 from learn.evaluation.plots import draw_svg, styles_of
-from learn.evaluation.published_figures import GPUMEMNET, PUBLISHED_FIGURES, PublishedFigure
+from learn.evaluation.published_figures import GPUMEMNET, PUBLISHED_FIGURES
 from learn.evaluation.scores import mean, median
 from learn.targets import BIN_WIDTHS_GB
 
@@ -140,48 +138,54 @@ def _records(done: Benchmark) -> list[dict[str, Any]]:
 
 
 def _accuracy(records: Sequence[Mapping[str, Any]]) -> PaperTable:
-    rows = []
-    for family in FAMILIES:
-        own = [record for record in records if record["target"] == "memory" and record["family"] == family]
-        for width in BIN_WIDTHS_GB if own else ():
-            published = [f for f in _theirs("memory", family) if width in f.bin_gb]
-            ours = {record["estimator"]: record["accuracy"].get(f"{width} GB") for record in own}
-            rows.append(
-                {"family": family, "bins": f"{width} GB", "n": own[0]["n"], **ours, "theirs": published or None}
-            )
-    return PaperTable("memory", "Accuracy of memory classes by family and bin width, 3-fold", tuple(rows))
+    rows = [
+        _classes(records, "memory", family, {"bins": f"{width} GB"}, width)
+        for family in FAMILIES
+        for width in BIN_WIDTHS_GB
+    ]
+    title = "Accuracy of memory classes by family and bin width, 3-fold"
+    return PaperTable("memory", title, tuple(row for row in rows if row["n"] is not None))
 
 
 def _utilization(records: Sequence[Mapping[str, Any]]) -> PaperTable:
-    rows = []
-    for family in FAMILIES:
-        for target in ("smact", "smocc", "drama"):
-            own = [record for record in records if (record["target"], record["family"]) == (target, family)]
-            ours = {record["estimator"]: record["accuracy"].get("published") for record in own}
-            n = own[0]["n"] if own else None
-            rows.append({"family": family, "target": target, "n": n, **ours, "theirs": _theirs(target, family) or None})
+    rows = [
+        _classes(records, target, family, {"target": target})
+        for family in FAMILIES
+        for target in ("smact", "smocc", "drama")
+    ]
     title = "Accuracy of utilization classes (low, medium, high) by family, 3-fold"
     return PaperTable("utilization", title, tuple(rows) if any(row["n"] for row in rows) else ())
 
 
+def _classes(
+    records: Sequence[Mapping[str, Any]], target: str, family: str, about: Mapping[str, str], width: int | None = None
+) -> dict[str, Any]:
+    """Return the accuracies of one family's rows, of memory classes `width` GB wide."""
+    own = [record for record in records if (record["target"], record["family"]) == (target, family)]
+    ours = {record["estimator"]: record["accuracy"].get(about.get("bins", "published")) for record in own}
+    of_family = [f for f in PUBLISHED_FIGURES if (f.target, f.rows, f.source) == (target, family, GPUMEMNET)]
+    theirs = [figure for figure in of_family if width is None or width in figure.bin_gb]
+    return {"family": family, **about, "n": own[0]["n"] if own else None, **ours, "theirs": theirs or None}
+
+
 def _models(done: Sequence[Benchmark]) -> PaperTable:
-    """Signed relative errors, and their means and medians without sign, of the models that are never fitted on."""
+    """Return signed relative errors, and their means and medians without sign, of models that are never fitted on."""
     answers: dict[str, dict[str, Scored]] = {}
     for of_run in done:
         for (file, estimator), scored in of_run.scored.items():
             known = of_run.target.is_memory and not file.endswith(TRUSTED_ALONE)
             if known and not {row.family for row in scored} & {*FAMILIES} and any(row.estimate for row in scored):
                 answers.setdefault(estimator, {}).update({row.name.partition(" ")[2]: row for row in scored})
-    names = list(dict.fromkeys(name for by_name in answers.values() for name in by_name))
+    labels = {name: row.label for by_name in reversed(answers.values()) for name, row in by_name.items()}
+    names = dict.fromkeys(name for by_name in answers.values() for name in by_name)
     errors = {
         estimator: {name: row.estimate / row.label - 1 for name, row in by_name.items() if row.estimate and row.label}
         for estimator, by_name in answers.items()
     }
     rows: list[dict[str, Any]] = []
     for name in names:
-        label = next(by_name[name].label for by_name in answers.values() if name in by_name)
         signed = {estimator: _Signed(of[name]) if name in of else None for estimator, of in errors.items()}
-        rows.append({"model": name, "actual [MiB]": label and round(label), **signed})
+        rows.append({"model": name, "actual [MiB]": labels[name] and round(labels[name]), **signed})
     for title, summary in (("mean error", mean), ("median error", median)) if rows else ():
         of_all = {estimator: summary(np.abs(list(of.values()))) for estimator, of in errors.items()}
         rows.append({"model": title, "actual [MiB]": None, **of_all})
@@ -212,10 +216,6 @@ class _Time(float):
     """Seconds."""
 
 
-def _theirs(target: str, family: str) -> list[PublishedFigure]:
-    return [f for f in PUBLISHED_FIGURES if (f.target, f.rows, f.source) == (target, family, GPUMEMNET)]
-
-
 def _text(value: Any) -> str:
     if value is None:
         return "–"
@@ -244,8 +244,7 @@ def paper_entry(settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, S
         }
         write_output(settings.out, (json.dumps(report, indent=1, default=asdict) + "\n").encode())
     if settings.report is not None:
-        content = render_page(paper_page(paper)).encode("utf-8", errors="replace")
-        write_output(Path(settings.report), content, key="report")
+        write_page(settings.report, paper_page(paper))
     return 0
 
 
@@ -254,10 +253,10 @@ def paper_page(paper: Paper) -> Page:
     draws = {"memory": _draw_accuracy, "utilization": _draw_accuracy, "models": _draw_errors}
     sections = []
     for table in paper.tables:
-        pictures = []
+        blocks = list(table_blocks(table.text))
         if table.name in draws and (svg := draw_svg(draws[table.name], table)) is not None:
-            pictures = [Pictures((Picture(svg.encode(), "image/svg+xml", table.title, table.title),))]
-        sections.append(Section(table.name, "", (*table_blocks(table.text), *pictures)))
+            blocks.append(Pictures((picture_of(svg, table.title),)))
+        sections.append(Section(table.name, "", tuple(blocks)))
     return Page(
         title="The tables of arXiv 2602.17817",
         head=(Lead("Ours beside theirs; theirs are on their own rows and splits"), *map(Callout, paper.notes)),
@@ -267,31 +266,19 @@ def paper_page(paper: Paper) -> Page:
 
 
 def _draw_accuracy(plt: Any, table: PaperTable) -> Any:
-    """Draw grouped bars: an estimator a colour, the published range as a grey band behind its group."""
+    """Draw grouped bars: an estimator a colour, the published range as a grey band over its group."""
     kinds = [name for name in table.text[1] if name not in ("family", "bins", "target", "n", "theirs")]
     figure, axes = plt.subplots(figsize=(11.0, 3.4), layout="constrained")
-    width = 0.8 / max(len(kinds), 1)
-    for place, row in enumerate(table.rows):
-        for published in row["theirs"] or ():
-            low, high = published.low, max(published.high, published.low + 0.006)
-            label = "theirs" if "theirs" not in axes.get_legend_handles_labels()[1] else None
-            axes.bar(place, high - low, 0.9, bottom=low, color="0.6", label=label, zorder=3, alpha=0.75)
+    places, width = np.arange(len(table.rows)), 0.8 / max(len(kinds), 1)
     for k, (name, style) in enumerate(styles_of(kinds).items()):
-        places = [place for place, row in enumerate(table.rows) if row.get(name) is not None]
-        axes.bar(
-            [place - 0.4 + (k + 0.5) * width for place in places],
-            [table.rows[place][name] for place in places],
-            width,
-            color=style["color"],
-            label=name,
-        )
-    axes.set_xticks(
-        range(len(table.rows)), [f"{row['family']}\n{row.get('bins') or row['target']}" for row in table.rows]
-    )
-    axes.set_ylim(0, 1)
-    axes.set_yticks(ticks := [0, 0.25, 0.5, 0.75, 1], [f"{tick:.0%}" for tick in ticks])
-    axes.set_ylabel("accuracy")
-    axes.grid(axis="y", color="0.92", linewidth=0.6)
+        heights = np.array([row.get(name) for row in table.rows], dtype=float)
+        axes.bar(places - 0.4 + (k + 0.5) * width, heights, width, color=style["color"], label=name)
+    bands = [(place, published) for place, row in enumerate(table.rows) for published in row["theirs"] or ()]
+    heights = [max(published.high - published.low, 0.006) for _, published in bands]
+    lows = [published.low for _, published in bands]
+    axes.bar([place for place, _ in bands], heights, 0.9, bottom=lows, color="0.6", alpha=0.75, label="theirs")
+    axes.set_xticks(places, [f"{row['family']}\n{row.get('bins') or row['target']}" for row in table.rows])
+    axes.set(ylim=(0, 1), ylabel="accuracy")
     figure.legend(loc="outside right upper", frameon=False)
     return figure
 
@@ -301,16 +288,12 @@ def _draw_errors(plt: Any, table: PaperTable) -> Any:
     kinds = [name for name in table.text[1] if name not in ("model", "actual [MiB]")]
     figure, axes = plt.subplots(figsize=(9.0, 0.9 + 0.34 * len(kinds)), layout="constrained")
     limit = 1.5
-    for place, name in enumerate(kinds):
+    for name in kinds:
         errors = [abs(row[name]) for row in table.rows if isinstance(row.get(name), _Signed)]
         if errors:
             colour = "0.6" if name.endswith(OTHERS) else "#0072B2"
-            axes.barh(place, min(float(np.mean(errors)), limit), 0.7, color=colour, alpha=0.5)
-            axes.scatter(np.minimum(errors, limit), [place] * len(errors), s=12, color=colour, zorder=3, linewidths=0)
-    axes.set_yticks(range(len(kinds)), kinds)
+            axes.barh(name, min(float(np.mean(errors)), limit), 0.7, color=colour, alpha=0.5)
+            axes.scatter(np.minimum(errors, limit), [name] * len(errors), s=12, color=colour, zorder=3)
     axes.invert_yaxis()
-    axes.set_xlim(0, limit * 1.02)
-    axes.set_xticks(ticks := [0, 0.25, 0.5, 1, limit], [f"{t:.0%}" + " or more" * (t == limit) for t in ticks])
-    axes.set_xlabel("relative error: bar the mean, a point a model")
-    axes.grid(axis="x", color="0.92", linewidth=0.6)
+    axes.set(xlim=(0, limit * 1.02), xlabel="relative error, 1.5 or more at the edge: bar the mean, a point a model")
     return figure

@@ -5,7 +5,8 @@ Start reading at `PUBLISHED_FIGURES`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 GPUMEMNET = "GPUMemNet, arXiv 2602.17817"
 OVERHEADS = "GPUMemNet's repository (github.com/itu-rad/GPUMemNet), Ensemble/Overheads.md"
@@ -34,68 +35,33 @@ class PublishedFigure:
 
     @property
     def text(self) -> str:
-        """`95 % to 98 %`, `24 s`."""
-        if self.unit != "share":
-            return (
-                f"{self.low:g} {self.unit}" if self.low == self.high else f"{self.low:g} to {self.high:g} {self.unit}"
-            )
-        return f"{self.low:.0%}" if self.low == self.high else f"{self.low:.0%} to {self.high:.0%}"
-
-    def to_mapping(self) -> dict:
-        return asdict(self)
+        """Return it as `95% to 98%` or `24 s`."""
+        low, high = (f"{value:.0%}" if self.unit == "share" else f"{value:g}" for value in (self.low, self.high))
+        return (low if low == high else f"{low} to {high}") + ("" if self.unit == "share" else f" {self.unit}")
 
 
-def _accuracy(
-    target: str, rows: str, bins: str, low: float, high: float | None = None, bin_gb: tuple[int, ...] = ()
+def _gpumemnet(
+    target: str, rows: str, measure: str, low: float, high: float | None = None, **more: Any
 ) -> PublishedFigure:
-    measure = f"accuracy, 3-fold, {bins}"
     return PublishedFigure(
         target=target,
         estimator="GPUMemNet",
         rows=rows,
-        measure=measure,
+        measure=f"accuracy, 3-fold, {measure}",
         low=low,
         high=high or low,
         source=GPUMEMNET,
-        bin_gb=bin_gb,
+        **more,
     )
 
 
-def _mean_error(estimator: str, value: float) -> PublishedFigure:
-    rows, measure = "well-known models (realworld)", "mean relative error"
-    return PublishedFigure(
-        target="memory", estimator=estimator, rows=rows, measure=measure, low=value, high=value, source=GPUMEMNET
-    )
+def _of_memory(estimator: str, rows: str, measure: str, low: float, high: float, **more: Any) -> PublishedFigure:
+    return PublishedFigure(target="memory", estimator=estimator, rows=rows, measure=measure, low=low, high=high, **more)
 
 
-def _inference(model: str, low: float, high: float) -> PublishedFigure:
-    measure = "inference alone, mean, on a GPU; its model's description is parsed before"
-    return PublishedFigure(
-        target="memory",
-        estimator=f"GPUMemNet, {model}",
-        rows="its own rows",
-        measure=measure,
-        low=low,
-        high=high,
-        source=OVERHEADS,
-        unit="ms",
-    )
-
-
-def _xmem(measure: str, value: float, unit: str) -> PublishedFigure:
-    return PublishedFigure(
-        target="memory",
-        estimator="xMem",
-        rows="its own models",
-        measure=measure,
-        low=value,
-        high=value,
-        source=XMEM,
-        unit=unit,
-    )
-
-
-_LEVELS = "low/medium/high"
+_KNOWN = ("well-known models (realworld)", "mean relative error")
+_INFERENCE = ("its own rows", "inference alone, mean, on a GPU; its model's description is parsed before")
+_XMEM = "its own models"
 _UTILIZATION = {  # family -> accuracy of SMACT, SMOCC, DRAMA
     "mlp": (0.92, 0.94, 0.88),
     "cnn": (0.77, 0.71, 0.73),
@@ -103,18 +69,18 @@ _UTILIZATION = {  # family -> accuracy of SMACT, SMOCC, DRAMA
 }
 
 PUBLISHED_FIGURES: tuple[PublishedFigure, ...] = (
-    _accuracy("memory", "mlp", "1 to 2 GB bins", 0.95, 0.98, (1, 2)),
-    _accuracy("memory", "cnn", "8 GB bins", 0.81, 0.83, (8,)),
-    _accuracy("memory", "transformer", "8 GB bins", 0.86, 0.88, (8,)),
-    _mean_error("GPUMemNet", 0.57),
-    _mean_error("FakeTensor", 0.46),
-    _mean_error("Horus", 0.67),
-    _inference("MLP-based", 2.29, 2.37),
-    _inference("Transformer-based", 10.69, 10.72),
-    _xmem("median relative error, about", 0.04, "share"),
-    _xmem("time of one estimate", 24.0, "s"),
+    _gpumemnet("memory", "mlp", "1 to 2 GB bins", 0.95, 0.98, bin_gb=(1, 2)),
+    _gpumemnet("memory", "cnn", "8 GB bins", 0.81, 0.83, bin_gb=(8,)),
+    _gpumemnet("memory", "transformer", "8 GB bins", 0.86, 0.88, bin_gb=(8,)),
+    _of_memory("GPUMemNet", *_KNOWN, 0.57, 0.57, source=GPUMEMNET),
+    _of_memory("FakeTensor", *_KNOWN, 0.46, 0.46, source=GPUMEMNET),
+    _of_memory("Horus", *_KNOWN, 0.67, 0.67, source=GPUMEMNET),
+    _of_memory("GPUMemNet, MLP-based", *_INFERENCE, 2.29, 2.37, source=OVERHEADS, unit="ms"),
+    _of_memory("GPUMemNet, Transformer-based", *_INFERENCE, 10.69, 10.72, source=OVERHEADS, unit="ms"),
+    _of_memory("xMem", _XMEM, "median relative error, about", 0.04, 0.04, source=XMEM),
+    _of_memory("xMem", _XMEM, "time of one estimate", 24.0, 24.0, source=XMEM, unit="s"),
     *(
-        _accuracy(target, family, _LEVELS, values[k])
+        _gpumemnet(target, family, "low/medium/high", values[k])
         for family, values in _UTILIZATION.items()
         for k, target in enumerate(("smact", "smocc", "drama"))
     ),
@@ -122,5 +88,5 @@ PUBLISHED_FIGURES: tuple[PublishedFigure, ...] = (
 
 
 def published_figures(target: str) -> tuple[PublishedFigure, ...]:
-    """Those of one target; none for a target that nobody published."""
+    """Return those of one target; none for a target that nobody published."""
     return tuple(figure for figure in PUBLISHED_FIGURES if figure.target == target)

@@ -14,14 +14,13 @@ import numpy as np
 from conf.reports.blocks import Callout, Facts, Fold, Page, Picture, Pictures, Section, table
 from conf.reports.page_text import count_of
 from conf.reports.render import render_page
-from learn.evaluation.benchmark_figures import Benchmark, Scored, figures_of
-from learn.evaluation.evaluate import Evaluation
+from learn.evaluation.benchmark_figures import Benchmark, told_classes
+from learn.evaluation.evaluate import PUBLISHED, TEST, Evaluation
 from learn.evaluation.plots import confusion, draw_svg, predicted
 from learn.evaluation.scores import NOT_INFORMATIVE
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
 ONE_CLASS = "one class"
-_TEST = "held-out test"
 _NAMES = {
     "accuracy": "accuracy",
     "macro_f1": "macro F1",
@@ -42,7 +41,7 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
     A dash stands where there is no figure, `not informative` where the estimator itself has simulated the labels.
     `one class` stands where all rows are of one, which every answer meets.
     """
-    if evaluation.own_labels:
+    if evaluation.figures.own_labels:
         return [("all metrics", NOT_INFORMATIVE, NOT_INFORMATIVE)]
     unit = evaluation.train_rows.target.unit
     rows = []
@@ -61,12 +60,12 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
         spread = f" ± {say(values['cv_std'])}" if values["cv_std"] is not None else ""
         label = _NAMES[name] + (f" [{unit}]" if absolute and unit != "ratio" else "")
         rows.append((label, f"{say(values['cv_mean'])}{spread}", say(values["test"])))
-    for name, recall in () if one_class else evaluation.test.recall.items():
-        folds = [m.recall[name] for m in evaluation.cv if name in m.recall]
+    for name, recall in () if one_class else evaluation.test["recall"].items():
+        folds = [fold["recall"][name] for fold in evaluation.cv if name in fold["recall"]]
         cv = f"{np.mean(folds):.1%}" if folds else "–"
         if len(folds) > 1:
             cv += f" ± {np.std(folds, ddof=1):.1%}"
-        rows.append((f"recall of {name} (n={evaluation.test.support[name]})", cv, f"{recall:.1%}"))
+        rows.append((f"recall of {name} (n={evaluation.test['support'][name]})", cv, f"{recall:.1%}"))
     return rows
 
 
@@ -77,56 +76,22 @@ def write_report(folder: Path, evaluation: Evaluation, meta: Mapping) -> None:
     (folder / "report.html").write_bytes(render_page(page).encode("utf-8", errors="replace"))
 
 
-def _as_benchmark(evaluation: Evaluation, estimator: str) -> Benchmark:
-    """Return the held-out test as a benchmark of one estimator on one set of rows, which plots show."""
-    rows, bins = evaluation.test_rows, {"published": evaluation.bins}
-    scored = [
-        Scored(
-            name=row.run_id,
-            group=row.family,
-            label=None if row.censored else row.label,
-            estimate=float(evaluation.point[i]),
-            upper=None if evaluation.upper is None else float(evaluation.upper[i]),
-            classes={"published": int(evaluation.predicted_class[i])},
-            card=row.device_memory_mib if rows.target.is_memory else None,
-            family=row.family,
-            source=row.source,
-        )
-        for i, row in enumerate(rows.records)
-    ]
-    figures = figures_of(_TEST, estimator, scored, bins=bins, space=rows.target.space, learned=True)
-    return Benchmark(
-        rows.target, _where(evaluation), None, {_TEST: bins}, (figures,), {(_TEST, estimator): scored}, (), ()
-    )
-
-
-def _measured(evaluation: Evaluation) -> str:
-    """Return where the labels come from: measured, simulated or imported."""
-    return " + ".join(evaluation.train_rows.count("source"))
-
-
 def _where(evaluation: Evaluation) -> str:
-    return f"{_measured(evaluation)} on {', '.join(evaluation.train_rows.count('device'))}"
+    sources = " + ".join(evaluation.train_rows.count("source"))
+    return f"{sources} on {', '.join(evaluation.train_rows.count('device'))}"
 
 
 def _write_predictions(path: Path, evaluation: Evaluation) -> None:
-    rows, labels = evaluation.test_rows, evaluation.bins.labels
+    labels = evaluation.bins.labels
+    classes = zip(*told_classes(evaluation.scored, PUBLISHED, evaluation.bins), strict=True)
+    rows = zip(evaluation.scored, evaluation.test_rows.records, classes, strict=True)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["run_id", "family", "label", "censored", "point", "upper", "class", "predicted_class"])
-        for i in range(len(rows)):
-            writer.writerow(
-                [
-                    rows.run_ids[i],
-                    rows.family[i],
-                    f"{rows.label[i]:.6g}",
-                    int(rows.censored[i]),
-                    f"{evaluation.point[i]:.6g}",
-                    "" if evaluation.upper is None else f"{evaluation.upper[i]:.6g}",
-                    labels[evaluation.true_class[i]],
-                    labels[evaluation.predicted_class[i]],
-                ]
-            )
+        for scored, row, (true, predicted_class) in rows:
+            upper = "" if scored.upper is None else f"{scored.upper:.6g}"
+            cells = int(row.censored), f"{scored.estimate:.6g}", upper, labels[true], labels[predicted_class]
+            writer.writerow([row.run_id, row.family, f"{row.label:.6g}", *cells])
 
 
 def _page(evaluation: Evaluation, meta: Mapping) -> Page:
@@ -143,8 +108,17 @@ def _page(evaluation: Evaluation, meta: Mapping) -> Page:
     }
     notes = tuple(map(Callout, meta["warnings"]))
     heads = ("metric", "*cross-validation (3 folds)", "*held-out test")
-    done = _as_benchmark(evaluation, meta["estimator"])
-    drawn = ((draw.__name__, draw_svg(draw, done, _TEST)) for draw in (confusion, predicted))
+    done = Benchmark(
+        target=evaluation.test_rows.target,
+        device=_where(evaluation),
+        card_mib=None,
+        bins={TEST: {PUBLISHED: evaluation.bins}},
+        figures=(evaluation.figures,),
+        scored={(TEST, evaluation.figures.estimator): evaluation.scored},
+        published=(),
+        notes=(),
+    )
+    drawn = ((draw.__name__, draw_svg(draw, done, TEST)) for draw in (confusion, predicted))
     pictures = tuple(Picture(svg.encode(), "image/svg+xml", name) for name, svg in drawn if svg is not None)
     return Page(
         title=f"{meta['target']}: {meta['estimator']}",

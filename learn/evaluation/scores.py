@@ -1,4 +1,4 @@
-"""How good answers are, as papers report it: classes, errors and bounds, of plain arrays.
+"""Score answers as papers do: classes, errors and bounds, of plain arrays.
 
 Start reading at `class_scores`; `learn.evaluation.evaluate` and `learn.evaluation.benchmark_figures` count with these.
 """
@@ -6,7 +6,7 @@ Start reading at `class_scores`; `learn.evaluation.evaluate` and `learn.evaluati
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,9 +40,6 @@ class ClassScores:
     macro_recall: float
     recall: dict[str, float]
     support: dict[str, int]
-
-    def to_mapping(self) -> dict:
-        return asdict(self)
 
 
 def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:

@@ -1,4 +1,4 @@
-"""Which rows an estimator is fitted on, and which it is asked afterwards: near-copies are never on both sides.
+"""Share rows out to fit on and to ask: near-copies are never on both sides.
 
 Start reading at `parts_of`; `split` and `hold_out` are what it and `learn.evaluation.evaluate` share.
 """
@@ -59,11 +59,11 @@ def parts_of(
     if not (asked & fitted_on).any():
         pass
     elif how == "cv":
-        _require_groups(own, folds, f"folds={folds}")
+        require_groups(own, folds, f"folds={folds}")
         for k, (_, outside) in enumerate(split(own, strata[known], folds, seed)):
             named.append((f"fold {k + 1} of {folds}", known[outside]))
     elif how == "holdout":
-        _require_groups(own, 10, "split=holdout")
+        require_groups(own, 10, "split=holdout")
         named.append(("held out", known[hold_out(own, strata[known], seed)[1]]))
     else:
         assert by is not None  # leave_one_out is refused without
@@ -117,7 +117,8 @@ def hold_out(rows: Rows, classes: np.ndarray, seed: int) -> tuple[np.ndarray, np
     return np.setdiff1d(np.arange(len(rows)), test), test
 
 
-def _require_groups(rows: Rows, least: int, asker: str) -> None:
+def require_groups(rows: Rows, least: int, asker: str) -> None:
+    """Raise `UsageError` where there are fewer different configurations than `asker` takes."""
     groups = len(set(rows.group.astype(str)))
     if groups < least:
         raise UsageError(

@@ -1,14 +1,13 @@
-"""How far off estimated times are, of rows that were fitted on and of rows left out.
+"""Judge estimated times, on rows that were fitted on and on rows left out.
 
 Start reading at `judged`; `left_out_by`, `left_out_ratios` and `subsets` serve `learn.benchmark`, too.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,8 +70,9 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         "learned from": ours.log_ratios(np.ones(len(fit.rows), dtype=bool)),
     }
     for split, masks in splits.items():
-        heard = functools.partial(_heard, progress, f"fitting, {split}", fits, number)
-        ratios[split] = left_out_ratios(ours, masks, heard)
+        ratios[split] = left_out_ratios(
+            ours, masks, lambda split=split: progress(f"fitting, {split}", next(fits), number)
+        )
     of_subsets = dict(subsets(fit))
     kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & fit.steps).any()}
     scores = [
@@ -82,10 +82,6 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         if rows not in kernels_alone or split in _OF_KERNELS
     ]
     return [score for score in scores if score.count], ratios["families left out"][fit.steps]
-
-
-def _heard(progress: Callable[[str, int, int], None], label: str, done: Iterator[int], of: int) -> None:
-    progress(label, next(done), of)
 
 
 def left_out_ratios(formula: Formula, masks: Iterable[np.ndarray], heard: Callable[[], None]) -> np.ndarray:
@@ -177,69 +173,53 @@ def _is_long(row: MeasuredTime) -> bool:
 def score_of(split: str, rows: str, ratios: np.ndarray) -> TimeScore:
     """Return the score of rows, by their logarithms of estimated over measured time; NaN: no answer."""
     answered = ratios[np.isfinite(ratios)]
-    size = np.abs(answered) if len(answered) else np.array([np.nan])
+    if not len(answered):
+        answered = np.array([np.nan])
+    size = np.abs(answered)
     return TimeScore(
         split=split,
         rows=rows,
-        count=len(answered),
+        count=int(np.isfinite(ratios).sum()),
         median=float(np.exp(np.median(size))),
         p90=float(np.exp(np.quantile(size, 0.9))),
-        bias=float(np.exp(np.median(answered))) if len(answered) else float("nan"),
-        mean_error=float(np.mean(np.abs(np.exp(answered) - 1))) if len(answered) else float("nan"),
+        bias=float(np.exp(np.median(answered))),
+        mean_error=float(np.mean(np.abs(np.exp(answered) - 1))),
     )
 
 
 def time_table(scores: Sequence[TimeScore]) -> str:
     """Return the scores of times as lines of text."""
     heads = ("rows", "judged on", "rows judged", "factor, median", "p90", "estimated / measured", "mean error")
-    return _table_text(
-        heads,
-        [
-            (
-                one.split,
-                one.rows,
-                f"{one.count:,}",
-                f"{one.median:.3f}",
-                f"{one.p90:.3f}",
-                f"{one.bias:.3f}",
-                f"{one.mean_error:.1%}",
-            )
-            for one in scores
-        ],
-    )
+    rows = [
+        (*astuple(one)[:3], *map("{:.3f}".format, (one.median, one.p90, one.bias)), f"{one.mean_error:.1%}")
+        for one in scores
+    ]
+    return _table_text(heads, rows)
 
 
 def activity_table(scores: Sequence[ActivityScore]) -> str:
     """Return the scores of SM activity and occupancy as lines of text."""
     heads = ("rows", "judged on", "rows judged", "SM activity off by, median", "p90", "occupancy, median", "p90")
-    return _table_text(
-        heads,
-        [
-            (one.split, one.rows, f"{one.count:,}", *(f"{value:.3f}" for value in (*one.smact, *one.smocc)))
-            for one in scores
-        ],
-    )
+    rows = [(one.split, one.rows, one.count, *map("{:.3f}".format, (*one.smact, *one.smocc))) for one in scores]
+    return _table_text(heads, rows)
 
 
 def power_table(scores: Sequence[PowerScore]) -> str:
     """Return the scores of power as lines of text."""
     heads = ("rows", "limit", "rows judged", "power off by, median", "p90", "signed", "time by limit, median", "p90")
-    return _table_text(
-        heads,
-        [
-            (one.split, one.limit, f"{one.count:,}", *(f"{value:.1%}" for value in (*one.power, one.bias, *one.slower)))
-            for one in scores
-        ],
-    )
+    rows = [
+        (one.split, one.limit, one.count, *map("{:.1%}".format, (*one.power, one.bias, *one.slower))) for one in scores
+    ]
+    return _table_text(heads, rows)
 
 
-def _table_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table_text(heads: Sequence[str], rows: Sequence[Sequence[str | int]]) -> str:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*heads)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else cell for cell in row))
     console = Console(width=120, no_color=True)
     with console.capture() as text:
         console.print(table)

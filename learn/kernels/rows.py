@@ -161,7 +161,7 @@ def measured_activity(
 
 
 class RowLeftOut(Exception):
-    """Why a row is not learned from."""
+    """A reason why a row is not learned from."""
 
 
 def read_each(

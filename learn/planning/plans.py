@@ -20,8 +20,8 @@ from featurize.trial import TrialConfig
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Question
+from learn.estimation.estimating import checked, question_of, split_options
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.questions import checked, question_of, split_options, training_settings
 from learn.estimators import LEVEL
 from learn.planning.meshes import (
     apt_for_training,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.layout import Parallel
     from featurize.trace_cache import Traces
-    from learn.estimation.questions import Inputs, Model, Tensors
+    from learn.estimation.estimating import Inputs, Model, Tensors
 
 NONE = "none"
 WAYS = (NONE, *reversed(CHECKPOINTING))  # in the order of what is recomputed
@@ -177,8 +177,7 @@ class _PlannedJob:
             )
         if inputs is None:
             raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
-        single, others = split_options(options)
-        training = training_settings(single, options.get("settings"))
+        training, others = split_options(options)
         samples = _checked_global_batch(global_batch)
         if samples is not None and training.get("accumulation", 1) != 1:
             raise UsageError("global_batch decides how many micro-steps a step has: leave accumulation out")
@@ -186,7 +185,7 @@ class _PlannedJob:
         for one in (inputs, target):
             if one is not None:
                 with_batch_size(one, 2 * given, from_size=given)  # refuses what cannot be scaled
-        question = question_of(model, inputs, target=target, training=training, **others)
+        question = question_of(model, inputs, target=target, **training, **others)
         return _PlannedJob(
             name=question.job.name, build=question.job.build, settings=training_of(question.job.settings), model=model,
             inputs=inputs, arguments=question.job.batch("meta")[0], target=target, given=given,
@@ -214,7 +213,7 @@ class _PlannedJob:
             None if one is None else with_batch_size(one, size, from_size=self.given)
             for one in (self.inputs, self.target)
         )
-        return question_of(self.model, inputs, target=target, training=training, **{**self.others, "parallel": layout})
+        return question_of(self.model, inputs, target=target, **{**self.others, **training, "parallel": layout})
 
 
 @dataclass

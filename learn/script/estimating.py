@@ -26,8 +26,7 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import named_settings, names_network_only
 from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answer_cache import answer, cached_estimate
-from learn.estimation.answers import Question
+from learn.estimation.answers import Question, answer, cached_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
 from learn.estimation.loops import require_loop

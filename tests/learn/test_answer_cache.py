@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sqlite3
+import threading
 
 import pytest
 import torch
@@ -15,10 +16,8 @@ from featurize.disk_cache import DiskCache
 from featurize.families import cnn
 from featurize.trace import trace_step
 from learn import estimate
-from learn.estimation import answer_cache
-from learn.estimation.answer_cache import cached_estimate
-from learn.estimation.job_key import key_of
-from learn.estimation.questions import question_of
+from learn.estimation import answers
+from learn.traced import key_of
 from learn.workload import of_module
 
 A100, V100 = load_device("A100-SXM4-40GB"), load_device("V100-SXM2-32GB")
@@ -48,7 +47,7 @@ def traced(monkeypatch):
 
 def as_another_process():
     trace_cache.clear()
-    answer_cache.clear()
+    answers.clear()
 
 
 def figures(done):
@@ -73,15 +72,6 @@ def test_a_repeated_question_is_answered_without_a_trace_also_by_the_next_proces
     as_another_process()
     (cache / "traces.sqlite").unlink()
     assert figures(estimate(**job(), device=V100)) == figures(elsewhere) and len(traced) == 2, "a trace serves both"
-
-
-def test_what_is_not_known_is_neither_built_nor_traced(cache, traced):
-    question = question_of(CONFIG, training={})
-    assert cached_estimate(question, A100) is None and not traced
-    done = estimate(CONFIG, device=A100)
-    assert figures(cached_estimate(question, A100)) == figures(done)
-    assert cached_estimate(question, V100).device == V100.name and len(traced) == 1
-    assert cached_estimate(question_of(net, (2, 4), training={}), A100) is None
 
 
 def test_an_answer_that_the_caller_changes_changes_no_later_one(cache):
@@ -158,7 +148,7 @@ def test_the_code_of_a_module_is_in_the_key_with_what_it_names(monkeypatch):
 
 def test_what_no_text_stands_for_has_no_key(tmp_path):
     module = net()
-    module.generator = torch.Generator()
+    module.lock = threading.Lock()
     assert key(module) is None
     module = net()
     with open(tmp_path / "log", "w") as module.log:

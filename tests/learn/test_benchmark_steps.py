@@ -43,8 +43,9 @@ def folder(tmp_path_factory):
     return data
 
 
-def asked(folder, **settings):
-    return benchmark(BenchmarkSettings(target="step_time", data=str(folder), workers=0, **settings))
+def asked(folder, progress=lambda done, of: None, **settings):
+    settings = BenchmarkSettings(target="step_time", data=str(folder), workers=0, **settings)
+    return benchmark(settings, progress=progress)
 
 
 def figures_by_name(done, file):
@@ -68,18 +69,11 @@ def test_every_formula_and_the_hybrid_answer_for_a_gpu_model_that_was_left_out(f
     assert rows > 1000 and any("its figures are not held out" in note for note in done.notes)
 
 
-def test_progress_ends_at_its_total(folder):
-    heard = []
-    settings = BenchmarkSettings(
-        target="step_time", data=str(folder), workers=0, source="measured", split="leave_one_out", by="device",
-        estimators=("trace", "roofline"),
-    )  # fmt: skip
-    benchmark(settings, progress=lambda done, of: heard.append((done, of)))
-    assert heard[-1][0] == heard[-1][1] and all(done <= of for done, of in heard)
-
-
 def test_rows_of_one_source_or_device_alone_are_asked(folder):
-    done = asked(folder, source="measured", device_name="V100-SXM2-32GB", estimators=("trace", "roofline"))
+    heard = []
+    settings = {"source": "measured", "device_name": "V100-SXM2-32GB", "estimators": ("trace", "roofline")}
+    done = asked(folder, progress=lambda *counts: heard.append(counts), **settings)
+    assert heard[-1][0] == heard[-1][1] and all(done <= of for done, of in heard)
     assert {figures.file for figures in done.figures} == {"farm", "V100-SXM2-32GB"}
     assert figures_by_name(done, "farm")["roofline"].answered_ok == 20
     assert done.notes[0].startswith("families of networks in 2 parts")
@@ -99,15 +93,21 @@ def test_the_command_prints_and_writes_what_it_compared(folder, tmp_path, capsys
     assert "roofline" in page.read_text()
 
 
-def test_what_cannot_be_compared_is_said_in_one_line(folder, tmp_path):
-    with pytest.raises(UsageError, match="unknown by of measured step times 'module'; known: device, family, source"):
-        asked(folder, split="leave_one_out", by="module", estimators=("trace",))
-    with pytest.raises(UsageError, match="all steps are of source farm; it takes two or more"):
-        asked(folder, split="leave_one_out", by="source", source="measured", estimators=("trace",))
-    with pytest.raises(UsageError, match=r"too few families .farm/cnn, farm/mlp. to leave some out"):
-        asked(folder, split="holdout", source="measured", estimators=("trace",))
-    with pytest.raises(UsageError, match="0 measured steps can be learned from, and 20 are needed"):
-        asked(folder, family="gpt", estimators=("trace",))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": "leave_one_out", "by": "module"}, "unknown by of measured step times 'module'; known: device, fam"),
+        ({"split": "leave_one_out", "by": "source"}, "all steps are of source farm; it takes two or more"),
+        ({"split": "holdout"}, r"too few families .farm/cnn, farm/mlp. to leave some out"),
+        ({"family": "gpt"}, "0 measured steps can be learned from, and 20 are needed"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_one_line(folder, settings, message):
+    with pytest.raises(UsageError, match=message):
+        asked(folder, source="measured", estimators=("trace",), **settings)
+
+
+def test_formulas_are_for_measured_steps_only(tmp_path):
     write_runs(tmp_path, CONFIGS, statuses=["ok"] * len(CONFIGS))
     with pytest.raises(UsageError, match="estimators=habitat: for measured or imported steps only"):
         asked(tmp_path, estimators=("habitat",))

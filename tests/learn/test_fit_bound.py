@@ -36,7 +36,8 @@ def written(path, rows):
 
 
 def test_a_bound_of_rows_alike_holds_for_left_out_families_and_says_how_often(tmp_path):
-    known, new = list(answers(24)), list(answers(72))[24 * 40 :]
+    everything = list(answers(48))
+    known, new = everything[: 24 * 40], everything[24 * 40 :]
     fitted = fit_bound(read_answers(written(tmp_path / "a", known)))
     (of_families,) = [held for held in fitted.held if held.kind == "families"]
     assert (of_families.rows, of_families.groups) == (960, 24) and of_families.share >= 0.97

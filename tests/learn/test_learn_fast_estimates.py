@@ -175,7 +175,7 @@ def test_fast_says_how_a_job_is_unlike_what_it_was_fitted_on():
         (lambda: estimate(CONFIG, method="fast", channels_last=True), "the trial config has channels_last=False"),
         (lambda: estimate(CONFIG, method="fast", target=(3,), loss=print), "leave target, loss out"),
         (lambda: estimate(CONFIG, target=(3,), loss=print), "its own inputs, target and loss; leave target, loss out"),
-        (lambda: estimate_many([CONFIG], method="fast", estimator="hybrid"), "leave estimator= out"),
+        (lambda: estimate_many([CONFIG], method="fast", estimator="hybrid"), "leave estimator out"),
         (
             lambda: estimate(timm.Config(model="resnet18", batch_size=8), method="fast"),
             "has no model of the family timm: python -m learn.fit estimator=lightgbm fits one; use method=full",
@@ -262,7 +262,7 @@ def test_a_line_that_is_no_job_is_named_by_its_number_before_anything_is_printed
         (["format=json", "report=r.html"], "leave report out"),
         (["format=json", "allocator=expandable_segments:True"], "leave allocator out"),
         (["format=json", "input=[2,3]"], "input is for model="),
-        (["format=json", "method=fast", "estimator=hybrid"], "leave estimator= out"),
+        (["format=json", "method=fast", "estimator=hybrid"], "leave estimator out"),
         (["format=json", "method=quick"], "unknown method 'quick'; known: fast, full"),
         (["format=json", "model=torchvision.models:resnet18"], "; got model and configs"),
         (["format=xml"], "unknown format 'xml'; known: json, table"),

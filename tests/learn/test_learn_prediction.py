@@ -8,7 +8,8 @@ from conf.errors import UsageError
 from learn.bounds import conformal_rank, too_few_for
 from learn.data import make_rows
 from learn.estimators import ResidualPrediction
-from learn.evaluation.evaluate import classes_of, score
+from learn.evaluation.benchmark_figures import Given, figures_of
+from learn.evaluation.evaluate import classes_of, metrics_of, scored_of
 from learn.learned.tabular import group_folds
 from learn.targets import TARGETS, get_target, make_bins, memory_bins
 
@@ -48,6 +49,8 @@ def test_every_target_is_a_column_of_the_runs_with_bins(name):
 def test_bin_gb_is_one_of_the_published_widths_and_for_memory_only():
     with pytest.raises(UsageError, match="bin_gb must be one of 1, 2, 8, got 3"):
         make_bins(get_target("memory"), np.ones(3), ["cnn"] * 3, bin_gb=3)
+    with pytest.raises(UsageError, match=r"a label of 9e\+30 MiB is more than any GPU has"):
+        memory_bins(np.array([2000.0, 9e30]), 8, None)
     with pytest.raises(UsageError, match="bin_gb is for target=memory"):
         make_bins(get_target("drama"), np.ones(3), ["cnn"] * 3, bin_gb=1)
 
@@ -57,22 +60,10 @@ def test_conformal_bound_takes_the_rank_with_the_finite_sample_correction():
     residuals = np.arange(1.0, 200.0) / 1000
     bound = ResidualPrediction(np.array([0.2]), residuals, "ratio").upper(0.99)
     assert bound[0] == pytest.approx(0.2 + 0.198)
-
-
-def test_too_few_rows_for_a_bound_are_said_and_the_largest_error_stands_in():
     assert too_few_for(0.99, 99) is None
     assert "98 calibration rows are too few for a 99% bound (it takes 99)" in too_few_for(0.99, 98)
-    bound = ResidualPrediction(np.array([0.2]), np.array([-0.1, 0.05]), "ratio").upper(0.99)
-    assert bound[0] == pytest.approx(0.25)
-
-
-def test_conformal_bound_covers_new_draws_of_the_same_kind():
-    rng = np.random.default_rng(5)
-    covered = []
-    for _ in range(300):
-        prediction = ResidualPrediction(np.zeros(50), np.sort(rng.standard_normal(150)), "log")
-        covered.append((np.exp(rng.standard_normal(50)) <= prediction.upper(0.9)).mean())
-    assert 0.9 <= np.mean(covered) < 0.93
+    largest = ResidualPrediction(np.array([0.2]), np.array([-0.1, 0.05]), "ratio").upper(0.99)
+    assert largest[0] == pytest.approx(0.25), "the largest error stands in"
 
 
 def test_a_bare_point_has_all_mass_in_its_bin_and_no_bound():
@@ -81,28 +72,39 @@ def test_a_bare_point_has_all_mass_in_its_bin_and_no_bound():
     assert prediction.upper() is None
 
 
+def metrics(rows, bins, point, classes, upper=None):
+    uppers = [None] * len(point) if upper is None else upper
+    given = [
+        Given(estimate=one, upper=bound, classes={"published": told})
+        for one, bound, told in zip(point, uppers, classes, strict=True)
+    ]
+    scored = scored_of(rows, given)
+    figures = figures_of("test", "fake", scored, bins={"published": bins}, space=rows.target.space, learned=True)
+    return metrics_of(scored, figures, rows.target.space)
+
+
 def test_metrics_of_a_known_case():
     configs = make_configs(5)
     rows = make_rows("memory", configs, [1000, 2000, 10_000, 20_000, 40_326], censored=[False] * 4 + [True])
     bins = memory_bins(rows.exact.label, 8, 40_326)
     point = np.array([1100, 1800, 10_000, 18_000, 33_000], dtype=float)
-    found = score(rows, bins, point, point * 1.15, np.array([0, 0, 1, 2, 3]))
-    assert found.accuracy == 0.8
-    assert found.recall == {"0-8 GB": 1, "8-16 GB": 1, "16-24 GB": 1, "32+ GB": 0}
-    assert found.macro_f1 == 0.75  # over the four classes that occur
-    assert found.mean_relative_error == pytest.approx(0.075)  # the out-of-memory row has no error
-    assert found.underestimates == 0.5
-    assert found.coverage == 0.8  # what ran out of memory needs more than its bound
-    assert (found.n, found.n_censored, found.n_relative) == (5, 1, 4)
+    found = metrics(rows, bins, point, [0, 0, 1, 2, 3], point * 1.15)
+    assert found["accuracy"] == 0.8
+    assert found["recall"] == {"0-8 GB": 1, "8-16 GB": 1, "16-24 GB": 1, "32+ GB": 0}
+    assert found["macro_f1"] == 0.75  # over the four classes that occur
+    assert found["mean_relative_error"] == pytest.approx(0.075)  # the out-of-memory row has no error
+    assert found["underestimates"] == 0.5
+    assert found["coverage"] == 0.8  # what ran out of memory needs more than its bound
+    assert (found["n"], found["n_censored"], found["n_relative"]) == (5, 1, 4)
 
 
 def test_ratios_near_zero_have_an_absolute_error_but_no_relative_one():
     rows = make_rows("drama", make_configs(3), [0.0, 0.004, 0.5])
     bins = make_bins(rows.target, rows.label, rows.family)
-    found = score(rows, bins, np.array([0.01, 0.01, 0.6]), None, np.array([0, 0, 1]))
-    assert found.n_relative == 1 and found.mean_relative_error == pytest.approx(0.2)
-    assert found.mean_absolute_error == pytest.approx((0.01 + 0.006 + 0.1) / 3)
-    assert found.coverage is None and found.bound_excess is None
+    found = metrics(rows, bins, [0.01, 0.01, 0.6], [0, 0, 1])
+    assert found["n_relative"] == 1 and found["mean_relative_error"] == pytest.approx(0.2)
+    assert found["mean_absolute_error"] == pytest.approx((0.01 + 0.006 + 0.1) / 3)
+    assert found["coverage"] is None and found["bound_excess"] is None
 
 
 def test_folds_keep_groups_whole_and_are_about_equal():

@@ -18,9 +18,17 @@ from featurize.input_pipeline import input_ms
 from featurize.kernel_model.step_time import time_step
 from featurize.training_settings import Training
 from learn import estimate
-from learn.estimation.module_tree import module_tree, tree_of
-from learn.estimation.step_chart import BANDS, columns_of
-from learn.estimation.time_chart import INPUT, LAUNCH, OTHER, time_parts, time_text
+from learn.estimation.step_report import (
+    BANDS,
+    INPUT,
+    LAUNCH,
+    OTHER,
+    columns_of,
+    module_tree,
+    time_parts,
+    time_text,
+    tree_of,
+)
 from learn.traced import step_of
 from learn.workload import name_of, of_module
 from tests.parsed_page import ParsedPage
