@@ -1,6 +1,6 @@
 """What a process takes of a GPU outside PyTorch's allocator on one machine: driver, kernels, libraries, other users.
 
-Start reading at `MachineProfile`; `learn.calibration` fits one to a user's own measurements. Torch-free.
+Start reading at `MachineProfile`; `learn.calibrate` fits one to a user's own measurements. Torch-free.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MOST_BYTES = 256 * 2**20
 MOST_UNPACKED_BYTES = 2**30
 MOST_JSON_BYTES = 32 * 2**20
 _verified: dict[tuple, str | None] = {}  # (path, size, time, ...) of every file -> what is wrong
-_said: set[tuple[str, str]] = set()
+_said: set[str] = set()
 
 
 class DamagedArtifact(EnvironmentProblem):
@@ -57,12 +57,10 @@ def read_json(path: Path) -> dict[str, Any]:
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict):
             raise DamagedArtifact(f"{_shown(path)} is no JSON object")
-        right = OWN_SHA256 not in described or described[OWN_SHA256] == own_sha256(described)
-    except DamagedArtifact:
-        raise
+        own = own_sha256(described)
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedArtifact(f"{_shown(path)} cannot be read: {printable(str(error))}") from error
-    if not right:
+    if described.get(OWN_SHA256, own) != own:
         raise DamagedArtifact(f"{_shown(path)} is not what was written: its checksum is another")
     return described
 
@@ -83,21 +81,19 @@ def checked(folder: Path, meta: Mapping[str, Any], name: str = "meta.json") -> N
     if (problem := _verified[key]) is not None:
         raise DamagedArtifact(f"{_shown(folder)} is damaged: {problem}")
     if FILES not in meta:
-        say(folder, "no checksum: it was written by an older version, so only what can be seen is checked")
-
-
-def say(folder: Path, text: str) -> None:
-    """One line about a version on standard error, once a process."""
-    if (str(folder), text) not in _said:
-        _said.add((str(folder), text))
-        print(f"{_shown(folder)}: {text}", file=sys.stderr)
+        older = "no checksum: it was written by an older version, so only what can be seen is checked"
+        _say_once(f"{_shown(folder)}: {older}")
 
 
 def say_damaged(error: DamagedArtifact, instead: str) -> None:
     """Name a damaged version in one line on standard error, once a process, and what is taken instead."""
-    if (str(error), instead) not in _said:
-        _said.add((str(error), instead))
-        print(f"{error}; {instead}", file=sys.stderr)
+    _say_once(f"{error}; {instead}")
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr)
 
 
 def _files(folder: Path, meta: Mapping[str, Any], name: str) -> list[Path]:

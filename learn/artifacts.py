@@ -6,13 +6,14 @@ that is not what was written (`learn.artifact_files`) is named in a line, and th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
@@ -31,7 +32,6 @@ from learn.targets import check_target, get_target
 if TYPE_CHECKING:
     from learn.data import Rows
     from learn.evaluation.evaluate import Evaluation
-    from learn.targets import Bins
     from warehouse.folder import DataFolder
 
 DataPlace: TypeAlias = "str | os.PathLike[str] | DataFolder | None"  # a data folder; None: the default one
@@ -41,9 +41,10 @@ _PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric", "t
 
 
 class Savable(Protocol):
-    """Writes its files into the folder of a version."""
+    """A model that writes its files into the folder of a version."""
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Write them."""
 
 
 class StaleArtifact(EnvironmentProblem):
@@ -65,15 +66,8 @@ class Artifact:
     def estimator(self) -> Estimator:
         """The fitted estimator, its files verified first. Raises `DamagedArtifact`."""
         self.check()
-        try:
+        with _damaged_unless_read(self.path, "it cannot be loaded"):
             return get_estimator(self.meta["estimator"]).load(self.path / "model")
-        except MemoryError:
-            raise
-        except Exception as error:  # of a file without a checksum, parsers may raise anything
-            reason = printable(f"{type(error).__name__}: {error}", 200)
-            raise DamagedArtifact(
-                f"{printable(str(self.path), 300)} is damaged: it cannot be loaded: {reason}"
-            ) from error
 
     def check(self) -> None:
         """Verify the files, without parsing them. Raises `DamagedArtifact`."""
@@ -101,42 +95,87 @@ class Artifact:
         """The rows that the kept model has seen: of `learn.fit` those that judged its figures as well, which came from
         other fits; of a promotion only those that it was fitted on."""
         self.check()
-        try:
+        with _damaged_unless_read(self.path, "report.json"):
             report = json.loads((self.path / "report.json").read_text())
             seen = list(report["train_run_ids"])
             if report.get("fitted_on", "all") == "all":
                 seen += report["test_run_ids"] + report.get("refused_run_ids", [])
             return frozenset(map(str, seen))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            reason = printable(f"{type(error).__name__}: {error}", 200)
-            raise DamagedArtifact(f"{printable(str(self.path), 300)} is damaged: report.json: {reason}") from error
 
 
-def described(
-    estimator: str, rows: Rows, evaluation: Evaluation, bins: Bins, seed: int, now: datetime
-) -> dict[str, Any]:
-    """Return what `meta.json` says of a model by the estimator of that name: what it was fitted on and with, and how
-    good it was. `now` is time-zone aware."""
-    return {
+@contextlib.contextmanager
+def _damaged_unless_read(path: Path, part: str) -> Iterator[None]:
+    """Raise `DamagedArtifact` for what goes wrong inside: of a file without a checksum, parsers may raise anything."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = printable(f"{type(error).__name__}: {error}", 200)
+        raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: {part}: {reason}") from error
+
+
+def save_judged(
+    data: DataPlace,
+    estimator: Estimator,
+    rows: Rows,
+    evaluation: Evaluation,
+    seed: int,
+    now: datetime,
+    *,
+    fitted_on: str,
+    about: Mapping[str, Any],
+) -> tuple[Path, dict[str, Any]]:
+    """Write a fitted estimator with its evaluation and the page of it; return the version's path and its `meta.json`.
+
+    Args:
+        data: The data folder.
+        estimator: The fitted one.
+        rows: What it was fitted on, or what it was fitted and judged on.
+        evaluation: How good it is.
+        seed: Of splits and fits.
+        now: Time that names the version; time-zone aware.
+        fitted_on: all, or train: the rows of the evaluation that judged it are not among those that it has seen.
+        about: What else `meta.json` says.
+    """
+    from learn.evaluation.report import write_report
+
+    train, test = evaluation.train_rows, evaluation.test_rows
+    meta = {
         "created_at": now.astimezone(UTC).isoformat(timespec="seconds"),
-        "target": rows.target.name,
         "unit": rows.target.unit,
-        "estimator": estimator,
+        "estimator": estimator.name,
         "feature_version": FEATURES_STAMP,
         "data_fingerprint": rows.fingerprint(),
         "environment": environment(),
         "rows": {
             "fitted": int((~rows.censored).sum()),
             "censored": int(rows.censored.sum()),
-            "family": rows.count("family"),
-            "source": rows.count("source"),
-            "device": rows.count("device"),
-            "test": len(evaluation.test_rows),
+            **{column: rows.count(column) for column in ("family", "source", "device")},
+            "train": len(train),
+            "test": len(test),
+            "groups": len({*rows.group, *test.group}),
+            "status": dict(rows.counts),
         },
         "metrics": evaluation.summary(),
         "seed": seed,
-        "bins": bins.to_mapping(),
+        "bins": evaluation.bins.to_mapping(),
+        "target": rows.target.name,
+        **about,
     }
+    report = {
+        "cv": list(evaluation.cv),
+        "test": evaluation.test,
+        "test_run_ids": test.run_ids.tolist(),
+        "train_run_ids": train.run_ids.tolist(),
+        "refused_run_ids": sorted({*rows.run_ids} - {*train.run_ids, *test.run_ids}),
+        "fitted_on": fitted_on,
+    }
+    path = save_artifact(
+        data, rows.target.name, estimator, meta, report,
+        now=now, extras=lambda folder: write_report(folder, evaluation, meta),
+    )  # fmt: skip
+    return path, meta
 
 
 def save_artifact(
@@ -154,6 +193,8 @@ def save_artifact(
     `extras(folder)` adds further files (plots) before the version appears. Written beside its place under a hidden
     name, synced, then renamed: a reader sees all of it or none. `now` is time-zone aware.
     """
+    from warehouse.layout import sync
+
     check_target(target)
     home = models_folder(data) / target
     meta = {"format": FORMAT, "target": target, "created_at": now.astimezone(UTC).isoformat(), **meta}
@@ -168,13 +209,14 @@ def save_artifact(
         (building / "report.json").write_text(json.dumps(report, indent=1))
         extras(building)
         (building / "meta.json").write_text(json.dumps(stamped(building, meta, "meta.json"), indent=1, sort_keys=True))
-        _sync(building)
+        for path in (*building.rglob("*"), building):
+            sync(path)
         final = home / version
         if final.exists():  # the same second, the same data, the same figures
             shutil.rmtree(building)
         else:
             os.rename(building, final)
-        _sync_folder(home)
+        sync(home)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
@@ -344,21 +386,3 @@ def _described(artifact: Artifact) -> str:
     rows = artifact.meta["rows"]
     devices = ", ".join(sorted({plain_device(name) for name in rows["device"]}))
     return f"{artifact.meta['estimator']} for {', '.join(rows['family'])} on {devices} ({', '.join(rows['source'])})"
-
-
-def _sync(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        else:
-            _sync_folder(path)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

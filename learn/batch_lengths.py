@@ -9,13 +9,11 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from conf.errors import UsageError
+from learn.batch_sizes import resized
 from learn.workload import is_shape, is_tensor
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs and target
 
@@ -76,7 +74,7 @@ def _drawn(shares: Mapping[int, Any]) -> list[int]:
 
 
 def _length_of(inputs: Any) -> int:
-    """The second size of the first input of two dimensions, as token ids have, else of the first one that has more."""
+    """Return the second size of the first input of two dimensions, as token ids have, else of the first with three."""
     for dims in (2, 3):
         for sizes in _sizes(inputs):
             if len(sizes) == dims:
@@ -98,11 +96,11 @@ def _sizes(value: Any) -> Iterator[Sequence[int]]:
 
 
 def _at(value: Any, length: int, given: int) -> Any:
-    """The value with its dimensions of sequences, where they have the given length, at another length."""
+    """Return the value with its dimensions of sequences, where they have the given length, at another length."""
     if is_tensor(value):
-        return _tensor_at(value, length, given)
+        return resized(value, _shape_at(value.shape, length, given))
     if is_shape(value):
-        return [length if at in _of_sequences(value, given) else size for at, size in enumerate(value)]
+        return _shape_at(value, length, given)
     if isinstance(value, Mapping):
         return {key: _at(one, length, given) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -110,25 +108,7 @@ def _at(value: Any, length: int, given: int) -> Any:
     return value
 
 
-def _of_sequences(sizes: Sequence[int], given: int) -> list[int]:
-    """The dimensions of the given length that hold a sequence: the second one; of a mask of heads, the last two."""
+def _shape_at(sizes: Sequence[int], length: int, given: int) -> list[int]:
+    """Return sizes with sequences of another length: the second dimension; of a mask of heads, the last two."""
     dims = (1,) if len(sizes) in (2, 3) else range(2, len(sizes))
-    return [dim for dim in dims if sizes[dim] == given]
-
-
-def _tensor_at(tensor: Tensor, length: int, given: int) -> Tensor:
-    """Shortened, or its values repeated; large tensors lose their values, which a trace does not keep either."""
-    import torch
-
-    from featurize.values import LARGEST
-
-    of_sequences = _of_sequences(tensor.shape, given)
-    shape = [length if at in of_sequences else size for at, size in enumerate(tensor.shape)]
-    if shape == list(tensor.shape):
-        return tensor
-    made = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    if not tensor.is_meta and made.numel() <= LARGEST:
-        made = tensor.detach()
-        for dim in of_sequences:
-            made = made.index_select(dim, torch.arange(length, device=made.device) % given)
-    return made.requires_grad_(tensor.requires_grad)
+    return [length if dim in dims and size == given else size for dim, size in enumerate(sizes)]

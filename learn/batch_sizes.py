@@ -53,9 +53,7 @@ def _scaled(value: Any, to: int, size: int, name: str) -> Any:
     if isinstance(value, Mapping):
         return {key: _scaled(one, to, size, f"input {key}") for key, one in value.items()}
     if is_tensor(value):
-        if not value.dim() or not _has_batch(value.shape, size, name):
-            return value
-        return _rows(value, to)
+        return resized(value, [to, *value.shape[1:]]) if value.dim() and _has_batch(value.shape, size, name) else value
     if is_shape(value):
         return [to, *value[1:]] if _has_batch(value, size, name) else value
     if isinstance(value, list | tuple) and holds_tensors(value):
@@ -76,19 +74,23 @@ def _has_batch(sizes: Sequence[int], size: int, name: str) -> bool:
     )
 
 
-def _rows(tensor: Tensor, to: int) -> Tensor:
-    """Return a tensor of `to` rows in the same memory format."""
+def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of another shape in the same memory format: shortened, or its values repeated in turn.
+
+    Large tensors lose their values, which a trace does not keep either.
+    """
     import torch
 
     from featurize.values import LARGEST
 
-    shape = (to, *tensor.shape[1:])
-    if tensor.is_meta or to * tensor[0].numel() > LARGEST:
-        rows = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    else:
-        rows = tensor.detach()[torch.arange(to, device=tensor.device) % tensor.shape[0]]
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    memory_format = formats.get(tensor.dim())
-    if memory_format is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
-        rows = rows.contiguous(memory_format=memory_format)
-    return rows.requires_grad_(tensor.requires_grad)
+    if list(shape) == list(tensor.shape):
+        return tensor
+    made = torch.empty(tuple(shape), dtype=tensor.dtype, device="meta")
+    if not tensor.is_meta and made.numel() <= LARGEST:
+        made = tensor.detach()
+        for dim, size in enumerate(shape):
+            made = made.index_select(dim, torch.arange(size, device=made.device) % tensor.shape[dim])
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
+    if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
+        made = made.contiguous(memory_format=memory_format)
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,32 +1,246 @@
 """`python -m learn.calibrate measured=FILE.csv`: a machine's memory outside PyTorch's allocator, from a few numbers.
 
-Start reading at `entry`; `learn.calibration` fits the profile, `featurize.machine` says what one holds.
+Start reading at `calibrate` and `entry`; `featurize.machine` says what a profile holds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, UsageError, unknown_name
+from conf.plain_text import first_line
 from conf.settings import data_key, group, key
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
-from featurize.machine import PARTS
-from learn.calibration import (
-    KINDS,
-    Calibration,
-    MeasuredMemory,
-    calibrate,
-    measured_in_csv,
-    measured_in_runs,
-    to_mapping,
-)
+from conf.units import MIB
+from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device, plain_device
+from featurize.machine import CURRENT, PARTS, MachineProfile, machine
+from featurize.row_config import config_of_one_gpu
+from featurize.trial import config_from_mapping
 from learn.commands.estimate import FORMATS, described_device
 from learn.estimation.on_machine import profile_path
+from learn.workload import Workload, of_config
 from warehouse.folder import DataFolder
 from warehouse.layout import write_bytes
+
+KINDS = {
+    "idle": "the card before the process starts, in nvidia-smi",
+    "context": "a process that has only made one tensor",
+    "process": "a training process, in nvidia-smi's list",
+    "card": "the whole card while the process trains",
+}
+_JOB_COLUMNS = ("reserved_mib", "cudnn", "config")
+COLUMNS = ("kind", "mib", *_JOB_COLUMNS)
+MOST_RUNS = 50  # the newest; each is traced once, for whether it loads cuDNN
+# How far a machine may be from the typical one, and a figure from the truth: standard deviations in MiB.
+_SPREAD_MIB = {"context_mib": 300.0, "kernels_mib": 300.0, "cudnn_mib": 150.0, "other_mib": 300.0}
+_NOISE_MIB = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredMemory:
+    """One number that was read on the machine.
+
+    Args:
+        kind: One of `KINDS`.
+        mib: The number, in MiB.
+        reserved_mib: The most that the allocator held reserved; 0 for `idle` and `context`.
+        loads_cudnn: Whether the job runs cuDNN's layers (convolutions, recurrent ones).
+        source: Where it was read, for messages.
+    """
+
+    kind: str
+    mib: float
+    reserved_mib: float = 0.0
+    loads_cudnn: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise unknown_name("kind", self.kind, KINDS)
+        for name in ("mib", "reserved_mib"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UsageError(f"{name} must be a number of at least 0, got {value!r}")
+        if self.mib < self.reserved_mib:
+            raise UsageError(f"mib={self.mib:g} cannot be less than reserved_mib={self.reserved_mib:g} of the same job")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A machine's profile, and by how many MiB it misses each number that it was made from."""
+
+    profile: MachineProfile
+    measured: tuple[MeasuredMemory, ...]
+    residuals_mib: tuple[float, ...]
+
+
+def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str = "calibrated") -> Calibration:
+    """Return the profile that explains the numbers, as near to a typical machine as they allow.
+
+    The least-squares estimate with a normal prior around `machine("current")`, no part below 0: one number moves
+    the parts that it speaks of, several tell them apart.
+
+    Raises:
+        UsageError: There is no number.
+    """
+    if not measured:
+        raise UsageError("nothing to calibrate with: give at least one measured number")
+    typical = machine(CURRENT, device)
+    centre = np.array([getattr(typical, part) for part in PARTS])
+    spread = np.array([_SPREAD_MIB[part] for part in PARTS])
+    design = np.array([_parts_in(one) for one in measured])
+    outside = np.array([one.mib - one.reserved_mib for one in measured])
+    parts = _nearest(design, outside, centre, spread)
+    rounded = {part: abs(round(float(mib), 1)) for part, mib in zip(PARTS, parts, strict=True)}
+    profile = MachineProfile(name=name, **rounded)
+    residuals = outside - design @ np.array([getattr(profile, part) for part in PARTS])
+    return Calibration(profile=profile, measured=tuple(measured), residuals_mib=tuple(map(float, residuals)))
+
+
+def _parts_in(one: MeasuredMemory) -> tuple[float, ...]:
+    """Return which of `PARTS` a number holds, as 0 and 1."""
+    process = one.kind in ("process", "card")
+    parts = {
+        "context_mib": one.kind != "idle",
+        "kernels_mib": process,
+        "cudnn_mib": process and one.loads_cudnn,
+        "other_mib": one.kind in ("idle", "card"),
+    }
+    return tuple(float(parts[part]) for part in PARTS)
+
+
+def _nearest(design: np.ndarray, wanted: np.ndarray, centre: np.ndarray, spread: np.ndarray) -> np.ndarray:
+    """Return x >= 0 that minimises |design x - wanted|^2 / noise^2 + |(x - centre) / spread|^2."""
+    rows = np.vstack([design / _NOISE_MIB, np.diag(1 / spread)])
+    target = np.concatenate([wanted / _NOISE_MIB, centre / spread])
+    free = np.ones(len(centre), dtype=bool)
+    while True:
+        solved = np.zeros(len(centre))
+        solved[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
+        if (solved >= 0).all():
+            return solved
+        free &= solved >= 0
+
+
+def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
+    """Return the numbers of a CSV file.
+
+    Columns: `kind` (one of `KINDS`) and `mib`. For `process` and `card` also the job: `reserved_mib`
+    (`torch.cuda.max_memory_reserved` in MiB) with `cudnn` (true or false), or a trial `config` as JSON, to be traced.
+    The file is data: code that a config names is not imported.
+
+    Raises:
+        UsageError: A file that cannot be read, or a bad line; the message names it.
+    """
+    try:
+        reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
+        lines = [(reader.line_num, line) for line in reader]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    except csv.Error as error:
+        raise UsageError(f"{path} is no CSV file: {error}") from error
+    header = tuple(reader.fieldnames or ())
+    if unknown := [name for name in header if name not in COLUMNS]:
+        raise UsageError(f"{path}: unknown column {', '.join(unknown)}; known: {', '.join(COLUMNS)}")
+    if missing := [name for name in ("kind", "mib") if name not in header]:
+        raise UsageError(f"{path}: missing column {', '.join(missing)}")
+    numbers = []
+    for number, line in lines:
+        source = f"{path.name}, line {number}"
+        try:
+            numbers.append(_of_line({name: value for name, value in line.items() if value}, device, source))
+        except (CommandError, ValueError, TypeError, RecursionError) as error:
+            raise UsageError(f"{source}: {first_line(error)}") from error
+    return numbers
+
+
+def _of_line(line: Mapping[str, str], device: DeviceSpec, source: str) -> MeasuredMemory:
+    number = MeasuredMemory(kind=line.get("kind", ""), mib=float(line.get("mib", "nan")), source=source)
+    if number.kind not in ("process", "card"):
+        if extra := [name for name in _JOB_COLUMNS if name in line]:
+            raise UsageError(f"kind {number.kind} has no job; leave {', '.join(extra)} empty")
+        return number
+    if "config" in line:
+        mapping = json.loads(line["config"])
+        if not isinstance(mapping, dict):
+            raise UsageError("config is JSON, but no object")
+        reserved_mib, loads_cudnn = _traced(of_config(config_from_mapping(mapping)), device)
+        reserved_mib = float(line.get("reserved_mib", reserved_mib))
+    elif "reserved_mib" in line and line.get("cudnn") in ("true", "false"):
+        reserved_mib, loads_cudnn = float(line["reserved_mib"]), line["cudnn"] == "true"
+    else:
+        raise UsageError("a job is reserved_mib with cudnn=true or false, or a config")
+    return replace(number, reserved_mib=reserved_mib, loads_cudnn=loads_cudnn)
+
+
+def _traced(job: Workload, device: DeviceSpec) -> tuple[float, bool]:
+    from featurize.replay import loads_cudnn
+    from learn.traced import step_of
+
+    traced = step_of(job, device)
+    return traced.memory.peak_reserved / MIB, loads_cudnn(traced.trace)
+
+
+def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMemory]:
+    """Return the newest trusted runs that a data folder holds of this GPU model, at most `MOST_RUNS`.
+
+    Runs that are simulated, imported or without the allocator's own figure say nothing of this machine.
+    """
+    import warehouse
+
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        rows = connection.execute(
+            "SELECT run_id, config, device_name, peak_memory_mib, peak_reserved_mib FROM runs "
+            "WHERE status = 'ok' AND source = 'measured' AND device_uuid IS NOT NULL AND group_id IS NULL "
+            "AND coalesce(quality, 'trusted') = 'trusted' AND peak_memory_mib IS NOT NULL "
+            "AND peak_reserved_mib IS NOT NULL ORDER BY finished_at DESC"
+        ).fetchall()
+    numbers: list[MeasuredMemory] = []
+    for run_id, text, device_name, process_mib, reserved_mib in rows:
+        if plain_device(device_name) != plain_device(device.name) or len(numbers) == MOST_RUNS:
+            continue
+        try:
+            _, loads_cudnn = _traced(of_config(config_of_one_gpu(text)), device)
+        except CommandError:  # the config cannot be read or traced
+            continue
+        numbers.append(
+            MeasuredMemory(
+                kind="process",
+                mib=process_mib,
+                reserved_mib=reserved_mib,
+                loads_cudnn=loads_cudnn,
+                source=f"run {run_id}",
+            )
+        )
+    return numbers
+
+
+def to_mapping(made: Calibration, device: DeviceSpec) -> dict[str, Any]:
+    """Return what the profile's file holds: the machine, the device and the numbers that it was made from."""
+    return {
+        "machine": made.profile.to_mapping(),
+        "device": device.name,
+        "measured": [
+            {
+                "kind": one.kind,
+                "mib": one.mib,
+                "reserved_mib": one.reserved_mib,
+                "cudnn": one.loads_cudnn,
+                "source": one.source,
+                "residual_mib": round(left, 1),
+            }
+            for one, left in zip(made.measured, made.residuals_mib, strict=True)
+        ],
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,23 +5,25 @@ Start reading at `load_rows`. What can't be used is counted with its reason, nev
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from featurize.device_spec import DEFAULT_DEVICE, plain_device, same_device
+from featurize.own_code import refusal
+from featurize.row_config import config_of_one_gpu, printable
 from featurize.trial import TrialConfig
 from learn.cases import Case
-from learn.row_checks import ReadConfigs, is_absurd, named, read_configs
 from learn.targets import Target, get_target
 
 if TYPE_CHECKING:
@@ -29,6 +31,47 @@ if TYPE_CHECKING:
 
 MIN_ROWS = 30
 MIN_GROUPS = 10
+_COLUMNS = (
+    "run_id, family, config, status, oom_kind, source, device_name, device_memory_mib, memory_fraction, quality, "
+    "torch_version, error_type, error, group_id"
+)  # of `runs`
+_NAMED = 3  # rows that a sentence names
+_REASONS = 3  # reasons that a sentence names
+_LONGEST_NAME = 200
+_MOST_MIB = 2**40
+# Texts of a row that are printed, or that rows are told apart by.
+_NAMES = ("run_id", "family", "source", "device_name", "status")
+
+
+class _Unusable(NamedTuple):
+    """Rows with a label that are left out: the count's name, the test, and two ways to say it."""
+
+    reason: str
+    is_of: Callable[[Mapping[str, Any]], bool]
+    rows_that: str
+    in_short: str
+
+
+_UNUSABLE = (
+    _Unusable(
+        "untrusted",
+        lambda row: row["quality"] == "untrusted",
+        "have untrusted labels (runs.quality_reasons says why)",
+        "with untrusted labels (runs.quality_reasons says why)",
+    ),
+    _Unusable(
+        "beside other trials",
+        lambda row: row["group_id"] is not None,
+        "are of trials that shared their device with others",
+        "beside other trials on one device",
+    ),
+    _Unusable(
+        "stale",
+        lambda row: row["stale"],
+        "have labels that moved with their device's environment",
+        "with labels that moved with their device's environment",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +105,17 @@ class LabelledRow:
     doubt: str = ""
 
 
+def _column(name: str, kind: type) -> cached_property[np.ndarray]:
+    """Return a property of `Rows`: a field of its rows as an array."""
+
+    def column(rows: Rows) -> np.ndarray:
+        values: np.ndarray = np.array([getattr(row, name) for row in rows.records], dtype=kind)
+        values.flags.writeable = False  # every caller gets the same array
+        return values
+
+    return cached_property(column)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Labelled training jobs, sorted by run_id. Each field of `LabelledRow` is also a column: an array of length n.
@@ -88,59 +142,21 @@ class Rows:
         positions = np.flatnonzero(index) if index.dtype == bool else index.astype(int)
         return replace(self, records=tuple(self.records[i] for i in positions.tolist()))
 
+    run_ids = _column("run_id", object)
+    label = _column("label", float)
+    censored = _column("censored", bool)
+    family = _column("family", object)
+    source = _column("source", object)
+    device = _column("device", object)
+    device_memory_mib = _column("device_memory_mib", float)
+    card_mib = _column("card_mib", float)
+    group = _column("group", object)
+    module = _column("module", object)
+    doubt = _column("doubt", object)
+
     @cached_property
     def cases(self) -> tuple[Case, ...]:
         return tuple(row.case for row in self.records)
-
-    @cached_property
-    def run_ids(self) -> np.ndarray:
-        return self._column([row.run_id for row in self.records], object)
-
-    @cached_property
-    def label(self) -> np.ndarray:
-        return self._column([row.label for row in self.records], float)
-
-    @cached_property
-    def censored(self) -> np.ndarray:
-        return self._column([row.censored for row in self.records], bool)
-
-    @cached_property
-    def family(self) -> np.ndarray:
-        return self._column([row.family for row in self.records], object)
-
-    @cached_property
-    def source(self) -> np.ndarray:
-        return self._column([row.source for row in self.records], object)
-
-    @cached_property
-    def device(self) -> np.ndarray:
-        return self._column([row.device for row in self.records], object)
-
-    @cached_property
-    def device_memory_mib(self) -> np.ndarray:
-        return self._column([row.device_memory_mib for row in self.records], float)
-
-    @cached_property
-    def card_mib(self) -> np.ndarray:
-        return self._column([row.card_mib for row in self.records], float)
-
-    @cached_property
-    def group(self) -> np.ndarray:
-        return self._column([row.group for row in self.records], object)
-
-    @cached_property
-    def module(self) -> np.ndarray:
-        return self._column([row.module for row in self.records], object)
-
-    @cached_property
-    def doubt(self) -> np.ndarray:
-        return self._column([row.doubt for row in self.records], object)
-
-    @staticmethod
-    def _column(values: list[Any], kind: type) -> np.ndarray:
-        column: np.ndarray = np.array(values, dtype=kind)
-        column.flags.writeable = False  # every caller gets the same array
-        return column
 
     @property
     def configs(self) -> tuple[TrialConfig | None, ...]:
@@ -159,15 +175,9 @@ class Rows:
 
     @property
     def left_out(self) -> list[str]:
-        """What could not be used of runs that have a label, a sentence each, for reports."""
-        notes = []
-        if untrusted := self.counts.get("untrusted"):
-            notes.append(f"{untrusted} rows have untrusted labels (runs.quality_reasons says why); they are left out")
-        if grouped := self.counts.get("beside other trials"):
-            notes.append(f"{grouped} rows are of trials that shared their device with others; they are left out")
-        if stale := self.counts.get("stale"):
-            notes.append(f"{stale} rows have labels that moved with their device's environment; they are left out")
-        return [*notes, *self.remarks]
+        """A sentence for each reason why runs with a label could not be used, for reports."""
+        notes = [f"{n} rows {unusable.rows_that}" for unusable in _UNUSABLE if (n := self.counts.get(unusable.reason))]
+        return [*(f"{note}; they are left out" for note in notes), *self.remarks]
 
     @property
     def ceiling_mib(self) -> float | None:
@@ -248,43 +258,37 @@ def load_rows(
     """
     wanted = get_target(target)
     runs = _read(data, wanted, snapshot)
-    family = None if family in (None, "all") else str(family)
-    if family is not None:
-        runs = _choose(runs, "family", family)
-    absurd = [str(row["run_id"]) for row in runs if is_absurd(row, wanted.space == "ratio")]
-    if absurd:
-        runs = [row for row in runs if not is_absurd(row, wanted.space == "ratio")]
+    if family not in (None, "all"):
+        runs = _choose(runs, "family", str(family))
+    absurd = [str(row["run_id"]) for row in runs if _is_absurd(row, wanted.space == "ratio")]
+    remarks = [f"{named(absurd)} left out: a label, a memory or a name that makes no sense"] if absurd else []
+    runs = [row for row in runs if not _is_absurd(row, wanted.space == "ratio")]
     counts = Counter(row["status"] for row in runs)
     unknown = sum(_is_censored(row, wanted) and row["device_memory_mib"] is None for row in runs)
+    counts.update({"oom on a device of unknown memory": unknown, "absurd": len(absurd)})
     if unknown:
-        counts["oom on a device of unknown memory"] = unknown
         counts["oom"] -= unknown
     usable = [row for row in runs if _is_usable(row, wanted)]
-    untrusted = sum(row["quality"] == "untrusted" for row in usable)
-    if untrusted:
-        counts["untrusted"] = untrusted
-        usable = [row for row in usable if row["quality"] != "untrusted"]
-    grouped = sum(row["group_id"] is not None for row in usable)
-    if grouped:
-        counts["beside other trials"] = grouped
-        usable = [row for row in usable if row["group_id"] is None]
-    stale = sum(row["stale"] for row in usable)
-    if stale:
-        counts["stale"] = stale
-        usable = [row for row in usable if not row["stale"]]
+    for unusable in _UNUSABLE:
+        counts[unusable.reason] = sum(map(unusable.is_of, usable))
+        usable = [row for row in usable if not unusable.is_of(row)]
     if source is None or isinstance(source, str):
         usable = _one_of_a_kind(usable, "source", source)
     else:
         usable = [row for row in usable if row["source"] in source]
     usable = _one_of_a_kind(usable, "device_name", device_name)
 
-    read = read_configs(usable, trust, module_of)
-    counts |= {"absurd": len(absurd), "unreadable": read.unreadable.total(), "unknown code": read.refused}
-    counts = Counter({reason: n for reason, n in counts.items() if n or reason == "oom"})
-    if len(read.rows) < MIN_ROWS:
-        _refuse_too_few(wanted, family, runs, len(read.rows), untrusted, grouped, stale, read.unreadable)
-    remarks = [f"{named(absurd)} left out: a label, a memory or a name that makes no sense"] if absurd else []
-    return _pack(wanted, read, counts, (*remarks, *read.remarks))
+    records, unreadable, refused = _read_configs(usable, wanted, trust)
+    if unreadable:
+        remarks.append(_sentence(unreadable, "left out, since their configs cannot be read"))
+    if refused:
+        remarks.append(_sentence(refused, "used only where their features are stored"))
+    counts.update({"unreadable": len(unreadable), "unknown code": len(refused)})
+    if len(records) < MIN_ROWS:
+        reasons = Counter(reason for _, reason in unreadable)
+        raise _too_few(wanted, family, runs, len(records), counts, reasons)
+    kept = {reason: n for reason, n in sorted(counts.items()) if n or reason == "oom"}
+    return Rows(wanted, tuple(records), kept, tuple(remarks))
 
 
 def _read(
@@ -293,31 +297,12 @@ def _read(
     import warehouse
     from warehouse.stale import stale_now
 
-    columns = [
-        "run_id",
-        "family",
-        "config",
-        "status",
-        "oom_kind",
-        "source",
-        "device_name",
-        "device_memory_mib",
-        "memory_fraction",
-        "quality",
-        "torch_version",
-        "error_type",
-        "error",
-        "group_id",
-    ]
-    connection = warehouse.connect(data, snapshot=snapshot)
-    try:
+    with contextlib.closing(warehouse.connect(data, snapshot=snapshot)) as connection:
         # target.column comes from learn.targets, not from the user
-        rows = connection.execute(f"SELECT {', '.join(columns)}, {target.column} FROM runs ORDER BY run_id").fetchall()
+        answer = connection.execute(f"SELECT {_COLUMNS}, {target.column} AS label FROM runs ORDER BY run_id")
+        names = [column[0] for column in answer.description]
+        runs = [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
         stale = stale_now(connection, target.column)
-    finally:
-        connection.close()
-    names = [*columns, "label"]
-    runs = [dict(zip(names, row, strict=True)) for row in rows]
     for row in runs:
         row["stale"] = row["run_id"] in stale
         row["device_name"] = row["device_name"] or "unknown"
@@ -379,7 +364,7 @@ def _is_described(name: str) -> bool:
 
 @cache
 def _described_memory(name: str) -> float | None:
-    """Of the device in `conf/device`, as far as it is there."""
+    """Return the MiB of the device in `conf/device`, where it is there."""
     from featurize.device_spec import known_device, load_device
 
     known = known_device(name)
@@ -394,39 +379,44 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def _refuse_too_few(
-    target: Target,
-    family: str | None,
-    runs: list[dict[str, Any]],
-    usable: int,
-    untrusted: int,
-    grouped: int,
-    stale: int,
+def _too_few(
+    target: Target, family: str | None, runs: list[dict[str, Any]], usable: int, counts: Mapping[str, int],
     unreadable: Counter[str],
-) -> None:
-    statuses = _listed(Counter(row["status"] for row in runs)) or "none"
+) -> UsageError:  # fmt: skip
+    """Return the error that names what was left out."""
     unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in runs)
-    text = (
-        f"target={target.name} needs at least {MIN_ROWS} usable rows, and there are {usable}; "
-        f"runs{f' with family={family}' if family else ''}: {statuses}"
-    )
-    if unlabelled:
-        text += f"; ok without {target.column}: {unlabelled}"
-    if untrusted:
-        text += f"; with untrusted labels (runs.quality_reasons says why): {untrusted}"
-    if grouped:
-        text += f"; beside other trials on one device: {grouped}"
-    if stale:
-        text += f"; with labels that moved with their device's environment: {stale}"
-    for reason, n in unreadable.most_common(1):
-        text += f"; unreadable configs: {unreadable.total()} ({n} times: {reason})"
-    name = family or "cnn"
-    raise UsageError(f"{text}; run more, as in: python -m farm.submit +arch={name} n=100, or give data=FOLDER")
+    parts = [
+        f"target={target.name} needs at least {MIN_ROWS} usable rows, and there are {usable}",
+        f"runs{f' with family={family}' if family else ''}: "
+        f"{_listed(Counter(row['status'] for row in runs)) or 'none'}",
+        *([f"ok without {target.column}: {unlabelled}"] if unlabelled else []),
+        *(f"{unusable.in_short}: {n}" for unusable in _UNUSABLE if (n := counts[unusable.reason])),
+        *(f"unreadable configs: {unreadable.total()} ({n} times: {reason})" for reason, n in unreadable.most_common(1)),
+        f"run more, as in: python -m farm.submit +arch={family or 'cnn'} n=100, or give data=FOLDER",
+    ]
+    return UsageError("; ".join(parts))
 
 
-def _pack(target: Target, read: ReadConfigs, counts: Mapping[str, int], remarks: tuple[str, ...]) -> Rows:
-    records = []
-    for row, config, group, module in zip(read.rows, read.configs, read.groups, read.modules, strict=True):
+def _read_configs(
+    rows: Sequence[Mapping[str, Any]], target: Target, trust: Sequence[str]
+) -> tuple[list[LabelledRow], list[tuple[str, str]], list[tuple[str, str]]]:
+    """Read the config of each row as data (`featurize.row_config`); `trust` names modules whose code may run.
+
+    Returns:
+        The rows that could be read; run id and reason of those that could not; and of those whose code is not run.
+    """
+    from featurize.features import group_key
+
+    records, unreadable, refused = [], [], []
+    for row in rows:
+        try:
+            config = config_of_one_gpu(row["config"], trust)
+            group, module = group_key(config), module_of(config)
+        except CommandError as error:
+            unreadable.append((row["run_id"], printable(str(error), 300)))
+            continue
+        if (reason := refusal(config)) is not None:
+            refused.append((row["run_id"], reason))
         censored = _is_censored(row, target)
         # Other people's runs are of the usual loop; the farm's keep one batch on the device.
         case = Case(config, row["device_name"], row["source"] == "imported", row["torch_version"])
@@ -445,12 +435,40 @@ def _pack(target: Target, read: ReadConfigs, counts: Mapping[str, int], remarks:
             doubt=(row["error"] or "in doubt") if row["error_type"] == "doubt" else "",
         )
         records.append(record)
-    return Rows(target, tuple(records), dict(sorted(counts.items())), remarks)
+    return records, unreadable, refused
+
+
+def _is_absurd(row: Mapping, ratio: bool) -> bool:
+    """Return whether the row's label or device memory is not a figure, or one of its names not a name. A ratio above 1
+    by rounding, or a sensor's overshoot, is a figure."""
+    for name in _NAMES:
+        text = row[name]
+        if not isinstance(text, str) or len(text) > _LONGEST_NAME or not text.isprintable():
+            return True
+    most = 2.0 if ratio else math.inf
+    if (row["label"] is not None and not 0.0 <= row["label"] <= most) or row["label"] == math.inf:
+        return True
+    return any(row[name] is not None and not 0.0 <= row[name] < _MOST_MIB for name in ("device_memory_mib", "card_mib"))
+
+
+def named(run_ids: Sequence[str]) -> str:
+    """Return how many rows there are, and the first of them: `2 rows (run a, b)`."""
+    shown = ", ".join(printable(run_id, _LONGEST_NAME) for run_id in run_ids[:_NAMED])
+    more = ", ..." if len(run_ids) > _NAMED else ""
+    return f"{len(run_ids):,} row{'s' if len(run_ids) != 1 else ''} (run {shown}{more})"
+
+
+def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
+    """Return how many rows, some of them, and the commonest reasons with their counts."""
+    counts = Counter(reason for _, reason in rows)
+    shown = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in counts.most_common(_REASONS))
+    more = "; ..." if len(counts) > _REASONS else ""
+    return f"{named([run_id for run_id, _ in rows])} {problem}: {shown}{more}"
 
 
 def module_of(config: TrialConfig) -> str:
-    """What a network is one of, for reports and for leaving whole kinds out: `cnn/residual`, `timm/convnext`, or the
-    family where it has no topologies."""
+    """Return the kind of a network, for reports and for leaving whole kinds out: `cnn/residual`, `timm/convnext`, or
+    the family where it has no topologies."""
     family = _family(config.family)
     if hasattr(family, "kind"):
         return str(family.kind(config))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from conf.errors import UsageError, unknown_name
 from learn.bounds import LEVEL, Held, conformal_score
 from learn.cases import Case
 from learn.data import Rows
+from learn.step_record import StepRecord
 from learn.step_store import StepStore
 from learn.targets import Target, get_target
 
@@ -48,48 +50,38 @@ class Prediction(Protocol):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings that a reader of the figures has to know."""
-        ...
 
     @property
     def refusals(self) -> Mapping[int, str]:
         """Row -> why there is no answer; every figure of that row is NaN."""
-        ...
 
     @property
     def unfamiliar(self) -> Mapping[int, tuple[str, ...]]:
         """Row -> why it is unlike what was fitted on; its bound is wider."""
-        ...
 
     @property
     def outside(self) -> frozenset[int]:
         """Rows that no held-out rows speak for."""
-        ...
 
     @property
     def point(self) -> np.ndarray:
         """(n,) the single best guess; NaN in the rows of `refusals`."""
-        ...
 
     def quantile(self, q: float) -> np.ndarray:
         """(n,) the q-quantile, 0 < q < 1; grows with q."""
-        ...
 
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
         """(n, k + 1) the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by row."""
-        ...
 
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
         """(n,) a bound, never below the point, that `level` of new labels stay under; None: none was calibrated."""
-        ...
 
     def held_of(self, row: int) -> Held | None:
         """Return what the row's bound at `LEVEL` held of left-out groups; None where that was not measured."""
-        ...
 
 
-@runtime_checkable
-class Estimator(Protocol):
-    """Learns one target. Everything random is drawn from `seed`; predicting is pure. Implementations inherit from it.
+class Estimator(ABC):
+    """Learns one target. Everything random is drawn from `seed`; predicting is pure.
 
     targets             the targets that it can be fitted to; None: any
     needs_trace         it reads records of a `StepStore`, which `StepStore.prepare` computes in parallel
@@ -101,26 +93,37 @@ class Estimator(Protocol):
     needs_trace: ClassVar[bool] = False
     uses_out_of_memory: ClassVar[bool] = False
 
-    def __init__(self, seed: int = 0) -> None: ...
+    target: Target  # once it is fitted or loaded
 
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = int(seed)
+
+    def require_fitted(self) -> Target:
+        """Return the target that it was fitted to. Raises `RuntimeError` before that."""
+        if not hasattr(self, "target"):
+            raise RuntimeError("fit or load the estimator first: it is not fitted")
+        return self.target
+
+    @abstractmethod
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Learn from the rows, whose steps' records are taken from `steps` (None: a store of this call's own). Nothing
         to learn from, or a target not among `targets`, raises `UsageError`."""
-        ...
 
+    @abstractmethod
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> Prediction:
-        """One distribution a case, in order; a case's distribution does not depend on its neighbours. `steps` as in
-        `fit`."""
-        ...
+        """Return one distribution a case, in order, whatever its neighbours are. `steps` as in `fit`."""
 
     def save(self, folder: Path) -> None:
         """Write the fitted state into an existing folder, as text that any version can read; no pickle."""
-        ...
+        raise NotImplementedError
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Return what `save` wrote, predicting the same figures."""
-        ...
+        raise NotImplementedError
+
+
+EstimatorT = TypeVar("EstimatorT", bound=Estimator)
 
 
 def default_estimator(rows: Rows) -> str:
@@ -142,38 +145,25 @@ def get_estimator(name: str) -> type[Estimator]:
 
 
 def require_target(estimator: type[Estimator], target: str) -> None:
-    """`UsageError` where the estimator cannot be fitted to that target."""
+    """Raise `UsageError` where the estimator cannot be fitted to that target."""
     if estimator.targets is not None and target not in estimator.targets:
         known = ", ".join(estimator.targets)
         raise UsageError(f"estimator={estimator.name} estimates target={known} only, got target={target}")
 
 
 def make_estimator(name: str, seed: int = 0) -> Estimator:
-    """A new, unfitted estimator."""
+    """Return a new, unfitted estimator."""
     return get_estimator(name)(seed=seed)
 
 
-class Seeded(Protocol):
-    """An estimator with a seed, which knows its target once it is fitted or loaded."""
-
-    name: ClassVar[str]
-    seed: int
-    target: Target
-
-    def __init__(self, seed: int = 0) -> None: ...
-
-
-SeededT = TypeVar("SeededT", bound=Seeded)
-
-
-def write_state(folder: Path, estimator: Seeded, state: Mapping[str, Any]) -> None:
-    """`estimator.json` of a fitted estimator: who it is, its target and seed, and what else `load` needs."""
-    about = {"estimator": estimator.name, "target": estimator.target.name, "seed": estimator.seed}
+def write_state(folder: Path, estimator: Estimator, state: Mapping[str, Any]) -> None:
+    """Write `estimator.json`: who a fitted estimator is, its target and seed, and what else `load` needs."""
+    about = {"estimator": estimator.name, "target": estimator.require_fitted().name, "seed": estimator.seed}
     (folder / "estimator.json").write_text(json.dumps({**about, **state}, indent=1))
 
 
-def open_state(cls: type[SeededT], folder: Path) -> tuple[SeededT, dict[str, Any]]:
-    """An unfitted estimator of the target and seed that `write_state` wrote, and all that it wrote."""
+def open_state(cls: type[EstimatorT], folder: Path) -> tuple[EstimatorT, dict[str, Any]]:
+    """Return an estimator of the target and seed that `write_state` wrote, and all that it wrote."""
     state = json.loads((folder / "estimator.json").read_text())
     loaded = cls(state["seed"])
     loaded.target = get_target(state["target"])
@@ -240,7 +230,9 @@ class ResidualPrediction:
             known = residuals if residuals.size else np.zeros(1)
             below[kind == index] = np.searchsorted(known, gap[kind == index], side="left") / len(known)
         below = np.where(edges <= least[:, None], 0.0, below)  # no figure lies below it
-        return class_masses(below, edges, self.centre, self.space)
+        if self.space == "ratio":  # and no ratio above 1
+            below = np.where(edges > 1, 1.0, below)
+        return class_masses(below, edges, self.centre)
 
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
         """Split-conformal, by kind of case: the ceil((m + 1) * level)-th smallest of m residuals (Vovk; Lei et al.
@@ -266,23 +258,36 @@ class ResidualPrediction:
         return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space), self.least))
 
 
-def class_masses(below: np.ndarray, edges: np.ndarray, centre: np.ndarray, space: str) -> np.ndarray:
-    """(n, k + 1) the mass of each class, of the (n, k) mass `below` its upper edge. NaN where the centre is."""
-    # What from_space can't return lies outside every edge: nothing is below 0, and ratios end at 1.
-    below = np.where(edges <= 0, 0.0, below)
-    if space == "ratio":
-        below = np.where(edges > 1, 1.0, below)
-    n = len(centre)
+def class_masses(below: np.ndarray, edges: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Return each class's mass, (n, k + 1), from the mass `below` its upper edge; NaN where `known` (n,) is."""
+    below = np.where(edges <= 0, 0.0, below)  # no figure lies below 0
+    n = len(known)
     mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
-    mass[np.isnan(centre)] = np.nan
+    mass[np.isnan(known)] = np.nan
     return mass
 
 
 def require_rows(rows: Rows, least: int = 1) -> Rows:
-    """The rows with an exact label that nothing speaks against; fewer than `least` raises `UsageError`."""
+    """Return the rows with an exact label that nothing speaks against; fewer than `least` raises `UsageError`."""
     exact = rows.trusted.exact
     if len(exact) < least:
         raise UsageError(
             f"target={rows.target.name}: {len(exact)} rows with an exact label to fit on, {least} are needed"
         )
     return exact
+
+
+def traced_rows(rows: Rows, steps: StepStore, least: int) -> tuple[Rows, list[StepRecord]]:
+    """Return the rows whose step can be traced, by run id, and their records. Raises `UsageError` where fewer than
+    `least` of them have an exact label."""
+    rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
+    records = [steps.record(case) for case in rows.cases]
+    traced = np.array([record.error is None for record in records], dtype=bool)
+    exact = int((traced & ~rows.censored).sum())
+    if exact < least:
+        reasons = sorted({record.error for record in records if record.error is not None})
+        raise UsageError(
+            f"target={rows.target.name}: {exact} traced rows with an exact label to fit on, {least} are needed"
+            + "".join(f"; not traced: {reason}" for reason in reasons[:1])
+        )
+    return rows.subset(traced), [record for record in records if record.error is None]

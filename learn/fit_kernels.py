@@ -77,7 +77,7 @@ class FitKernelsSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FittedKernels:
-    """What was judged.
+    """Scores of what was fitted.
 
     Args:
         times, activity, links, power: Scores; of all but the times none without measured rows.

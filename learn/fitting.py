@@ -141,11 +141,10 @@ def fit(
     """
     if settings.target == SLOWDOWN:
         raise UsageError("target=slowdown: call learn.fit_slowdowns, which fits to groups of jobs")
-    from learn.artifacts import described, save_artifact
+    from learn.artifacts import save_judged
     from learn.data import load_rows
     from learn.estimators import PREFERRED, default_estimator, get_estimator, require_target
     from learn.evaluation.evaluate import CV_FOLDS, evaluate
-    from learn.evaluation.report import write_report
     from learn.step_store import StepStore
     from learn.suspect_rows import with_suspects
     from learn.targets import make_bins
@@ -186,25 +185,10 @@ def fit(
         notes.append(
             f"fitted on the snapshot {settings.snapshot}; as the newest of its target it is what answers from now on"
         )
-    meta = {**described(name, rows, evaluation, bins, settings.seed, now), "warnings": notes}
-    meta["snapshot"] = settings.snapshot
-    meta["rows"] |= {
-        "train": len(evaluation.train_rows),
-        "groups": len(set(rows.group)),
-        "status": dict(rows.counts),
-    }
-    report = {
-        "cv": list(evaluation.cv),
-        "test": evaluation.test,
-        "test_run_ids": evaluation.test_rows.run_ids.tolist(),
-        "train_run_ids": evaluation.train_rows.run_ids.tolist(),
-    }
-    report["refused_run_ids"] = sorted({*rows.run_ids} - {*report["test_run_ids"], *report["train_run_ids"]})
-    report["fitted_on"] = "all"
     progress("drawing the report", steps - 1, steps)
-    path = save_artifact(
-        settings.data, settings.target, estimator, meta, report,
-        now=now, extras=lambda folder: write_report(folder, evaluation, meta),
+    path, meta = save_judged(
+        settings.data, estimator, rows, evaluation, settings.seed, now, fitted_on="all",
+        about={"warnings": notes, "snapshot": settings.snapshot},
     )  # fmt: skip
     return Fit(path, meta, evaluation)
 

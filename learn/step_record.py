@@ -1,4 +1,4 @@
-"""What is known of one training job before it runs, from its traced step, and how it is computed.
+"""The record of one training job before it runs: features of its traced step, and how they are computed.
 
 Start reading at `StepRecord` and `compute`; `learn.step_store` keeps records, in the data folder as `to_bytes` writes
 them.
@@ -12,8 +12,8 @@ import io
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +38,7 @@ _TRACED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms", "power":
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What is known of one case before it runs. `error`: why its step could not be traced; there is nothing else then.
+    """Features of one case before it runs. `error`: why its step could not be traced; there is nothing else then.
 
     values   `featurize.step_features.step_features`
     graph    the forward pass as `featurize.opgraph.OpGraph` arrays, packed, or what packs it; see `operator_graph`
@@ -99,45 +99,35 @@ def compute(case: Case) -> StepRecord:
     from learn.traced import step_of
 
     began = time.monotonic_ns()
-    spec = case.spec
-    if spec is None:
-        return StepRecord(error=f"no description of the device {case.device}: see conf/device")
+    error, passing = f"no description of the device {case.device}: see conf/device", False
     try:
-        job = case.workload
-        traced = step_of(job, spec)
-        graph = _graph(traced, job, spec)
-    except CommandError as error:
-        passing = isinstance(error, NotTrusted) or isinstance(error.__cause__, ImportError | NotTrusted)
-        return StepRecord(error=str(error), seconds=(time.monotonic_ns() - began) / 1e9, passing=passing)
+        if case.spec is not None:
+            record = record_of(step_of(case.workload, case.spec), case.workload, case.spec)
+            return replace(record, graph=record.packed_graph(), seconds=(time.monotonic_ns() - began) / 1e9)
+    except CommandError as reason:
+        error = str(reason)
+        passing = isinstance(reason, NotTrusted) or isinstance(reason.__cause__, ImportError | NotTrusted)
     except MemoryError:  # of this machine, and no property of the case
         raise
-    except Exception as error:  # a config of a row may be as absurd as it likes, and a model may raise anything
-        return StepRecord(error=exception_line(error), seconds=(time.monotonic_ns() - began) / 1e9)
-    return StepRecord(values=_values(traced, job, spec), graph=graph, seconds=(time.monotonic_ns() - began) / 1e9)
+    except Exception as reason:  # a config of a row may be as absurd as it likes, and a model may raise anything
+        error = exception_line(reason)
+    return StepRecord(error=error, seconds=(time.monotonic_ns() - began) / 1e9, passing=passing)
 
 
 def record_of(traced: TracedStep, job: Workload, spec: DeviceSpec) -> StepRecord:
     """Return the record of a traced step that was replayed with the default allocator. Its graph is packed when
     somebody reads it."""
-    return StepRecord(values=_values(traced, job, spec), graph=cache(partial(_graph, traced, job, spec)))
-
-
-def _graph(traced: TracedStep, job: Workload, spec: DeviceSpec) -> bytes:
     from featurize.opgraph import opgraph
-
-    return packed(opgraph(traced.trace, spec, job.settings))
-
-
-def _values(traced: TracedStep, job: Workload, spec: DeviceSpec) -> Mapping[str, float]:
     from featurize.step_features import step_features
 
-    return step_features(
+    values = step_features(
         traced.trace, traced.memory, spec, job.settings, batch_size=job.batch_size, training_loop=job.training_loop
     )
+    return StepRecord(values=values, graph=cache(lambda: packed(opgraph(traced.trace, spec, job.settings))))
 
 
 def packed(graph: OpGraph) -> bytes:
-    """The forward part of an operator graph; half precision is enough for logarithms and shares."""
+    """Return the forward part of an operator graph; half precision is enough for logarithms and shares."""
     inside = graph.nodes[:, graph.node_columns.index("in_forward")] > 0
     place = np.cumsum(inside) - 1
     source, reader = graph.edges

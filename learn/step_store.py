@@ -43,7 +43,8 @@ class StepStore:
     def __init__(self, data: DataFolder | str | os.PathLike[str] | None = None) -> None:
         self._data = data
         self._records: dict[str, StepRecord] = {}
-        self._of_modules: list[tuple[Workload, DeviceSpec | None, StepRecord]] = []  # oldest first
+        # Of modules, by identity and device, oldest first, each with its module, which keeps the identity its own.
+        self._of_modules: dict[tuple[int, DeviceSpec | None], tuple[Workload | None, StepRecord]] = {}
 
     def record(self, case: Case) -> StepRecord:
         """Return the case's record, which is computed where `prepare`, `recall` or an earlier call left none."""
@@ -66,8 +67,10 @@ class StepStore:
 
     def recall(self, cases: Sequence[Case]) -> None:
         """Have the records at hand that the data folder holds of these cases; nothing is computed or written."""
-        if wanted := {case.key for case in cases if case.key is not None and self._at_hand(case) is None}:
-            self._read(wanted)
+        wanted = {case.key for case in cases if case.key is not None and self._at_hand(case) is None}
+        for key, content in self._file.read(wanted).items() if wanted else ():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                self._records[key] = StepRecord.from_bytes(content)
 
     def prepare(
         self,
@@ -87,11 +90,8 @@ class StepStore:
                 done sooner
             progress: `progress(done, of)` hears of every computed case
         """
-        wanted = {case.key: case for case in cases if case.key is not None and self._at_hand(case) is None}
-        if not wanted:
-            return 0
-        self._read(wanted)
-        missing = {key: case for key, case in wanted.items() if self._at_hand(case) is None}
+        self.recall(cases)
+        missing = {case.key: case for case in cases if case.key is not None and self._at_hand(case) is None}
         if not missing:
             return 0
         progress(0, len(missing))
@@ -112,13 +112,15 @@ class StepStore:
 
     def keep(self, case: Case, record: StepRecord) -> None:
         """Have this record at hand, in place of what was known of the case."""
-        if case.key is not None:
+        if case.key is None:
+            self._of_modules.pop(_identity(case), None)
+            self._of_modules[_identity(case)] = case.module, record
+            if len(self._of_modules) > _MODULES_KEPT:
+                del self._of_modules[next(iter(self._of_modules))]
+        else:
             if len(self._records) >= _KEPT:
                 self._records.clear()
             self._records[case.key] = record
-        elif case.module is not None:
-            others = [known for known in self._of_modules if known[0] is not case.module or known[1] != case.spec]
-            self._of_modules = [*others[-(_MODULES_KEPT - 1) :], (case.module, case.spec, record)]
 
     @contextlib.contextmanager
     def lent(self, case: Case, traced: TracedStep | None) -> Iterator[None]:
@@ -133,7 +135,8 @@ class StepStore:
             yield
         finally:
             if case.key is None:
-                self._of_modules = [known for known in self._of_modules if known[0] is not case.module]
+                kept = self._of_modules.items()
+                self._of_modules = {key: known for key, known in kept if known[0] is not case.module}
             elif lent is not None and self._records.get(case.key) is lent:
                 del self._records[case.key]
 
@@ -143,11 +146,6 @@ class StepStore:
 
         return DiskCache(DataFolder.resolve(self._data).features / f"{record_version()}.sqlite")
 
-    def _read(self, keys: Iterable[str]) -> None:
-        for key, content in self._file.read(keys).items():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                self._records[key] = StepRecord.from_bytes(content)
-
     def _write(self, records: Iterable[tuple[str, StepRecord]]) -> None:
         """Write these, without those that may change without the case (`passing`)."""
         if lasting := [(key, record.to_bytes()) for key, record in records if not record.passing]:
@@ -156,12 +154,15 @@ class StepStore:
     def _at_hand(self, case: Case) -> StepRecord | None:
         """A record that is still true: code that could not be run when it was computed may be allowed by now."""
         if case.key is None:
-            same = (known for module, spec, known in self._of_modules if module is case.module and spec == case.spec)
-            return next(same, None)
+            return self._of_modules.get(_identity(case), (None, None))[1]
         record = self._records.get(case.key)
         if record is not None and record.passing and case.config is not None and refusal(case.config) is None:
             return None
         return record
+
+
+def _identity(case: Case) -> tuple[int, DeviceSpec | None]:
+    return id(case.module), case.spec
 
 
 def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:

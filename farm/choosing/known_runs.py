@@ -15,7 +15,7 @@ from conf.errors import UsageError
 from featurize.device_spec import same_device
 from featurize.row_config import config_of_row, problem_of
 from featurize.trial import TrialConfig
-from learn.row_checks import named
+from learn.data import named
 from learn.targets import TARGETS
 from warehouse.schema import ENVIRONMENT
 

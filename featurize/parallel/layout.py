@@ -436,8 +436,8 @@ def _misfits(layout: Parallel) -> Iterator[str]:
     elif layout.ep > 1 and layout.ep % layout.tp:
         yield f"ep must be a multiple of tp, which shares tokens: {layout.ep} of {layout.tp}; as in fsdp=4,tp=2,ep=4"
     if layout.own != 1 and any(getattr(layout, name) != 1 for name in (*MODES, EXPERTS)):
-        others = ", ".join((*MODES, EXPERTS))
-        yield f"own goes with no other mode ({others}): the model's own code says how it is spread"
+        modes = ", ".join((*MODES, EXPERTS))
+        yield f"own goes with no other mode ({modes}): the model's own code says how it is spread"
 
 
 def _misfits_of_pipeline(layout: Parallel) -> Iterator[str]:

@@ -290,11 +290,10 @@ class PipelineRank(ShardedRank):
             self._replicas = [Replica(stage.model, self.recorder, parallel, axis="ddp") for stage in self._stages]
         self.passes = self._repeated_passes((*tensors_of(inputs), *tensors_of(target)))
         group = self._mesh.get_group(AXIS)
+        replicas: Sequence[Replica | None] = self._replicas or [None] * len(self._stages)
         stages = [
             TracedStage(stage, number, self, group, replica)
-            for stage, number, replica in zip(
-                self._stages, self._numbers, self._replicas or [None] * len(self._stages), strict=True
-            )
+            for stage, number, replica in zip(self._stages, self._numbers, replicas, strict=True)
         ]
         whole = target is None or target.dim() == 0
         scale, last = step.settings.accumulation, self._stages[-1]

@@ -41,7 +41,7 @@ from conf.units import MIB
 from featurize.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, EAGER, PARTS, MachineProfile
-from learn.calibration import Calibration, calibrate, measured_in_csv
+from learn.calibrate import Calibration, calibrate, measured_in_csv
 from learn.estimation.on_machine import machine_for
 from warehouse.explorer.plot import against
 

@@ -1,6 +1,6 @@
 """An estimate's memory on one machine: what the process and the card hold beside the caching allocator.
 
-Start reading at `placed`; `featurize.machine` describes machines, `learn.calibration` fits one.
+Start reading at `placed`; `featurize.machine` describes machines, `learn.calibrate` fits one.
 """
 
 from __future__ import annotations

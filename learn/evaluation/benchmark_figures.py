@@ -289,7 +289,7 @@ def judged(
             continue
         scored[title, name] = own
         file = title.removesuffix(TRUSTED_ALONE)
-        times = {"median_seconds": of.latency.get(file), "fit_seconds": of.fit_seconds, "fits": of.fits}
+        times: dict[str, Any] = {"median_seconds": of.latency.get(file), "fit_seconds": of.fit_seconds, "fits": of.fits}
         figures.append(figures_of(title, name, own, bins=bins[file], space=space, learned=of.learns, **times))
     return figures, scored
 

@@ -41,7 +41,8 @@ def answer(job: PoolJob) -> Answer:
     from learn.targets import get_target
 
     began = time.monotonic_ns()
-    figure, reason = None, None
+    figure: float | None = None
+    reason: str | None = None
     try:
         estimator = pkgutil.resolve_name(job.where)()
         case = job.subject

@@ -185,7 +185,8 @@ def _models(done: Sequence[Benchmark]) -> PaperTable:
     rows: list[dict[str, Any]] = []
     for name in names:
         signed = {estimator: _Signed(of[name]) if name in of else None for estimator, of in errors.items()}
-        rows.append({"model": name, "actual [MiB]": labels[name] and round(labels[name]), **signed})
+        label = labels[name]
+        rows.append({"model": name, "actual [MiB]": label and round(label), **signed})
     for title, summary in (("mean error", mean), ("median error", median)) if rows else ():
         of_all = {estimator: summary(np.abs(list(of.values()))) for estimator, of in errors.items()}
         rows.append({"model": title, "actual [MiB]": None, **of_all})

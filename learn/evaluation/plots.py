@@ -125,8 +125,8 @@ def predicted(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
         if done.relative:
             step = max(1, round(math.log2(high / low) / 4))
             ticks = 2.0 ** np.arange(math.ceil(math.log2(low)), math.log2(high), step)
-            labels = [f"{tick:g}" for tick in ticks]
-            axes.set(xticks=ticks, yticks=ticks, xticklabels=labels, yticklabels=labels)
+            texts = [f"{tick:g}" for tick in ticks]
+            axes.set(xticks=ticks, yticks=ticks, xticklabels=texts, yticklabels=texts)
             axes.minorticks_off()
     if len(styles) > 1:
         handles = [plt.Line2D([], [], color=style["color"], label=family) for family, style in styles.items()]

@@ -6,8 +6,9 @@ tensors; the times of the kernels are those that are known before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,17 +28,31 @@ from featurize.kernel_model.host import HostTime, host_ms
 from featurize.kernel_model.step_time import LearnedEfficiencies, overlapped
 from featurize.kernel_model.times import call_seconds, kernels_on
 from featurize.training_settings import EAGER
-from learn.kernels.columns import joined, row_of_kernels
-from learn.kernels.descent import Values, descended, robust
+from learn.kernels.fitter import (
+    Descent,
+    Values,
+    descended,
+    joined,
+    left_out_errors,
+    of_rows,
+    robust,
+    row_of_kernels,
+    spread,
+    weights_by,
+)
 from learn.kernels.fitting import held_out_by
 
-_BEGIN: Mapping[str, float] = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3}
 _TRAINING_SHARE = "training_share"  # of the time over which others took means: their set-up is in it
-_LIMITS = {"wave": (0.0, 3.0), "stream_wave": (0.0, 3.0), "gap": (0.0, 1.0), _TRAINING_SHARE: (0.85, 1.0)}
+_BEGIN = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3, _TRAINING_SHARE: 0.95}
 _SMACT_TOLERANCE, _SMOCC_TOLERANCE = 0.03, 0.015  # what is further off counts in proportion, not squared
 _OF_SMOCC = 2.0  # weight of occupancy beside activity
-_OF_PRIORS = 2e-4
-_ITERATIONS, _RATE, _LAST_RATE = 400, 0.03, 0.005
+_DESCENT = Descent(
+    of_priors=2e-4,
+    iterations=400,
+    rate=0.03,
+    last_rate=0.005,
+    limits={"wave": (0.0, 3.0), "stream_wave": (0.0, 3.0), "gap": (0.0, 1.0), _TRAINING_SHARE: (0.85, 1.0)},
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,39 +129,28 @@ class ActivityFit:
         self._seconds = torch.tensor(np.concatenate(seconds))
         self._count = torch.tensor(np.concatenate([row.calls.count for row in rows]))
         self._row = row_of_kernels(range(len(rows)), [row.calls for row in rows])
-        self._step_s = torch.tensor(steps_s)
-        self._whole_run = torch.tensor([float(row.whole_run) for row in rows], dtype=torch.float64)
-        self._smact = torch.tensor([row.smact for row in rows], dtype=torch.float64)
-        self._smocc = torch.tensor([row.smocc for row in rows], dtype=torch.float64)
+        self._step_s = of_rows(steps_s)
+        self._whole_run = of_rows(row.whole_run for row in rows)
+        self._smact, self._smocc = of_rows(row.smact for row in rows), of_rows(row.smocc for row in rows)
 
-    def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> tuple[ActivityParameters, float]:
+    def fitted(self, of: np.ndarray, *, iterations: int = _DESCENT.iterations) -> tuple[ActivityParameters, float]:
         """Return the parameters that explain the rows of the mask `of`, (rows,), and the share of a whole run that is
         training. Every family has the same weight."""
-        begin = _begin()
-        weight = np.zeros(len(self.rows))
-        for family in np.unique(self.family[of]):
-            weight[of & (self.family == family)] = 1 / (of & (self.family == family)).sum()
-        weights = torch.tensor(weight / weight.sum())
 
-        def error(values: Values) -> torch.Tensor:
+        def losses(values: Values) -> torch.Tensor:
             smact, smocc = self._ratios(_parameters(values, lambda value: value), values[_TRAINING_SHARE])
             off = robust(smact - self._smact, _SMACT_TOLERANCE)
-            off = off + _OF_SMOCC * robust(smocc - self._smocc, _SMOCC_TOLERANCE)
-            return (weights * off).sum()
+            return off + _OF_SMOCC * robust(smocc - self._smocc, _SMOCC_TOLERANCE)
 
-        values = descended(
-            begin, error, of_priors=_OF_PRIORS, iterations=iterations, rate=_RATE, last_rate=_LAST_RATE, limits=_LIMITS
-        )
+        weights = weights_by(self.family, of, power=1.0)
+        values = descended(_begin(), losses, weights, replace(_DESCENT, iterations=iterations))
         return _parameters(values, np.asarray), float(values[_TRAINING_SHARE])
 
-    def errors(self, learned: ActivityParameters, training_share: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return estimated less measured SM activity and occupancy of each row, both (rows,)."""
-        of_torch = ActivityParameters(
-            by_class={name: torch.as_tensor(value) for name, value in learned.by_class.items()},
-            single={name: torch.as_tensor(value) for name, value in learned.single.items()},
-        )
+    def errors(self, learned: ActivityParameters, training_share: float) -> np.ndarray:
+        """Return estimated less measured SM activity and occupancy of each row, (rows, 2)."""
+        of_torch = _parameters({**learned.by_class, **learned.single}, torch.as_tensor)
         smact, smocc = (ratio.clip(max=1.0) for ratio in self._ratios(of_torch, training_share))
-        return (smact - self._smact).numpy(), (smocc - self._smocc).numpy()
+        return torch.stack([smact - self._smact, smocc - self._smocc], dim=1).numpy()
 
     def _ratios(
         self, learned: ActivityParameters, training_share: torch.Tensor | float
@@ -171,35 +175,37 @@ def judged_activity(
         folds: Parts of the groups that are left out in turn.
         progress: Called before each fit with a text, the number of fits done and their total.
     """
-    everything = np.ones(len(fit.rows), dtype=bool)
-    left_out = np.full((2, len(fit.rows)), np.nan)
-    groups = np.array([row.group for row in fit.rows])
-    for done, (_, mask) in enumerate(held_out_by(groups, folds)):
-        progress("fitting activity", done, folds + 1)
-        if mask.any() and not mask.all():
-            left_out[:, mask] = np.array(fit.errors(*fit.fitted(~mask)))[:, mask]
-    progress("fitting activity", folds, folds + 1)
-    learned, training_share = fit.fitted(everything)
-    known = np.array(fit.errors(learned, training_share))
+    steps = itertools.count()
+
+    def fitted(of: np.ndarray) -> tuple[ActivityParameters, float]:
+        progress("fitting activity", next(steps), folds + 1)
+        return fit.fitted(of)
+
+    learned, training_share = fitted(np.ones(len(fit.rows), dtype=bool))
+    known = fit.errors(learned, training_share)
+    masks = [mask for _, mask in held_out_by(np.array([row.group for row in fit.rows]), folds)]
+    left_out = left_out_errors(known, masks, lambda mask: fit.errors(*fitted(~mask)))
     scores = [
         ActivityScore(
-            rows=str(family), split=split, count=int(mine.sum()), smact=_spread(errors[0]), smocc=_spread(errors[1])
+            rows=str(family),
+            split=split,
+            count=int(mine.sum()),
+            smact=spread(errors[mine, 0]),
+            smocc=spread(errors[mine, 1]),
         )
         for family in np.unique(fit.family)
         for mine in [fit.family == family]
-        for split, errors in (("learned from", known[:, mine]), ("groups left out", left_out[:, mine]))
+        for split, errors in (("learned from", known), ("groups left out", left_out))
     ]
     return scores, learned
 
 
 def _begin() -> dict[str, torch.Tensor]:
-    classes = CLASSES.values()
     by_class = {
-        "most_warps": torch.log(torch.tensor([one.most_warps for one in classes], dtype=torch.float64)),
+        "most_warps": torch.log(of_rows(one.most_warps for one in CLASSES.values())),
         "block_warps": torch.zeros(len(CLASSES), dtype=torch.float64),
     }
-    begin = {**_BEGIN, _TRAINING_SHARE: 0.95}
-    return by_class | {name: torch.tensor(value, dtype=torch.float64) for name, value in begin.items()}
+    return by_class | {name: torch.tensor(value, dtype=torch.float64) for name, value in _BEGIN.items()}
 
 
 def _parameters(values: Values, convert: Callable) -> ActivityParameters:
@@ -207,8 +213,3 @@ def _parameters(values: Values, convert: Callable) -> ActivityParameters:
         by_class={name: convert(values[name]) for name in CLASS_VALUES},
         single={name: convert(values[name]) for name in STEP_VALUES},
     )
-
-
-def _spread(errors: np.ndarray) -> tuple[float, float]:
-    size = np.abs(errors[np.isfinite(errors)])
-    return (float(np.median(size)), float(np.quantile(size, 0.9))) if len(size) else (float("nan"), float("nan"))

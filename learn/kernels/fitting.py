@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from featurize.kernel_model.times import (
     units_names,
 )
 from featurize.training_settings import EAGER
-from learn.kernels.columns import joined, row_of_kernels
-from learn.kernels.descent import Values, descended, robust
+from learn.kernels.fitter import Descent, Values, descended, joined, of_rows, robust, row_of_kernels, weights_by
 
 KERNELS = "kernels"  # source of rows that are one kernel each
 SAILOR, LIGER = "sailor", "liger"  # sources of rows that are the few kernels of a layer, forward or backward
@@ -52,19 +51,22 @@ _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.
 INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
 _HOST_FACTOR = 1.0  # of the time that `featurize.kernel_model.host` gives a launch: hosts differ
 _LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
-# How firmly: a value's squared distance from where it began costs so much.
-_FIRMNESS = {"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0}
-_OF_PRIORS = 2e-4
-# What physics says of the exponents: a share never rises with what an SM computes or with idle blocks.
-_LIMITS = {
-    "sm_rate": (0.0, 1.0),
-    "wave": (0.0, 1.0),
-    "power": (0.0, 1.5),
-    "searched": (0.0, 0.7),
-    "leftover": (0.0, 1.0),
-}
 TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
-_ITERATIONS, _RATE, _LAST_RATE = 250, 0.03, 0.008
+_DESCENT = Descent(
+    of_priors=2e-4,
+    firmness={"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0},
+    iterations=250,
+    rate=0.03,
+    last_rate=0.008,
+    # What physics says of the exponents: a share never rises with what an SM computes or with idle blocks.
+    limits={
+        "sm_rate": (0.0, 1.0),
+        "wave": (0.0, 1.0),
+        "power": (0.0, 1.5),
+        "searched": (0.0, 0.7),
+        "leftover": (0.0, 1.0),
+    },
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ class MeasuredTime:
 
 @dataclass(frozen=True, kw_only=True)
 class FittedTimes:
-    """What a fit gives.
+    """Result of a fit.
 
     Args:
         parameters: The efficiencies.
@@ -142,45 +144,37 @@ class TimeFit:
         self.steps = ~np.isin(self.sources, _NO_STEPS)
         self.groups = np.array([f"{row.source}/{row.group}" for row in rows])
         self.devices = np.array([row.device.name for row in rows])
-        self.measured_ms = torch.tensor([row.measured_ms for row in rows], dtype=torch.float64)
-        self.host_ms = torch.tensor([host_ms(row.calls, row.device, EAGER) for row in rows], dtype=torch.float64)
+        self.measured_ms = of_rows(row.measured_ms for row in rows)
+        self.host_ms = of_rows(host_ms(row.calls, row.device, EAGER) for row in rows)
         self.one_kernel = torch.tensor([row.source in ALONE for row in rows])
         instruments = [(row.device.name, row.group) if row.source in ALONE else ("", "") for row in rows]
         self.instruments = list(dict.fromkeys(instruments))
-        place = {instrument: at for at, instrument in enumerate(self.instruments)}
-        self.instrument = torch.tensor([place[instrument] for instrument in instruments])
+        self.instrument = torch.tensor([self.instruments.index(instrument) for instrument in instruments])
         self.hosts, places = np.unique(self.sources, return_inverse=True)
         self.host = torch.tensor(places)
-        self.is_sharded = torch.tensor([row.source in SHARDED for row in rows], dtype=torch.float64)
-        self.kernels, self.count, self.row = self._all_kernels()
+        self.is_sharded = of_rows(row.source in SHARDED for row in rows)
+        self.kernels, self.count, self.row = self._all_kernels(self.names)
 
-    def _all_kernels(self) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
+    def _all_kernels(self, names: tuple[Sequence[str], Sequence[str]]) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
         """Return the kernels of all rows as one sequence, how often each runs, and in which row."""
         alike: dict[tuple, list[int]] = {}
         for at, row in enumerate(self.rows):
             alike.setdefault((row.device, row.channels_last, row.searched), []).append(at)
-        kernels, counts, rows = [], [], []
+        kernels, calls = [], []
         for (device, channels_last, searched), members in alike.items():
-            parts = [self.rows[at].calls for at in members]
-            calls = joined(parts)
-            kernels.append(kernels_on(calls, device, self.names, channels_last=channels_last, searched=searched))
-            counts.append(torch.as_tensor(calls.count))
-            rows.append(row_of_kernels(members, parts))
-        return joined(kernels).converted(torch.as_tensor), torch.cat(counts), torch.cat(rows)
+            calls.append(joined([self.rows[at].calls for at in members]))
+            kernels.append(kernels_on(calls[-1], device, names, channels_last=channels_last, searched=searched))
+        order = [at for members in alike.values() for at in members]
+        rows = row_of_kernels(order, [self.rows[at].calls for at in order])
+        return joined(kernels).converted(torch.as_tensor), torch.as_tensor(joined(calls).count), rows
 
-    def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> FittedTimes:
+    def fitted(self, of: np.ndarray, *, iterations: int = _DESCENT.iterations) -> FittedTimes:
         """Return the efficiencies that explain the rows of the mask `of`, (rows,), and what timing kernels adds."""
-        begin = self._begin()
-        weights = torch.tensor(self.row_weights(of))
 
-        def error(values: Values) -> torch.Tensor:
-            off = torch.log(self._milliseconds(values) / self.measured_ms)
-            return (weights * robust(off, TOLERANCE)).sum()
+        def losses(values: Values) -> torch.Tensor:
+            return robust(torch.log(self._milliseconds(values) / self.measured_ms), TOLERANCE)
 
-        values = descended(
-            begin, error, of_priors=_OF_PRIORS, firmness=_FIRMNESS, iterations=iterations, rate=_RATE,
-            last_rate=_LAST_RATE, limits=_LIMITS,
-        )  # fmt: skip
+        values = descended(self._begin(), losses, self.row_weights(of), replace(_DESCENT, iterations=iterations))
         measured = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
         sharded = set(self.sources[of].tolist()) & set(SHARDED)
         added_ms = torch.exp(values["instrument"]).tolist()
@@ -198,11 +192,7 @@ class TimeFit:
 
     def row_weights(self, of: np.ndarray) -> np.ndarray:
         """Return each row's weight in a fit of the rows that `of` names; 0 for the others, 1 in sum."""
-        weight = np.zeros(len(self.rows))
-        for source in np.unique(self.sources[of]):
-            inside = of & (self.sources == source)
-            weight[inside] = self.weights.get(source, 1.0) / math.sqrt(inside.sum())
-        return weight / weight.sum()
+        return weights_by(self.sources, of, power=0.5, factors=self.weights)
 
     def roofline(self) -> FittedTimes:
         """Return what the described rates alone say: every kernel reaches them."""
@@ -222,7 +212,9 @@ class TimeFit:
     def log_ratios(self, fitted: FittedTimes) -> np.ndarray:
         """Return the logarithm of estimated over measured time of each row; the host's time is the described one."""
         seconds = np.zeros(len(self.rows))
-        kernels = self.kernels.converted(lambda column: column.numpy())
+        names = fitted.parameters.names
+        kernels = self.kernels if names == self.names else self._all_kernels(names)[0]
+        kernels = kernels.converted(lambda column: column.numpy())
         np.add.at(seconds, self.row.numpy(), self.count.numpy() * call_seconds(kernels, fitted.parameters))
         estimated = [
             fitted.row_ms(row, busy, host)

@@ -6,7 +6,6 @@ Start reading at `fitted_hosts`. The formula is `featurize.kernel_model.host.hos
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -20,11 +19,11 @@ from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import Calls, kernel_calls
 from featurize.kernel_model.host import HostTime, host_ms
 from featurize.kernel_model.step_time import LearnedEfficiencies, overlapped, timed_kernels
-from featurize.training_settings import EAGER, MEGATRON
+from featurize.training_settings import EAGER, MEGATRON, Training
 from learn.kernels.judging import TimeScore, score_of
 from learn.kernels.megatron_jobs import megatron_settings, megatron_step
 from learn.kernels.power_fit import SETTINGS, MeasuredPower
-from learn.kernels.rows import described, read_each
+from learn.kernels.rows import described, queried, read_each
 
 # Left out together; ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of a step.
 Times = tuple[str, float, float, float, float]
@@ -85,10 +84,7 @@ def fitted_hosts(
 
 def _machines(data: str | os.PathLike[str] | None) -> float | None:
     """Return the factor by which 9 of 10 machines take at most longer for a test than the mean one; None: too few."""
-    import warehouse
-
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = connection.execute(_TESTED).fetchall()
+    rows = queried(data, _TESTED)
     of_test = [np.array([log_ms for test, log_ms in rows if test == name]) for name in {test for test, _ in rows}]
     degrees = sum(len(one) - 1 for one in of_test)
     if degrees < _LEAST:
@@ -102,19 +98,19 @@ def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) ->
     timed: dict[tuple[str, str], Times] = {}
     for row in rows:
         if row.step_ms is not None:
-            busy_ms = (
-                float((row.calls.count * timed_kernels(row.calls, row.device, SETTINGS, learned).seconds).sum()) * 1e3
-            )
-            of_job = row.model, row.device.name
-            if of_job not in timed or busy_ms < timed[of_job][1]:
-                timed[of_job] = row.device.name, busy_ms, *_at_0_and_1(row.calls, row.device, EAGER), row.step_ms
+            name = row.device.name
+            times = _times(name, row.calls, row.device, EAGER, SETTINGS, learned, row.step_ms)
+            timed[row.model, name] = min(times, timed.get((row.model, name), times), key=lambda one: one[1])
     return list(timed.values())
 
 
-def _at_0_and_1(calls: Calls, device: DeviceSpec, framework: str) -> tuple[float, float]:
-    """Return the host's time with a factor of 0 and of 1."""
+def _times(
+    label: str, calls: Calls, device: DeviceSpec, framework: str, settings: Training, learned: LearnedEfficiencies,
+    measured_ms: float,
+) -> Times:  # fmt: skip
+    busy_ms = float((calls.count * timed_kernels(calls, device, settings, learned).seconds).sum()) * 1e3
     at_0, at_1 = (host_ms(calls, device, framework, {framework: HostTime(factor=x, machines=1.0)}) for x in (0.0, 1.0))
-    return at_0, at_1
+    return label, busy_ms, at_0, at_1, measured_ms
 
 
 def _megatron_times(
@@ -122,10 +118,6 @@ def _megatron_times(
 ) -> tuple[list[Times], dict[str, int]]:
     """Return width, ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of vTrain's steps; and
     how many were left out for which reason."""
-    import warehouse
-
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = connection.execute(_DRAWN, [_MOST]).fetchall()
 
     def read(row: tuple[str, str, float]) -> list[Times]:
         origin, device_name, measured_ms = row
@@ -139,11 +131,10 @@ def _megatron_times(
             settings = megatron_settings(micro_batches, fused)
             trace = megatron_step(layers, width, heads, samples, micro_batches, split, fused, device)
             calls = kernel_calls(trace.operators)
-            busy_ms = float((calls.count * timed_kernels(calls, device, settings, learned).seconds).sum()) * 1e3
-            times.append((str(width), busy_ms, *_at_0_and_1(calls, device, MEGATRON), measured_ms))
+            times.append(_times(str(width), calls, device, MEGATRON, settings, learned, measured_ms))
         return times
 
-    steps, left_out = read_each(rows, read)
+    steps, left_out = read_each(queried(data, _DRAWN, [_MOST]), read)
     return [one for times in steps for one in times], left_out
 
 

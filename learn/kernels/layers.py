@@ -8,18 +8,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import Calls, kernel_calls
 from featurize.step_trace import Operator
 from featurize.trace import trace_step
 from featurize.training_settings import Training, uses_tf32
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from featurize.device_spec import DeviceSpec
 
 _PRECISIONS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16-true"}
 
@@ -50,8 +48,6 @@ def layer_calls(name: str, sizes: Mapping[str, int], phase: str | None, dtype: s
 def _operators(
     name: str, sizes: tuple[tuple[str, int], ...], precision: str, device: DeviceSpec
 ) -> tuple[Operator, ...]:
-    import torch
-
     of_sizes = dict(sizes)
     build = LAYERS[name]
 
@@ -87,9 +83,6 @@ def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 
     Its fused kernels of bias, dropout and residual stand as the operators that they replace; scores outweigh them.
     """
-    import torch
-    from torch import nn
-
     width, heads, ranks = sizes["width"], sizes["heads"] // sizes["ranks"], sizes["ranks"]
     head = sizes["width"] // sizes["heads"]
     length, samples = sizes["length"], sizes["samples"]
@@ -124,9 +117,6 @@ def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 
 def _head(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
     """The logits of a rank's part of the vocabulary, and Megatron's cross entropy over them."""
-    import torch
-    from torch import nn
-
     width, vocabulary = sizes["width"], sizes["vocabulary"] // sizes["ranks"]
 
     class CrossEntropy(torch.autograd.Function):  # megatron/core/tensor_parallel/cross_entropy.py
@@ -158,8 +148,6 @@ def _head(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 
 def _gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
     """The feed-forward layer of Llama (transformers, modeling_llama.py: LlamaMLP)."""
-    from torch import nn
-
     width, inner = sizes["width"], sizes["inner"]
 
     class Gated(nn.Module):

@@ -19,9 +19,10 @@ from featurize.device_spec import DeviceSpec
 from featurize.opgraph import DTYPE_BYTES
 from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.parallel.layout import Parallel
+from learn.kernels.fitter import left_out_errors
 from learn.kernels.fitting import held_out_by
 from learn.kernels.judging import TimeScore, score_of
-from learn.kernels.rows import RowLeftOut, described, read_each
+from learn.kernels.rows import RowLeftOut, described, queried, read_each
 from warehouse.published_links import OPERATOR
 
 _MOST_RANKS = 8  # of a node
@@ -59,18 +60,16 @@ def fitted_links(
     rows, left_out = measured_all_reduces(data)
     if not rows:
         return packaged_links(), [], left_out
-    everything = np.ones(len(rows), dtype=bool)
-    constants = _fitted(rows, everything)
-    ratios = {"learned from": _log_ratios(rows, everything, constants)}
+    constants = _fitted(rows)
+    known = _log_ratios(rows, constants)
     devices = np.array([row.device.name for row in rows])
-    for split, labels in (
-        ("GPU models left out", devices),
-        ("numbers of GPUs left out", np.array([str(row.ranks) for row in rows])),
-    ):
-        ratios[split] = np.full(len(rows), np.nan)
-        for _, mask in held_out_by(labels):
-            if not mask.all():
-                ratios[split][mask] = _log_ratios(rows, mask, _fitted(rows, ~mask))
+    splits = {"GPU models left out": devices, "numbers of GPUs left out": np.array([str(row.ranks) for row in rows])}
+    ratios = {"learned from": known}
+    for split, labels in splits.items():
+        masks = [mask for _, mask in held_out_by(labels)]
+        ratios[split] = left_out_errors(
+            known, masks, lambda mask: _log_ratios(rows, _fitted([rows[at] for at in np.flatnonzero(~mask)]))
+        )
     scores = [
         score_of(split, f"all-reduces, {device}", values[devices == device])
         for split, values in ratios.items()
@@ -87,16 +86,12 @@ def measured_all_reduces(data: str | os.PathLike[str] | None) -> tuple[list[Meas
     Args:
         data: The folder; None: the default one.
     """
-    import contextlib
-
-    import warehouse
-
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        measured = connection.execute(
-            "SELECT device_name, dims, dtype, duration_us FROM kernels "
-            f"WHERE operator = '{OPERATOR}' AND source IN ('measured', 'imported') AND duration_us > 0 "
-            "ORDER BY device_name, kernel_row"
-        ).fetchall()
+    measured = queried(
+        data,
+        "SELECT device_name, dims, dtype, duration_us FROM kernels "
+        f"WHERE operator = '{OPERATOR}' AND source IN ('measured', 'imported') AND duration_us > 0 "
+        "ORDER BY device_name, kernel_row",
+    )
     return read_each(measured, lambda values: _measured(*values))
 
 
@@ -119,11 +114,11 @@ def _measured(device_name: str | None, dims: str, dtype: str, duration_us: float
     )
 
 
-def _log_ratios(rows: Sequence[MeasuredAllReduce], of: np.ndarray, constants: LinkConstants) -> np.ndarray:
-    return np.array([row.log_ratio(constants) for row, wanted in zip(rows, of, strict=True) if wanted])
+def _log_ratios(rows: Sequence[MeasuredAllReduce], constants: LinkConstants) -> np.ndarray:
+    return np.array([row.log_ratio(constants) for row in rows])
 
 
-def _fitted(rows: Sequence[MeasuredAllReduce], of: np.ndarray) -> LinkConstants:
+def _fitted(rows: Sequence[MeasuredAllReduce]) -> LinkConstants:
     from scipy.optimize import minimize
 
     packaged = dataclasses.asdict(packaged_links())
@@ -133,7 +128,7 @@ def _fitted(rows: Sequence[MeasuredAllReduce], of: np.ndarray) -> LinkConstants:
         return LinkConstants(**values | {"reached": min(values["reached"], 1.0)})
 
     def error(logs: np.ndarray) -> float:
-        off = _log_ratios(rows, of, constants(logs))
+        off = _log_ratios(rows, constants(logs))
         return float(np.sqrt(off**2 + _TOLERANCE**2).mean() + _OF_BEGIN * (logs**2).sum())
 
     begin = np.zeros(len(packaged))

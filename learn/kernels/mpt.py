@@ -5,12 +5,11 @@ Start reading at `mpt_config`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from featurize.families import gpt
-
-if TYPE_CHECKING:
-    import torch
 
 LLM_FOUNDRY = "llm_foundry"  # source of the rows
 # Size -> width, heads, blocks (mosaicml/llm-foundry, scripts/train/yamls/pretrain).
@@ -34,15 +33,12 @@ def mpt_config(size: str, length: int, samples: int, *, recompute: bool) -> gpt.
 
 def mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy of each token."""
-    import torch
-
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 def fused_mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return what stands for the fused cross entropy that LLM Foundry takes by default (flash-attn's): it reads the
     logits once, and once more to write their gradient in their own type. The value is another."""
-    import torch
 
     class Fused(torch.autograd.Function):
         @staticmethod

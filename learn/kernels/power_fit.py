@@ -6,9 +6,9 @@ of the kernels are those that are known before.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
+import itertools
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,21 +22,43 @@ from featurize.kernel_model.calls import Calls
 from featurize.kernel_model.power import KernelLoad, PowerParameters, kernel_power, load_power
 from featurize.kernel_model.step_time import LearnedEfficiencies, timed_kernels
 from featurize.training_settings import Training
-from learn.kernels.columns import row_of_kernels
-from learn.kernels.descent import Values, descended, robust
-from learn.kernels.fitting import overlapped_ms
-from learn.kernels.rows import RowLeftOut, described, read_each
+from learn.kernels.fitter import (
+    Descent,
+    Values,
+    descended,
+    left_out_errors,
+    of_rows,
+    robust,
+    row_of_kernels,
+    spread,
+    weights_by,
+)
+from learn.kernels.fitting import held_out_by, overlapped_ms
+from learn.kernels.rows import RowLeftOut, described, queried, read_each
 from learn.kernels.zeus import JOBS, ZEUS, zeus_calls
 
 # Where the fit begins: an SM without arithmetic, the pipes and the memory each draw a part of what the board may.
 _BEGIN: Mapping[str, float] = {"sm": 0.3, "fp32": 1.0, "tensor": 1.0, "dram": 0.4, "exponent": 2.0, "feed": 0.5}
-_LIMITS = {"sm": (0.0, 3.0), "fp32": (0.0, 3.0), "tensor": (0.0, 3.0), "dram": (0.0, 3.0), "exponent": (1.0, 3.0),
-           "feed": (0.05, 1.5)}  # fmt: skip
 _OF_TIMES = 0.5  # weight of how much longer a job takes, beside its power
 _TOLERANCE = 0.05  # relative: what is further off counts in proportion, not squared
-_OF_PRIORS = 2e-2
-_ITERATIONS, _RATE, _LAST_RATE = 150, 0.05, 0.01
+_DESCENT = Descent(
+    of_priors=2e-2,
+    iterations=150,
+    rate=0.05,
+    last_rate=0.01,
+    limits={**dict.fromkeys(("sm", "fp32", "tensor", "dram"), (0.0, 3.0)), "exponent": (1.0, 3.0), "feed": (0.05, 1.5)},
+)
 SETTINGS = Training(precision="tf32")  # of Zeus' jobs
+_CELL = "CAST(json_extract_string(origin, '$.value') AS DOUBLE)"
+# Job, limit in W, power in W, time of an epoch, ms of a step.
+_MEASURED = (
+    "SELECT device_name, json_extract_string(origin, '$.model'), json_extract_string(origin, '$.dataset'), batch_size, "
+    "json_extract_string(origin, '$.optimizer'), CAST(json_extract_string(origin, '$.power_limit_w') AS DOUBLE), "
+    f"last({_CELL} ORDER BY run_id) FILTER (power_w IS NOT NULL), "
+    f"last({_CELL} ORDER BY run_id) FILTER (power_w IS NULL), "
+    "last(step_time_ms ORDER BY run_id) FILTER (step_time_ms IS NOT NULL) "
+    f"FROM runs WHERE source = 'imported' AND job_id = 'import-{ZEUS}' AND status = 'ok' GROUP BY ALL"
+)
 Progress = Callable[[str, int, int], None]
 
 
@@ -107,35 +129,24 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
         data: The data folder; None: the default one.
         progress: Called before each trace with a text, the number done and their total.
     """
-    import warehouse
-
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        measured = connection.execute(
-            "SELECT device_name, batch_size, origin, power_w, step_time_ms FROM runs "
-            "WHERE source = 'imported' AND job_id = ? AND status = 'ok' ORDER BY run_id", [f"import-{ZEUS}"],
-        ).fetchall()  # fmt: skip
-    jobs: dict[tuple, tuple[dict, dict, dict]] = defaultdict(lambda: ({}, {}, {}))
-    for device, batch, origin, power_w, step_ms in measured:
-        cells = json.loads(origin)
-        if (cells["model"], cells["dataset"]) in JOBS:
-            power, times, steps = jobs[device, cells["model"], cells["dataset"], batch, cells["optimizer"]]
-            limit = float(cells["power_limit_w"])
-            (times if power_w is None else power)[limit] = float(cells["value"])
-            if step_ms is not None:
-                steps[limit] = step_ms
+    jobs: dict[tuple, dict[float, tuple[float | None, ...]]] = defaultdict(dict)
+    for *job, limit_w, power_w, time, step_ms in queried(data, _MEASURED):
+        if (job[1], job[2]) in JOBS:
+            jobs[tuple(job)][limit_w] = power_w, time, step_ms
     calls: dict[tuple, Calls] = {}
 
-    def read(job: tuple[tuple, tuple[dict, dict, dict]]) -> MeasuredPower:
-        (*alike, _), (power, times, steps) = job
+    def read(job: tuple[tuple, dict[float, tuple]]) -> MeasuredPower:
+        (*alike, _), by_limit = job
         name, model, dataset, batch = key = tuple(alike)
-        spec, both = described(name), sorted(power.keys() & times.keys())
+        spec, both = described(name), sorted(limit for limit, cells in by_limit.items() if None not in cells[:2])
         if not both:
             raise RowLeftOut("jobs without both power and time at a limit")
         if key not in calls:
             calls[key] = zeus_calls(model, dataset, batch, spec)
+        power_w, times, _ = ({limit: by_limit[limit][at] for limit in both} for at in range(3))
         return MeasuredPower(
-            model=f"{model}/{dataset}", device=spec, calls=calls[key], power_w={w: power[w] for w in both},
-            times={w: times[w] for w in both}, step_ms=steps.get(both[-1]),
+            model=f"{model}/{dataset}", device=spec, calls=calls[key], power_w=power_w, times=times,
+            step_ms=by_limit[both[-1]][2],
         )  # fmt: skip
 
     return read_each(sorted(jobs.items()), read, progress)
@@ -145,26 +156,23 @@ def judged_power(
     rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
 ) -> tuple[dict[str, float], list[PowerScore]]:
     """Return the section fitted on all rows, and the scores of all and of left-out models and GPU models."""
-    models, devices = [np.array([getter(row) for row in rows]) for getter in (_model_of, lambda row: row.device.name)]
-    splits = [("GPU models left out", devices), ("models left out", models)]
     fit = _PowerFit(rows, learned)
-    total = 1 + sum(len(np.unique(names)) for _, names in splits)
-    everything = np.ones(len(rows), dtype=bool)
-    progress("fitting power", 0, total)
-    section = fit.fitted(everything)
+    splits = {
+        "GPU models left out": np.array([row.device.name for row in rows]),
+        "models left out": np.array([row.model.partition("/")[0] for row in rows]),
+    }
+    total, steps = 1 + sum(len(np.unique(names)) for names in splits.values()), itertools.count()
+
+    def fitted(of: np.ndarray) -> dict[str, float]:
+        progress("fitting power", next(steps), total)
+        return fit.fitted(of)
+
+    section = fitted(np.ones(len(rows), dtype=bool))
     errors = {"learned from": fit.errors(section)}
-    done = 1
-    for split, names in splits:
-        left_out = np.full_like(errors["learned from"], np.nan)
-        for name in np.unique(names):
-            progress("fitting power", done, total)
-            done += 1
-            here = names == name
-            if here.all():  # nothing is left to learn from
-                continue
-            left_out[:, here] = fit.errors(fit.fitted(~here))[:, here]
-        errors[split] = left_out
-    return section, [score for split, off in errors.items() for score in _scores(split, off, fit.own)]
+    for split, names in splits.items():
+        masks = [mask for _, mask in held_out_by(names)]
+        errors[split] = left_out_errors(errors["learned from"], masks, lambda mask: fit.errors(fitted(~mask)))
+    return section, [score for split, off in errors.items() for score in _scores(split, off)]
 
 
 class _PowerFit:
@@ -172,8 +180,8 @@ class _PowerFit:
 
     def __init__(self, rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> None:
         limits = max(len(row.power_w) for row in rows)
-        self._own_w = torch.tensor([row.device.power_limit_w for row in rows], dtype=torch.float64)
-        self._idle_w = torch.tensor([row.device.idle_power_w for row in rows], dtype=torch.float64)
+        self._own_w = of_rows(row.device.power_limit_w for row in rows)
+        self._idle_w = of_rows(row.device.idle_power_w for row in rows)
         caps, power, slower = (np.full((len(rows), limits), np.nan) for _ in range(3))
         for at, row in enumerate(rows):
             of_row = sorted(row.power_w, reverse=True)
@@ -183,9 +191,7 @@ class _PowerFit:
         self._caps = torch.tensor(np.where(np.isnan(caps), caps[:, :1], caps))
         self._known = torch.tensor(np.isfinite(power))
         self._power, self._slower = (torch.tensor(np.nan_to_num(measured, nan=1.0)) for measured in (power, slower))
-        self.own = np.arange(limits)[None, :] == np.zeros((len(rows), 1))
-        kinds = np.array([f"{row.device.name} {row.model}" for row in rows])
-        self._weight = torch.tensor([1 / (kinds == kind).sum() for kind in kinds])
+        self._kinds = np.array([f"{row.device.name} {row.model}" for row in rows])
 
         timed = [timed_kernels(row.calls, row.device, SETTINGS, learned) for row in rows]
         self._load = KernelLoad(
@@ -202,29 +208,24 @@ class _PowerFit:
             if row.step_ms is not None:
                 least = row.step_ms / row.calls.launches
                 launch_ms[row.device.name] = min(launch_ms.get(row.device.name, least), least)
-        host_ms = [row.calls.launches * launch_ms.get(row.device.name, 0.0) for row in rows]
-        self._host_ms = torch.tensor(host_ms, dtype=torch.float64)[:, None]
+        self._host_ms = of_rows(row.calls.launches * launch_ms.get(row.device.name, 0.0) for row in rows)[:, None]
 
     def fitted(self, of: np.ndarray) -> dict[str, float]:
         """Return the values that explain the rows of the mask `of`, (rows,). Every model on every GPU counts alike."""
-        begin = {name: torch.tensor(value, dtype=torch.float64) for name, value in _BEGIN.items()}
-        weight = torch.where(torch.tensor(of), self._weight, 0.0)[:, None]
-        weight = weight / (weight * self._known).sum()
+        weights = weights_by(self._kinds, of, power=1.0)
 
-        def error(values: Values) -> torch.Tensor:
+        def losses(values: Values) -> torch.Tensor:
             power, slower = self._off(values)
-            return (weight * self._known * (robust(power, _TOLERANCE) + _OF_TIMES * robust(slower, _TOLERANCE))).sum()
+            off = self._known * (robust(power, _TOLERANCE) + _OF_TIMES * robust(slower, _TOLERANCE))
+            return off.sum(1) / (of_rows(weights) @ self._known.double()).sum()
 
-        values = descended(
-            begin, error, of_priors=_OF_PRIORS, iterations=_ITERATIONS, rate=_RATE, last_rate=_LAST_RATE, limits=_LIMITS
-        )
+        values = descended(_tensors(_BEGIN), losses, weights, _DESCENT)
         return {name: round(float(value), 4) for name, value in values.items()}
 
     def errors(self, section: Mapping[str, float]) -> np.ndarray:
-        """Return the relative errors of power and of time, (2, rows, limits), NaN where nothing was measured."""
-        power, slower = self._off({name: torch.tensor(value, dtype=torch.float64) for name, value in section.items()})
-        off = torch.stack([power.exp() - 1, slower.exp() - 1]).numpy()
-        return np.where(self._known.numpy(), off, np.nan)
+        """Return the relative errors of power and of time, (rows, limits, 2), NaN where nothing was measured."""
+        off = torch.stack([one.exp() - 1 for one in self._off(_tensors(section))], dim=2).numpy()
+        return np.where(self._known.numpy()[:, :, None], off, np.nan)
 
     def _off(self, values: Values) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logarithms of estimated over measured power and relative time, (rows, limits)."""
@@ -241,23 +242,18 @@ class _PowerFit:
         return (power_w / self._power).log(), (step_ms / step_ms[:, :1] / self._slower).log()
 
 
-def _scores(split: str, off: np.ndarray, own: np.ndarray) -> list[PowerScore]:
+def _tensors(values: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
+def _scores(split: str, off: np.ndarray) -> list[PowerScore]:
     scores = []
-    for limit, here in (("the board's own", own), ("lower", ~own)):
-        power, slower = (errors[here & np.isfinite(errors)] for errors in off)
+    for limit, errors in (("the board's own", off[:, :1]), ("lower", off[:, 1:])):
+        power, slower = (errors[:, :, at][np.isfinite(errors[:, :, at])] for at in (0, 1))
+        bias = float(np.median(power)) if len(power) else math.nan
         scores.append(
             PowerScore(
-                split=split, limit=limit, count=len(power), power=_spread(power), slower=_spread(slower),
-                bias=float(np.median(power)) if len(power) else float("nan"),
+                split=split, limit=limit, count=len(power), power=spread(power), slower=spread(slower), bias=bias
             )
-        )  # fmt: skip
+        )
     return scores
-
-
-def _spread(errors: np.ndarray) -> tuple[float, float]:
-    size = np.abs(errors)
-    return (float(np.median(size)), float(np.quantile(size, 0.9))) if len(size) else (float("nan"), float("nan"))
-
-
-def _model_of(row: MeasuredPower) -> str:
-    return row.model.partition("/")[0]

@@ -11,17 +11,24 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
+
+import warehouse
 from conf.errors import UsageError
 from conf.identity import canonical_json
 from featurize.device_spec import DeviceSpec, load_device
+from featurize.families import gpt
 from featurize.input_pipeline import input_ms
 from featurize.kernel_model.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, product
 from featurize.row_config import UnreadableConfig, config_of_one_gpu
-from featurize.step_trace import Operator
+from featurize.step_trace import Operator, StepTrace
 from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training_settings import Training, uses_tf32
+from featurize.trial_config import TrialConfig
+from featurize.vision import import_library
+from learn.data import LabelledRow, load_rows
 from learn.kernels.activity_fit import MeasuredActivity
 from learn.kernels.fitting import KERNELS, LIGER, PRODUCTS, SAILOR, MeasuredTime
 from learn.kernels.layers import layer_calls
@@ -29,13 +36,6 @@ from learn.kernels.mpt import LLM_FOUNDRY, SIZES, mpt_config, mpt_loss
 from warehouse.imported_rows import DOUBT
 from warehouse.published_layers import PREFIX as LAYER
 from warehouse.published_layers import SAILOR_LAYERS
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from featurize.trial_config import TrialConfig
-    from learn.data import LabelledRow
-    from warehouse.reader import WarehouseConnection
 
 Progress = Callable[[str, int, int], None]
 Row = TypeVar("Row")
@@ -47,16 +47,7 @@ WEIGHTS = {KERNELS: 0.1, LLM_FOUNDRY: 1.5, SAILOR: 0.2, LIGER: 0.8, PRODUCTS: 1.
 # runs on both).
 _LARGE_PRODUCTS = (("H100-SXM5-80GB", 8192, 783.5), ("H200-SXM-141GB", 8192, 783.5))
 FARM = "farm"  # source of what this folder's own trials measured
-_COLUMNS = (
-    "run_id",
-    "source",
-    "job_id",
-    "config",
-    "device_name",
-    "step_time_ms",
-    "torch_version",
-    "origin",
-)  # of `runs`
+_COLUMNS = ("run_id", "source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
 
 _PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # of timm's models, before the family's name
@@ -84,11 +75,8 @@ def measured_rows(
     Raises:
         UsageError: Too few steps can be learned from.
     """
-    import warehouse
-
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        rows, left_out = measured_times(connection, progress, steps)
-        operators, operators_left_out = kernel_times(connection, kernels, same_shapes=same_shapes)
+    rows, left_out = measured_times(data, progress, steps)
+    operators, operators_left_out = kernel_times(data, kernels, same_shapes=same_shapes)
     rows = [row for row in rows if wanted(row)]
     if len(rows) < LEAST_ROWS:
         reasons = "; ".join(f"{reason}: {number:,}" for reason, number in left_out.items())
@@ -100,44 +88,46 @@ def measured_rows(
 
 
 def measured_times(
-    connection: WarehouseConnection, progress: Progress, most: int | None = None
+    data: str | os.PathLike[str] | None, progress: Progress, most: int | None = None
 ) -> tuple[list[MeasuredTime], dict[str, int]]:
     """Return the measured steps whose kernels are known, and how many rows were left out for which reason.
 
     Args:
-        connection: To the data folder.
+        data: The data folder; None: the default one.
         progress: Called before each row is traced with a text, the number of rows done and their total.
         most: Steps of a source, drawn by their ids; None: all.
     """
-    rows = connection.execute(
+    rows = queried(
+        data,
         f"SELECT {', '.join(_COLUMNS)} FROM runs "
         "WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0 AND source IN ('measured', 'imported') "
         f"AND coalesce(quality, 'trusted') = 'trusted' AND coalesce(error_type, '') <> '{DOUBT}' "
         "QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY md5(run_id)) <= coalesce(?, 1e9) ORDER BY run_id",
         [most],
-    ).fetchall()
+    )
     traces: dict[tuple, Calls] = {}
     return read_each(rows, lambda values: _measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
 
 
 def kernel_times(
-    connection: WarehouseConnection, most: int, *, same_shapes: bool = False
+    data: str | os.PathLike[str] | None, most: int, *, same_shapes: bool = False
 ) -> tuple[list[MeasuredTime], dict[str, int]]:
     """Return measured operators of the table `kernels`, and how many rows were left out for which reason.
 
     Args:
-        connection: To the data folder.
+        data: The data folder; None: the default one.
         most: Rows of an operator on a GPU model, drawn by their ids.
         same_shapes: Draw by shapes instead: the same ones on every GPU model, as far as they were measured there.
     """
     drawn_by = "md5(concat(dims, '/', dtype)), kernel_row" if same_shapes else "md5(kernel_row)"
-    rows = connection.execute(
+    rows = queried(
+        data,
         "SELECT operator, device_name, dims, dtype, phase, duration_us FROM kernels "
         "WHERE timing = 'cuda_events' AND source IN ('measured', 'imported') AND duration_us > 0 "
         "QUALIFY row_number() OVER (PARTITION BY operator, device_name ORDER BY " + drawn_by + ") <= ? "
         "ORDER BY operator, device_name, kernel_row",
         [most],
-    ).fetchall()
+    )
     return read_each(rows, lambda values: _measured_kernel(*values))
 
 
@@ -150,14 +140,18 @@ def measured_activity(
         data: The data folder; None: the default one.
         progress: Called before each job is traced with a text, the number of jobs done and their total.
     """
-    from learn.data import load_rows
-
     try:
         of_smact, of_smocc = (load_rows(data, target, source=_SOURCES).trusted for target in ("smact", "smocc"))
     except UsageError:  # too few rows of either
         return [], {}
     smocc = dict(zip(of_smocc.run_ids, of_smocc.label.tolist(), strict=True))
     return read_each(of_smact.records, lambda record: _measured_activity(record, smocc), progress)
+
+
+def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple]:
+    """Return the rows of a query of a data folder; None: the default one."""
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        return connection.execute(sql, parameters).fetchall()
 
 
 class RowLeftOut(Exception):
@@ -354,20 +348,13 @@ def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tup
     )
 
 
-def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: DeviceSpec):
-    import torch
-
-    from featurize.families import gpt
-
+def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: DeviceSpec) -> StepTrace:
     config = mpt_config(size, length, samples, recompute=recompute)
-
-    def build() -> nn.Module:
-        return gpt.build(config).to(torch.bfloat16)
-
-    settings = Training(optimizer="sgd", precision="bf16-true")  # the optimizer's own state is sharded, too
     return trace_step(
-        build, lambda on: gpt.batch(config, on), loss=mpt_loss, settings=settings, device=device, training_loop=False
-    )
+        lambda: gpt.build(config).to(torch.bfloat16), lambda on: gpt.batch(config, on), loss=mpt_loss, device=device,
+        settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's own state is sharded, too
+        training_loop=False,
+    )  # fmt: skip
 
 
 def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:
@@ -380,9 +367,7 @@ def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:
 
 @contextlib.contextmanager
 def _attention(fused: bool) -> Iterator[None]:
-    """Let timm's models compute attention as they did with a release of PyTorch before it had a fused one."""
-    from featurize.vision import import_library
-
+    """Make timm's models compute attention as they did with a release of PyTorch before it had a fused one."""
     if fused:
         yield
         return

@@ -6,8 +6,8 @@ Start reading at `zeus_calls`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,9 @@ from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import Calls, kernel_calls
 from featurize.trace import trace_step
 from featurize.training_settings import Training, uses_tf32
+from featurize.vision import import_library
 
 ZEUS = "zeus"
-
-
-class _Job(NamedTuple):
-    """One of Zeus' jobs.
-
-    build       the model
-    inputs      batch size -> its inputs
-    """
-
-    build: Callable[[], nn.Module]
-    inputs: Callable[[int], Any]
 
 
 def zeus_calls(model: str, dataset: str, batch_size: int, device: DeviceSpec) -> Calls:
@@ -39,9 +29,9 @@ def zeus_calls(model: str, dataset: str, batch_size: int, device: DeviceSpec) ->
         batch_size: Of one step.
         device: The GPU model. PyTorch 1.10 allowed TF32 in matrix products, where a GPU has it.
     """
-    job = JOBS[model, dataset]
+    build, inputs = JOBS[model, dataset]
     settings = Training(optimizer="adamw", implementation="loop", precision="tf32")
-    trace = trace_step(job.build, job.inputs(batch_size), settings=settings, device=device, training_loop=False)
+    trace = trace_step(build, inputs(batch_size), settings=settings, device=device, training_loop=False)
     return kernel_calls(trace.operators, **uses_tf32(settings.precision), listed=False)
 
 
@@ -87,8 +77,6 @@ def _shufflenet() -> nn.Module:
 
 
 def _resnet50() -> nn.Module:
-    from featurize.vision import import_library
-
     return import_library("timm").create_model("resnet50")
 
 
@@ -116,13 +104,13 @@ def _tokens(alone: int, a_doubling: int, *labels: str) -> Callable[[int], Any]:
 
 _TEXTS = ("input_ids", "attention_mask", "token_type_ids")
 _MOST_TOKENS = 384
-JOBS = {
-    ("shufflenetv2", "cifar100"): _Job(_shufflenet, _images(32)),
-    ("resnet50", "imagenet"): _Job(_resnet50, _images(224)),
-    ("bert_base_uncased", "squad"): _Job(
-        lambda: _bert("BertForQuestionAnswering"), _tokens(160, 32, "start_positions", "end_positions")
+# The model, and its inputs by the batch size.
+JOBS: Mapping[tuple[str, str], tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    ("shufflenetv2", "cifar100"): (_shufflenet, _images(32)),
+    ("resnet50", "imagenet"): (_resnet50, _images(224)),
+    ("bert_base_uncased", "squad"): (
+        lambda: _bert("BertForQuestionAnswering"),
+        _tokens(160, 32, "start_positions", "end_positions"),
     ),
-    ("bert_base_uncased", "sentiment140"): _Job(
-        lambda: _bert("BertForSequenceClassification"), _tokens(20, 4, "labels")
-    ),
+    ("bert_base_uncased", "sentiment140"): (lambda: _bert("BertForSequenceClassification"), _tokens(20, 4, "labels")),
 }

@@ -72,30 +72,29 @@ class Familiarity:
     modules  of families with many of them: a library's, which its authors keep together
     """
 
-    ranges: Mapping[str, tuple[float, float]]
-    kinds: frozenset[str]
-    devices: frozenset[str]
-    settings: Mapping[str, tuple[float, ...]]
-    torch: frozenset[str]
-    families: frozenset[str]
-    modules: frozenset[str]
+    ranges: Mapping[str, Sequence[float]]
+    kinds: Sequence[str]
+    devices: Sequence[str]
+    settings: Mapping[str, Sequence[float]]
+    torch: Sequence[str]
+    families: Sequence[str]
+    modules: Sequence[str]
 
     @classmethod
     def learn(cls, rows: Rows, records: Sequence[StepRecord]) -> Self:
         """Take the ranges and kinds of the rows fitted on, whose records come in the same order."""
         columns = {name: np.array([record.values[name] for record in records]) for name in _RANGES}
-        kinds = frozenset[str]().union(*(kinds_of(record.values) for record in records))
         settings = list(AXES_OF_SETTINGS)
         if rows.target.space == "ratio":  # the input pipeline keeps a GPU waiting; memory hardly knows it
             settings.append("net_training_loop")
         return cls(
             ranges={name: (float(values.min()), float(values.max())) for name, values in columns.items()},
-            kinds=kinds,
-            devices=frozenset(plain_device(str(name)) for name in rows.device),
-            settings={name: tuple(sorted({float(r.values[name]) for r in records})) for name in settings},
-            torch=frozenset(map(torch_release, rows.cases)),
-            families=frozenset(map(str, rows.family)),
-            modules=frozenset(str(module) for module in rows.module if "/" in str(module)),
+            kinds=sorted(frozenset[str]().union(*(kinds_of(record.values) for record in records))),
+            devices=sorted({plain_device(str(name)) for name in rows.device}),
+            settings={name: sorted({float(record.values[name]) for record in records}) for name in settings},
+            torch=sorted(set(map(torch_release, rows.cases))),
+            families=sorted(set(map(str, rows.family))),
+            modules=sorted({str(module) for module in rows.module if "/" in str(module)}),
         )
 
     def judge(self, case: Case, record: StepRecord) -> Unfamiliar | None:
@@ -112,13 +111,12 @@ class Familiarity:
                 # A small batch must not have a higher bound than a larger one.
                 if not (name.startswith("job_") and values[name] < low):
                     wider.append(RANGE)
-        kinds = kinds_of(values) - self.kinds
-        new = [kind for kind in VOCABULARY if kind in kinds]
-        if new:
+        kinds = kinds_of(values).difference(self.kinds)
+        if new := [kind for kind in VOCABULARY if kind in kinds]:
             reasons.append(f"operators that no fitted network had: {', '.join(new)}")
             axes.add(OPERATORS)
             wider.append(OPERATORS)
-        reasons += self.settings_said(values)
+        reasons += self._settings_unlike(values)
         of_settings = [axis for axis in AXES_OF_SETTINGS if values[axis] not in self.settings[axis]]
         axes.update(of_settings)
         wider += of_settings
@@ -126,14 +124,15 @@ class Familiarity:
             without = "out" if values["net_training_loop"] == 0 else ""
             reasons.append(f"a loop with{without} an input pipeline: only the other kind was fitted on")
             wider.append(RANGE)
-        if plain_device(case.device if case.described is None else case.described.name) not in self.devices:
-            reasons.append(self.device_said(case.described.name if case.described is not None else case.device))
+        device = case.device if case.described is None else case.described.name
+        if plain_device(device) not in self.devices:
+            reasons.append(f"nothing was measured on {device}, only on {', '.join(self.devices)}")
             axes.add(DEVICE)
             wider.append(DEVICE)
         if case.family not in self.families:
             axes.add(FAMILY)  # no reason to warn: every module is of no family
         if torch_release(case) not in self.torch:  # widens nothing: how much memory changes by release is not known
-            reasons.append(f"PyTorch {torch_release(case)}: measured under {', '.join(sorted(self.torch))}")
+            reasons.append(f"PyTorch {torch_release(case)}: measured under {', '.join(self.torch)}")
         return Unfamiliar(tuple(reasons), frozenset(axes), tuple(wider)) if reasons or axes else None
 
     def is_new_module(self, case: Case) -> bool:
@@ -143,7 +142,7 @@ class Familiarity:
         fitted = any(module.startswith(f"{case.family}/") for module in self.modules)
         return fitted and module_of(case.config) not in self.modules
 
-    def settings_said(self, values: Mapping[str, float]) -> list[str]:
+    def _settings_unlike(self, values: Mapping[str, float]) -> list[str]:
         """Return reasons: training settings, by the names of their features, that nothing was fitted on."""
         reasons = []
         for name, words in (("net_math_bits", _BITS), ("net_states", _STATES)):
@@ -154,32 +153,6 @@ class Familiarity:
             if values[name] not in self.settings[name]:
                 reasons.append(f"{name.removeprefix('net_')}={bool(values[name])} was never fitted on".lower())
         return reasons
-
-    def device_said(self, device: str) -> str:
-        return f"nothing was measured on {device}, only on {', '.join(sorted(self.devices))}"
-
-    def to_mapping(self) -> dict:
-        return {
-            "ranges": {name: list(pair) for name, pair in self.ranges.items()},
-            "kinds": sorted(self.kinds),
-            "devices": sorted(self.devices),
-            "settings": {name: list(values) for name, values in self.settings.items()},
-            "torch": sorted(self.torch),
-            "families": sorted(self.families),
-            "modules": sorted(self.modules),
-        }
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping) -> Self:
-        return cls(
-            ranges={name: tuple(pair) for name, pair in mapping["ranges"].items()},
-            kinds=frozenset(mapping["kinds"]),
-            devices=frozenset(mapping["devices"]),
-            settings={name: tuple(values) for name, values in mapping["settings"].items()},
-            torch=frozenset(mapping["torch"]),
-            families=frozenset(mapping["families"]),
-            modules=frozenset(mapping["modules"]),
-        )
 
 
 def kinds_of(values: Mapping[str, float]) -> frozenset[str]:

@@ -6,7 +6,7 @@ Start reading at `HybridEstimator.fit`. `learn.learned.familiarity` tells cases 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,11 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from conf.errors import UsageError
 from featurize.device_spec import plain_device
 from learn.bounds import Held, conformal_score, group_score, held_of, too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, to_space, write_state
+from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, to_space, traced_rows, write_state
 from learn.learned.familiarity import (
     DEVICE,
     FAMILY,
@@ -32,11 +31,10 @@ from learn.learned.familiarity import (
     share_of_known,
     torch_release,
 )
-from learn.learned.tabular import group_folds
-from learn.learned.trees import Boosters, Settings, Trees, boost
+from learn.learned.tabular import cross_fitted, group_folds
+from learn.learned.trees import MEMBERS, Boosters, Settings, Trees, boost
 from learn.step_record import StepRecord, traced_column
 from learn.step_store import StepStore
-from learn.targets import Target
 
 FOLDS = 5
 LEAST_ROWS = 10
@@ -74,43 +72,17 @@ class HybridEstimator(Estimator):
     """
 
     name: ClassVar[str] = "hybrid"
-    targets: ClassVar[tuple[str, ...] | None] = None
     needs_trace: ClassVar[bool] = True
     uses_out_of_memory: ClassVar[bool] = True
-    target: Target  # with the next two, once it is fitted or loaded
-    _scale: Trees
-    _familiarity: Familiarity
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = int(seed)
-        self._columns: tuple[str, ...] = ()
-        self._correction: Trees | None = None
-        self._kinds: dict[str, int] = {}
-        self._scores: list[np.ndarray] = []
-        self._held: dict[int, Held] = {}
-        self._held_out_rows = 0
-        self._floor = 0.0
-        self._knots = np.empty(0)
-        self._evidence = Evidence()
+    _knots = np.empty(0)  # of memory only
+    _evidence = Evidence()
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the trusted rows whose step can be traced; `UsageError` for fewer than 10 of them or a single group.
 
         For memory, out-of-memory rows take part; for other targets only rows with a figure."""
         rows = rows.trusted if rows.target.is_memory else rows.trusted.exact
-        rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
-        steps = StepStore() if steps is None else steps
-        records = [steps.record(case) for case in rows.cases]
-        traced = np.array([record.error is None for record in records], dtype=bool)
-        if int((traced & ~rows.censored).sum()) < LEAST_ROWS:
-            reasons = sorted({record.error for record in records if record.error is not None})
-            first_reason = f"; not traced: {reasons[0]}" if reasons else ""
-            raise UsageError(
-                f"target={rows.target.name}: {int((traced & ~rows.censored).sum())} traced rows with an exact label to "
-                f"fit on, {LEAST_ROWS} are needed{first_reason}"
-            )
-        rows = rows.subset(traced)
-        records = [record for record, good in zip(records, traced, strict=True) if good]
+        rows, records = traced_rows(rows, StepStore() if steps is None else steps, LEAST_ROWS)
         self.target = rows.target
         self._columns = self._choose(records)
         table, base = self._table(rows.cases, records), self._base(records)
@@ -122,13 +94,31 @@ class HybridEstimator(Estimator):
             traced_memory = table[:, self._columns.index(_LOG_MEMORY)]
             low, high = math.floor(traced_memory.min()), math.ceil(traced_memory.max())
             self._knots = np.linspace(low, high, (high - low) * KNOTS_PER_DOUBLING + 1)
-        held_out = self._held_out(rows, table, label - base, weight, base)
-        self._correction = boost(self._settings(), self.seed, table, label - base, rows.censored, weight).trees()
+        settings = _MEMORY if self.target.is_memory else _OTHERS
+
+        correction = label - base
+
+        def answers(inside: np.ndarray, asked: np.ndarray, members: int = MEMBERS) -> np.ndarray:
+            """Return the points of the rows `asked`, fitted on the rows `inside`."""
+            boosters = boost(
+                settings, self.seed, table[inside], correction[inside], rows.censored[inside], weight[inside], members
+            )
+            return self._centre(boosters, table[asked], base[asked])
+
+        held_out = cross_fitted(group_folds(_units(rows), FOLDS, self.seed), lambda inside: answers(inside, ~inside))
+        self._correction = boost(settings, self.seed, table, correction, rows.censored, weight).trees()
 
         exact = ~rows.censored
         if self.target.is_memory:
-            self._evidence = self._weighed(rows, records, table, label - base, weight, base, held_out)
-            held_out = base + self._shares_of_families(rows) * (held_out - base)
+            self._evidence = _weighed(
+                rows,
+                records,
+                correction,
+                held_out - base,
+                lambda inside, asked: answers(inside, asked, members=1) - base[asked],
+            )
+            shares = np.array([self._evidence.share_of_family(str(family)) for family in rows.family])
+            held_out = base + shares * (held_out - base)
         gap = label - held_out
         residual = gap[exact]
         self._floor = max(_SCALE_SHARE * float(np.quantile(np.abs(residual), 0.9)), 1e-6)
@@ -139,8 +129,7 @@ class HybridEstimator(Estimator):
         return self
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
-        if self._correction is None:
-            raise RuntimeError("fit or load the estimator before predicting")
+        target = self.require_fitted()
         steps = StepStore() if steps is None else steps
         records = [steps.record(case) for case in cases]
         refusals = {i: refusal for i, record in enumerate(records) if (refusal := self._refusal(record)) is not None}
@@ -156,11 +145,11 @@ class HybridEstimator(Estimator):
             centre[known] = self._centre(self._correction, table, base)
             traced = dict(zip(known, base.tolist(), strict=True))
             scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
-            if self.target.is_memory:
+            if target.is_memory:
                 least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in kept]
             for i, record in zip(known, kept, strict=True):
                 unlike = self._familiarity.judge(cases[i], record)
-                share = self._evidence.share(unlike.axes) if unlike is not None and self.target.is_memory else 1.0
+                share = self._evidence.share(unlike.axes) if unlike is not None and target.is_memory else 1.0
                 if (kept_share := min(share, self._evidence.share_of_family(cases[i].family))) < 1.0:
                     centre[i] = traced[i] + kept_share * (centre[i] - traced[i])
                 if unlike is not None:
@@ -173,7 +162,7 @@ class HybridEstimator(Estimator):
         return ResidualPrediction(
             centre,
             self._scores,
-            self.target.space,
+            target.space,
             (warning,) if warning else (),
             refusals,
             unfamiliar,
@@ -227,9 +216,6 @@ class HybridEstimator(Estimator):
         name = traced_column(self.target)
         return to_space(np.array([record.values[name] for record in records]), self.target.space)
 
-    def _settings(self) -> Settings:
-        return _MEMORY if self.target.is_memory else _OTHERS
-
     def _centre(self, trees: Trees | Boosters, table: np.ndarray, base: np.ndarray) -> np.ndarray:
         if not self.target.is_memory:
             raw = base + trees.predict(table)
@@ -248,59 +234,6 @@ class HybridEstimator(Estimator):
         inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
         return inside + (asked - place) * math.log(2)  # beyond the knots: the factor of the nearest
 
-    def _held_out(self, rows: Rows, table, correction, weight, base) -> np.ndarray:
-        fold = group_folds(_units(rows), FOLDS, self.seed)
-        points = np.empty(len(rows))
-        for k in range(fold.max() + 1):
-            inside = fold != k
-            boosters = boost(
-                self._settings(), self.seed, table[inside], correction[inside], rows.censored[inside], weight[inside]
-            )
-            points[~inside] = self._centre(boosters, table[~inside], base[~inside])
-        return points
-
-    def _weighed(
-        self,
-        rows: Rows,
-        records: Sequence[StepRecord],
-        table: np.ndarray,
-        correction: np.ndarray,
-        weight: np.ndarray,
-        base: np.ndarray,
-        held_out: np.ndarray,
-    ) -> Evidence:
-        """Return what leaving out one kind of the rows after the other shows. `correction`: label less trace."""
-        exact = ~rows.censored
-        left_out: dict[str, list[LeftOut]] = {}
-        by_module = {family for family in set(map(str, rows.family)) if _of_many_modules(rows, family)}
-        for axis, mask in kinds_to_leave_out(records, list(map(str, rows.device)), list(map(str, rows.family)), exact):
-            judged = mask & exact
-            if axis == FAMILY and str(rows.family[judged][0]) in by_module:  # its modules were each held out already
-                points = held_out[judged]
-            else:
-                inside = ~mask
-                boosters = boost(
-                    _MEMORY,
-                    self.seed,
-                    table[inside],
-                    correction[inside],
-                    rows.censored[inside],
-                    weight[inside],
-                    members=1,
-                )
-                points = self._centre(boosters, table[judged], base[judged])
-            left_out.setdefault(axis, []).append(LeftOut(correction[judged], points - base[judged]))
-        of_known = {}
-        for family in sorted(set(map(str, rows.family))):
-            mine = exact & (rows.family == family)
-            if mine.sum() >= LEAST_KNOWN:
-                of_known[family] = share_of_known(LeftOut(correction[mine], (held_out - base)[mine]))
-        known = np.abs(correction + base - held_out)[exact]
-        return Evidence.of(left_out, float(np.quantile(known, 0.95)), of_known)
-
-    def _shares_of_families(self, rows: Rows) -> np.ndarray:
-        return np.array([self._evidence.share_of_family(family) for family in map(str, rows.family)])
-
     def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
         enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
@@ -311,13 +244,14 @@ class HybridEstimator(Estimator):
         informative = ~rows.censored | (gap > 0)
         rows, gap, network = rows.subset(informative), gap[informative], self._of_network(table)[informative]
         units = _units(rows)
-        fold = group_folds(units, FOLDS, self.seed + 1)
         weight = _balanced(rows.module)
-        scale = np.empty(len(rows))
-        for k in range(fold.max() + 1):
-            inside = (fold != k) & ~rows.censored
-            boosters = boost(_SCALE, self.seed, network[inside], np.abs(gap[inside]), None, weight[inside])
-            scale[fold == k] = np.maximum(boosters.predict(network[fold == k]), self._floor)
+
+        def without(inside: np.ndarray) -> np.ndarray:
+            exact = inside & ~rows.censored
+            boosters = boost(_SCALE, self.seed, network[exact], np.abs(gap[exact]), None, weight[exact])
+            return np.maximum(boosters.predict(network[~inside]), self._floor)
+
+        scale = cross_fitted(group_folds(units, FOLDS, self.seed + 1), without)
         score = gap / scale
         self._held_out_rows = len(rows)
         self._held = {}
@@ -340,11 +274,7 @@ class HybridEstimator(Estimator):
     # ---- on disk
 
     def save(self, folder: Path) -> None:
-        if self._correction is None:
-            raise RuntimeError("fit or load the estimator before saving it")
         folder = Path(folder)
-        self._correction.save(folder, "correction")
-        self._scale.save(folder, "scale")
         state = {
             "columns": list(self._columns),
             "knots": self._knots.tolist(),
@@ -353,10 +283,12 @@ class HybridEstimator(Estimator):
             "held": {str(kind): asdict(held) for kind, held in self._held.items()},
             "held_out_rows": self._held_out_rows,
             "scores": [scores.tolist() for scores in self._scores],
-            "familiarity": self._familiarity.to_mapping(),
+            "familiarity": asdict(self._familiarity),
             "evidence": asdict(self._evidence),
         }
         write_state(folder, self, state)
+        self._correction.save(folder, "correction")
+        self._scale.save(folder, "scale")
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -369,11 +301,46 @@ class HybridEstimator(Estimator):
         loaded._held = {int(kind): Held(**held) for kind, held in state["held"].items()}
         loaded._held_out_rows = int(state["held_out_rows"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
-        loaded._familiarity = Familiarity.from_mapping(state["familiarity"])
+        loaded._familiarity = Familiarity(**state["familiarity"])
         loaded._evidence = Evidence(**state["evidence"])
         loaded._correction = Trees.load(folder, "correction")
         loaded._scale = Trees.load(folder, "scale")
         return loaded
+
+
+def _weighed(
+    rows: Rows,
+    records: Sequence[StepRecord],
+    residual: np.ndarray,
+    correction: np.ndarray,
+    correction_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> Evidence:
+    """Return what leaving out one kind of the rows after the other shows.
+
+    Args:
+        rows: The rows fitted on.
+        records: Of their steps.
+        residual: Label less trace, (n,).
+        correction: What fits without each row's group add to the trace, (n,).
+        correction_of: Mask of the rows to fit on, and of those asked -> what the fit adds to the trace of these.
+    """
+    exact = ~rows.censored
+    left_out: dict[str, list[LeftOut]] = {}
+    families = rows.family.astype(str)
+    for axis, mask in kinds_to_leave_out(records, rows.device.astype(str).tolist(), families.tolist(), exact):
+        judged = mask & exact
+        if axis == FAMILY and _of_many_modules(rows, families[judged][0]):  # its modules were each held out already
+            added = correction[judged]
+        else:
+            added = correction_of(~mask, judged)
+        left_out.setdefault(axis, []).append(LeftOut(residual[judged], added))
+    of_known = {}
+    for family in np.unique(families).tolist():
+        mine = exact & (families == family)
+        if mine.sum() >= LEAST_KNOWN:
+            of_known[family] = share_of_known(LeftOut(residual[mine], correction[mine]))
+    known = np.abs(residual - correction)[exact]
+    return Evidence.of(left_out, float(np.quantile(known, 0.95)), of_known)
 
 
 def _evened(score: np.ndarray, family: np.ndarray) -> np.ndarray:

@@ -5,8 +5,8 @@ Start reading at `TabularEstimator.fit`; a subclass fits the trees, as `LightGBM
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,12 +23,11 @@ from learn.data import Rows
 from learn.estimators import LEVEL, Estimator, ResidualPrediction, open_state, require_rows, to_space, write_state
 from learn.learned.trees import Trees
 from learn.step_store import StepStore
-from learn.targets import Target
 
 FOLDS = 5
 
 
-class TabularEstimator(Estimator, ABC):
+class TabularEstimator(Estimator):
     """One model for the point; the residuals of grouped 5-fold models inside the training rows for the rest.
 
     Errors are taken in the target's space: relative (natural logarithm) for memory, time and power, absolute for
@@ -37,13 +36,7 @@ class TabularEstimator(Estimator, ABC):
 
     model_name: ClassVar[str]  # of the file of its trees
     dtype: ClassVar[type[np.floating]] = np.float64  # in which the trees compare features
-    target: Target  # with the next two, once it is fitted or loaded
-    _table: FeatureTable
-    _trees: Trees | None = None
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = int(seed)
-        self._residuals = np.empty(0)
+    table: FeatureTable  # the columns that the model reads, once it is fitted or loaded
 
     @abstractmethod
     def _train(self, features: np.ndarray, label: np.ndarray) -> Trees:
@@ -59,33 +52,27 @@ class TabularEstimator(Estimator, ABC):
         rows = require_rows(rows.subset([i for i, case in enumerate(rows.cases) if why_not(case) is None]), least=10)
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
         self.target = rows.target
-        self._table = FeatureTable.learn(rows.cases)
-        features = self._table.matrix(rows.cases).astype(self.dtype)
+        self.table = FeatureTable.learn(rows.cases)
+        features = self.table.matrix(rows.cases).astype(self.dtype)
         label = to_space(rows.label, rows.target.space)
         if rows.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
 
-        fold = group_folds(rows.group, FOLDS, self.seed)
-        held_out = np.empty(len(rows))
-        for k in range(fold.max() + 1):
-            inside = fold != k
-            held_out[~inside] = self._centre(self._train(features[inside], label[inside]), features[~inside])
+        held_out = cross_fitted(
+            group_folds(rows.group, FOLDS, self.seed),
+            lambda inside: self._centre(self._train(features[inside], label[inside]), features[~inside]),
+        )
         self._residuals = np.sort(label - held_out)
         self._trees = self._train(features, label)
         return self
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
+        self.require_fitted()
         refusals = {i: reason for i, case in enumerate(cases) if (reason := why_not(case)) is not None}
         known = [i for i in range(len(cases)) if i not in refusals]
         features = np.full((len(cases), len(self.table.columns)), np.nan)
         features[known] = self.table.matrix([cases[i] for i in known])
         return self.prediction_of(features, refusals)
-
-    @property
-    def table(self) -> FeatureTable:
-        """The columns that the model reads. Raises `RuntimeError` before a fit."""
-        self._require_trees()
-        return self._table
 
     def prediction_of(self, features: np.ndarray, refusals: Mapping[int, str]) -> ResidualPrediction:
         """Return the prediction for (n, columns) features of `table`; NaN for the rows of `refusals`."""
@@ -93,33 +80,21 @@ class TabularEstimator(Estimator, ABC):
         known = [i for i in range(len(features)) if i not in refusals]
         centre = np.full(len(features), np.nan)
         if known:
-            centre[known] = self._centre(self._require_trees(), features[known].astype(self.dtype))
+            centre[known] = self._centre(self._trees, features[known].astype(self.dtype))
         return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else (), refusals)
 
     def save(self, folder: Path) -> None:
-        if self._trees is None:
-            raise RuntimeError("fit or load the estimator before saving it")
-        folder = Path(folder)
+        write_state(folder, self, {"features": self.table.to_mapping(), "residuals": self._residuals.tolist()})
         self._trees.save(folder, self.model_name)
-        state = {
-            "features": self._table.to_mapping(),
-            "residuals": self._residuals.tolist(),
-        }
-        write_state(folder, self, state)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         folder = Path(folder)
         loaded, state = open_state(cls, folder)
-        loaded._table = FeatureTable.from_mapping(state["features"])
+        loaded.table = FeatureTable.from_mapping(state["features"])
         loaded._residuals = np.asarray(state["residuals"], dtype=float)
         loaded._trees = Trees.load(folder, cls.model_name)
         return loaded
-
-    def _require_trees(self) -> Trees:
-        if self._trees is None:
-            raise RuntimeError("fit or load the estimator before predicting")
-        return self._trees
 
     def _centre(self, trees: Trees, features: np.ndarray) -> np.ndarray:
         raw = trees.predict(features)
@@ -140,11 +115,11 @@ class LightGBMEstimator(TabularEstimator):
             features,
             label,
             feature_name=[f"f{i}" for i in range(features.shape[1])],  # its names may hold no JSON characters
-            categorical_feature=self._table.categorical,
+            categorical_feature=self.table.categorical,
             params={"verbosity": -1, "min_data_in_bin": 1, "num_threads": 1},
         )
         booster = lightgbm.train(self._parameters(len(label)), table, num_boost_round=self.rounds)
-        return Trees.of_lightgbm([booster.model_to_string()])
+        return Trees.of_lightgbm([booster])
 
     def _parameters(self, n: int) -> dict:
         """LightGBM's defaults want 20 rows a leaf and 100 a category, which is a stump on 60 rows."""
@@ -183,6 +158,14 @@ def group_folds(groups: np.ndarray, folds: int, seed: int) -> np.ndarray:
         fold_of[group] = np.argmin(load)
         load[fold_of[group]] += sizes[group]
     return fold_of[member]
+
+
+def cross_fitted(fold: np.ndarray, answers: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return each row's figure from a fit without its fold, (n,): `answers` fits inside a mask, and answers outside."""
+    figures = np.empty(len(fold))
+    for k in range(fold.max() + 1):
+        figures[fold == k] = answers(fold != k)
+    return figures
 
 
 @lru_cache(maxsize=100_000)

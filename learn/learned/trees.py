@@ -5,7 +5,6 @@ Start reading at `Trees.predict`: its figures are the libraries', bit for bit. `
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -22,9 +21,7 @@ _ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wron
 _NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
 _CELLS = 20_000  # rows times trees that are followed at a time: their arrays stay in the processor's cache
 _DEEPEST = 1000
-_OBJECTIVES = ("none", "custom", "quantile", "regression")  # of LightGBM, whose value is the plain sum of the trees
-_CATEGORICAL, _DEFAULT_LEFT = 1, 2  # bits of its decision_type; the next two say what is missing
-_ZERO_IS_MISSING, _NAN_IS_MISSING = 1, 2
+_INFINITE = 1e300  # what LightGBM writes for an infinite threshold
 _KINDS: Mapping[str, type] = {
     "children": np.intp,
     "feature": np.intp,
@@ -131,161 +128,93 @@ class Trees:
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Self:
-        """Read `NAME.npz`, or what older versions wrote in its place. Raises `ValueError` for what is not whole."""
-        path = folder / f"{name}.npz"
-        if not path.is_file() and (texts := [path.read_text() for path in sorted(folder.glob(f"{name}*.txt"))]):
-            first = texts[0].partition("\n")[0]  # LightGBM's text, which may follow the start
-            return cls.of_lightgbm(texts, 0.0 if first == "tree" else float(first))
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored.files}
-        if "left" in arrays:
-            arrays["children"] = np.column_stack([arrays.pop("left"), arrays.pop("right")])
-            arrays |= {"first": np.arange(len(arrays["root"])), "start": np.array(0.0)}
+        """Read `NAME.npz`. Raises `ValueError` for what is not whole."""
+        with np.load(folder / f"{name}.npz", allow_pickle=False) as stored:
+            arrays = dict(stored)
         if arrays.keys() != _KINDS.keys():
-            raise ValueError(f"{path.name} holds {', '.join(sorted(arrays))} instead of {', '.join(sorted(_KINDS))}")
+            raise ValueError(f"{name}.npz holds {', '.join(sorted(arrays))} instead of {', '.join(sorted(_KINDS))}")
         return cls(**arrays)
 
     # ---- of the libraries' models
 
     @classmethod
-    def of_lightgbm(cls, texts: Sequence[str], start: float = 0.0) -> Self:
-        """Take what `lightgbm.Booster.model_to_string` wrote, a text a member. Raises `ValueError`.
+    def of_lightgbm(cls, boosters: Sequence[lightgbm.Booster], start: float = 0.0) -> Self:
+        """Take LightGBM's boosters, each a member.
 
-        Categories are whole numbers from 0 on; a split by them becomes a search among thresholds.
+        Categories are whole numbers from 0 on; a split by them becomes splits at the limits between them.
         """
-        return cls._joined([_nodes_of_text(text) for text in texts], start)
+        nodes = _Nodes()
+        columns = nodes.columns
+        for booster in boosters:
+            columns["first"].append(len(columns["root"]))
+            for tree in booster.dump_model()["tree_info"]:
+                columns["root"].append(nodes.add(tree["tree_structure"]))
+        arrays: dict[str, np.ndarray] = {name: np.array(values, _KINDS[name]) for name, values in columns.items()}
+        return cls(**arrays, start=np.array(start))
 
     @classmethod
     def of_scikit_learn(cls, fitted: Sequence[Any]) -> Self:
         """Take fitted regression trees, each a member. scikit-learn compares a table's values as float32."""
-        nodes = []
-        for tree in (one.tree_ for one in fitted):
-            leaf, own = tree.children_left < 0, np.arange(tree.node_count)
-            nodes.append(
-                {
-                    "children": np.where(leaf, own, [tree.children_left, tree.children_right]).T,
-                    "feature": np.where(leaf, 0, tree.feature),
-                    "threshold": np.where(leaf, 0.0, tree.threshold),
-                    "missing_left": tree.missing_go_to_left.astype(bool),
-                    "value": np.where(leaf, tree.value[:, 0, 0], 0.0),
-                    "root": np.zeros(1, dtype=int),
-                }
-            )
-        return cls._joined(nodes, 0.0)
-
-    @classmethod
-    def _joined(cls, members: Sequence[Mapping[str, np.ndarray]], start: float) -> Self:
-        before = np.cumsum([0, *(len(member["value"]) for member in members)])
-        first = np.cumsum([0, *(len(member["root"]) for member in members[:-1])])
-        shifted = [
-            {**member, "children": member["children"] + at, "root": member["root"] + at}
-            for member, at in zip(members, before, strict=False)
+        trees = [one.tree_ for one in fitted]
+        root = np.cumsum([0, *(tree.node_count for tree in trees[:-1])])
+        leaf = np.concatenate([tree.children_left < 0 for tree in trees])
+        branches = [
+            np.column_stack([tree.children_left, tree.children_right]) + at
+            for tree, at in zip(trees, root, strict=True)
         ]
-        joined = {name: np.concatenate([member[name] for member in shifted]) for name in shifted[0]}
-        return cls(**joined, first=first, start=np.array(start))
+        return cls(
+            children=np.where(leaf[:, None], np.arange(len(leaf))[:, None], np.concatenate(branches)),
+            feature=np.where(leaf, 0, np.concatenate([tree.feature for tree in trees])),
+            threshold=np.where(leaf, 0.0, np.concatenate([tree.threshold for tree in trees])),
+            missing_left=np.concatenate([tree.missing_go_to_left.astype(bool) for tree in trees]),
+            value=np.where(leaf, np.concatenate([tree.value[:, 0, 0] for tree in trees]), 0.0),
+            root=root,
+            first=np.arange(len(trees)),
+            start=np.array(0.0),
+        )
 
 
-def _nodes_of_text(text: str) -> dict[str, np.ndarray]:
-    """Return the nodes of LightGBM's text: of each tree the inner ones, then the leaves; in the end those that splits
-    by categories take beside their own. Raises `ValueError` for what is not a plain sum of trees."""
-    whole, end, _ = text.partition("\nend of trees\n")
-    head, *blocks = whole.split("\nTree=")
-    about, trees = _fields(head), [_fields(block) for block in blocks]
-    objective = about.get("objective", "none").partition(" ")[0]
-    plain = about.get("num_class") == about.get("num_tree_per_iteration") == "1" and "average_output" not in head
-    if not end or not trees or not plain or objective not in _OBJECTIVES:
-        raise ValueError("LightGBM's text is not whole, or is not a plain sum of trees")
-    leaves = np.array([int(tree["num_leaves"]) for tree in trees])
-    inner = leaves - 1
+class _Nodes:
+    """The columns of `Trees`, as they grow while LightGBM's nested nodes are read."""
 
-    def figures(name: str, kind: type, counts: np.ndarray) -> np.ndarray:
-        values: np.ndarray = np.array(" ".join(tree.get(name, "") for tree in trees).split(), dtype=kind)
-        if len(values) != counts.sum():
-            raise ValueError(f"LightGBM's text has {len(values)} values of {name} instead of {counts.sum()}")
-        return values
+    def __init__(self) -> None:
+        self.columns: dict[str, list] = {name: [] for name in _KINDS if name != "start"}
 
-    decision, threshold = figures("decision_type", int, inner), figures("threshold", float, inner)
-    missing = decision >> 2
-    if any(tree.get("is_linear", "0") != "0" for tree in trees) or (missing == _ZERO_IS_MISSING).any():
-        raise ValueError("LightGBM's trees have linear leaves, or take 0 for missing")
-    n = int((inner + leaves).sum())
-    root = np.cumsum(inner + leaves) - inner - leaves
-    is_leaf = np.repeat(np.tile([False, True], len(trees)), np.column_stack([inner, leaves]).ravel())
-    child = np.column_stack([figures("left_child", int, inner), figures("right_child", int, inner)])
-    child = np.where(child < 0, np.repeat(inner, inner)[:, None] - 1 - child, child) + np.repeat(root, inner)[:, None]
-    nodes = {
-        "children": np.repeat(np.arange(n)[:, None], 2, axis=1),
-        "feature": np.zeros(n, dtype=int),
-        "threshold": np.zeros(n),
-        "missing_left": np.zeros(n, dtype=bool),
-        "value": np.zeros(n),
-        "root": root,
-    }
-    nodes["children"][~is_leaf] = child
-    nodes["feature"][~is_leaf] = figures("split_feature", int, inner)
-    nodes["threshold"][~is_leaf] = threshold
-    # Where NaN is not missing, it counts as 0.
-    nodes["missing_left"][~is_leaf] = np.where(
-        missing == _NAN_IS_MISSING, decision & _DEFAULT_LEFT != 0, threshold >= 0.0
-    )
-    nodes["value"][is_leaf] = figures("leaf_value", float, leaves)
-    by_category = decision & _CATEGORICAL != 0
-    owners = np.repeat(np.arange(len(trees)), inner)[by_category].tolist()
-    splits = threshold[by_category].astype(int).tolist()
-    sets = [_categories(trees[owner], split) for owner, split in zip(owners, splits, strict=True)]
-    return _with_searches(nodes, dict(zip(np.flatnonzero(~is_leaf)[by_category].tolist(), sets, strict=True)))
-
-
-def _fields(text: str) -> dict[str, str]:
-    return {key: value for key, equals, value in (line.partition("=") for line in text.splitlines()) if equals}
-
-
-def _categories(tree: Mapping[str, str], split: int) -> list[int]:
-    """Return the categories that a split sends to the left, ascending."""
-    low, high = map(int, tree["cat_boundaries"].split()[split : split + 2])
-    words = map(int, tree["cat_threshold"].split()[low:high])
-    return [32 * place + bit for place, word in enumerate(words) for bit in range(32) if word >> bit & 1]
-
-
-def _with_searches(nodes: Mapping[str, np.ndarray], sets: Mapping[int, Sequence[int]]) -> dict[str, np.ndarray]:
-    """Return the nodes with a binary search in place of each node in `sets`: its categories go to the left, all others,
-    and what is missing, to the right."""
-    count = len(nodes["value"])
-    placed: dict[int, tuple[int, float, list[int]]] = {}  # node -> the split it belongs to, threshold, children
-    unused = itertools.count(count)
-
-    def search(node: int, of: int, limits: Sequence[float], goals: Sequence[int]) -> None:
-        middle = len(limits) // 2
-        children: list[int] = []
-        placed[node] = of, limits[middle], children
-        for some, theirs in (
-            (limits[:middle], goals[: middle + 1]), (limits[middle + 1 :], goals[middle + 1 :])
-        ):  # fmt: skip
-            children.append(next(unused) if some else theirs[0])
-            if some:
-                search(children[-1], of, some, theirs)
-
-    for node, categories in sets.items():
-        left, right = nodes["children"][node].tolist()
-        limits: list[float] = []  # between whole numbers, ascending; below the first one lies what goes to the right
-        for category in categories:
+    def add(self, node: Mapping[str, Any]) -> int:
+        """Add a node of `Booster.dump_model` with all below it, and return its number."""
+        if "leaf_value" in node:
+            return self._append(value=node["leaf_value"])
+        feature, threshold = node["split_feature"], node["threshold"]
+        left, right = self.add(node["left_child"]), self.add(node["right_child"])
+        if node["decision_type"] == "<=":
+            if threshold >= _INFINITE:
+                threshold = np.inf
+            # Where NaN is not missing, it counts as 0.
+            missing_left = node["default_left"] if node["missing_type"] == "NaN" else threshold >= 0.0
+            return self._append(children=[left, right], feature=feature, threshold=threshold, missing_left=missing_left)
+        limits: list[float] = []  # ascending, between what goes right, left, right ...
+        for category in map(int, threshold.split("||")):
             if limits and limits[-1] == category - 0.5:
                 limits[-1] = category + 0.5
             else:
                 limits += [category - 0.5, category + 0.5]
-        search(node, node, limits, [left if place % 2 else right for place in range(len(limits) + 1)])
-    if not placed:
-        return dict(nodes)
-    at = np.array(list(placed))
-    of, thresholds, children = (np.array(values) for values in zip(*placed.values(), strict=True))
-    more = at.max() + 1 - count if at.max() >= count else 0
-    grown = {
-        name: array if name == "root" else np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)])
-        for name, array in nodes.items()
-    }
-    grown["feature"][at] = nodes["feature"][of]
-    grown["threshold"][at], grown["children"][at], grown["missing_left"][at] = thresholds, children, False
-    return grown
+        return self._search(feature, limits, [(right, left)[place % 2] for place in range(len(limits) + 1)])
+
+    def _search(self, feature: int, limits: Sequence[float], goals: Sequence[int]) -> int:
+        """Add a binary search among ascending limits, with the goals between them; NaN goes right."""
+        if not limits:
+            return goals[0]
+        middle = len(limits) // 2
+        left = self._search(feature, limits[:middle], goals[: middle + 1])
+        right = self._search(feature, limits[middle + 1 :], goals[middle + 1 :])
+        return self._append(children=[left, right], feature=feature, threshold=limits[middle])
+
+    def _append(self, **values: Any) -> int:
+        own = len(self.columns["value"])
+        leaf = {"children": [own, own], "feature": 0, "threshold": 0.0, "missing_left": False, "value": 0.0}
+        for name, value in {**leaf, **values}.items():
+            self.columns[name].append(value)
+        return own
 
 
 @dataclass(frozen=True)
@@ -314,7 +243,7 @@ class Boosters:
 
     def trees(self) -> Trees:
         """Return the trees, which predict the same figures."""
-        return Trees.of_lightgbm([booster.model_to_string() for booster in self.boosters], self.start)
+        return Trees.of_lightgbm(self.boosters, self.start)
 
 
 def boost(

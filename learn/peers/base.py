@@ -16,7 +16,8 @@ import numpy as np
 
 from conf.extras import advice_for
 from conf.plain_text import exception_line
-from featurize.device_spec import DeviceSpec
+from featurize.device_spec import DeviceSpec, describe_device
+from featurize.training_settings import TrainingSettings
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import (
@@ -29,7 +30,6 @@ from learn.estimators import (
     write_state,
 )
 from learn.step_store import StepStore
-from learn.targets import Target
 from learn.workload import Workload
 
 NO_BOUND = "no bound is calibrated: it gives a point, not a guarantee"
@@ -60,6 +60,13 @@ def described(case: Case) -> DeviceSpec:
     return case.spec
 
 
+def require_covered(settings: TrainingSettings, name: str, covered: Sequence[str], where: str = "") -> None:
+    """Raise `CannotEstimate` where a training setting is none of those that a formula covers."""
+    value = getattr(settings, name)
+    if value not in covered:
+        raise CannotEstimate(f"{name}={value} is not covered{where}: the formula is of {' and '.join(covered)}")
+
+
 class Peer(Estimator):
     """An estimator that learns nothing but the target. It gives a point for the case's own device, and no bound.
 
@@ -70,28 +77,15 @@ class Peer(Estimator):
     name: ClassVar[str]
     targets: ClassVar[tuple[str, ...] | None] = ("memory",)
     warning: ClassVar[str] = NO_BOUND
-    target: Target  # once it is fitted or loaded
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = int(seed)
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Note the target; `steps` is not read. Devices that `conf/device` does not describe raise `UsageError`."""
-        from featurize.device_spec import describe_device
-
         require_target(type(self), rows.target.name)
         rows = require_rows(rows)
         for device in sorted(set(map(str, rows.device))):
             describe_device(device)
         self.target = rows.target
         return self
-
-    @property
-    def fitted_target(self) -> Target:
-        """The target that it was fitted to. Raises `RuntimeError` before that."""
-        if not hasattr(self, "target"):
-            raise RuntimeError("fit or load the estimator before predicting")
-        return self.target
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
         """Return part -> MiB, which sum to the estimate of peak memory. Raises `CannotEstimate`, and lets no other
@@ -108,7 +102,7 @@ class Peer(Estimator):
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         """Return one point a case; a case without an answer has NaN there and its reason in `refusals`."""
-        target = self.fitted_target
+        target = self.require_fitted()
         values, refusals = np.full(len(cases), np.nan), {}
         for i, case in enumerate(cases):
             try:

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from conf.errors import UsageError
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
-from learn.peers.base import CannotEstimate, Peer
+from learn.peers.base import Peer, require_covered
+from learn.peers.modules import meta_model
 from learn.workload import Workload
 
 MIXED = ("bf16", "fp16")
@@ -46,20 +48,11 @@ class DeepSpeed(Peer):
         self.stage, self.gpus = stage, gpus
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from conf.units import MIB
-        from learn.peers.modules import meta_model
-
         settings = workload.settings
-        if settings.optimizer not in OPTIMIZERS:
-            raise CannotEstimate(
-                f"optimizer={settings.optimizer} is not covered: the formula is of {' and '.join(OPTIMIZERS)}"
-            )
+        require_covered(settings, "optimizer", OPTIMIZERS)
         mixed = settings.precision in MIXED
-        if not mixed and self.stage > 1:
-            raise CannotEstimate(
-                f"precision={settings.precision} is not covered at stage {self.stage}: "
-                f"the formula is of {' and '.join(MIXED)}"
-            )
+        if self.stage > 1:
+            require_covered(settings, "precision", MIXED, f" at stage {self.stage}")
         model = meta_model(workload)
         count = sum(p.numel() for p in model.parameters())
         n = self.gpus

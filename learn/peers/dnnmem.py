@@ -9,9 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conf.units import MIB
+from featurize.batches import call, tensors_of
 from featurize.device_spec import DeviceSpec
 from featurize.trial_config import OPTIMIZERS
 from learn.peers.base import Peer
+from learn.peers.modules import batch_tensors, explained, loss_of, meta_model, unique_bytes
 from learn.workload import Workload
 
 BLOCK = 512  # PyTorch's allocator rounds every tensor up to this
@@ -37,9 +42,6 @@ class DNNMem(Peer):
     name: ClassVar[str] = "dnnmem"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from conf.units import MIB
-        from learn.peers.modules import batch_tensors, explained, meta_model, unique_bytes
-
         model = meta_model(workload)
         with explained("the forward pass", model):
             inputs, targets = workload.batch("meta")
@@ -101,11 +103,6 @@ def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
 
 def _record(workload: Workload, model, inputs, targets) -> list[_Operator]:
     """The forward operators of model and loss, in order, from dispatch on meta tensors."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from featurize.batches import call, tensors_of
-    from learn.peers.modules import loss_of
-
     operators: list[_Operator] = []
     held = {}  # storage -> itself: what is kept alive keeps its identity, and meta storages cost nothing
     made_here: set[int] = set()

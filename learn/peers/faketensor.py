@@ -10,8 +10,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
+import torch
+from torch._subclasses import fake_tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from learn.peers.base import CannotEstimate, Peer
+from learn.peers.modules import PlainStep, batch_tensors, explained, meta_model, on_device
 from learn.workload import Workload
 
 
@@ -31,15 +37,8 @@ class FakeTensor(Peer):
     warning: ClassVar[str] = f"{Peer.warning}; faketensor leaves the CUDA context out"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        import torch
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.distributed._tools.mem_tracker import MemTracker
-
-        from conf.units import MIB
-        from learn.peers.modules import PlainStep, batch_tensors, explained
-
         # A model may hold plain tensors besides its buffers.
-        with _quiet_failures(), FakeTensorMode(allow_non_fake_inputs=True):
+        with _quiet_failures(), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
             model = _fake_model(workload)
             with explained("making the batch"), torch.device("cpu"):
                 inputs, targets = workload.batch("cpu")
@@ -76,18 +75,15 @@ def _fake_model(workload: Workload):
     A model that reads figures from tensors while it is built (stochastic depth's rates, in timm) can't be built of fake
     ones; it is built on meta with `unset_fake_temporarily`, where figures asked of the CPU are real, and converted.
     """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensor as Fake
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    from learn.peers.modules import explained, meta_model, on_device
-
     try:
         with explained("building the model"), torch.device("cpu"):
             model = workload.build()
     except CannotEstimate:
-        with unset_fake_temporarily():
+        with fake_tensor.unset_fake_temporarily():
             model = meta_model(workload)
-    if not all(isinstance(t, Fake) and t.device.type == "cpu" for t in [*model.parameters(), *model.buffers()]):
+    if not all(
+        isinstance(t, fake_tensor.FakeTensor) and t.device.type == "cpu"
+        for t in [*model.parameters(), *model.buffers()]
+    ):
         model = on_device(model, "cpu")
     return model.train()

@@ -1,6 +1,6 @@
 """GPUMemNet's estimators (arXiv 2602.17817): ensembles of small classifiers over memory or utilization bins.
 
-Start reading at `GPUMemNetEstimator.fit`; the networks are in `learn/peers/gpumemnet_nets.py`.
+Start reading at `GPUMemNetEstimator.fit`; the networks are at the end.
 
 As published: classifiers over bins of 1 GB for MLPs and 8 GB else, and over low, medium, high utilization; one
 ensemble a kind of network; counts of layers, batch size, parameters, activations (alone and times the batch), the
@@ -19,14 +19,20 @@ members of its bin or any above.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from conf.errors import CommandError, UsageError
 from featurize.families import get_family
@@ -35,13 +41,11 @@ from featurize.trial import ACTIVATIONS, TrialConfig
 from learn.bounds import conformal_rank, too_few_for
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, Estimator, open_state, require_rows, require_target, write_state
-from learn.learned.tabular import config_features, group_folds
+from learn.estimators import LEVEL, Estimator, class_masses, open_state, require_rows, require_target, write_state
+from learn.learned.tabular import config_features, group_folds, why_not
+from learn.peers.torch_fit import arrays_of, quiet_torch, steady, with_arrays
 from learn.step_store import StepStore
-from learn.targets import MIB_PER_GB, Target, default_bin_gb, utilization_bins
-
-if TYPE_CHECKING:
-    from learn.peers.gpumemnet_nets import Inputs
+from learn.targets import MIB_PER_GB, default_bin_gb, utilization_bins
 
 FOLDS = 5
 LEAST_ROWS = 10  # of a family, for an ensemble of its own
@@ -50,6 +54,22 @@ MAX_TOKENS = 48
 _COUNTS = ("layers", *(f"count_{kind}" for kind in ("linear", "conv2d", "batchnorm1d", "batchnorm2d", "layernorm",
            "dropout", "attention", "embedding", "add", "concat")))  # fmt: skip
 _SIZES = ("batch_size", "parameters", "output_elements", "batch_output_elements")
+
+
+@dataclass(frozen=True)
+class NetTraining:
+    """How long and how fast. `steps` is a budget, from which and the number of rows epochs and batches follow."""
+
+    steps: int
+    most_epochs: int
+    learning_rate: float
+
+    def batch(self, rows: int) -> int:
+        return int(np.clip(rows // 12, 16, 128))
+
+    def epochs(self, rows: int) -> int:
+        a_pass = math.ceil(rows / self.batch(rows))
+        return int(np.clip(self.steps // a_pass, 15, min(self.most_epochs, 30 + rows // 10)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,21 +96,13 @@ class GPUMemNetEstimator(Estimator):
 
     targets: ClassVar[tuple[str, ...] | None] = ("memory", "smact", "smocc", "drama")
     uses_out_of_memory: ClassVar[bool] = True
-    target: Target  # once it is fitted or loaded
     members: ClassVar[int]
     reads_sequence: ClassVar[bool]
+    training: ClassVar[NetTraining]
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = int(seed)
-        self._ensembles: dict[str, Ensemble] = {}
-        self._nets: dict[str, list] = {}
-
-    def _net(self, member: int, scalars: int, classes: int) -> Any:
-        """An untrained member."""
-        raise NotImplementedError
-
-    def _training(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _net(self, member: int, scalars: int, classes: int) -> nn.Module:
+        """Return an untrained member."""
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """One ensemble a family, of the rows with exact labels (10 at least, in 2 groups) and the out-of-memory ones.
@@ -99,7 +111,7 @@ class GPUMemNetEstimator(Estimator):
         require_rows(rows, least=LEAST_ROWS)
         rows = rows.trusted
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
-        self.target, self._ensembles, self._nets = rows.target, {}, {}
+        self._ensembles: dict[str, Ensemble] = {}
         problem: CommandError = UsageError(f"target={rows.target.name}: there are no rows to fit on")
         for family in sorted(set(map(str, rows.family))):
             try:
@@ -108,19 +120,17 @@ class GPUMemNetEstimator(Estimator):
                 problem = error
         if not self._ensembles:
             raise problem
+        self.target = rows.target
         return self
 
     def _fit_family(self, family: str, rows: Rows) -> Ensemble:
-        from learn.peers.gpumemnet_nets import train_member
-        from learn.peers.torch_fit import arrays_of, quiet_torch
-
         readable = np.array([why_not(case) is None for case in rows.cases], dtype=bool)
         rows = rows.subset(readable)
         require_rows(rows, least=LEAST_ROWS)
         edges = bin_edges(rows)
         classes, or_above = classes_of(rows, edges)
 
-        configs = _configs(rows)
+        configs = _configs(rows.cases)
         raw = scalars_of(configs)
         mean, scale = raw.mean(axis=0), raw.std(axis=0)
         scale = np.where(scale > 1e-9, scale, 1.0)
@@ -131,30 +141,28 @@ class GPUMemNetEstimator(Estimator):
             held_out = fold == member
             with quiet_torch(self.seed * 1000 + member):
                 net = self._net(member, raw.shape[1], len(edges) - 1)
-                train_member(net, inputs, classes, or_above, held_out, self._training(), self.seed * 1000 + member)
+                train_member(net, inputs, classes, or_above, held_out, self.training, self.seed * 1000 + member)
                 weights.append(arrays_of(net))
             own = Ensemble(edges, mean, scale, (weights[-1],), np.empty(0))
             held = rows.subset(held_out)
-            mass = self._probabilities(own, [self._ready(own, member, weights[-1])], _configs(held))
+            mass = self._probabilities(own, _configs(held.cases), first=member)
             bins = np.broadcast_to(edges, (len(held), len(edges)))
             score[held_out] = cumulative(bins, mass, held.label[:, None])[:, 0]
         scores = np.sort(score[~rows.censored & ~np.isnan(score)])
         return Ensemble(edges, mean, scale, tuple(weights), scores)
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> BinnedPrediction:
-        if not self._ensembles:
-            raise RuntimeError("fit or load the estimator before predicting")
+        target = self.require_fitted()
         families = list(self._ensembles)
         refusals: dict[int, str] = {}
         kind = np.full(len(cases), -1)
         for i, case in enumerate(cases):
-            reason = why_not(case)
-            if reason is None and case.family not in self._ensembles:
-                reason = f"it was fitted to {', '.join(families)}, and this is of the family {case.family}"
-            if reason is None:
-                kind[i] = families.index(case.family)
-            else:
+            if (reason := why_not(case)) is not None:
                 refusals[i] = reason
+            elif case.family not in families:
+                refusals[i] = f"it was fitted to {', '.join(families)}, and this is of the family {case.family}"
+            else:
+                kind[i] = families.index(case.family)
         most = max(len(one.edges) for one in self._ensembles.values())
         edges, mass = np.full((len(cases), most), np.nan), np.full((len(cases), most - 1), np.nan)
         warnings = []
@@ -162,13 +170,12 @@ class GPUMemNetEstimator(Estimator):
             index = np.flatnonzero(kind == k)
             if not index.size:
                 continue
-            configs = [config for i in index.tolist() if (config := cases[i].config) is not None]
-            shares = self._probabilities(one, self._nets_of(family), configs)
+            shares = self._probabilities(one, _configs([cases[i] for i in index.tolist()]))
             edges[index] = np.pad(one.edges, (0, most - len(one.edges)), mode="edge")
             mass[index] = np.pad(shares, ((0, 0), (0, most - 1 - shares.shape[1])))
             if warning := too_few_for(LEVEL, len(one.scores)):
                 warnings.append(f"{family}: {warning}")
-        share = 1.0 if self.target.is_memory else 0.5
+        share = 1.0 if target.is_memory else 0.5
         scores = [one.scores for one in self._ensembles.values()]
         return BinnedPrediction(edges, mass, share, scores, kind, tuple(warnings), refusals)
 
@@ -197,41 +204,30 @@ class GPUMemNetEstimator(Estimator):
         folder = Path(folder)
         loaded, state = open_state(cls, folder)
         with np.load(folder / "weights.npz", allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        for family, family_state in state["families"].items():
-            weights = []
-            for member in range(family_state.pop("members")):
-                prefix = f"{family}/{member}/"
-                weights.append({n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)})
-            parts = {part: np.asarray(values, dtype=float) for part, values in family_state.items()}
+            arrays = dict(stored)
+        loaded._ensembles = {}
+        for family, parts in state["families"].items():
+            prefixes = [f"{family}/{member}/" for member in range(parts.pop("members"))]
+            weights = [
+                {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+                for prefix in prefixes
+            ]
+            parts = {part: np.asarray(values, dtype=float) for part, values in parts.items()}
             loaded._ensembles[family] = Ensemble(weights=tuple(weights), **parts)
         return loaded
 
-    def _nets_of(self, family: str) -> list:
-        if family not in self._nets:
-            one = self._ensembles[family]
-            self._nets[family] = [self._ready(one, i, weights) for i, weights in enumerate(one.weights)]
-        return self._nets[family]
-
-    def _ready(self, one: Ensemble, member: int, weights: dict[str, np.ndarray]) -> Any:
-        from learn.peers.torch_fit import quiet_torch, with_arrays
-
-        with quiet_torch(0):  # a net draws weights before it is given its own
-            return with_arrays(self._net(member, len(one.mean), len(one.edges) - 1), weights)
-
-    def _probabilities(self, one: Ensemble, nets: list, configs: Sequence[TrialConfig]) -> np.ndarray:
-        """(n, k), the mean over the nets."""
-        from learn.peers.gpumemnet_nets import probabilities
-        from learn.peers.torch_fit import quiet_torch, steady
-
+    def _probabilities(self, one: Ensemble, configs: Sequence[TrialConfig], first: int = 0) -> np.ndarray:
+        """Return (n, k) probabilities, the mean over the ensemble's members, of which the first has that number."""
         inputs = self._inputs(configs, one.mean, one.scale, np.float64)
-        with quiet_torch(0):
+        with quiet_torch(0):  # a net draws weights before it is given its own
+            nets = [
+                with_arrays(self._net(member, len(one.mean), len(one.edges) - 1), weights)
+                for member, weights in enumerate(one.weights, start=first)
+            ]
             mass = steady(np.sum([probabilities(net, inputs) for net in nets], axis=0) / len(nets))
         return mass / mass.sum(axis=1, keepdims=True)
 
     def _inputs(self, configs, mean: np.ndarray, scale: np.ndarray, dtype=np.float32) -> Inputs:
-        from learn.peers.gpumemnet_nets import Inputs
-
         scalars = ((scalars_of(configs) - mean) / scale).astype(dtype)
         if not self.reads_sequence:
             return Inputs(scalars, np.zeros((len(configs), 0, 0), dtype), np.zeros(len(configs), dtype=np.int64))
@@ -249,16 +245,10 @@ class GPUMemNetMLP(GPUMemNetEstimator):
     name: ClassVar[str] = "gpumemnet_mlp"
     members: ClassVar[int] = 5
     reads_sequence: ClassVar[bool] = False
+    training: ClassVar[NetTraining] = NetTraining(steps=3000, most_epochs=60, learning_rate=5e-3)
 
-    def _net(self, member: int, scalars: int, classes: int) -> Any:
-        from learn.peers.gpumemnet_nets import CountsNet
-
+    def _net(self, member: int, scalars: int, classes: int) -> nn.Module:
         return CountsNet(scalars, classes, hidden_layers=1 + member, width=64)
-
-    def _training(self) -> Any:
-        from learn.peers.gpumemnet_nets import NetTraining
-
-        return NetTraining(steps=3000, most_epochs=60, learning_rate=5e-3)
 
 
 class GPUMemNetTransformer(GPUMemNetEstimator):
@@ -267,16 +257,10 @@ class GPUMemNetTransformer(GPUMemNetEstimator):
     name: ClassVar[str] = "gpumemnet_transformer"
     members: ClassVar[int] = 3
     reads_sequence: ClassVar[bool] = True
+    training: ClassVar[NetTraining] = NetTraining(steps=600, most_epochs=70, learning_rate=8e-3)
 
-    def _net(self, member: int, scalars: int, classes: int) -> Any:
-        from learn.peers.gpumemnet_nets import SequenceNet
-
+    def _net(self, member: int, scalars: int, classes: int) -> nn.Module:
         return SequenceNet(scalars, len(KINDS) + 3, classes, encoders=1 + member, width=6, heads=3)
-
-    def _training(self) -> Any:
-        from learn.peers.gpumemnet_nets import NetTraining
-
-        return NetTraining(steps=600, most_epochs=70, learning_rate=8e-3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,13 +301,9 @@ class BinnedPrediction:
 
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
         edges = np.asarray(edges, dtype=float)
-        n = len(self.kind)
-        if edges.ndim == 1:
-            edges = np.broadcast_to(edges, (n, len(edges)))
+        edges = np.broadcast_to(edges, (len(self.kind), edges.shape[-1]))
         below = cumulative(self.edges, self.probabilities, edges)
-        mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
-        mass[np.isnan(self.edges[:, 0])] = np.nan
-        return mass
+        return class_masses(below, edges, self.edges[:, 0])
 
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
         """Distributional conformal prediction (Chernozhukov et al. 2021): the quantile of each row's own distribution
@@ -332,11 +312,8 @@ class BinnedPrediction:
             return None
         q = np.full(len(self.kind), np.nan)
         for kind, scores in enumerate(self.scores):
-            if scores.size:
-                rank = min(conformal_rank(len(scores), level), len(scores))
-                q[self.kind == kind] = scores[rank - 1]
-            else:
-                q[self.kind == kind] = 1.0
+            rank = min(conformal_rank(len(scores), level), len(scores))
+            q[self.kind == kind] = scores[rank - 1] if scores.size else 1.0
         return np.maximum(self._quantile(q), self.point)
 
     def _quantile(self, q: np.ndarray) -> np.ndarray:
@@ -360,17 +337,6 @@ def cumulative(edges: np.ndarray, probabilities: np.ndarray, values: np.ndarray)
         below = below + probabilities[:, k, None] * share
     # Above the last edge there is nothing, whatever the sum was rounded to.
     return np.where(values >= edges[:, -1:], 1.0, np.minimum(below, 1.0))
-
-
-def why_not(case: Case) -> str | None:
-    """Return why there is no layer plan of a case, or None."""
-    if case.config is None:
-        return "it reads the layer plans of trial configs, and this is a module"
-    try:
-        config_features(case.config)
-    except CommandError as error:
-        return str(error)
-    return None
 
 
 def bin_edges(rows: Rows) -> np.ndarray:
@@ -401,9 +367,9 @@ def classes_of(rows: Rows, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return classes, rows.censored & (classes < top)
 
 
-def _configs(rows: Rows) -> list[TrialConfig]:
-    """Return the trial configs of rows that have one each."""
-    return [config for config in rows.configs if config is not None]
+def _configs(cases: Sequence[Case]) -> list[TrialConfig]:
+    """Return the trial configs of cases that have one each."""
+    return [case.config for case in cases if case.config is not None]
 
 
 def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:
@@ -434,3 +400,158 @@ def tokens_of(config: TrialConfig) -> np.ndarray:
     tokens = np.log1p(tokens)
     tokens[:, -3:] /= 10.0
     return tokens.astype(np.float32)
+
+
+# Suffixes: N rows, L tokens, T features of a token, S scalars, C classes, D width, H heads.
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """scalars_NS; tokens_NLT, zero beyond each row's length_N. Networks on counts alone have tokens of length 0."""
+
+    scalars_NS: np.ndarray
+    tokens_NLT: np.ndarray
+    length_N: np.ndarray
+
+    def at(self, index: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of those positions as tensors, tokens cut to the longest of them."""
+        longest = int(self.length_N[index].max(initial=0))
+        return _tensor(self.scalars_NS[index]), _tensor(self.tokens_NLT[index, :longest]), _tensor(self.length_N[index])
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+class CountsNet(nn.Module):
+    """A multi-layer perceptron whose hidden layers narrow from `width` to half of it."""
+
+    def __init__(self, scalars: int, classes: int, *, hidden_layers: int, width: int) -> None:
+        super().__init__()
+        sizes = [scalars, *np.linspace(width, width / 2, hidden_layers).astype(int).tolist()]
+        hidden = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+        self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], classes))
+
+    def forward(self, scalars_NS: Tensor, tokens_NLT: Tensor, length_N: Tensor) -> Tensor:
+        return self.layers(scalars_NS)
+
+
+class SequenceNet(nn.Module):
+    """A transformer encoder over the layers, whose mean and maximum join the scalars before the classifier."""
+
+    def __init__(self, scalars: int, tokens: int, classes: int, *, encoders: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(tokens, width)
+        self.encoders = nn.ModuleList(_Encoder(width, heads) for _ in range(encoders))
+        self.norm = nn.LayerNorm(width)
+        self.head = CountsNet(2 * width + scalars, classes, hidden_layers=2, width=64)
+
+    def forward(self, scalars_NS: Tensor, tokens_NLT: Tensor, length_N: Tensor) -> Tensor:
+        x_NLD = self.embed(tokens_NLT)
+        x_NLD = x_NLD + _positions(x_NLD.shape[1], x_NLD.shape[2]).to(x_NLD.dtype)
+        there_NL = torch.arange(x_NLD.shape[1]) < length_N[:, None]
+        for encoder in self.encoders:
+            x_NLD = encoder(x_NLD, there_NL)
+        x_NLD = self.norm(x_NLD)
+        mean_ND = (x_NLD * there_NL[..., None]).sum(1) / length_N[:, None]
+        most_ND = x_NLD.masked_fill(~there_NL[..., None], -math.inf).amax(1)
+        return self.head(torch.cat([mean_ND, most_ND, scalars_NS], dim=1), tokens_NLT, length_N)
+
+
+class _Encoder(nn.Module):
+    """Attention and a feed-forward part, each normalised before."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.forward_part = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    def forward(self, x_NLD: Tensor, there_NL: Tensor) -> Tensor:
+        n, length, width = x_NLD.shape
+        parts = self.into(self.norms[0](x_NLD)).view(n, length, 3, self.heads, width // self.heads)
+        q_NHLd, k_NHLd, v_NHLd = parts.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q_NHLd, k_NHLd, v_NHLd, attn_mask=there_NL[:, None, None, :])
+        x_NLD = x_NLD + self.out(attended.transpose(1, 2).reshape(n, length, width))
+        return x_NLD + self.forward_part(self.norms[1](x_NLD))
+
+
+def _positions(length: int, width: int) -> Tensor:
+    """Sines and cosines, (L, D) (Vaswani et al. 2017)."""
+    rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+    angle = torch.arange(length)[:, None] * rate
+    return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)
+
+
+def train_member(
+    net: nn.Module,
+    inputs: Inputs,
+    classes: np.ndarray,
+    or_above: np.ndarray,
+    held_out: np.ndarray,
+    how: NetTraining,
+    seed: int,
+) -> nn.Module:
+    """The net, trained on the rows outside `held_out` (n,) bool, as it was when those were told best.
+
+    classes (n,) int; `or_above` (n,) bool: the row's class is that one or any above."""
+    inside, outside = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    target = torch.from_numpy(classes), torch.from_numpy(or_above)
+    epochs = how.epochs(len(inside))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=how.learning_rate, weight_decay=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    rng = np.random.default_rng(seed)
+    best, best_loss, best_epoch = copy.deepcopy(net.state_dict()), math.inf, 0
+    patience = max(8, epochs // 4)
+    for epoch in range(epochs):
+        for index in _batches(inside, inputs.length_N, how.batch(len(inside)), rng):
+            optimizer.zero_grad(set_to_none=True)
+            _losses(net, inputs, target, index).mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        schedule.step()
+        loss = _loss(net, inputs, target, outside)
+        if loss < best_loss:
+            best, best_loss, best_epoch = copy.deepcopy(net.state_dict()), loss, epoch
+        elif epoch - best_epoch >= patience:
+            break
+    net.load_state_dict(best)
+    return net
+
+
+def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
+    """(n, classes) of a net from `learn.peers.torch_fit.with_arrays`."""
+    batches = []
+    order = np.arange(len(inputs.length_N))
+    with torch.inference_mode():
+        for i in range(0, len(order), 512):
+            scalars, tokens, length = inputs.at(order[i : i + 512])
+            batches.append(net(scalars.double(), tokens.double(), length).softmax(1).numpy())
+    return np.concatenate(batches)
+
+
+def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """The rows in batches of about equal lengths, in random order: what is short need not be padded to the longest."""
+    shuffled = rng.permutation(rows)
+    ordered = shuffled[np.argsort(length[shuffled], kind="stable")]
+    batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> Tensor:
+    """(n,) minus the logarithm of what the net gives to the row's class, or to that one and all above."""
+    logits_NC, class_N, or_above_N = net(*inputs.at(rows)), target[0][rows], target[1][rows]
+    loss_N = F.cross_entropy(logits_NC, class_N, reduction="none")
+    if not or_above_N.any():
+        return loss_N
+    below_NC = torch.arange(logits_NC.shape[1]) < class_N[:, None]
+    least_N = logits_NC.logsumexp(1) - logits_NC.masked_fill(below_NC, -math.inf).logsumexp(1)
+    return torch.where(or_above_N, least_N, loss_N)
+
+
+def _loss(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> float:
+    with torch.no_grad():
+        parts = [rows[i : i + 512] for i in range(0, len(rows), 512)]
+        total = sum(_losses(net, inputs, target, part).sum().item() for part in parts)
+    return total / max(len(rows), 1)

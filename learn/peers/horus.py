@@ -5,11 +5,14 @@ Start reading at `Horus.parts_mib`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from learn.peers.base import Peer
+from learn.peers.modules import leaf_outputs, meta_model
 from learn.workload import Workload
 
 FRAMEWORK_MIB = 800.0
@@ -31,23 +34,13 @@ class Horus(Peer):
     name: ClassVar[str] = "horus"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        import torch
-
-        from conf.units import MIB
-        from featurize.batches import call, tensors_of
-        from learn.peers.modules import LeafCalls, explained, meta_model
-
         model = meta_model(workload)
-        elements = 0
-
-        def count(module, output) -> None:
-            nonlocal elements
-            if _counts(module):
-                elements += sum(tensor.numel() for tensor in tensors_of(output))
-
-        with explained("the forward pass", model), LeafCalls(model, count), torch.no_grad():
-            inputs, _targets = workload.batch("meta")
-            call(model, inputs)
+        elements = sum(
+            math.prod(shape)
+            for module, tensors in leaf_outputs(workload, model)
+            if _counts(module)
+            for shape, _ in tensors
+        )
         parameters = sum(p.numel() for p in model.parameters()) * BYTES / MIB
         return {
             "framework": FRAMEWORK_MIB,

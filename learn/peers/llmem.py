@@ -1,16 +1,19 @@
 """`llmem`: LLMem's formulas for fine-tuning a transformer language model on one GPU.
 
-Start reading at `LLMem.parts_mib`; `_shape_of` reads what the formulas need from the model.
+Start reading at `LLMem.parts_mib`; `_language_model` finds what the formulas need from the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import nn
+
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
-from learn.peers.base import CannotEstimate, Peer
+from learn.peers.base import CannotEstimate, Peer, require_covered
+from learn.peers.modules import leaf_outputs, meta_model
 from learn.workload import Workload
 
 PAGE = 2 * 2**20  # bytes; CUDA's memory page
@@ -40,62 +43,39 @@ class LLMem(Peer):
     name: ClassVar[str] = "llmem"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from conf.units import MIB
-        from learn.peers.modules import meta_model
-
         settings = workload.settings
-        if settings.precision not in PRECISIONS:
-            raise CannotEstimate(
-                f"precision={settings.precision} is not covered: the formula is of {' and '.join(PRECISIONS)}"
-            )
-        if settings.optimizer not in OPTIMIZERS:
-            raise CannotEstimate(
-                f"optimizer={settings.optimizer} is not covered: the formula is of {' and '.join(OPTIMIZERS)}"
-            )
+        require_covered(settings, "precision", PRECISIONS)
+        require_covered(settings, "optimizer", OPTIMIZERS)
         model = meta_model(workload)
-        shape = _shape_of(workload, model)
+        embeddings, layers, head, (batch, sequence, _) = _language_model(workload, model)
         if not (getattr(settings, "activation_checkpointing", False) or _checkpoints(model)):
             raise CannotEstimate(
                 "training without activation checkpointing is not covered: the formula counts the layers' outputs only"
             )
-        tokens = shape.batch * shape.sequence
-        shifted = shape.batch * (shape.sequence - 1)
-        chunked = -(-shape.other_parameters // CHUNK) * CHUNK
+        tied = any(head.weight is m.weight for m in embeddings)
+        own = 0 if tied else sum(p.numel() for p in head.parameters())
+        embedded = sum(m.weight.numel() for m in embeddings)
+        others = sum(p.numel() for p in model.parameters()) - embedded - own
+        matrices = {id(p): p.numel() for m in model.modules() if m is not head for p in _weights(m)}
+        tokens, hidden, vocabulary = batch * sequence, head.in_features, head.out_features
         parts = {
-            "parameters": _pages((shape.embedding_parameters + chunked) * (B16 + B32)),
-            "optimizer state": sum(_pages(count * 2 * B32) for count in shape.weights),
-            "layer outputs": _pages((shape.embeddings + shape.layers) * tokens * shape.hidden * B16),
-            "language-model head": _pages(tokens * shape.vocabulary * B16)
-            + 2 * _pages(shifted * shape.vocabulary * B16)
-            + shape.head_parameters * B16,
+            "parameters": _pages((embedded + -(-others // CHUNK) * CHUNK) * (B16 + B32)),
+            "optimizer state": sum(_pages(count * 2 * B32) for count in matrices.values()),
+            "layer outputs": _pages((len(embeddings) + len(layers)) * tokens * hidden * B16),
+            "language-model head": _pages(tokens * vocabulary * B16)
+            + 2 * _pages((tokens - batch) * vocabulary * B16)
+            + own * B16,
         }
         return {"context": float(device.context_mib)} | {name: nbytes / MIB for name, nbytes in parts.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """Counts of parameters, and the sizes of the model's dimensions. `weights`: one count for each embedding and
-    linear weight but the head's own; `embeddings`, `layers`: how many there are."""
+def _language_model(
+    workload: Workload, model: nn.Module
+) -> tuple[list[nn.Embedding], nn.ModuleList, nn.Linear, tuple[int, ...]]:
+    """Return a transformer language model's embeddings, its layers, its head, and the shape of its logits.
 
-    batch: int
-    sequence: int
-    hidden: int
-    vocabulary: int
-    embeddings: int
-    layers: int
-    embedding_parameters: int
-    other_parameters: int
-    head_parameters: int
-    weights: tuple[int, ...]
-
-
-def _shape_of(workload: Workload, model) -> _Shape:
-    """Return what the formulas need. `CannotEstimate` names what makes the model no transformer language model."""
-    import torch
-    from torch import nn
-
-    from featurize.batches import call, tensors_of
-    from learn.peers.modules import LeafCalls, explained
+    Raises `CannotEstimate` that names why the model is none.
+    """
 
     def refuse(why: str) -> CannotEstimate:
         return CannotEstimate(f"{type(model).__name__} is not covered: it is no transformer language model ({why})")
@@ -108,45 +88,20 @@ def _shape_of(workload: Workload, model) -> _Shape:
         raise refuse("it has no nn.ModuleList of equal layers")
     if not any(_attends(m) for m in layers[0].modules()):
         raise refuse(f"its layers, {type(layers[0]).__name__}, have no attention")
-    called: list[tuple[nn.Module, tuple[int, ...]]] = []
-
-    def see(module, output) -> None:
-        called.extend((module, tuple(tensor.shape)) for tensor in list(tensors_of(output))[:1])
-
-    with explained("the forward pass", model), LeafCalls(model, see), torch.no_grad():
-        inputs, _targets = workload.batch("meta")
-        call(model, inputs)
-    words = [(m, s) for m, s in called if isinstance(m, nn.Embedding) and len(s) == 3]
-    linear = [(m, s) for m, s in called if isinstance(m, nn.Linear)]
+    called = [(module, tensors[0][0]) for module, tensors in leaf_outputs(workload, model) if tensors]
+    words = [m for m, shape in called if isinstance(m, nn.Embedding) and len(shape) == 3]
+    linear = [(m, shape) for m, shape in called if isinstance(m, nn.Linear)]
     if not words or not linear:
         raise refuse("it embeds no sequence of tokens")
-    table = max((m for m, _s in words), key=lambda m: m.num_embeddings)
+    count = max(m.num_embeddings for m in words)
     head, logits = linear[-1]
-    if head.out_features != table.num_embeddings or len(logits) != 3:
-        raise refuse(f"its last linear layer gives {list(logits)}, not one logit a word of {table.num_embeddings}")
-    tied = head.weight is table.weight
-    own = 0 if tied else sum(p.numel() for p in head.parameters())
-    embedded = sum(m.weight.numel() for m in embeddings)
-    total = sum(p.numel() for p in model.parameters())
-    matrices = {id(p): p.numel() for m in model.modules() if m is not head for p in _weights(m)}
-    return _Shape(
-        batch=logits[0],
-        sequence=logits[1],
-        hidden=head.in_features,
-        vocabulary=head.out_features,
-        embeddings=len(embeddings),
-        layers=len(layers),
-        embedding_parameters=embedded,
-        other_parameters=total - embedded - own,
-        head_parameters=own,
-        weights=tuple(matrices.values()),
-    )
+    if head.out_features != count or len(logits) != 3:
+        raise refuse(f"its last linear layer gives {list(logits)}, not one logit a word of {count}")
+    return embeddings, layers, head, tuple(logits)
 
 
 def _weights(module):
-    """The matrix of an embedding or linear layer; GPT-2's Conv1D is a linear layer with its matrix transposed."""
-    from torch import nn
-
+    """Yield the matrix of an embedding or linear layer; GPT-2's Conv1D is a linear layer with its matrix transposed."""
     if isinstance(module, nn.Embedding | nn.Linear) or type(module).__name__ == "Conv1D":
         yield module.weight
     elif isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.hooks import RemovableHandle
 
 from conf.errors import CommandError
 from conf.plain_text import exception_line
@@ -118,31 +119,36 @@ class PlainStep:
             self.optimizer.step()
 
 
-class LeafCalls:
-    """`with LeafCalls(model, seen):` calls `seen(module, output)` after each forward that called no other module's."""
+def leaf_outputs(
+    workload: Workload, model: nn.Module, device: str = "meta"
+) -> list[tuple[nn.Module, list[tuple[torch.Size, int]]]]:
+    """Run the forward pass without gradients, and return the shapes and bytes that each module puts out.
 
-    def __init__(self, model: nn.Module, seen: Callable[[nn.Module, object], None]) -> None:
-        self._model, self._seen = model, seen
-        self._handles: list = []
-        self._inner: list[bool] = []  # of each forward under way: has it called another module
+    Modules that call others are left out. Raises `CannotEstimate` where the model fails.
+    """
+    outputs: list[tuple[nn.Module, list[tuple[torch.Size, int]]]] = []
+    running: list[bool] = []  # of each forward under way: has it called another module
 
-    def __enter__(self) -> None:
-        for module in self._model.modules():
-            self._handles.append(module.register_forward_pre_hook(self._before))
-            self._handles.append(module.register_forward_hook(self._after))
+    def before(_module: nn.Module, _inputs: Any) -> None:
+        if running:
+            running[-1] = True
+        running.append(False)
 
-    def __exit__(self, *_exc) -> None:
-        for handle in self._handles:
+    def after(module: nn.Module, _inputs: Any, output: Any) -> None:
+        if not running.pop():
+            outputs.append((module, [(t.shape, t.numel() * t.element_size()) for t in tensors_of(output)]))
+
+    handles: list[RemovableHandle] = []
+    try:
+        with explained("the forward pass", model), torch.no_grad():
+            for module in model.modules():
+                handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+            inputs, _targets = workload.batch(device)
+            call(model, inputs)
+    finally:
+        for handle in handles:
             handle.remove()
-
-    def _before(self, _module: nn.Module, _inputs) -> None:
-        if self._inner:
-            self._inner[-1] = True
-        self._inner.append(False)
-
-    def _after(self, module: nn.Module, _inputs, output) -> None:
-        if not self._inner.pop():
-            self._seen(module, output)
+    return outputs
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ class Trace(Peer):
             raise CannotEstimate(str(error)) from error
 
     def figure(self, case: Case) -> float:
-        return getattr(_step(case), self.fitted_target.column)
+        return getattr(_step(case), self.require_fitted().column)
 
 
 @lru_cache(maxsize=100_000)

@@ -7,15 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from conf.units import MIB
 from featurize.allocator import CachingAllocator
 from featurize.device_spec import DeviceSpec
 from featurize.trial import OPTIMIZERS
 from learn.peers.base import CannotEstimate, Peer
+from learn.peers.modules import (
+    PlainStep,
+    batch_tensors,
+    explained,
+    leaf_outputs,
+    meta_model,
+    real_model,
+    unique_bytes,
+)
 from learn.workload import Workload
 
 STEPS = 2
@@ -66,8 +80,6 @@ class XMem(Peer):
     warning: ClassVar[str] = f"{Peer.warning}; xmem leaves the CUDA context out"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from conf.units import MIB
-
         _require_memory(workload)
         static, batch, events = _profile(workload)
         blocks = pair(events)
@@ -77,7 +89,7 @@ class XMem(Peer):
 
 
 def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
-    """Blocks of the events, by address. A free of what was allocated before the profile began is left out.
+    """Return blocks of the events, by address. A free of what was allocated before the profile began is left out.
 
     What the first optimizer step leaves behind is the optimizer's state and stays; what a backward pass leaves behind
     is a gradient, freed where the CPU freed it, at the latest by the next `zero_grad`.
@@ -96,19 +108,17 @@ def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
             same = event.step == events[block.begin].step and event.phase == phase
             kind = "temporaries" if same and phase in ("optimizer", "backward") else block.kind
             done.append(replace(block, end=i, kind=kind))
-    for block in opened.values():
-        begin = events[block.begin]
-        if block.kind == "gradients":
-            done.append(replace(block, end=cleared.get(begin.step + 1)))
-        else:
-            done.append(block)
-    return sorted(done, key=lambda block: block.begin)
+    kept = [
+        replace(block, end=cleared.get(events[block.begin].step + 1)) if block.kind == "gradients" else block
+        for block in opened.values()
+    ]
+    return sorted([*done, *kept], key=lambda block: block.begin)
 
 
 def replay(
     static: Iterable[int], batch: Iterable[int], events: Sequence[ProfilerEvent], blocks: Sequence[ProfiledBlock]
 ) -> tuple[int, dict[str, int]]:
-    """(peak reserved bytes, live bytes by kind when most were live). `static` are the sizes of parameters and
+    """Return peak reserved bytes, and live bytes by kind when most were live. `static` are the sizes of parameters and
     buffers, `batch` those of one step's batch."""
     allocator = CachingAllocator()
     live = {"parameters and buffers": 0, "batch": 0}
@@ -116,10 +126,9 @@ def replay(
         allocator.allocate(nbytes)
         live["parameters and buffers"] += nbytes
     begins = {block.begin: block for block in blocks}
-    ends: dict[int, list[ProfiledBlock]] = {}
+    ends: dict[int | None, list[ProfiledBlock]] = defaultdict(list)
     for block in blocks:
-        if block.end is not None:
-            ends.setdefault(block.end, []).append(block)
+        ends[block.end].append(block)
     handles: dict[ProfiledBlock, int | None] = {}
     loaded: list = []
     at_top = dict(live)
@@ -144,59 +153,35 @@ def replay(
 
 
 def _require_memory(workload: Workload) -> None:
-    """`CannotEstimate` where the job is larger than this machine's free memory.
+    """Raise `CannotEstimate` where the job is larger than this machine's free memory.
 
     A model that does not run on meta, since it computes with values, runs once for real, without a backward pass.
     """
-    import psutil
-    import torch
-
-    from conf.units import MIB
-    from featurize.batches import call, tensors_of
-    from learn.peers.modules import LeafCalls, explained, meta_model, real_model, unique_bytes
+    import psutil  # an extra
 
     model = meta_model(workload)
-    weights = sum(unique_bytes(model.parameters()))
-    states = 2 + OPTIMIZERS[workload.settings.optimizer].states
+    states_mib = sum(unique_bytes(model.parameters())) * (2 + OPTIMIZERS[workload.settings.optimizer].states) / MIB
 
-    def require(outputs: int) -> None:
-        needed = (weights * states + outputs) / MIB
-        free = psutil.virtual_memory().available / MIB
-        if needed > RAM_SHARE * free:
+    def require(outputs_mib: float) -> None:
+        free_mib = psutil.virtual_memory().available / MIB
+        if states_mib + outputs_mib > RAM_SHARE * free_mib:
             raise CannotEstimate(
-                f"it runs the model on the CPU, which takes about {needed:,.0f} MiB of real memory "
-                f"({weights * states / MIB:,.0f} for weights, gradients and optimizer, {outputs / MIB:,.0f} for "
-                f"outputs), and {free:,.0f} MiB are free"
+                f"it runs the model on the CPU, which takes about {states_mib + outputs_mib:,.0f} MiB of real memory "
+                f"({states_mib:,.0f} for weights, gradients and optimizer, {outputs_mib:,.0f} for outputs), and "
+                f"{free_mib:,.0f} MiB are free"
             )
 
-    def outputs_of(model, device: str) -> int:
-        total = 0
-
-        def count(_module, output) -> None:
-            nonlocal total
-            total += sum(t.numel() * t.element_size() for t in tensors_of(output))
-
-        with explained("the forward pass", model), LeafCalls(model, count), torch.no_grad():
-            inputs, _targets = workload.batch(device)
-            call(model, inputs)
-        return total
-
     try:
-        outputs = outputs_of(model, "meta")
+        outputs = leaf_outputs(workload, model)
     except CannotEstimate:
-        require(0)
+        require(0.0)
         with torch.random.fork_rng(devices=[]):
-            outputs = outputs_of(real_model(workload), "cpu")
-    require(outputs)
+            outputs = leaf_outputs(workload, real_model(workload), "cpu")
+    require(sum(nbytes for _, tensors in outputs for _, nbytes in tensors) / MIB)
 
 
 def _profile(workload: Workload) -> tuple[list[int], list[int], list[ProfilerEvent]]:
     """(bytes of each parameter and buffer, bytes of each tensor of the batch, the events of two steps)."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    from learn.peers.modules import PlainStep, batch_tensors, explained, real_model, unique_bytes
-
     if torch.autograd._profiler_enabled():
         raise CannotEstimate("a torch profiler is running in this process, and there can be only one")
     with torch.random.fork_rng(devices=[]):
@@ -214,8 +199,6 @@ def _profile(workload: Workload) -> tuple[list[int], list[int], list[ProfilerEve
 
 
 def _marked(step: int, phase: str) -> contextlib.AbstractContextManager:
-    from torch.profiler import record_function
-
     return record_function(f"{PREFIX}{step}:{phase}")
 
 

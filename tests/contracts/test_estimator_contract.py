@@ -88,29 +88,31 @@ def same(one, other):
         np.testing.assert_array_equal(one.quantile(level), other.quantile(level))
 
 
-def test_is_an_estimator_and_predicts_a_distribution(name, fitted, rows):
+def test_predicts_a_distribution_whose_parts_agree(name, fitted, rows):
     assert isinstance(fitted, Estimator) and get_estimator(name).name == name
     prediction = fitted.predict(rows.cases, STEPS)
-    assert isinstance(prediction, Prediction)
-    assert prediction.point.shape == (N,)
-    known = prediction.point[answered(prediction)]
-    assert np.isfinite(known).all() and (known >= 0).all()
+    assert isinstance(prediction, Prediction) and prediction.point.shape == (N,)
+    known = answered(prediction)
+    assert np.isfinite(prediction.point[known]).all() and (prediction.point[known] >= 0).all()
     assert all(isinstance(text, str) for text in prediction.warnings)
 
-
-def test_quantiles_grow(fitted, rows):
-    prediction = fitted.predict(rows.cases, STEPS)
     stack = np.array([prediction.quantile(q) for q in np.linspace(0.01, 0.99, 25)])
-    assert stack.shape == (25, N) and (np.diff(stack, axis=0)[:, answered(prediction)] >= 0).all()
+    assert stack.shape == (25, N) and (np.diff(stack, axis=0)[:, known] >= 0).all()
+    if rows.target.space == "ratio":
+        assert all(((values >= 0) & (values <= 1)).all() for values in (prediction.point, *stack))
 
+    edges = np.quantile(rows.label, [0.25, 0.5, 0.75])
+    mass = prediction.bin_probabilities(edges)
+    assert mass.shape == (N, 4) and (mass[known] >= 0).all()
+    np.testing.assert_allclose(mass[known].sum(axis=1), 1)
+    np.testing.assert_array_equal(mass, prediction.bin_probabilities(np.tile(edges, (N, 1))))
+    low, high = prediction.quantile(0.02), prediction.quantile(0.98)
+    assert (mass[high < edges[0], 0] > 0.9).all() and (mass[low >= edges[-1], -1] > 0.9).all()
 
-def test_a_refused_row_has_a_reason_and_no_figure(fitted, rows):
-    prediction = fitted.predict(rows.cases, STEPS)
-    refused = ~answered(prediction)
-    assert set(prediction.refusals) == set(np.flatnonzero(refused))
-    assert all(isinstance(text, str) and text for text in prediction.refusals.values())
-    assert np.isnan(prediction.point[refused]).all() and np.isnan(prediction.quantile(0.5)[refused]).all()
-    assert np.isnan(prediction.bin_probabilities(np.array([1.0]))[refused]).all()
+    assert set(prediction.refusals) == set(np.flatnonzero(~known)) and all(prediction.refusals.values())
+    assert (
+        np.isnan(prediction.point[~known]).all() and np.isnan(stack[:, ~known]).all() and np.isnan(mass[~known]).all()
+    )
 
 
 def test_a_target_that_it_has_no_answer_for_is_refused_when_fitted(any_name):
@@ -120,27 +122,6 @@ def test_a_target_that_it_has_no_answer_for_is_refused_when_fitted(any_name):
     other = next(target for target in TARGETS if target not in targets)
     with pytest.raises(UsageError, match=f"estimator={any_name} estimates target={', '.join(targets)} only"):
         make_estimator(any_name).fit(make(other), STEPS)
-
-
-def test_ratios_stay_between_0_and_1(fitted, rows):
-    if rows.target.space != "ratio":
-        return
-    prediction = fitted.predict(rows.cases, STEPS)
-    for values in (prediction.point, prediction.quantile(0.999), prediction.quantile(0.001)):
-        assert (values >= 0).all() and (values <= 1).all()
-
-
-def test_bins_hold_all_mass_and_agree_with_quantiles(fitted, rows):
-    prediction = fitted.predict(rows.cases, STEPS)
-    edges = np.quantile(rows.label, [0.25, 0.5, 0.75])
-    mass = prediction.bin_probabilities(edges)
-    known = answered(prediction)
-    assert mass.shape == (N, 4) and (mass[known] >= 0).all()
-    np.testing.assert_allclose(mass[known].sum(axis=1), 1)
-    by_row = prediction.bin_probabilities(np.tile(edges, (N, 1)))
-    np.testing.assert_array_equal(mass, by_row)
-    low, high = prediction.quantile(0.02), prediction.quantile(0.98)
-    assert (mass[high < edges[0], 0] > 0.9).all() and (mass[low >= edges[-1], -1] > 0.9).all()
 
 
 def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
@@ -154,30 +135,21 @@ def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
 
 
 @pytest.mark.spread(2)
-def test_same_seed_same_figures(name, fitted, rows):
-    same(fitted.predict(rows.cases, STEPS), make_estimator(name, seed=3).fit(rows, STEPS).predict(rows.cases, STEPS))
-
-
-@pytest.mark.spread(2)
-def test_order_of_rows_changes_nothing(name, fitted, rows):
+def test_a_seed_gives_the_same_figures_in_whatever_order_the_rows_come(name, fitted, rows):
     shuffled = rows.subset(np.random.default_rng(0).permutation(N))
     same(
         fitted.predict(rows.cases, STEPS), make_estimator(name, seed=3).fit(shuffled, STEPS).predict(rows.cases, STEPS)
     )
 
 
-def test_a_config_is_judged_by_itself(fitted, rows):
-    together = fitted.predict(rows.cases, STEPS)
-    alone = fitted.predict(rows.cases[5:6], STEPS)
-    np.testing.assert_array_equal(alone.point[0], together.point[5])
-    assert fitted.predict([], STEPS).point.shape == (0,)
-
-
-def test_saved_and_loaded_predicts_the_same(name, fitted, rows, tmp_path):
+def test_saved_and_loaded_predicts_the_same_and_each_case_by_itself(name, fitted, rows, tmp_path):
     folder = tmp_path / "a'; echo foo"
     folder.mkdir()
     fitted.save(folder)
-    same(fitted.predict(rows.cases, STEPS), get_estimator(name).load(folder).predict(rows.cases, STEPS))
+    loaded, together = get_estimator(name).load(folder), fitted.predict(rows.cases, STEPS)
+    same(together, loaded.predict(rows.cases, STEPS))
+    np.testing.assert_array_equal(loaded.predict(rows.cases[5:6], STEPS).point[0], together.point[5])
+    assert loaded.predict([], STEPS).point.shape == (0,)
     json.loads((folder / "estimator.json").read_text())
     assert not [p for p in folder.iterdir() if p.suffix in (".pkl", ".pickle", ".joblib")]
 
@@ -219,12 +191,9 @@ def test_who_reads_the_records_of_traced_steps_says_so(name, fitted, rows, monke
     assert bool(asked) == get_estimator(name).needs_trace
 
 
-def test_empty_data_is_refused(name, rows):
+def test_empty_data_is_refused_and_predicting_unfitted_is_an_error_of_ours(name, rows):
     with pytest.raises(UsageError, match="rows"):
         make_estimator(name).fit(rows.subset(np.array([], dtype=int)), STEPS)
-
-
-def test_predicting_unfitted_is_an_error_of_ours(name, rows):
     with pytest.raises(RuntimeError, match="fit"):
         make_estimator(name).predict(rows.cases, STEPS)
 

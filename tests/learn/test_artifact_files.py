@@ -1,5 +1,7 @@
 """Artifacts that are not what was written: named in a line, never parsed, and the next answer is taken."""
 
+import functools
+import io
 import json
 import os
 import shutil
@@ -48,13 +50,6 @@ def without_checksums(version):
     (version / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k not in ("files", "own_sha256")}))
 
 
-def other_bytes(path):
-    """One byte in the middle becomes another."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_every_file_of_a_version_is_in_its_json_with_checksum_and_size(data):
     import hashlib
 
@@ -80,84 +75,73 @@ def test_the_models_that_come_along_are_what_their_checksums_say(name):
     assert set(meta["files"]) == there and meta["own_sha256"]
 
 
-def damage_byte(version):
-    other_bytes(version / "model" / "model.npz")
+def flipped(content):
+    """One byte in the middle becomes another."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-def damage_cut(version):
-    path = version / "model" / "model.npz"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def outside_of_themselves(content):
+    """Trees that point outside of themselves."""
+    with np.load(io.BytesIO(content)) as stored:
+        arrays = dict(stored)
+    arrays["children"][0] = len(arrays["children"])
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    return buffer.getvalue()
 
 
-def damage_state(version):
-    path = version / "model" / "estimator.json"
-    path.write_text(path.read_text().replace("1", "2", 1))
+MODEL, META = "model/model.npz", "meta.json"
+# File -> what becomes of its content; None: it goes.
+DAMAGES = {
+    "byte": (MODEL, flipped),
+    "cut meta": (META, lambda content: content[:300]),
+    "other meta": (META, lambda content: content.replace(b"lightgbm", b"forest", 1)),
+    "nested meta": (META, lambda _: b"[" * 100_000),
+    "meta of another shape": (META, lambda _: b'{"estimator": "lightgbm", "rows": [], "target": 3}'),
+    "gone": ("model/estimator.json", None),
+    "more": ("model/correction-3.txt", lambda _: b"0.5\n"),
+    "cut report": ("report.json", lambda content: content[:-10]),
+}
 
 
-def damage_meta(version):
-    path = version / "meta.json"
-    path.write_text(path.read_text().replace("lightgbm", "forest", 1))
+def damaged(version, name, change):
+    path = version / name
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes() if path.exists() else b""))
 
 
-def damage_cut_meta(version):
-    path = version / "meta.json"
-    path.write_bytes(path.read_bytes()[:300])
+def with_stamp(version, name, change):
+    """The checksums are right."""
+    damaged(version, name, change)
+    meta = json.loads((version / META).read_text())
+    (version / META).write_text(json.dumps(stamped(version, meta, META)))
 
 
-def damage_nested_meta(version):
-    (version / "meta.json").write_text("[" * 100_000)
-
-
-def damage_shape_of_meta(version):
-    (version / "meta.json").write_text('{"estimator": "lightgbm", "rows": [], "target": 3}')
-
-
-def damage_gone(version):
-    (version / "model" / "estimator.json").unlink()
-
-
-def damage_more(version):
-    (version / "model" / "correction-3.txt").write_text("0.5\n")
-
-
-def damage_link(version):
-    path = version / "model" / "model.npz"
+def with_link(version):
+    path = version / MODEL
     os.replace(path, version.parent.parent / "elsewhere.npz")
     path.symlink_to(version.parent.parent / "elsewhere.npz")
 
 
-def damage_names(version):
-    meta = json.loads((version / "meta.json").read_text())
+def with_names(version):
+    meta = json.loads((version / META).read_text())
     meta["files"]["../../../../etc/passwd"] = {"sha256": "0" * 64, "bytes": 1}
     del meta["own_sha256"]
-    (version / "meta.json").write_text(json.dumps(meta))
+    (version / META).write_text(json.dumps(meta))
 
 
-def damage_garbage(version):
-    (version / "model" / "model.npz").write_bytes(b"\x00\xff" * 500)
-
-
-def damage_trees(version):
-    """The checksums are right, and the trees point outside of themselves."""
-    path = version / "model" / "model.npz"
-    with np.load(path) as stored:
-        arrays = {name: stored[name] for name in stored.files}
-    arrays["children"][0] = len(arrays["children"])
-    np.savez_compressed(path, **arrays)
-    meta = json.loads((version / "meta.json").read_text())
-    (version / "meta.json").write_text(json.dumps(stamped(version, meta, "meta.json")))
-
-
-def damage_report(version):
-    path = version / "report.json"
-    path.write_text(path.read_text()[:-10])
-
-
-DAMAGES = [value for name, value in sorted(globals().items()) if name.startswith("damage_")]
+WAYS = {name: functools.partial(damaged, name=file, change=change) for name, (file, change) in DAMAGES.items()} | {
+    "trees": functools.partial(with_stamp, name=MODEL, change=outside_of_themselves),
+    "link": with_link,
+    "names": with_names,
+}
 
 
 @pytest.mark.spread(2)
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", WAYS.values(), ids=WAYS)
 def test_a_damaged_version_is_named_in_one_line_and_the_older_one_answers(data, damage, capsys):
     older, newer = both(data)
     before = newest(data, "memory").estimator.predict
@@ -175,7 +159,7 @@ def test_without_any_whole_version_the_model_that_comes_along_answers(data, caps
     case = CONFIGS[0]
     assert estimate(case, data=str(data)).answered_by["memory"].startswith("lightgbm 2026")
     for version in both(data):
-        damage_byte(version)
+        damaged(version, MODEL, flipped)
     done = estimate(case, data=str(data))
     assert done.answered_by["memory"] == "hybrid (default)"
     assert len(capsys.readouterr().err.strip().splitlines()) == 2
@@ -186,7 +170,7 @@ def test_a_damaged_model_of_the_projects_own_leaves_the_trace(data, tmp_path, mo
     shutil.copytree(DEFAULT_MODELS, home)
     monkeypatch.setattr("learn.artifacts.DEFAULT_MODELS", home)
     assert default_artifact("memory") is not None
-    other_bytes(next((home / "memory" / "model").glob("correction*")))
+    damaged(home, "memory/model/correction.npz", flipped)
     assert default_artifact("memory") is None
     assert "memory is damaged: model/correction" in capsys.readouterr().err
     done = estimate(CONFIGS[0], data=str(tmp_path / "none"[:0] or data.parent / "b'; echo"), estimator="trace")
@@ -200,7 +184,7 @@ def test_a_version_without_checksums_is_said_so_once_and_checked_by_its_structur
         assert newest(data, "memory").version == newer.name
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and "no checksum" in said[0] and newer.name in said[0]
-    damage_cut(newer)
+    damaged(newer, MODEL, lambda content: content[: len(content) // 2])
     assert newest(data, "memory").version == older.name
     assert "it is no archive of arrays" in capsys.readouterr().err
 

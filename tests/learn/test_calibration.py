@@ -11,7 +11,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import load_device
 from featurize.machine import CURRENT, DESCRIBED, EAGER, MachineProfile, machine, read_machine
 from learn import estimate
-from learn.calibration import MeasuredMemory, calibrate, measured_in_csv, to_mapping
+from learn.calibrate import MeasuredMemory, calibrate, measured_in_csv, to_mapping
 from tests.learn.learn_rows import make_configs, write_runs
 from warehouse.folder import DataFolder
 

@@ -1,6 +1,5 @@
 """Fitting the kernel model: made-up measurements are explained, what cannot be learned from is said."""
 
-import contextlib
 import dataclasses
 import json
 
@@ -10,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from learn_rows import make_configs, write_llm_foundry, write_runs
 
-import warehouse
 from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.kernel_model.calls import kernel_calls
@@ -100,8 +98,7 @@ def folder(tmp_path_factory):
 
 
 def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reason(folder):
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        rows, left_out = measured_times(connection, silent)
+    rows, left_out = measured_times(folder, silent)
     by_source = {source: [row for row in rows if row.source == source] for source in {row.source for row in rows}}
     assert {source: len(of) for source, of in by_source.items()} == {"farm": 22, "llm_foundry": 1}
     assert left_out == {"no description of GPU-of-nobody": 1, "llm_foundry: 9t in amp_bf16": 1}
@@ -110,8 +107,7 @@ def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reaso
     assert step.measured_ms == pytest.approx(4 * 512 / 409_600 * 1e3)  # one micro-step of one GPU
     assert step.device.name == "H100-SXM5-80GB"
     assert step.calls.kind.count("attention") == 1  # twelve equal layers are one kernel that runs twelve times
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        drawn = measured_times(connection, silent, 5)[0]
+    drawn = measured_times(folder, silent, 5)[0]
     assert sorted(row.source for row in drawn) == ["farm"] * 5 + ["llm_foundry"]
 
 
@@ -130,9 +126,7 @@ def test_measured_operators_of_the_table_of_kernels_are_learned_from(tmp_path):
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "kernels.parquet")
     ingest(IngestSettings(source="neusight", path=str(tmp_path / "kernels.parquet"), data=str(tmp_path / "data")))
-    connection = warehouse.connect(tmp_path / "data")
-    times, left_out = kernel_times(connection, 10)
-    connection.close()
+    times, left_out = kernel_times(tmp_path / "data", 10)
     assert not left_out
     product, batched, convolution, relu, norm = (
         next(one for one in times if one.group == f"aten::{name}")

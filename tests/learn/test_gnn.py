@@ -79,11 +79,6 @@ def test_the_traces_own_figures_of_memory_and_time_are_not_read(fitted, rows):
     np.testing.assert_array_equal(fitted.predict([case], steps).point, before)
 
 
-def test_devices_make_a_difference_to_what_is_read(fitted):
-    names = fitted._scaling.scalar_columns
-    assert any(name.startswith("gpu_") for name in names) and not any(name.startswith("job_") for name in names)
-
-
 def test_out_of_memory_rows_push_up_and_never_down(rows):
     big = rows.label > np.quantile(rows.label, 0.7)
     ceiling = float(np.quantile(rows.label, 0.7))
@@ -99,11 +94,3 @@ def test_torch_is_left_as_it_was(fitted, rows):
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     make_estimator("gnn").fit(rows.subset(np.arange(20)), STEPS).predict(rows.cases[:2], STEPS)
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
-
-
-def test_saved_as_arrays_and_json_alone(fitted, rows, tmp_path):
-    fitted.save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["estimator.json", "gnn.npz"]
-    loaded = type(fitted).load(tmp_path)
-    case = module_case(depth=3)
-    np.testing.assert_array_equal(loaded.predict([case], STEPS).upper(0.9), fitted.predict([case], STEPS).upper(0.9))

@@ -81,13 +81,6 @@ def test_estimate_and_bound_grow_with_the_batch_wherever_the_trace_does(fitted, 
                 assert figures[i] <= figures[i + 1] * (1 + 1e-12)
 
 
-def test_with_its_own_workspaces_a_larger_batch_takes_at_most_a_few_percent_less(fitted):
-    config = cnn.Config(batch_size=1, image_size=40, channels=3, classes=10, base_filters=8, depth=4, topology="dense")
-    cases = of_configs([dataclasses.replace(config, batch_size=b) for b in (1, 3, 8, 13, 50, 64, 65, 200, 777, 4096)])
-    point = fitted.predict(cases, STEPS).point
-    assert (point[1:] / point[:-1]).min() > 0.97
-
-
 def test_it_is_never_below_what_the_weights_take(fitted):
     large = mlp.Config(batch_size=1, input_size=60_000, classes=60_000, depth=1)
     values = STEPS.record(*of_configs([large])).values

@@ -11,8 +11,10 @@ from featurize.device_spec import load_device
 from featurize.kernel_model.calls import FP32, TENSOR, as_calls, product, stream
 from featurize.kernel_model.times import clock_ghz
 from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit
-from learn.kernels.formulas import FORMULAS, RooflineByKind, TilesAndWaves, WaveScaling
+from learn.kernels.formulas import FORMULAS, RooflineByKind
 from learn.kernels.judging import left_out_ratios
+from learn.peers.habitat import WaveScaling
+from learn.peers.neusight import TilesAndWaves
 
 V100, A100, T4 = (load_device(name) for name in ("V100-SXM2-32GB", "A100-SXM4-40GB", "T4"))
 MIB = 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_jobs_without_a_time_and_gpus_without_a_description_are_left_out_with_th
 
 @pytest.mark.slow
 def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(folder, monkeypatch):
-    monkeypatch.setattr(power_fit, "_ITERATIONS", 5)
+    monkeypatch.setattr(power_fit, "_DESCENT", dataclasses.replace(power_fit._DESCENT, iterations=5))
     rows, _ = power_fit.power_rows(folder, lambda *_: None)
     section, scores = power_fit.fitted_power(rows, load_efficiencies(), lambda *_: None)
     assert set(section) == {"sm", "fp32", "tensor", "dram", "exponent", "feed"}

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-import warehouse
 from learn.kernels.fitting import LIGER, SAILOR
 from learn.kernels.layers import layer_calls
 from learn.kernels.rows import kernel_times
@@ -47,8 +46,7 @@ def test_layers_are_learned_from_and_what_is_no_layer_is_named(tmp_path):
     file = landed(tmp_path, "sailor", rows)
     assert (file.new, dict(file.statuses)) == (2, {"ok": 2, "invalid": 1})
     landed(tmp_path, "liger", [liger_row(), liger_row(provider="liger"), liger_row(value="-")])
-    with warehouse.connect(tmp_path / "data") as connection:
-        times, left_out = kernel_times(connection, 10)
+    times, left_out = kernel_times(tmp_path / "data", 10)
     assert {(row.source, row.group, row.device.name, row.measured_ms) for row in times} == {
         (SAILOR, "head", "V100-SXM2-16GB", 20.0),
         (LIGER, "silu", "B200-SXM-180GB", 0.5),

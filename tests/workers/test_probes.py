@@ -20,7 +20,7 @@ from conf.errors import UsageError
 from featurize.block_comparison import compare_blocks
 from featurize.device_spec import load_device
 from featurize.trial import config_from_mapping
-from learn.calibration import calibrate, measured_in_csv
+from learn.calibrate import calibrate, measured_in_csv
 from workers.devices import Slot
 from workers.probes import children, contexts, histories, questions, workspaces
 from workers.probes.children import Measurement, keep_rows, measure_all

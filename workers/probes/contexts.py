@@ -33,7 +33,7 @@ _TRAINED = {
         "batch_norm": True, "batch_size": 16,
     },
 }  # fmt: skip
-_CSV_COLUMNS = ("kind", "mib", "reserved_mib", "cudnn", "config")  # learn.calibration.COLUMNS
+_CSV_COLUMNS = ("kind", "mib", "reserved_mib", "cudnn", "config")  # learn.calibrate.COLUMNS
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
