@@ -577,7 +577,8 @@ def piece_of_nodes(graph: Graph, sizes: dict[Node, int], limits: Sequence[float]
         while _only_of_weights(reader, sizes) and reader.users:
             reader = min(reader.users, key=place.__getitem__)
         of_reader.setdefault(reader, []).append(node)
-    number, filled, members = 0, 0, set[Node]()
+    number = filled = 0
+    members: set[Node] = set()
     from_last: dict[Node, int] = {}
     for reader in reversed(nodes):
         if reader not in of_reader:
