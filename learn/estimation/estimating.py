@@ -245,7 +245,7 @@ def estimate_many(
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
     spec = checked(estimator, method, device)
     jobs = _configs(configs)
-    runs = None if leaves_out(known) else known
+    runs = RUNS if known == RUNS else None
     if method == "fast":
         traced_only = {"estimator": estimator, "loop": loop, "workspaces": workspaces, "torch_version": torch_version}
         _require_config_alone({**traced_only, "known": runs}, coverage)
@@ -384,7 +384,8 @@ def question_of(
             raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
         job = of_config(trusting(job_of, parse_trust(trust)))
         job = job if name is None else replace(job, name=name)
-        layout = layout if parallel is not None else job_of.parallel
+        if parallel is None:
+            layout = job_of.layout
     elif callable(job_of):
         require_whole(job_of)
         pairs = [(inputs, target)] if batches is None else batches_of(batches, inputs, target)

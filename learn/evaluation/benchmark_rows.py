@@ -153,11 +153,11 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
         )
     records = tuple(_labelled(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
     statuses = Counter(row.status for _, row in rows)
-    names = [f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name for _, row in rows]
+    row_names = [f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name for _, row in rows]
     return RowSelection(
         Rows(target, records, dict(sorted(statuses.items()))),
         np.array([file.path.stem for file, _ in rows], dtype=object),
-        np.array(names, dtype=object),
+        np.array(row_names, dtype=object),
         asked,
         fitted_on,
         tuple(row for _, row in rows),

@@ -272,8 +272,8 @@ def _draw_accuracy(plt: Any, table: PaperTable) -> Any:
     figure, axes = plt.subplots(figsize=(11.0, 3.4), layout="constrained")
     places, width = np.arange(len(table.rows)), 0.8 / max(len(kinds), 1)
     for k, (name, style) in enumerate(styles_of(kinds).items()):
-        heights = np.array([row.get(name) for row in table.rows], dtype=float)
-        axes.bar(places - 0.4 + (k + 0.5) * width, heights, width, color=style["color"], label=name)
+        shares = np.array([row.get(name) for row in table.rows], dtype=float)
+        axes.bar(places - 0.4 + (k + 0.5) * width, shares, width, color=style["color"], label=name)
     bands = [(place, published) for place, row in enumerate(table.rows) for published in row["theirs"] or ()]
     heights = [max(published.high - published.low, 0.006) for _, published in bands]
     lows = [published.low for _, published in bands]

@@ -70,9 +70,11 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         "learned from": ours.log_ratios(np.ones(len(fit.rows), dtype=bool)),
     }
     for split, masks in splits.items():
-        ratios[split] = left_out_ratios(
-            ours, masks, lambda split=split: progress(f"fitting, {split}", next(fits), number)
-        )
+
+        def heard(label: str = f"fitting, {split}") -> None:
+            progress(label, next(fits), number)
+
+        ratios[split] = left_out_ratios(ours, masks, heard)
     of_subsets = dict(subsets(fit))
     kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & fit.steps).any()}
     scores = [
@@ -213,13 +215,13 @@ def power_table(scores: Sequence[PowerScore]) -> str:
     return _table_text(heads, rows)
 
 
-def _table_text(heads: Sequence[str], rows: Sequence[Sequence[str | int]]) -> str:
+def _table_text(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*heads)
     for row in rows:
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else cell for cell in row))
+        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row))
     console = Console(width=120, no_color=True)
     with console.capture() as text:
         console.print(table)

@@ -79,6 +79,11 @@ class ScriptCompiler:
         """Return whether a graph is captured now, in a thread of its own, which is to have no modes."""
         return any(regions.capturing for regions in self._regions)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the script has compiled a module."""
+        return bool(self._compiled)
+
     def notes(self) -> tuple[str, ...]:
         """Return how sure the figures of the compiled modules are."""
         return tuple(dict.fromkeys(text for regions in self._regions for text in regions.notes()))

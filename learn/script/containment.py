@@ -236,5 +236,6 @@ def is_ready_for_its_absence() -> bool:
         frame = frame.f_back
     if frame is None:
         return False
-    handlers = dis.Bytecode(frame.f_code).exception_entries  # those with `lasti` are of `with`, and of `except` itself
+    code: Any = dis.Bytecode(frame.f_code)
+    handlers = code.exception_entries  # those with `lasti` are of `with`, and of `except` itself
     return any(entry.start <= frame.f_lasti < entry.end and not entry.lasti for entry in handlers)

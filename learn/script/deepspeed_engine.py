@@ -426,7 +426,7 @@ def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
     }
     arange = {"zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn, "_orig_torch_arange": torch.arange}
     of_torch = {name: getattr(dist, name) for name in dir(dist) if not name.startswith("_")}
-    within = {
+    within: dict[str, dict[str, Any]] = {
         "": {
             "__version__": VERSION,
             "initialize": job.initialize,

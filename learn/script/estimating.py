@@ -165,7 +165,7 @@ def estimate_script(
     done = None
     if record is not None and page is None:
         done = cached_estimate(question_of(record), spec)
-    if done is None:
+    if record is None or done is None:
         record = record and records.with_trace(record)
         record = record or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
         question = question_of(record)
@@ -271,11 +271,12 @@ def _workload(record: ScriptRecord, name: str) -> Workload:
     chosen = record.settings
     search = search_settings(benchmark=bool(chosen.get("cudnn_benchmark")))
     names = {field.name for field in fields(ScriptSettings)}
+    settings: dict[str, Any] = {name: value for name, value in chosen.items() if name in names}
     return Workload(
         name=name,
         build=absent,
         batch=lambda _device: ((), None),  # which a report would list
-        settings=ScriptSettings(**{name: value for name, value in chosen.items() if name in names}),
+        settings=ScriptSettings(**settings),
         batch_size=max(1, record.batch_size),
         recorded=record.trace,
         search=replace(

@@ -38,7 +38,7 @@ SETTINGS: Mapping[str, type] = {
     "optimizer": str, "precision": str, "precision_in_words": str, "cudnn_benchmark": bool, "cudnn_allow_tf32": bool,
     "cudnn_deterministic": bool, "channels_last": bool, "implementation": str,
     "accumulation": int, "clip_norm": float, "clip_value": float, "zero_grad": str, "checkpointing": str,
-    "checkpoint_reentrant": bool,
+    "checkpoint_reentrant": bool, "compile": bool,
 }  # fmt: skip
 Stamp: TypeAlias = list[int] | None
 MOST_FILES = 2000  # whose state is asked for
@@ -117,7 +117,8 @@ def record_of_json(content: Any) -> ScriptRecord:
 
 
 def _setting(name: str, value: Any) -> Setting:
-    if type(value) is not SETTINGS.get(name):
+    given = type(value)
+    if given is not SETTINGS.get(name):
         raise BadRecord("a setting of an unknown name or type")
     if isinstance(value, str):
         return text_of(value)

@@ -213,6 +213,7 @@ class ScriptRun:
             "cudnn_allow_tf32": search.allow_tf32,
             "cudnn_deterministic": search.deterministic,
             "channels_last": self._recorder.channels_last(),
+            "compile": self._compiler.compiles,
             **({"accumulation": micro} if micro > 1 else {}),
             **self._watch.seen,
         }

@@ -179,7 +179,6 @@ def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path
 def test_a_compiled_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_module():
     settings = {
         "optimizer": "adamw", "precision": "bf16", "compile": True, "implementation": "fused", "clip_norm": 1.0,
-        "framework": "eager",
         "loss": lambda output, _target: output[1], **TOKENS,
     }  # fmt: skip
     script = check_same("nanogpt_like", Job(gpt, [[4, 128], [4, 128]], settings))

@@ -281,7 +281,7 @@ def test_the_graph_of_a_compiled_replica_is_cut_where_its_buckets_end(tmp_path, 
             lambda cap: estimate(
                 lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), [8, 64],
                 parallel=f"ddp=4,bucket_cap_mb={cap}", compile=True, optimizer="sgd", estimator="trace",
-                framework="eager", loss=lambda output, _: output.sum(),
+                loss=lambda output, _: output.sum(),
             ),
         )
     )  # fmt: skip
