@@ -30,7 +30,7 @@ EXTRAS = {
         "httptools": "httptools",
         "uvloop": "uvloop",
     },
-    # Wheels of libraries have no modules: `featurize.cudnn.libraries` looks for their files, of CUDA 12 or 13.
+    # Wheels of libraries have no modules: `featurize.cudnn.oracle` looks for their files, of CUDA 12 or 13.
     "cudnn": {
         "cudnn": "nvidia-cudnn-frontend",
         "nvidia.cudnn": "nvidia-cudnn-cu12",

@@ -2,7 +2,8 @@
 
 Start reading at `CompiledRegions`; `featurize.compiled_graph` runs a captured graph. AOTAutograd traces the joint graph
 of a region's forward and backward pass, its min-cut partitioner chooses what is saved. Imports torch's compiler when
-the first region is captured, not before.
+the first region is captured, not before. `AttributeReads` lets repeated blocks share a capture, `in_pieces` cuts a
+graph where DistributedDataParallel's buckets end, `marked` marks what checkpoints compute again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +24,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as library
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
 from conf.plain_text import exception_line
 from featurize.checkpointing import repeated_blocks
-from featurize.compiled_checkpoints import mark_cheap, marked
 from featurize.compiled_graph import GraphReplay
-from featurize.compiled_sharing import AttributeReads
 from featurize.cuda_graphs import GRAPHED, CudaGraphs
 from featurize.quantized import DEQUANTIZATIONS
 from featurize.replacing import replaced
 from featurize.wrappers import compiled_function, compiled_functions, is_compiled, uncompiled_copy
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
+    from torch.fx import Graph, GraphModule, Node
 
     from featurize.recorder import Recorder
 
@@ -74,7 +79,8 @@ class CompiledRegions:
         self.capturing = False
         self.followed: set[str] = set()  # modules and functions that were captured
         self.failed: dict[str, str] = {}  # those that were not -> why
-        self._known: dict[Hashable, list[tuple[AttributeReads, _Capture | str]]] = {}
+        # Kind of inputs -> what was captured for them, or why nothing was, each for modules that read the same.
+        self.known: dict[Hashable, list[tuple[AttributeReads, _Capture | str]]] = {}
         paths = {module: path for path, module in model.named_modules()}
         chosen: dict[nn.Module, None] = {}
         for name in names:
@@ -111,15 +117,6 @@ class CompiledRegions:
         self._any = True
         owner = getattr(function, "__self__", None)
         return _Region(self, owner if isinstance(owner, nn.Module) else nn.Module(), function, name).as_function()
-
-    def known(self, module: nn.Module, key: Hashable) -> _Capture | str | None:
-        """Return what was captured of a module that runs the same graph, or why none could be; None: not known."""
-        alike = (capture for reads, capture in self._known.get(key, ()) if reads.alike(module))
-        return next(alike, None)
-
-    def remember(self, key: Hashable, reads: AttributeReads, capture: _Capture | str) -> None:
-        """Keep a capture, or why there is none, for modules that run the same graph on inputs of this kind."""
-        self._known.setdefault(key, []).append((reads, capture))
 
     def recorder_now(self) -> Recorder | None:
         """Return the recorder of what runs; None while a graph is captured."""
@@ -183,11 +180,12 @@ class _Region:
         if unknown:
             regions.failed.setdefault(self._name, f"it takes a {type(unknown[0]).__name__}, which is no tensor")
             return None
-        capture = regions.known(module, key)
+        known = regions.known.setdefault(key, [])
+        capture = next((capture for reads, capture in known if reads.alike(module)), None)
         if capture is None:
             reads = AttributeReads(module)
             capture = self._new_capture(reads, names, leaves, structure, tensors)
-            regions.remember(key, reads, capture)
+            known.append((reads, capture))
         if isinstance(capture, str):
             regions.failed.setdefault(self._name, capture)
             return None
@@ -287,13 +285,16 @@ class _Capture:
             )
 
         self._forward, self._weights, self._compiled, self._buckets = forward, len(names), compiled, regions.buckets
-        self._function: Callable[..., Any] | None = None
+        self._function: Callable[..., Any] | None = None  # until the first call
 
     def first_call(self, thread: ThreadPoolExecutor, tensors: list[Tensor]) -> None:
         """Capture the graphs and run both once. Raises what the model and the compiler raise."""
 
         def run() -> None:
-            self._function = self._in_pieces(tensors) or self._compiled(self._forward, self._weights)
+            if self._buckets is not None:
+                self._function = in_pieces(self._forward, tensors, self._weights, self._buckets, self._compiled)
+            if self._function is None:
+                self._function = self._compiled(self._forward, self._weights)
             outputs = [output for output in self._function(*tensors) if output.requires_grad]
             inputs = [tensor for tensor in tensors if tensor.requires_grad]
             if inputs and not outputs:
@@ -304,13 +305,6 @@ class _Capture:
                     torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
 
         thread.submit(run).result()
-
-    def _in_pieces(self, tensors: list[Tensor]) -> Callable[..., Any] | None:
-        if self._buckets is None:
-            return None
-        from featurize.compiled_pieces import in_pieces
-
-        return in_pieces(self._forward, tensors, self._weights, self._buckets, self._compiled)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         assert self._function is not None, "captured"
@@ -407,3 +401,299 @@ def _repeats(tensors: list[Tensor]) -> tuple[int, ...]:
 
 def _named(name: str) -> str:
     return f"module {name!r}" if name else "the model"
+
+
+_COMPARED = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+# Parameters and buffers are the graph's inputs; members are compared path by path.
+_COMPARED_APART = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_plain_attribute = object.__getattribute__
+
+
+class AttributeReads:
+    """The attributes that a forward pass reads of a module and its members.
+
+    Args:
+        module: The module whose graph is captured.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tree = _tree(module)
+        self._paths = _paths(module)
+        self._values: dict[tuple[str, str], object] = {}
+        self._all_read = False  # code asked for the attributes as a whole
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within, what any thread reads of the module counts as read."""
+        paths, values = self._paths, self._values
+
+        def read(module: nn.Module, name: str) -> Any:
+            value = _plain_attribute(module, name)
+            path = paths.get(id(module))
+            if path is None:
+                return value
+            if name == "__dict__":
+                self._all_read |= not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn.")
+            elif name not in _COMPARED_APART and name in _plain_attribute(module, "__dict__"):
+                values.setdefault((path, name), value)
+            return value
+
+        with replaced(nn.Module, "__getattribute__", read):
+            yield
+
+    def alike(self, other: nn.Module) -> bool:
+        """Return whether the forward pass would read the same of another module, members and classes included."""
+        if self._all_read or _tree(other) != self._tree:
+            return False
+        theirs = _paths(other)
+        members = dict(other.named_modules())
+        for (path, name), value in self._values.items():
+            attributes = vars(members[path])
+            if name not in attributes or not self._same(value, attributes[name], theirs):
+                return False
+        return True
+
+    def _same(self, one: object, other: object, theirs: dict[int, str]) -> bool:
+        if one is other:
+            return True
+        if isinstance(one, nn.Module):
+            path = self._paths.get(id(one))
+            return path is not None and path == theirs.get(id(other))
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, _COMPARED):
+            return one == other
+        if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+            return len(one) == len(other) and all(self._same(a, b, theirs) for a, b in zip(one, other, strict=True))
+        if isinstance(one, dict) and isinstance(other, dict):
+            return list(one) == list(other) and all(self._same(one[key], other[key], theirs) for key in one)
+        if isinstance(one, MethodType) and isinstance(other, MethodType):
+            return one.__func__ is other.__func__ and self._same(one.__self__, other.__self__, theirs)
+        if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+            return one.__code__ is other.__code__ and self._same(_bound(one), _bound(other), theirs)
+        if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+            mine, its = ((part.func, part.args, part.keywords) for part in (one, other))
+            return self._same(mine, its, theirs)
+        return False
+
+
+def _bound(function: FunctionType) -> tuple[object, ...]:
+    """Return what a function computes with besides its code: a factory makes another one for each layer."""
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # not set yet
+            cells.append(cell)
+    return function.__defaults__, function.__kwdefaults__, vars(function), cells
+
+
+def _paths(module: nn.Module) -> dict[int, str]:
+    return {id(member): path for path, member in module.named_modules()}
+
+
+def _tree(module: nn.Module) -> list[tuple[str, type, tuple[str, ...]]]:
+    """Path, class and missing parameters and buffers of each member; one that has two paths appears once."""
+    return [
+        (
+            path,
+            type(member),
+            tuple(k for part in (member._parameters, member._buffers) for k in part if part[k] is None),
+        )
+        for path, member in module.named_modules()
+    ]
+
+
+Compile = Callable[[Callable[..., Any], int], Callable[..., Any]]
+
+
+def in_pieces(
+    forward: Callable[..., list[Tensor]],
+    tensors: Sequence[Tensor],
+    weights: int,
+    limits: Sequence[float],
+    compiled: Compile,
+) -> Callable[..., Any] | None:
+    """Return what runs a forward pass in compiled pieces; None where it stays in one.
+
+    It stays where its parameters fill one bucket, and where a part of it runs without gradients, which a graph of
+    operators does not tell.
+
+    Args:
+        forward: Takes `tensors`, on the meta device, and returns tensors.
+        tensors: The parameters and buffers, then the inputs.
+        weights: How many of them are parameters and buffers.
+        limits: Bytes of the first bucket and of all later ones, as `limits_of` of
+            `featurize.parallel.data_parallel` gives them.
+        compiled: Compiles a function of which so many first arguments are parameters and buffers.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.passes.split_module import split_module
+
+    modes = _GradModes()
+
+    def watched(*given: Tensor) -> list[Tensor]:
+        with modes:
+            return forward(*given)
+
+    whole = make_fx(watched)(*tensors)
+    whole.graph.eliminate_dead_code()
+    inputs = [node for node in whole.graph.nodes if node.op == "placeholder"]
+    sizes = {
+        node: tensor.untyped_storage().nbytes()
+        for node, tensor in zip(inputs[:weights], tensors, strict=False)
+        if tensor.requires_grad
+    }
+    pieces = piece_of_nodes(whole.graph, sizes, limits)
+    if modes.without_gradients or len(set(pieces.values())) < 2:
+        return None
+    split = split_module(whole, None, lambda node: pieces[node])  # type: ignore[arg-type]  # no root module is needed
+    names = {node.name for node in inputs[:weights]}
+    for node in split.graph.nodes:
+        if node.op == "call_module":
+            order = sorted(range(len(node.args)), key=lambda place: node.args[place].name not in names)
+            count = sum(one.name in names for one in node.args)
+            piece = _Piece(split.get_submodule(node.target), order, count, compiled)
+            split.add_submodule(node.target, piece)
+    return split
+
+
+def piece_of_nodes(graph: Graph, sizes: dict[Node, int], limits: Sequence[float]) -> dict[Node, int]:
+    """Return the piece in which each operator runs, from 0, the first one.
+
+    From the last operator backwards, a piece takes operators until the parameters that they read reach the limit.
+
+    Args:
+        graph: Of one forward pass.
+        sizes: Input of the graph that holds a parameter with a gradient -> its bytes.
+        limits: Bytes of the last piece's parameters, and of all others'.
+    """
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    of_reader: dict[Node, list[Node]] = {}
+    for node in nodes:
+        # A weight's transpose and its cast go with the product that reads them.
+        reader = node
+        while _only_of_weights(reader, sizes) and reader.users:
+            reader = min(reader.users, key=place.__getitem__)
+        of_reader.setdefault(reader, []).append(node)
+    number = filled = 0
+    members: set[Node] = set()
+    from_last: dict[Node, int] = {}
+    for reader in reversed(nodes):
+        if reader not in of_reader:
+            continue
+        leaves = any(user not in members for node in members for user in node.users)
+        if filled >= limits[min(number, len(limits) - 1)] and leaves:
+            number, filled, members = number + 1, 0, set()
+        for node in of_reader[reader]:
+            filled += sum(sizes.get(source, 0) for source in node.all_input_nodes)
+            from_last[node] = number
+            members.add(node)
+    if number and not filled:  # operators without parameters before the first one
+        from_last = {node: min(one, number - 1) for node, one in from_last.items()}
+        number -= 1
+    return {node: number - one for node, one in from_last.items()}
+
+
+def _only_of_weights(node: Node, sizes: dict[Node, int]) -> bool:
+    sources = node.all_input_nodes
+    return len(sources) == 1 and (sources[0] in sizes or _only_of_weights(sources[0], sizes))
+
+
+class _Piece(nn.Module):
+    """One compiled piece. Its parameters come first, as AOTAutograd wants them."""
+
+    def __init__(self, graph: GraphModule, order: list[int], weights: int, compiled: Compile) -> None:
+        super().__init__()
+        self._order = order
+        back = sorted(range(len(order)), key=order.__getitem__)
+
+        def function(*sorted_arguments: Any) -> list[Any]:
+            self._alone = not isinstance(results := graph(*(sorted_arguments[at] for at in back)), list | tuple)
+            return [results] if self._alone else list(results)
+
+        self._compiled = compiled(function, weights)
+
+    def forward(self, *arguments: Any) -> Any:
+        results = self._compiled(*(arguments[at] for at in self._order))
+        return results[0] if self._alone else results
+
+
+class _GradModes(TorchDispatchMode):
+    """Notices operators that run without gradients."""
+
+    without_gradients = False
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.without_gradients |= not torch.is_grad_enabled()
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def marked() -> Iterator[None]:
+    """Within, `torch.utils.checkpoint.checkpoint` of either variant runs its function once and marks what it runs."""
+    from torch._functorch import partitioners
+
+    numbers = itertools.count()
+
+    def without_hooks(
+        _function: Callable[..., Any],
+        _preserve: bool = True,
+        context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
+        *_: Any,
+        **__: Any,
+    ) -> Iterator[None]:
+        with _computed_again(next(numbers), context_fn):
+            yield
+
+    def without_hooks_by_name(
+        function: Callable[..., Any],
+        _args: Any,
+        _kwargs: Any,
+        *,
+        context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
+        **_: Any,
+    ) -> Iterator[None]:
+        return without_hooks(function, context_fn=context_fn)
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+            with _computed_again(next(numbers), noop_context_fn):
+                return function(*args)
+
+    name, newer = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
+    with (
+        # From 2.15 on `checkpoint` calls the newer one, whose settings have names.
+        replaced(library, newer, without_hooks_by_name)
+        if hasattr(library, newer)
+        else replaced(library, name, without_hooks),
+        replaced(library, "CheckpointFunction", Reentrant),
+        # Keeps the state of a GPU's random numbers, some bytes, and knows no meta tensors.
+        replaced(
+            partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, _symbols: (forward, backward)
+        ),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _computed_again(number: int, context_fn: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
+    """Mark the nodes that are captured within. A selective checkpoint's own mode says which of them are saved."""
+    from torch.fx import traceback
+
+    mode, _ = context_fn()
+    if hasattr(mode, "ac_graph_id"):
+        mode.ac_graph_id = number
+    with traceback.preserve_node_meta():  # which restores the marks in the end
+        traceback.current_meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=number)
+        with mode:
+            yield
+
+
+def mark_cheap(joint: torch.fx.GraphModule, names: frozenset[str]) -> None:
+    """Mark the operators of these names in a captured graph: none of their results is saved."""
+    for node in joint.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in names:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

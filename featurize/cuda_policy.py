@@ -16,12 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import _VF, Tensor
 
-from conf.errors import UsageError
-from featurize import cudnn_rnn, detection, flash_attention, liger, xformers_attention
+from featurize import attention, cudnn_rnn, detection, liger
 from featurize.architecture import AttentionKernels
 from featurize.autocast import Autocast, casting
 from featurize.library_calls import channels_last
-from featurize.optimizers import is_shared
 from featurize.replacing import replaced
 
 
@@ -37,15 +35,10 @@ def as_on_cuda(
     that only computing the step would give, `attends` the width of a head of each call of attention."""
     with contextlib.ExitStack() as stack:
         autocast = stack.enter_context(casting(autocast_dtype))  # holds a lock: one trace at a time
-        attention = functools.partial(
-            _attention, F.scaled_dot_product_attention, autocast, kernels=kernels, attends=attends
-        )
         stack.enter_context(fused_kernels())
         stack.enter_context(detection.as_trained(autocast, assume))
-        stack.enter_context(flash_attention.as_installed())
+        stack.enter_context(attention.as_on_gpu(autocast, kernels, attends))
         stack.enter_context(liger.as_on_gpu())
-        stack.enter_context(xformers_attention.as_on_gpu())
-        stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
         stack.enter_context(replaced(F, "dropout", functools.partial(_dropout, F.dropout)))
         stack.enter_context(replaced(torch, "dropout", functools.partial(_dropout, torch.dropout)))
         for name in cudnn_rnn.MODES:
@@ -166,71 +159,3 @@ def _dropout(original, input, p=0.5, training=True, inplace=False, **kwargs):
     if training and 0 < p < 1 and not inplace and not kwargs and input.device.type == "meta":
         return torch.native_dropout(input, p, True)[0]
     return original(input, p, training, inplace, **kwargs)
-
-
-def _attention(
-    original,
-    autocast,
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-    *,
-    kernels: AttentionKernels,
-    attends: Callable[[int], None],
-):
-    """The kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a mask
-    (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
-    kernel, which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""
-    width = query.shape[-1]
-    attends(width)
-    query, key, value, attn_mask = autocast.lower((query, key, value, attn_mask))
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    aligned = query.shape[-1] % (8 if half else 4) == 0 and value.shape[-1] % (8 if half else 4) == 0
-    fused = query.device.type == "meta" and query.dim() == key.dim() == value.dim() == 4
-    same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    square = not is_causal or query.shape[-2] == key.shape[-2]  # flash aligns the causal mask differently
-    if fused and half and attn_mask is None and same_width and square and width <= kernels.flash:
-        if width % 8:  # flash pads the head to a multiple of 8
-            scale = scale if scale is not None else width**-0.5
-            query, key, value = (F.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        out = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        return out[..., :width] if width % 8 else out
-    grouped = fused and query.shape[1] != key.shape[1]
-    if fused and aligned and not grouped and width <= kernels.efficient:
-        if attn_mask is not None:
-            if attn_mask.dtype is torch.bool:
-                bias = torch.zeros_like(attn_mask, dtype=query.dtype)
-                attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-            attn_mask = _aligned(attn_mask)
-            batch, heads, length = query.shape[:3]
-            attn_mask = attn_mask.expand(batch, heads, length, key.shape[-2])
-        if is_shared(query):
-            from featurize.parallel.ring_attention import require_whole_rows  # its imports are heavy
-
-            require_whole_rows(query)
-        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        keep = query.requires_grad or key.requires_grad or value.requires_grad
-        return kernel(query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale)[0]
-    if is_shared(query):
-        raise UsageError(
-            "parallel: cp: PyTorch runs fused attention over several ranks, and this call has no fused kernel (heads "
-            f"of {width} elements in {str(query.dtype).removeprefix('torch.')}, {query.shape[1]} of queries and "
-            f"{key.shape[1]} of keys); bf16 has more of them"
-        )
-    more = {"enable_gqa": True} if enable_gqa else {}
-    return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
-
-
-def _aligned(mask: Tensor) -> Tensor:
-    """The bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded copy,
-    of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
-    if mask.stride(-1) == 1 and not any(step % 8 for step in mask.stride()[:-1]):
-        return mask
-    columns = mask.shape[-1]
-    return F.pad(mask, (0, 8 - columns % 8))[..., :columns]

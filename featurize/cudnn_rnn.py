@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from featurize.operators import matrix_elements, time_steps
+
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
 
 # cuDNN does not say without a GPU what it keeps for the backward pass. Assumed, in values a time step, sample, layer
@@ -92,7 +94,7 @@ def forward(
         steps, samples = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
         output = x.new_empty(steps, samples, width)
         output = output.transpose(0, 1) if batch_first else output
-    kept = _rows(x) * hidden_size * directions * (_KEPT[mode] * num_layers + num_layers - 1)
+    kept = time_steps(x) * hidden_size * directions * (_KEPT[mode] * num_layers + num_layers - 1)
     reserve = torch.empty(kept * x.element_size() if train else 0, dtype=torch.uint8, device="meta")
     cell = torch.empty_like(cx) if cx is not None else x.new_empty(0)
     return output, torch.empty_like(hx), cell, reserve, x.new_empty(0)
@@ -139,24 +141,10 @@ def workspace_bytes(args: Sequence) -> int:
     x, weight, hx = args[0], args[1], args[4]
     rest = args[6:] if _is_forward(args) else args[10:]
     mode, hidden_size, batch_first = rest[0], rest[1], rest[4]
-    elements = _products(weight) + _WORK[mode] * hx.shape[0] * hx.shape[1] * hidden_size
+    elements = matrix_elements(weight) + _WORK[mode] * hx.shape[0] * hx.shape[1] * hidden_size
     if batch_first:
         elements += x.numel()
     return elements * x.element_size()
-
-
-def flops(args: Sequence) -> int:
-    """Count the forward operator's FLOPs: each weight matrix times each time step of each sample. Backward: twice."""
-    return 2 * _rows(args[0]) * _products(args[1])
-
-
-def _products(weight: Sequence[Tensor]) -> int:
-    """Elements of the weight matrices, biases left out."""
-    return sum(w.numel() for w in weight if w.dim() == 2)
-
-
-def _rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1] if x.shape[-1] else 0
 
 
 def _is_forward(args: Sequence) -> bool:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from featurize import flash_attention
+from featurize import attention
 from featurize.checkpointing import CONTAINERS, repeated_blocks
-from featurize.op_cost import MULTI_TENSOR, foreach_launches
+from featurize.operators import MULTI_TENSOR, foreach_launches
 from featurize.skeleton import build_on_meta, on_meta
 from featurize.step_trace import Block, Collective, Event, Operator, StepTrace
 from featurize.wrappers import compiled_modules, remarks
@@ -267,7 +267,7 @@ def _require_sound(events: Sequence[Event], blocks: Sequence[Block]) -> None:
 
 def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
     """Return a model on the meta device, which nobody else holds. None where its copy would lose what a trace notes."""
-    model = flash_attention.building(lambda: build_on_meta(factory))
+    model = attention.building(lambda: build_on_meta(factory))
     return None if remarks(model) or compiled_modules(model) else on_meta(model)
 
 

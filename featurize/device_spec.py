@@ -25,7 +25,6 @@ _OPTIONAL = (*_ARCHITECTURE, "interconnect", "power_cap_w")
 _LEAST_CAP = 0.25  # of a board's own limit: as an A100-SXM4 takes it, 100 of 400 W; what lies below was not measured
 _ABOVE_IDLE = 1.2  # times idle power is the least limit: below it, nothing is left for kernels
 _NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)
-_NO_CAPABILITY = 0.0  # as a feature: that of no NVIDIA GPU
 
 
 class UnsuitableDevice(UsageError):
@@ -302,9 +301,8 @@ def device_features(spec: DeviceSpec) -> dict[str, float]:
 
 def capability_feature(compute_capability: tuple[int, int] | None) -> float:
     """Return a compute capability as a learner sees it, 8.6; 0 of AMD's GPUs, which have none."""
-    if compute_capability is None:
-        return _NO_CAPABILITY
-    return compute_capability[0] + compute_capability[1] / 10
+    major, minor = compute_capability or (0, 0)
+    return major + minor / 10
 
 
 def _capability(text: object) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import DeviceSpec, UnsuitableDevice
-from featurize.model_flops import SCALED_PRODUCT
-from featurize.quantized import is_named, output_layer
+from featurize.operators import SCALED_PRODUCT
+from featurize.quantized import without_skipped
 from featurize.step_trace import Operator
 from featurize.vision import quiet_imports
 
@@ -51,17 +51,10 @@ def convert(model: nn.Module, recipe: str, skip: tuple[str, ...] | None = None, 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if any(map(is_converted, layers.values())):
         raise UsageError("float8: the model holds layers that torchao converted already: leave float8 out")
-    for name in skip or ():
-        if not any(is_named(layer, name) for layer in layers):
-            raise UsageError(f"float8_skip: the model has no linear layer {name!r}")
-    output = output_layer(model, layers) if skip is None else None
     chosen = {
         name
-        for name, layer in layers.items()
-        if name
-        and layer is not output
-        and not any(is_named(name, kept) for kept in skip or ())
-        and layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0
+        for name, layer in without_skipped(model, layers, skip, "float8_skip").items()
+        if name and layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0
     }
     if not chosen:
         raise UsageError(

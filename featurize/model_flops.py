@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from featurize.operators import ATTENTION, CONVOLUTIONS, PRODUCTS, SCALED_PRODUCT
 from featurize.training_settings import uses_tf32
 
 if TYPE_CHECKING:
@@ -15,20 +16,6 @@ if TYPE_CHECKING:
     from featurize.step_trace import Operator, StepTrace
     from featurize.training_settings import TrainingSettings
 
-SCALED_PRODUCT = "aten::_scaled_mm"  # of 8-bit floats, whatever type its result has
-_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward")
-_PRODUCTS = (
-    "aten::mm",
-    "aten::bmm",
-    "aten::addmm",
-    "aten::baddbmm",
-    "aten::_grouped_mm",
-    "gpufarm::liger_add_product_",
-    "gpufarm::int8_product",
-    SCALED_PRODUCT,
-)
-_ATTENTION = "aten::_scaled_dot_product_"
-_FLASH_PACKAGE = "aten::_flash_attention_"  # heads come after the length
 _TYPES = {"gpufarm::int8_product": "int8", SCALED_PRODUCT: "float8"}  # of operands, where the result has another
 _RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 
@@ -44,17 +31,17 @@ def model_flops(op: Operator) -> int:
     """
     if op.recomputed or op.phase == "optimizer":
         return 0
-    if op.name in _PRODUCTS or op.name in _CONVOLUTIONS:
+    if op.name in PRODUCTS or op.name in CONVOLUTIONS:
         return op.flops
-    return _attention_flops(op) if op.name.startswith((_ATTENTION, _FLASH_PACKAGE)) else 0
+    return _attention_flops(op) if op.name in ATTENTION else 0
 
 
 def _attention_flops(op: Operator) -> int:
-    backward = "backward" in op.name
-    query, key, value = op.input_shapes[backward : backward + 3]
+    first, _, backward, length_first = ATTENTION[op.name]
+    query, key, value = op.input_shapes[first : first + 3]
     if len(query) == 3:  # packed: five products in the backward pass, of which one gives the scores again
         return op.flops * 4 // 5 if backward else op.flops
-    keys = key[1] if op.name.startswith(_FLASH_PACKAGE) else key[-2]
+    keys = key[1] if length_first else key[-2]
     return (4 if backward else 2) * math.prod(query[:-1]) * keys * (query[-1] + value[-1])
 
 
@@ -106,7 +93,7 @@ def _flops_by_type(trace: StepTrace) -> dict[tuple[str, bool], int]:
     flops: dict[tuple[str, bool], int] = {}
     for op in trace.operators:
         if count := model_flops(op):
-            kind = _TYPES.get(op.name, op.dtype), op.name in _CONVOLUTIONS
+            kind = _TYPES.get(op.name, op.dtype), op.name in CONVOLUTIONS
             flops[kind] = flops.get(kind, 0) + count
     return flops
 

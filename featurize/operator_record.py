@@ -1,6 +1,6 @@
 """The operators of a step that is seen: what each moves and computes, and which ones its inputs come from.
 
-Start reading at `OperatorRecord`; `_traffic` and `featurize.op_cost` price one.
+Start reading at `OperatorRecord`; `_traffic` and `featurize.operators` price one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,69 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from featurize import op_cost
 from featurize.block_record import BlockRecord
+from featurize.library_calls import has_library_calls
 from featurize.module_stack import ModuleStack
-from featurize.operator_traits import Traits
+from featurize.operators import (
+    GATHERS,
+    INDEXED_BY_MASKS,
+    MULTI_TENSOR,
+    NO_KERNEL,
+    WITH_STEPS,
+    WRITE_ONLY,
+    flops,
+    foreach_launches,
+    gathered_bytes,
+)
 from featurize.step_trace import BATCH, Operator, joined
 from featurize.tensor_parts import bytes_read, meta_tensors
+
+
+class Traits:
+    """What is the same for every call of one operator overload."""
+
+    __slots__ = (
+        "adds",
+        "calls_library",
+        "composite",
+        "foreach",
+        "gathers",
+        "kernel",
+        "mutates",
+        "name",
+        "random",
+        "takes_masks",
+        "view",
+        "write_only",
+        "written",
+        "written_names",
+    )
+
+    def __init__(self, func: OpOverload) -> None:
+        schema = func._schema
+        self.name: str = schema.name
+        self.view: bool = func.is_view
+        self.written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+        self.written_names = [schema.arguments[i].name for i in self.written]
+        self.mutates = bool(self.written)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.takes_masks = self.name in INDEXED_BY_MASKS
+        self.kernel = self.name not in NO_KERNEL
+        self.adds = self.name == "aten::add_"
+        self.gathers = self.name in GATHERS
+        self.write_only = self.name in WRITE_ONLY
+        self.foreach = self.name.startswith(MULTI_TENSOR)
+        self.calls_library = has_library_calls(self.name)
+        self.composite = self.name.startswith("aten::") and is_composite(func) and not _has_kernel(func, "Meta")
+
+
+def is_composite(func: OpOverload) -> bool:
+    """Return whether an operator is made of others, of which autograd takes it apart."""
+    return _has_kernel(func, "CompositeImplicitAutograd")
+
+
+def _has_kernel(func: OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 class OperatorRecord(BlockRecord):
@@ -130,7 +187,7 @@ class OperatorRecord(BlockRecord):
                 _type_name((*outputs, *inputs)),
                 tuple(tuple(t.shape) for t in inputs),
                 tuple(tuple(t.shape) for t in outputs),
-                op_cost.flops(traits.name, args, outputs, elements),
+                flops(traits.name, args, outputs, elements),
                 reads,
                 writes,
                 launches,
@@ -188,7 +245,7 @@ def _traffic(
             elements = max(elements, tensor.numel())
     if traits.gathers and isinstance(args[0], Tensor):
         source = bytes_read(args[0])
-        reads += min(source, op_cost.gathered_bytes(traits.name, args, writes)) - source
+        reads += min(source, gathered_bytes(traits.name, args, writes)) - source
         elements = max(t.numel() for t in outputs)
     if traits.adds and isinstance(args[1], Tensor) and args[1].is_sparse:  # into the rows that it holds alone
         rows, target = args[1]._values(), bytes_read(args[0])
@@ -198,7 +255,7 @@ def _traffic(
         return _Traffic(reads, writes, elements)
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     sizes = [t.numel() for t in lists[0]]
-    launches = op_cost.foreach_launches(len(lists) - (traits.name in op_cost.WITH_STEPS), sizes)
+    launches = foreach_launches(len(lists) - (traits.name in WITH_STEPS), sizes)
     return _Traffic(reads, writes, sum(sizes), launches)
 
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from featurize.device_spec import DeviceSpec, capability_feature
-from featurize.step_trace import BLOCK_KINDS, Operator, StepTrace
-from featurize.training import Training, TrainingSettings
-
-FEATURE_VERSION = 1  # of the vocabulary, the columns and what they mean
+from featurize.device_spec import DeviceSpec
+from featurize.kernel_model.costs import operator_costs
+from featurize.step_trace import Operator, StepTrace
+from featurize.training_settings import TrainingSettings
 
 # Classes of operators, at fixed places: only ever append. 0 is what no rule below knows.
 VOCABULARY = (
@@ -122,30 +120,9 @@ NODE_COLUMNS = (
     "log_readers",
     "has_dims",
     *(f"log_{name}" for name in _DIMS),
-)
-PRICED_NODE_COLUMNS = ("log_nanoseconds", "occupancy", "sm_share")
-EDGE_COLUMNS = ("log_bytes",)
-GRAPH_COLUMNS = (
-    "log_operators",
-    "log_edges",
-    "log_depth",
-    "log_parameters",
-    "log_flops",
-    "log_bytes_moved",
-    "log_peak_live_bytes",
-    *(f"log_live_{kind}_bytes" for kind in BLOCK_KINDS),
-    "compute_capability",
-)
-PRICED_GRAPH_COLUMNS = (
-    "log_step_nanoseconds",
-    "smact",
-    "smocc",
-    "drama",
-    "gpu_util",
-    "log_bandwidth_gb_s",
-    "log_fp32_tflops",
-    "log_sms",
-    "log_memory_mib",
+    "log_nanoseconds",
+    "occupancy",
+    "sm_share",
 )
 DTYPE_BYTES = {
     "float64": 8,
@@ -165,98 +142,67 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, eq=False)
 class OpGraph:
-    """One step. Names beginning with `log_` hold log2(1 + x); every value is finite.
+    """One step on a GPU model. Names beginning with `log_` hold log2(1 + x); every value is finite.
 
-    names       (n,) the operators, as `aten::mm`
     categories  (n,) int64, indices of `VOCABULARY`
     nodes       (n, f) float32, `node_columns` names the columns. `depth` (the longest path from the step's begin) and
                 `position` (in the order of execution) lie in [0, 1]; dims that are not known are 0, with `has_dims` 0
     edges       (2, e) int64: source, reader; source < reader, no pair twice, sorted by reader
-    edge_features  (e, 1) float32: bytes that the reader gets from the source
-    graph       (g,) float32, `graph_columns` names them
     """
 
-    names: np.ndarray
     categories: np.ndarray
     nodes: np.ndarray
     node_columns: tuple[str, ...]
     edges: np.ndarray
-    edge_features: np.ndarray
-    graph: np.ndarray
-    graph_columns: tuple[str, ...]
-    version: int = FEATURE_VERSION
-
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """Arrays alone, as `numpy.savez` takes them."""
-        return {name: np.asarray(getattr(self, name)) for name in self.__dataclass_fields__}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> OpGraph:
-        """Read what `to_arrays` gave. Raises `ValueError` for arrays of another version of the features."""
-        version = int(arrays["version"])
-        if version != FEATURE_VERSION:
-            raise ValueError(f"operator graph has features of version {version}, this code makes {FEATURE_VERSION}")
-        names = [name for name in cls.__dataclass_fields__ if name != "version"]
-        values: dict[str, Any] = {name: np.asarray(arrays[name]) for name in names}
-        for name in ("node_columns", "graph_columns"):
-            values[name] = tuple(map(str, values[name]))
-        return cls(**values, version=version)
 
 
-def opgraph(trace: StepTrace, spec: DeviceSpec | None = None, settings: TrainingSettings | None = None) -> OpGraph:
-    """The operator graph of a trace's steady step. With `spec` also what `featurize.kernel_model` makes of it on that
-    GPU model, in more columns; `settings` are then the trace's own."""
+def opgraph(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> OpGraph:
+    """Return the operator graph of a trace's steady step, priced by the kernel model.
+
+    Args:
+        trace: One step.
+        spec: The GPU model.
+        settings: The trace's own.
+    """
     operators = trace.operators
     count = len(operators)
     columns = list(zip(*operators, strict=True)) if operators else [()] * len(Operator._fields)
     field = dict(zip(Operator._fields, columns, strict=True))
-    inputs = [[_elements(shape) for shape in shapes] for shapes in field["input_shapes"]]
     outputs = [sum(map(_elements, shapes)) for shapes in field["output_shapes"]]
+    inputs = [sum(map(_elements, shapes)) for shapes in field["input_shapes"]]
     widths = np.array([DTYPE_BYTES.get(dtype, 4) for dtype in field["dtype"]], dtype=np.float64)
-    edges, edge_bytes, outside = _edges(field["sources"], inputs, widths)
+    edges, outside = _edges(field["sources"])
     depths = _depths(edges, count)
-    deepest = int(depths.max(initial=0))
 
-    logs = [field["flops"], field["bytes_read"], field["bytes_written"], field["launches"], outputs, map(sum, inputs)]
+    logs = [field["flops"], field["bytes_read"], field["bytes_written"], field["launches"], outputs, inputs]
     phases = np.array([_PHASES.index(phase) if phase in _PHASES else -1 for phase in field["phase"]], dtype=np.int64)
     dims = np.array([product_dims(op) for op in operators], dtype=np.float64).reshape(count, len(_DIMS))
+    costs = np.array(operator_costs(trace, spec, settings), dtype=np.float64).reshape(count, 3)
     nodes = [
-        *(_log(np.array(list(values), dtype=np.float64)) for values in logs),
+        *(_log(np.array(values, dtype=np.float64)) for values in logs),
         widths,
         *(phases == index for index in range(len(_PHASES))),
-        depths / max(1, deepest),
+        depths / max(1, int(depths.max(initial=0))),
         np.arange(count) / max(1, count - 1),
         _log(np.array([len(sources) for sources in field["sources"]], dtype=np.float64)),
         _log(outside),
         _log(np.bincount(edges[0], minlength=count)),
         dims[:, 0] > 0,
         *_log(dims).T,
+        _log(costs[:, 0] * 1e9),
+        *costs[:, 1:].T,
     ]
-    live = trace.breakdown
-    moved = sum(field["bytes_read"]) + sum(field["bytes_written"])
-    capability = capability_feature(trace.compute_capability if spec is None else spec.compute_capability)
-    totals = [count, edges.shape[1], deepest, trace.parameters, trace.flops, moved, trace.peak_live_bytes]
-    totals = [*_log(np.array([*totals, *(live[kind] for kind in BLOCK_KINDS)], dtype=np.float64)), capability]
-    node_columns, graph_columns = NODE_COLUMNS, GRAPH_COLUMNS
-    if spec is not None:
-        more_nodes, more_totals = _priced(trace, spec, settings or Training())
-        nodes, totals = nodes + more_nodes, totals + more_totals
-        node_columns, graph_columns = node_columns + PRICED_NODE_COLUMNS, graph_columns + PRICED_GRAPH_COLUMNS
     return OpGraph(
-        names=np.array(field["name"], dtype=np.str_),
         categories=np.array([category(name) for name in field["name"]], dtype=np.int64),
         nodes=np.column_stack(nodes).astype(np.float32),
-        node_columns=node_columns,
+        node_columns=NODE_COLUMNS,
         edges=edges,
-        edge_features=_log(edge_bytes).astype(np.float32)[:, None],
-        graph=np.array(totals, dtype=np.float32),
-        graph_columns=graph_columns,
     )
 
 
 @functools.cache
 def category(name: str) -> int:
-    """The class of an operator by its name (`aten::mm`), an index of `VOCABULARY`."""
+    """Return the class of an operator by its name (`aten::mm`), an index of `VOCABULARY`."""
     name = name.split("::")[-1].split(".")[0]
     if name.rstrip("_") in _CLASS_OF_NAME:  # in place or not
         return _INDEX[_CLASS_OF_NAME[name.rstrip("_")]]
@@ -267,22 +213,14 @@ def category(name: str) -> int:
     return _INDEX["other"]
 
 
-def _edges(sources, inputs, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Edges (2, e), the bytes of each, and how many inputs of each operator come from before the step."""
-    counts = [len(s) for s in sources]
-    reader = np.repeat(np.arange(len(counts)), counts)
-    source = np.array([s for of_node in sources for s in of_node], dtype=np.int64)
-    elements = np.array([n for of_node in inputs for n in of_node], dtype=np.int64)
-    outside = np.bincount(reader[source < 0], minlength=len(counts))
+def _edges(sources: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the edges (2, e), and how many inputs of each operator come from before the step."""
+    reader = np.repeat(np.arange(len(sources)), [len(of_node) for of_node in sources])
+    source = np.array([one for of_node in sources for one in of_node], dtype=np.int64)
+    outside = np.bincount(reader[source < 0], minlength=len(sources))
     inside = source >= 0
-    # The same tensor read twice counts once; two of the same size from one source look the same, and do too.
-    triples = np.unique(np.stack([reader[inside], source[inside], elements[inside]]), axis=1)
-    if not triples.shape[1]:
-        return np.zeros((2, 0), dtype=np.int64), np.zeros(0), outside
-    first = np.ones(triples.shape[1], dtype=bool)
-    first[1:] = (triples[:2, 1:] != triples[:2, :-1]).any(axis=0)
-    nbytes = np.add.reduceat(triples[2] * widths[triples[0]], np.flatnonzero(first))
-    return np.ascontiguousarray(triples[1::-1, first]), nbytes, outside
+    pairs = np.unique(np.stack([reader[inside], source[inside]]), axis=1)
+    return np.ascontiguousarray(pairs[::-1]), outside
 
 
 def _depths(edges: np.ndarray, count: int) -> np.ndarray:
@@ -295,7 +233,7 @@ def _depths(edges: np.ndarray, count: int) -> np.ndarray:
 
 
 def product_dims(op: Operator) -> tuple[float, ...]:
-    """batch, m, n, k, kernel elements and stride of an operator's matrix products; zeros where it has none."""
+    """Return batch, m, n, k, kernel elements and stride of an operator's matrix products; zeros where it has none."""
     kind = VOCABULARY[category(op.name)]
     find = _DIMS_OF.get(kind)
     try:
@@ -344,25 +282,6 @@ _DIMS_OF = {
     "recurrent": _recurrent_dims,
     "recurrent_backward": _recurrent_dims,
 }
-
-
-def _priced(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> tuple[list[np.ndarray], list[float]]:
-    from featurize.kernel_model.costs import operator_costs
-    from featurize.kernel_model.step_time import time_step
-
-    rows = [(cost.seconds * 1e9, cost.occupancy, cost.sm_share) for cost in operator_costs(trace, spec, settings)]
-    seconds, occupancy, share = np.array(rows, dtype=np.float64).reshape(len(rows), 3).T
-    of_device = (spec.bandwidth_gb_s, spec.peak_tflops.fp32, spec.sm_count, spec.memory_mib)
-    step = time_step(trace, spec, settings)
-    ratios = step.activity
-    return [_log(seconds), occupancy, share], [
-        float(_log(np.float64(step.step_time_ms * 1e6))),
-        ratios.smact,
-        ratios.smocc,
-        ratios.drama,
-        ratios.gpu_util,
-        *(math.log2(1 + value) for value in of_device),
-    ]
 
 
 def _log(values: ArrayLike) -> np.ndarray:

@@ -32,48 +32,72 @@ _library.define("int8_product(Tensor x, Tensor weight) -> Tensor")
 _library.define("dequantize_product(Tensor product, Tensor row_scales, Tensor scales, ScalarType dtype) -> Tensor")
 
 
-def _meta(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return torch.library.impl(_library, name, "Meta")
-
-
-@_meta("dequantize_4bit")
-def _dequantize_4bit(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _dequantize_4bit(packed: Tensor, _scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=packed.device)
 
 
-@_meta("dequantize_scales")
-def _dequantize_scales(scales: Tensor, outer: Tensor) -> Tensor:
-    return torch.empty(scales.shape, dtype=torch.float32, device=scales.device)
-
-
-@_meta("quantize_rows")
 def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.int8), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
-@_meta("int8_product")
 def _int8_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int32, device=x.device)
 
 
-@_meta("dequantize_product")
-def _dequantize_product(product: Tensor, row_scales: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(product, dtype=dtype)
+_library.impl("dequantize_4bit", _dequantize_4bit, "Meta")
+_library.impl("dequantize_scales", lambda scales, outer: torch.empty_like(scales, dtype=torch.float32), "Meta")
+_library.impl("quantize_rows", _quantize_rows, "Meta")
+_library.impl("int8_product", _int8_product, "Meta")
+_library.impl(
+    "dequantize_product", lambda product, row_scales, scales, dtype: torch.empty_like(product, dtype=dtype), "Meta"
+)
 
 
 class _Quantized(nn.Module):
     """What both formats have in common."""
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
+    weight_dtype: torch.dtype
+    keeps_input = True  # for the backward pass
 
     def dequantize(self) -> Tensor:
         """Return the weight as the products read it: a new tensor."""
+        return self.dequantizer()(self.weight_dtype)
+
+    def dequantizer(self) -> Callable[[torch.dtype], Tensor]:
+        """Return what dequantizes the weight that the layer has now: a compiler puts others in its place meanwhile."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
+        """Return the layer's output, given what `dequantizer` returned."""
         raise NotImplementedError
 
     @property
     def W_q(self) -> nn.Parameter:
         """The stored weight. peft lets layers that have this attribute dequantize themselves, as DoRA wants it."""
         return self.weight
+
+
+class _Product(torch.autograd.Function):
+    """Keeps no dequantized weight: the backward pass dequantizes it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: _Quantized, bias: Tensor | None) -> Tensor:
+        ctx.dequantize, ctx.sums_bias = layer.dequantizer(), bias is not None and bias.requires_grad
+        ctx.reads_input = isinstance(layer, Linear8Bit)
+        if layer.keeps_input:
+            ctx.save_for_backward(x)
+        return layer.product(x, bias, ctx.dequantize)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        gradient = gradients[0]
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.sums_bias else None
+        if not ctx.needs_input_grad[0]:
+            return None, None, of_bias
+        dtype = ctx.saved_tensors[0].dtype if ctx.reads_input else gradient.dtype
+        return torch.matmul(gradient.to(dtype), ctx.dequantize(dtype)), None, of_bias
 
 
 class Linear4Bit(_Quantized):
@@ -110,41 +134,23 @@ class Linear4Bit(_Quantized):
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return _Product4Bit.apply(x, self, bias).to(given)
+        return _Product.apply(x, self, bias).to(given)
 
-    def dequantize(self) -> Tensor:
-        return self.dequantizer()()
-
-    def dequantizer(self) -> Callable[[], Tensor]:
-        """Return what dequantizes the weight that the layer has now: a compiler puts others in its place meanwhile."""
+    def dequantizer(self) -> Callable[[torch.dtype], Tensor]:
         packed, stored = self.weight, self.get_buffer("scales")
         outer, offset = self._buffers["outer_scales"], self._buffers["offset"]
 
-        def dequantize() -> Tensor:
+        def dequantize(dtype: torch.dtype) -> Tensor:
             scales = stored
             if outer is not None and offset is not None:
                 scales = torch.ops.gpufarm.dequantize_scales(stored, outer).add_(offset)
             shape = (self.out_features, self.in_features)
-            return torch.ops.gpufarm.dequantize_4bit(packed, scales, shape, self.weight_dtype)
+            return torch.ops.gpufarm.dequantize_4bit(packed, scales, shape, self.weight_dtype).to(dtype)
 
         return dequantize
 
-
-class _Product4Bit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Linear4Bit, bias: Tensor | None) -> Tensor:
-        ctx.dequantize, ctx.sums_bias = layer.dequantizer(), bias is not None and bias.requires_grad
-        if layer.keeps_input:
-            ctx.save_for_backward(x)
-        return F.linear(x, ctx.dequantize().to(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        gradient = gradients[0]
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.sums_bias else None
-        if not ctx.needs_input_grad[0]:
-            return None, None, of_bias
-        return torch.matmul(gradient, ctx.dequantize().to(gradient.dtype)), None, of_bias
+    def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
+        return F.linear(x, dequantize(x.dtype), bias)
 
 
 class Linear8Bit(_Quantized):
@@ -165,41 +171,18 @@ class Linear8Bit(_Quantized):
         self.register_buffer("scales", torch.empty(self.out_features, device=device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Product8Bit.apply(x, self, self.bias)
-
-    def dequantize(self) -> Tensor:
-        return self.dequantized_to(self.weight_dtype)
-
-    def dequantized_to(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in that type: a new tensor."""
-        return self.dequantizer()(dtype)
+        return _Product.apply(x, self, self.bias)
 
     def dequantizer(self) -> Callable[[torch.dtype], Tensor]:
-        """Return what dequantizes the weight that the layer has now."""
         packed, scales = self.weight, self.get_buffer("scales")
         return lambda dtype: packed.to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
-
-class _Product8Bit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Linear8Bit, bias: Tensor | None) -> Tensor:
-        ctx.dequantized_to, ctx.sums_bias = layer.dequantizer(), bias is not None and bias.requires_grad
-        ctx.save_for_backward(x)
+    def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
         rows, row_scales = torch.ops.gpufarm.quantize_rows(x.to(torch.float16))
-        product = torch.ops.gpufarm.int8_product(rows, layer.weight)
-        scales = layer.get_buffer("scales")
+        product = torch.ops.gpufarm.int8_product(rows, self.weight)
+        scales = self.get_buffer("scales")
         out = torch.ops.gpufarm.dequantize_product(product, row_scales, scales, torch.float16).to(x.dtype)
         return out if bias is None else out.add_(bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        gradient = gradients[0]
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.sums_bias else None
-        if not ctx.needs_input_grad[0]:
-            return None, None, of_bias
-        dtype = ctx.saved_tensors[0].dtype
-        weight = ctx.dequantized_to(dtype)
-        return torch.matmul(gradient.to(dtype), weight), None, of_bias
 
 
 def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *, keeps_inputs: bool = False) -> None:
@@ -220,18 +203,9 @@ def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *,
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if any(not layer.weight.is_meta for layer in layers.values()):
         raise UsageError("quantize= is for estimates, whose models are on meta; real models are quantized as they load")
-    for name in skip or ():
-        if not any(is_named(layer, name) for layer in layers):
-            raise UsageError(f"quantize_skip: the model has no linear layer {name!r}")
-    output = output_layer(model, layers) if skip is None else None
+    candidates = without_skipped(model, layers, skip, "quantize_skip")
     adapters = any(not p.requires_grad for p in model.parameters())
-    chosen = {
-        name: layer
-        for name, layer in layers.items()
-        if layer is not output
-        and not any(is_named(name, kept) for kept in skip or ())
-        and not (adapters and layer.weight.requires_grad)
-    }
+    chosen = {name: layer for name, layer in candidates.items() if not (adapters and layer.weight.requires_grad)}
     if not chosen:
         raise UsageError(f"quantize={how}: the model has no linear layer to quantize")
     made: dict[int, nn.Module] = {}
@@ -262,17 +236,30 @@ def elements(model: nn.Module) -> int:
     return whole_elements([model]) + unpacked
 
 
-def is_named(path: str, name: str) -> bool:
-    """Return whether a module's path is a name, whole or in its last part."""
-    return path == name or path.endswith(f".{name}")
+def without_skipped(
+    model: nn.Module, layers: dict[str, nn.Linear], skip: tuple[str, ...] | None, setting: str
+) -> dict[str, nn.Linear]:
+    """Return the layers that do not stay as they are.
 
+    Args:
+        model: It names its output layer, or the last of the layers is that.
+        layers: Path -> linear layer.
+        skip: Names of layers that stay, whole or their last part. None: the output layer.
+        setting: What `skip` is called in messages.
 
-def output_layer(model: nn.Module, layers: dict[str, nn.Linear]) -> nn.Module | None:
-    """Return the layer that gives the model's output: the one it names, else the last of the linear layers."""
-    getter = getattr(model, "get_output_embeddings", None)
-    if callable(getter) and (layer := getter()) is not None:
-        return layer
-    return next(reversed(layers.values()), None)
+    Raises:
+        UsageError: A name is not a linear layer's.
+    """
+    if skip is None:
+        getter = getattr(model, "get_output_embeddings", None)
+        output = getter() if callable(getter) else None
+        output = output if output is not None else next(reversed(layers.values()), None)
+        return {path: layer for path, layer in layers.items() if layer is not output}
+    stays = {name: {path for path in layers if path == name or path.endswith(f".{name}")} for name in skip}
+    for name, paths in stays.items():
+        if not paths:
+            raise UsageError(f"{setting}: the model has no linear layer {name!r}")
+    return {path: layer for path, layer in layers.items() if not any(path in paths for paths in stays.values())}
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:

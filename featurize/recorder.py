@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize.library_calls import CUBLAS, library_calls
 from featurize.meta_results import MetaResults
-from featurize.operator_record import OperatorRecord
-from featurize.operator_traits import Traits
+from featurize.operator_record import OperatorRecord, Traits
 from featurize.tensor_parts import meta_tensors, wrap_others
 from featurize.values import NONZERO, READ, Values
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UsageError
-from featurize import flash_attention
+from featurize import attention
 from featurize.batches import Inputs, arguments, as_meta, call, mapped, named_tensors, own_loss, shape_of, tensors_of
 from featurize.compiled import CompiledRegions
 from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
@@ -180,7 +180,7 @@ class Tracing:
         elif isinstance(model, BuiltOnMeta) and (taken := model.taken()) is not None:
             built = noted(taken)
         else:
-            built = flash_attention.building(lambda: build_on_meta(factory))
+            built = attention.building(lambda: build_on_meta(factory))
         if not isinstance(built, nn.Module):
             return built
         _require_trainable(built)

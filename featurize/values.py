@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,36 +22,15 @@ import torch.utils._device
 from torch import Tensor
 from torch._ops import OpOverload
 
-from featurize.finite_truths import ABOUT_FINITE, FINITE, Truths, forgetter
+from featurize.operators import DECIDED_BY_VALUES
 from featurize.replacing import replaced
 
 if TYPE_CHECKING:
-    from featurize.operator_traits import Traits
+    from featurize.operator_record import Traits
 
 LARGEST = 2**20  # elements up to which values are kept: masks, positions, a detector's anchors
 READ = "aten::_local_scalar_dense"
 NONZERO = torch.ops.aten.nonzero.default
-# What these give, or the shape of it, depends on their arguments' values.
-_DECIDED_BY_VALUES = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_local_scalar_dense",
-        "_to_copy",
-        "_unique",
-        "_unique2",
-        "bincount",
-        "equal",
-        "is_nonzero",
-        "masked_select",
-        "nonzero",
-        "repeat_interleave",
-        "unique_consecutive",
-        "unique_dim",
-    )
-)
-INDEXED_BY_MASKS = frozenset(
-    f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")
-)
 # What an operator fills a new tensor with that takes no more of its argument than the shape. `empty` has no values that
 # a correct model reads: anything will do.
 _FILLED = {
@@ -78,6 +58,17 @@ _HOW_MANY = (
 SPREAD = "the choices of topk among numbers that the step computes are taken to be spread evenly"
 ALL_KEPT = "nonzero keeps everything where its argument is computed in the step: an upper bound"
 ONES = "whole numbers of {name} that were given without values are taken to be 1, and {place} reads them"
+
+FINITE = "numbers that the step computes are taken to be finite where the model asks"
+# Of numbers that the step computes, only this is assumed: they are finite.
+_OF_FINITE = {"aten::isnan": False, "aten::isinf": False}
+_NEGATIONS = frozenset({"aten::logical_not", "aten::bitwise_not"})
+_CONJUNCTIONS = frozenset({"aten::logical_and", "aten::bitwise_and", "aten::mul"})
+_DISJUNCTIONS = frozenset({"aten::logical_or", "aten::bitwise_or"})
+_REDUCTIONS = frozenset({"aten::any", "aten::all"})
+ABOUT_FINITE = frozenset(
+    {*_OF_FINITE, *_NEGATIONS, *_CONJUNCTIONS, *_DISJUNCTIONS, *_REDUCTIONS, "aten::eq", "aten::ne"}
+)
 
 
 class UnknownValue(RuntimeError):
@@ -166,7 +157,7 @@ class Values:
     def decide(self, func: OpOverload, name: str, args: tuple, kwargs: dict) -> object:
         """What an operator gives whose result values decide; `NotImplemented` if that is not known, or any other
         operator. Raises `UnknownValue` where a number is read back."""
-        if name not in _DECIDED_BY_VALUES:
+        if name not in DECIDED_BY_VALUES:
             return NotImplemented
         if name == "aten::_to_copy" and not _leaves_meta(args[0], kwargs):
             return NotImplemented
@@ -395,6 +386,72 @@ class Values:
                 return _MISSING
             return given if isinstance(value, list) else tuple(given)
         return value
+
+
+class Truths:
+    """Truth values that are the same for all places of a tensor, of any size, as long as it lives.
+
+    Args:
+        known: Storages of which the values themselves are known.
+    """
+
+    def __init__(self, known: Container[int]) -> None:
+        self._known = known
+        self._uniform: dict[int, tuple[weakref.ref, bool]] = {}
+
+    def note(self, tensor: Tensor, truth: bool) -> None:
+        """Note what holds at all places of a tensor."""
+        storage = tensor.untyped_storage()
+        self._uniform[storage._cdata] = weakref.ref(storage, forgetter(self._uniform, storage._cdata)), truth
+
+    def forget(self, storages: Iterable[int]) -> None:
+        """Forget what was overwritten."""
+        for key in storages:
+            self._uniform.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._uniform.clear()
+
+    def of(self, name: str, args: tuple) -> bool | None:
+        """Return what an operator of `ABOUT_FINITE` gives at all places; None where that is not known."""
+        first = args[0]
+        if not isinstance(first, Tensor) or not first.is_meta:
+            return None
+        if first.is_floating_point():
+            if first.untyped_storage()._cdata in self._known:
+                return None
+            if name in _OF_FINITE:
+                return _OF_FINITE[name]
+            itself = len(args) > 1 and args[1] is first  # as in isfinite
+            if name in ("aten::eq", "aten::ne") and (itself or _is_infinite(args[1])):
+                return (name == "aten::eq") == itself
+            return None
+        if first.dtype is not torch.bool or not self._uniform:
+            return None
+        truths = [self._uniform.get(t.untyped_storage()._cdata) for t in args if isinstance(t, Tensor)]
+        if None in truths:
+            return None
+        held = [truth for _, truth in filter(None, truths)]
+        if name in _NEGATIONS:
+            return not held[0]
+        if name in _CONJUNCTIONS:
+            return all(held)
+        return any(held) if name in _DISJUNCTIONS else held[0] if name in _REDUCTIONS else None
+
+
+def forgetter(table: dict, key: int) -> Callable[[weakref.ref], None]:
+    """Return what drops a table's entry when the storage ends whose reference is its first value."""
+
+    def forget(ref: weakref.ref) -> None:
+        if key in table and table[key][0] is ref:
+            del table[key]
+
+    return forget
+
+
+def _is_infinite(value: object) -> bool:
+    return isinstance(value, float) and math.isinf(value)
 
 
 def _leaves_meta(tensor: Tensor, kwargs: dict) -> bool:

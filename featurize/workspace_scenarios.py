@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
 
 from conf.units import MIB
 from featurize.allocator import SMALL_REQUEST, CachingAllocator
@@ -18,38 +17,25 @@ from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
 from featurize.step_trace import StepTrace
 
-# Scenario -> elements of the workspace, by operation, by whether the kernel is pointwise (of one element), and by the
-# elements of image, kernel and response. Engines for the tensor cores work on copies in channels-last layout; in
+# Scenario -> operation, and whether the kernel is pointwise (of one element) -> copies of image, kernel and response in
+# the workspace; none where it is not named. Engines for the tensor cores work on copies in channels-last layout; in
 # `copies` each operation takes those that cuDNN 9.8 takes most often on compute capability 8.0.
-Sizes: TypeAlias = Callable[[str, bool, int, int, int], int]
-_FEW_CHANNELS = 4  # of the image: there cuDNN has forward kernels that take no copy
-
-
-def _none(operation: str, pointwise: bool, image: int, kernel: int, response: int) -> int:
-    return 0
-
-
-def _only(wanted: str, of_pointwise: bool = False) -> Sizes:
-    def sizes(operation: str, pointwise: bool, image: int, kernel: int, response: int) -> int:
-        return image + kernel + response if operation == wanted and pointwise == of_pointwise else 0
-
-    return sizes
-
-
-def _usual_copies(operation: str, pointwise: bool, image: int, kernel: int, response: int) -> int:
-    if operation == "forward":
-        return image + kernel
-    return 0 if operation == "data_gradient" and pointwise else image + kernel + response
-
-
-SCENARIOS: Mapping[str, Sizes] = {
-    "none": _none,
-    "forward": _only("forward"),
-    "data_gradient": _only("data_gradient"),
-    "weight_gradient": _only("weight_gradient"),
-    "pointwise": _only("weight_gradient", of_pointwise=True),
-    "copies": _usual_copies,
+_ALL = (1, 1, 1)
+SCENARIOS: Mapping[str, Mapping[tuple[str, bool], tuple[int, int, int]]] = {
+    "none": {},
+    "forward": {("forward", False): _ALL},
+    "data_gradient": {("data_gradient", False): _ALL},
+    "weight_gradient": {("weight_gradient", False): _ALL},
+    "pointwise": {("weight_gradient", True): _ALL},
+    "copies": {
+        ("forward", False): (1, 1, 0),
+        ("forward", True): (1, 1, 0),
+        ("data_gradient", False): _ALL,
+        ("weight_gradient", False): _ALL,
+        ("weight_gradient", True): _ALL,
+    },
 }
+_FEW_CHANNELS = 4  # of the image: there cuDNN has forward kernels that take no copy
 SETTLED = "settled"
 _MOST_STEPS = 8  # more than the replay's: of 2,039 networks, none reserved more after five
 
@@ -81,10 +67,9 @@ def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     every, *pools = trace.remembered("events", lambda: [_Events(trace, pool) for pool in (None, "small", "large")])
     guessed = [workspace_bytes(call, spec) for call in every.calls]
     reserved = {SETTLED: every.reserved_bytes(guessed, most_steps=_MOST_STEPS)}
-    for name, sizes_of in SCENARIOS.items():
+    for name, copies in SCENARIOS.items():
         sizes = [
-            _workspace(call, sizes_of) if call.spare else guess
-            for call, guess in zip(every.calls, guessed, strict=True)
+            _workspace(call, copies) if call.spare else guess for call, guess in zip(every.calls, guessed, strict=True)
         ]
         # GPU models differ in the guesses that a scenario replaces.
         reserved[name] = 0
@@ -95,12 +80,13 @@ def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     return reserved
 
 
-def _workspace(call: LibraryCall, sizes: Sizes) -> int:
+def _workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[int, int, int]]) -> int:
     signature = call.convolution
     if signature is None or (signature.operation == "forward" and signature.image[1] <= _FEW_CHANNELS):
         return 0
-    elements = map(math.prod, (signature.image, signature.kernel, signature.response))
-    return call.element_bytes * sizes(signature.operation, signature.pointwise, *elements)
+    shapes = signature.image, signature.kernel, signature.response
+    numbers = copies.get((signature.operation, signature.pointwise), (0, 0, 0))
+    return call.element_bytes * sum(n * math.prod(shape) for n, shape in zip(numbers, shapes, strict=True))
 
 
 class _Events:

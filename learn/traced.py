@@ -218,7 +218,7 @@ def key_of(job: Workload) -> tuple[str | None, Build]:
 
     What pickle cannot write (an open file, a lock, a weak reference) has no key: such a job is traced each time.
     """
-    from featurize import flash_attention
+    from featurize import attention
     from featurize.skeleton import BuiltOnMeta, build_on_meta
 
     if job.key is not None or job.recorded is not None:
@@ -234,7 +234,7 @@ def key_of(job: Workload) -> tuple[str | None, Build]:
             return None, build
         try:
             with kept_from_exit(), as_a_training_script():
-                model = flash_attention.building(lambda: build_on_meta(job.build))
+                model = attention.building(lambda: build_on_meta(job.build))
         except Exception:  # a factory may raise anything, and raises it again where it is traced
             return None, build
         if not isinstance(model, nn.Module):

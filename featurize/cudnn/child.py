@@ -62,8 +62,7 @@ def main() -> None:
         query = json.loads(line)
         signature = signature_of(query["signature"])
         answer = ask(signature, SearchSettings(**query["search"]))
-        answers.write(answer.to_json() + "\n")
-        answers.flush()
+        _write(answers, answer.to_mapping())
 
 
 def _write(answers: TextIO, content: dict[str, Any]) -> None:
@@ -111,10 +110,12 @@ class _Asking:
         """Return the plans that build: the first, or with `benchmark` those that PyTorch measures."""
         limit = BENCHMARK_LIMIT if search.benchmark else 1
         plans: list[EnginePlan] = []
-        for modes in self._sources(search):
+        # PyTorch asks the heuristics first, and the list of fallbacks where they leave nothing, or to benchmark.
+        modes = self._cudnn.heur_mode
+        for source in (modes.B if search.heuristics == "B" else modes.A, modes.FALLBACK):
             try:
                 graph = self._graph(signature)
-                graph.create_execution_plans(modes)
+                graph.create_execution_plans([source])
             except (RuntimeError, self._cudnn.cudnnGraphNotSupportedError):
                 continue  # no configuration of this source
             self._deselect(graph, signature, search)
@@ -128,11 +129,6 @@ class _Asking:
                     continue
                 plans.append(EnginePlan(graph.get_plan_name_at_index(place), workspace_bytes))
         return OracleAnswer(plans=tuple(plans)) if plans else OracleAnswer(problem=NO_ENGINE)
-
-    def _sources(self, search: SearchSettings) -> tuple[list[Any], ...]:
-        """PyTorch asks the heuristics first, and the list of fallbacks where they leave nothing, or to benchmark."""
-        modes = self._cudnn.heur_mode
-        return [modes.B if search.heuristics == "B" else modes.A], [modes.FALLBACK]
 
     def _graph(self, signature: ConvolutionSignature) -> Any:
         dtype = self._dtypes[signature.dtype]

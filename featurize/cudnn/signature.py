@@ -125,9 +125,9 @@ class OracleAnswer:
     plans: tuple[EnginePlan, ...] = ()
     problem: str = ""
 
-    def to_json(self) -> str:
-        """Return the answer as one line."""
-        return json.dumps({"plans": self.plans, "problem": self.problem}, separators=(",", ":"))
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the answer as `answer_of` reads it."""
+        return {"plans": self.plans, "problem": self.problem}
 
 
 def answer_of(content: Any) -> OracleAnswer:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from conf.errors import UsageError
-from featurize.cudnn.libraries import OLDEST
-from featurize.cudnn.oracle import CudnnOracle
+from featurize.cudnn.oracle import OLDEST, CudnnOracle, version_text
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import LibraryCall, workspace_bytes
@@ -178,7 +177,7 @@ def for_release(
     release = cudnn_of(torch_version or torch.__version__)
     if release is None or release >= OLDEST or benchmark:
         return dict(workspaces)
-    problem = _NOT_AS_ASKED.format(_text(release))
+    problem = _NOT_AS_ASKED.format(version_text(release))
     return {
         call: guessed_workspace(call, spec, problem) if _copied_later_only(call, workspace) else workspace
         for call, workspace in workspaces.items()
@@ -194,11 +193,11 @@ def release_note(
     asked = sorted({workspace.cudnn for workspace in workspaces.values()} - {""})
     if release is None:
         return None
-    kept = sum(workspace.problem == _NOT_AS_ASKED.format(_text(release)) for workspace in workspaces.values())
-    brings = f"workspaces: PyTorch {torch_version.partition('+')[0]} comes with cuDNN {_text(release)}"
+    kept = sum(workspace.problem == _NOT_AS_ASKED.format(version_text(release)) for workspace in workspaces.values())
+    brings = f"workspaces: PyTorch {torch_version.partition('+')[0]} comes with cuDNN {version_text(release)}"
     if kept and not asked:
         return f"{brings}; {kept} convolutions with 1x1 kernels stay guessed"
-    if not asked or (all(version.split(".")[:2] == _text(release).split(".")[:2] for version in asked)):
+    if not asked or (all(version.split(".")[:2] == version_text(release).split(".")[:2] for version in asked)):
         return None
     note = f"{brings}, and {' and '.join(asked)} was asked: two versions can choose different engines"
     return f"{note}; {kept} convolutions with 1x1 kernels stay guessed" if kept else note
@@ -213,7 +212,3 @@ def _copied_later_only(call: LibraryCall, workspace: ConvolutionWorkspace) -> bo
         and not signature.channels_last
         and signature.pointwise
     )
-
-
-def _text(version: Version) -> str:
-    return ".".join(map(str, version))

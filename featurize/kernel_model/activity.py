@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from featurize.device_spec import DeviceSpec
-from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, FOREACH_CHUNK, GROUPS, STREAM, Calls
+from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, GROUPS, STREAM, Calls
 from featurize.kernel_model.power import KernelLoad, pointwise_s
 from featurize.kernel_model.times import Kernels
+from featurize.operators import FOREACH_CHUNK
 
 # Assumed of kernels, not of a model or a GPU. Fitted together, once, to run means of SM activity, occupancy and FP32
 # pipe of MLPs and CNNs (fp32, A100), rounded, and kept within a range judged plausible. Block shapes are those of

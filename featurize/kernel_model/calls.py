@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from featurize.model_flops import SCALED_PRODUCT
+from featurize.operators import ATTENTION as ATTENTION_KERNELS
+from featurize.operators import SCALED_PRODUCT, kernel_kind
 from featurize.step_trace import Operator
 
 HALF = ("float16", "bfloat16")
@@ -23,41 +24,11 @@ FP32, TF32, TENSOR, FP8 = PIPES = ("fp32", "tf32", "tensor", "fp8")
 PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
     "product", "convolution", "attention", "grouped", "depthwise", "stream",
 )  # fmt: skip
-FOREACH_CHUNK = 65536  # elements of one block of a multi-tensor kernel (ATen/native/cuda/MultiTensorApply.cuh)
 _MOST_PLACES = 49  # of a depthwise kernel, for which fast ones exist
 _USUAL_WIDTHS = (4, 8, 16, 32)
 _WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)
 _NARROW_GROUP = 2  # channels of a group, at most, for which PyTorch and cuDNN run depthwise kernels
 
-_KINDS = {
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm", "liger_add_product_"), "product"),
-    **dict.fromkeys(
-        ("sum", "mean", "amax", "nll_loss_forward", "linalg_vector_norm", "var", "var_mean", "std"), "reduction"
-    ),
-    **dict.fromkeys(("embedding", "gather", "index", "index_select", "_embedding_bag"), "gather"),
-    **dict.fromkeys(
-        (
-            "embedding_dense_backward", "index_put", "index_put_", "_index_put_impl_", "scatter", "scatter_add",
-            "index_add", "index_add_", "nll_loss_backward",
-        ),
-        "scatter",
-    ),
-    **dict.fromkeys(("_to_copy", "copy_"), "cast"),
-    **dict.fromkeys(("clone", "stack", "cat", "contiguous"), "copy"),
-    **dict.fromkeys(
-        (
-            "slice_backward", "select_backward", "constant_pad_nd", "roll", "reflection_pad2d",
-            "reflection_pad2d_backward",
-        ),
-        "pad",
-    ),
-}  # fmt: skip
-# Words of names -> kind; a `backward` in the name makes it the kind's backward pass.
-_WORDS = (
-    ("attention", "attention"), ("batch_norm", "batch_norm"), ("group_norm", "group_norm"),
-    ("layer_norm", "layer_norm"), ("rms_norm", "layer_norm"), ("softmax", "softmax"), ("pool", "pool"),
-    ("upsample", "pool"),
-)  # fmt: skip
 _ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
 
 
@@ -262,7 +233,8 @@ def _simple(op: Operator, name: str, nbytes: int, pipe: str) -> KernelCall:
         return product(rows, columns, depth, batch, pipe, nbytes)
     if kind.startswith("attention"):
         query = op.input_shapes[1 if "backward" in name else 0]
-        if "_flash_attention_" in name and "scaled_dot" not in name:  # heads come after the length
+        kernel = ATTENTION_KERNELS.get(op.name)
+        if kernel is not None and kernel.length_first:
             length, heads = query[-3], math.prod(query[:-3]) * query[-2]
         else:
             length, heads = query[-2], math.prod(query[:-2])
@@ -277,14 +249,8 @@ def _simple(op: Operator, name: str, nbytes: int, pipe: str) -> KernelCall:
 
 
 def _kind(op: Operator, name: str) -> str:
-    if name in _KINDS:
-        return _KINDS[name]
-    backward = "_backward" in name
-    for word, kind in _WORDS:
-        if word in name:
-            return f"{kind}_backward" if backward else kind
-    if backward:
-        return "elementwise_backward"
+    if (kind := kernel_kind(name)) is not None:
+        return kind
     sizes = [math.prod(shape) for shape in op.input_shapes]
     largest = max(sizes, default=1)
     if name == "add_" and op.phase == "backward":

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from featurize.batches import tensors_of
-from featurize.operator_traits import is_composite
+from featurize.operator_record import is_composite
 from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, SEND
 from featurize.parallel.streams import Streams
 from featurize.recorder import KERNEL

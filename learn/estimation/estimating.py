@@ -415,13 +415,13 @@ def _hidden_size_of(model: Model | TrialConfig) -> int | None:
     from torch import nn
 
     if not isinstance(model, nn.Module):
-        from featurize import flash_attention
+        from featurize import attention
         from featurize.skeleton import build_on_meta
 
         factory = model
         try:
             with kept_from_exit():
-                model = flash_attention.building(lambda: build_on_meta(factory))
+                model = attention.building(lambda: build_on_meta(factory))
         except Exception:  # a factory may raise anything, and raises it again where the model is traced
             return None
     return hidden_size_of(getattr(model, "config", None))

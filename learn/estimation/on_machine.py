@@ -121,7 +121,7 @@ def require_workspaces(given: object) -> str | None:
     if given not in WORKSPACES:
         raise unknown_name("workspaces", given, WORKSPACES)
     if given == CUDNN:
-        from featurize.cudnn.libraries import installed_libraries
+        from featurize.cudnn.oracle import installed_libraries
 
         installed_libraries()
     return str(given)

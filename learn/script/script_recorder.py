@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from featurize.flat_parameters import whole_elements
-from featurize.operator_traits import Traits
+from featurize.operator_record import Traits
 from featurize.recorder import Recorder
 from featurize.replacing import replace_attribute
 from featurize.step_trace import BATCH

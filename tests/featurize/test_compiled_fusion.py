@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_compiled import ROWS, WIDTH, Chain, Net, traced
 
-from featurize.compiled_fusion import MAX_FUSED, Work, fused_groups
+from featurize.compiled_graph import MAX_FUSED, Work, fused_groups
 from featurize.device_spec import load_device
 from featurize.kernel_model.step_time import time_step
 from featurize.trace import trace_step
@@ -62,11 +62,7 @@ def test_a_compiled_step_launches_less_moves_less_and_takes_no_longer(net):
         device = load_device(name)
         steps = [time_step(trace, device, Training()) for trace in (eager, compiled)]
         assert steps[1].host_ms < steps[0].host_ms and steps[1].busy_ms < steps[0].busy_ms
-
-
-def test_sources_of_fused_operators_lie_before_them():
-    trace = traced(Net(), compile=True)
-    assert all(source < place for place, op in enumerate(trace.operators) for source in op.sources)
+    assert all(source < place for place, op in enumerate(compiled.operators) for source in op.sources)
 
 
 def test_running_statistics_are_updated_in_the_kernels_of_their_normalization():
@@ -81,35 +77,40 @@ def pointwise(places, reads, makes, **changes):
     return Work(places=places, reads=tuple(reads), makes=tuple(makes), **changes)
 
 
-def test_pointwise_work_joins_a_reduction_of_the_same_rows_before_and_after_it():
-    mean = Work(places=8, depth=16, reads=("a",), makes=("m",))
-    kernels = [pointwise(128, "x", "a"), mean, pointwise(128, "am", "y"), pointwise(8, "m", "z")]
-    assert fused_groups(kernels) == [(0, 1, 2, 3)]
-    of_columns = Work(places=8, depth=16, trailing=False, reads=("a",), makes=("m",))
-    assert fused_groups([pointwise(128, "x", "a"), of_columns]) == [(0,), (1,)]
+MEAN = Work(places=8, depth=16, reads=("a",), makes=("m",))
+OF_COLUMNS = Work(places=8, depth=16, trailing=False, reads=("a",), makes=("m",))
+PRODUCT = pointwise(0, "a", "p", fusible=False)
+WEIGHED = pointwise(0, "wa", "p", fusible=False)
 
 
-def test_kernels_of_other_sizes_and_without_a_common_buffer_run_alone():
-    assert fused_groups([pointwise(8, "x", "a"), pointwise(16, "a", "b")]) == [(0,), (1,)]
-    assert fused_groups([pointwise(8, "x", "a"), pointwise(8, "y", "b")]) == [(0,), (1,)]
-    assert fused_groups([pointwise(8, "x", "a"), pointwise(8, "x", "b")]) == [(0, 1)]
-
-
-def test_what_waits_for_a_product_of_a_kernel_does_not_join_that_kernel():
-    product = pointwise(0, "a", "p", fusible=False)
-    kernels = [pointwise(8, "x", "a"), product, pointwise(8, "xp", "b"), pointwise(8, "a", "c")]
-    assert fused_groups(kernels) == [(0, 3), (1,), (2,)]
-    # Also where it waits for a kernel that waits for the product.
-    kernels = [pointwise(8, "x", "a"), product, pointwise(4, "p", "q"), pointwise(8, "xq", "b")]
-    assert fused_groups(kernels) == [(0,), (1,), (2,), (3,)]
-
-
-def test_what_is_overwritten_is_read_before():
-    product = pointwise(0, "wa", "p", fusible=False)
-    assert fused_groups([pointwise(8, "w", "a"), product, pointwise(8, "w", "w")]) == [(0,), (1,), (2,)]
-    assert fused_groups([pointwise(8, "w", "a"), pointwise(8, "w", "w")]) == [(0, 1)]
-
-
-def test_a_kernel_holds_so_many_values_at_most():
-    groups = fused_groups([pointwise(8, "x", [f"a{index}"]) for index in range(MAX_FUSED + 1)])
-    assert [len(group) for group in groups] == [MAX_FUSED, 1]
+@pytest.mark.parametrize(
+    "kernels, groups",
+    [
+        # Pointwise work joins a reduction of the same rows before and after it.
+        ([pointwise(128, "x", "a"), MEAN, pointwise(128, "am", "y"), pointwise(8, "m", "z")], [(0, 1, 2, 3)]),
+        ([pointwise(128, "x", "a"), OF_COLUMNS], [(0,), (1,)]),
+        # Other sizes, and kernels without a common buffer, run alone.
+        ([pointwise(8, "x", "a"), pointwise(16, "a", "b")], [(0,), (1,)]),
+        ([pointwise(8, "x", "a"), pointwise(8, "y", "b")], [(0,), (1,)]),
+        ([pointwise(8, "x", "a"), pointwise(8, "x", "b")], [(0, 1)]),
+        # What waits for a product of a kernel does not join that kernel, nor what waits for what waits.
+        (
+            [pointwise(8, "x", "a"), PRODUCT, pointwise(8, "xp", "b"), pointwise(8, "a", "c")],
+            [(0, 3), (1,), (2,)],
+        ),
+        (
+            [pointwise(8, "x", "a"), PRODUCT, pointwise(4, "p", "q"), pointwise(8, "xq", "b")],
+            [(0,), (1,), (2,), (3,)],
+        ),
+        # What is overwritten is read before.
+        ([pointwise(8, "w", "a"), WEIGHED, pointwise(8, "w", "w")], [(0,), (1,), (2,)]),
+        ([pointwise(8, "w", "a"), pointwise(8, "w", "w")], [(0, 1)]),
+        # A kernel holds so many values at most.
+        (
+            [pointwise(8, "x", [f"a{index}"]) for index in range(MAX_FUSED + 1)],
+            [tuple(range(MAX_FUSED)), (MAX_FUSED,)],
+        ),
+    ],
+)
+def test_kernels_are_fused_by_inductors_rules(kernels, groups):
+    assert fused_groups(kernels) == groups

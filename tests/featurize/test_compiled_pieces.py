@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from featurize.compiled_pieces import in_pieces
+from featurize.compiled import in_pieces
 from featurize.parallel.layout import Parallel
 from featurize.trace import trace_step
 from featurize.training import Training

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from featurize import compiled
-from featurize.compiled_sharing import AttributeReads
+from featurize.compiled import AttributeReads
 from featurize.step_trace import StepTrace
 from featurize.trace import trace_step
 from featurize.training import Training

@@ -14,7 +14,8 @@ from featurize.device_spec import device_from_mapping, load_device
 from featurize.float8 import convert
 from featurize.kernel_model.calls import FP8, TENSOR, as_calls, product
 from featurize.kernel_model.step_time import load_efficiencies, timed_kernels
-from featurize.model_flops import SCALED_PRODUCT, model_flops
+from featurize.model_flops import model_flops
+from featurize.operators import SCALED_PRODUCT
 from featurize.parallel.layout import Parallel
 from featurize.parallel.sharding import shard
 from featurize.trace import trace_step

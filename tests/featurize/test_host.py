@@ -38,13 +38,9 @@ def layer():
     return trace_step(lambda: nn.Linear(512, 2048), batch, optimizer="sgd", training_loop=False)
 
 
-def test_an_optimizers_launch_is_a_bare_operator_and_others_take_what_the_framework_takes():
-    assert host_ms(CALLS, A100, EAGER, HOSTS) == pytest.approx((20 + 5 * 100) * A100.launch_overhead_us * 1e-3)
-
-
-def test_megatrons_host_takes_its_time_in_linear_layers_and_norms_and_graphs_launch_nothing():
-    assert host_ms(CALLS, A100, MEGATRON, HOSTS) == pytest.approx((20 + 5 * 58) * A100.launch_overhead_us * 1e-3)
-    assert host_ms(CALLS, A100, GRAPHS, HOSTS) == 0.0
+@pytest.mark.parametrize("framework, launches", [(EAGER, 20 + 5 * 100), (MEGATRON, 20 + 5 * 58), (GRAPHS, 0)])
+def test_an_optimizers_launch_is_a_bare_operator_and_others_take_what_the_framework_takes(framework, launches):
+    assert host_ms(CALLS, A100, framework, HOSTS) == pytest.approx(launches * A100.launch_overhead_us * 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -76,20 +72,16 @@ def test_the_longest_bounds_a_step_and_slower_hosts_widen_it_where_they_would_bo
     assert by_gpu.upper_ms() == pytest.approx(by_gpu.error_quantiles[0.9] * by_gpu.step_time_ms)
 
 
-def test_kernels_that_take_longer_beside_gathered_weights_are_busy_as_long(layer):
-    settings, gathered = Training(optimizer="sgd", framework=GRAPHS), Block(nbytes=8, kind=GATHERED)
-    alone, beside = (
-        time_step(one, A100, settings) for one in (layer, replace(layer, blocks=(*layer.blocks, gathered)))
+def test_kernels_beside_gathered_weights_take_longer_but_for_megatrons_and_are_busy_as_long(layer):
+    beside = replace(layer, blocks=(*layer.blocks, Block(nbytes=8, kind=GATHERED)))
+    graphs, megatron = (
+        [time_step(one, A100, Training(optimizer="sgd", framework=framework)) for one in (layer, beside)]
+        for framework in (GRAPHS, MEGATRON)
     )
-    assert beside.busy_ms > 1.1 * alone.busy_ms
-    assert beside.activity.gpu_util == pytest.approx(alone.activity.gpu_util)
-    assert beside.activity.power_w == pytest.approx(alone.activity.power_w)
-
-
-def test_kernels_of_megatron_take_no_longer_beside_gathered_weights(layer):
-    settings, gathered = Training(optimizer="sgd", framework=MEGATRON), Block(nbytes=8, kind=GATHERED)
-    beside = replace(layer, blocks=(*layer.blocks, gathered))
-    assert time_step(beside, A100, settings).busy_ms == time_step(layer, A100, settings).busy_ms
+    assert graphs[1].busy_ms > 1.1 * graphs[0].busy_ms
+    assert graphs[1].activity.gpu_util == pytest.approx(graphs[0].activity.gpu_util)
+    assert graphs[1].activity.power_w == pytest.approx(graphs[0].activity.power_w)
+    assert megatron[1].busy_ms == megatron[0].busy_ms
 
 
 def test_an_unknown_framework_is_refused_with_the_known_ones():

@@ -71,15 +71,13 @@ def test_a_convolution_is_a_product_for_each_result_and_the_first_layer_has_no_i
 
 
 def test_the_units_follow_the_type_and_the_settings(small_cnn):
-    def pipes(trace, **given):
+    def pipe(trace, kind="convolution", **given):
         calls = kernel_calls(trace.operators, **given)
-        at = calls.kind.index("convolution")
-        return PIPES[calls.pipe[at]]
+        return PIPES[calls.pipe[calls.kind.index(kind)]]
 
-    assert pipes(small_cnn) == TF32
-    assert pipes(small_cnn, tf32_convolutions=False) == FP32
+    assert (pipe(small_cnn), pipe(small_cnn, "product"), pipe(small_cnn, tf32_convolutions=False)) == (TF32, FP32, FP32)
     half = traced(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), 2, 3, 8, 8, precision="fp16")
-    assert pipes(half) == TENSOR
+    assert pipe(half) == TENSOR
 
 
 def test_a_recurrent_layer_is_a_product_for_each_step_and_one_for_all_inputs():
@@ -147,12 +145,6 @@ def test_the_bound_is_above_the_estimate_and_grows_with_the_coverage(small_cnn):
         step.upper_ms(0.42)
 
 
-def test_every_described_gpu_has_a_finite_time(small_cnn):
-    for name in device_names():
-        step = time_step(small_cnn, load_device(name), Training())
-        assert 0 < step.busy_ms < 1e4
-
-
 def test_a_file_is_read_as_it_was_written_and_a_damaged_one_is_refused():
     text = efficiencies_text(LEARNED)
     assert efficiencies_text(read_efficiencies(text)) == text
@@ -189,9 +181,10 @@ def activity(batch=256, spec=A100, precision="fp32", input_ms=0.0, width=2048):
 
 
 def test_ratios_lie_within_what_contains_them_on_every_gpu(small_cnn):
-    for name in device_names():
-        spec = load_device(name)
-        of_step = time_step(small_cnn, spec, Training()).activity
+    for spec in map(load_device, device_names()):
+        step = time_step(small_cnn, spec, Training())
+        of_step = step.activity
+        assert 0 < step.busy_ms < 1e4
         assert 0 < of_step.smocc <= of_step.smact <= of_step.gpu_util <= 1
         assert 0 < of_step.drama < 1 and 0 < of_step.fp32a < 1 and 0 <= of_step.tensor < 1
         assert spec.idle_power_w < of_step.power_w <= spec.power_limit_w
@@ -220,12 +213,6 @@ def test_tensor_cores_are_busy_where_the_precision_uses_them():
     )  # fmt: skip
     assert plain.tensor == 0 < min(tf32.tensor, half.tensor)
     assert max(tf32.fp32a, half.fp32a) < plain.fp32a
-
-
-def test_by_default_convolutions_run_in_tf32_and_products_do_not(small_cnn):
-    calls = time_step(small_cnn, A100, Training()).kernels.calls
-    pipes = {kind: PIPES[pipe] for kind, pipe in zip(calls.kind, calls.pipe, strict=True)}
-    assert (pipes["convolution"], pipes["product"]) == (TF32, FP32)
 
 
 def test_a_step_without_kernels_takes_a_launch_and_keeps_nothing_busy(small_cnn):

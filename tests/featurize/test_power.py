@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from conf.errors import UsageError
@@ -15,7 +18,7 @@ from featurize.kernel_model.step_time import TimedStep, time_step
 from featurize.trace import trace_step
 from featurize.training_settings import Training
 
-A40 = load_device("A40")
+A40, BOARD = load_device("A40"), "A100-SXM4-40GB"
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +32,6 @@ def stream():
 
 
 def _trace(model, batch):
-    import torch
-
     wide = next(layer for layer in model.modules() if isinstance(layer, nn.Linear)).in_features
     return trace_step(lambda: model, torch.empty(batch, wide, device="meta"), optimizer="sgd", training_loop=False)
 
@@ -63,12 +64,6 @@ def test_the_boards_own_limit_changes_nothing(product):
     assert _timed(product, A40, A40.power_limit_w).step_time_ms == pytest.approx(_timed(product, A40).step_time_ms)
 
 
-def test_a_limit_out_of_the_range_is_refused_with_the_range():
-    for limit_w in (20, 301, float("nan")):
-        with pytest.raises(UsageError, match=r"power_limit_w must be 98\.4 to 300, got"):
-            device_of_user("A40", limit_w)
-
-
 @pytest.mark.parametrize("name", device_names())
 def test_every_gpu_model_keeps_below_the_least_limit_that_it_takes(name):
     device, product, one = load_device(name), np.array([1.0, 0.5, 0.0]), np.ones(3)
@@ -78,17 +73,29 @@ def test_every_gpu_model_keeps_below_the_least_limit_that_it_takes(name):
     assert (watts <= 1.001 * device.least_limit_w).all() and (longer > 1).all()
 
 
-def test_a_limit_of_a_slice_is_set_on_its_board_and_the_message_has_the_boards_range():
-    board, part = load_device("A100-SXM4-40GB"), load_device("A100-SXM4-40GB:3g.20gb")
-    half = device_of_user("A100-SXM4-40GB:3g.20gb", board.power_limit_w / 2)
+def test_a_limit_of_a_slice_is_set_on_its_board():
+    board, part = load_device(BOARD), load_device(f"{BOARD}:3g.20gb")
+    half = device_of_user(f"{BOARD}:3g.20gb", board.power_limit_w / 2)
     assert half.power_cap_w == pytest.approx(part.power_limit_w / 2)
-    with pytest.raises(UsageError, match="device A100-SXM4-40GB: power_limit_w must be 100 to 400, got 90"):
-        device_of_user("A100-SXM4-40GB:3g.20gb", 90)
 
 
-def test_a_bad_limit_of_a_description_is_reported_under_its_own_key():
-    with pytest.raises(UsageError, match=r"power_cap_w must be 98\.4 to 300, got 20"):
-        device_from_mapping({**A40.to_mapping(), "power_cap_w": 20})
+@pytest.mark.parametrize(
+    "describe, message",
+    [
+        *(
+            (lambda w=w: device_of_user("A40", w), "power_limit_w must be 98.4 to 300, got")
+            for w in (20, 301, math.nan)
+        ),
+        (lambda: device_of_user(f"{BOARD}:3g.20gb", 90), f"device {BOARD}: power_limit_w must be 100 to 400, got 90"),
+        (
+            lambda: device_from_mapping({**A40.to_mapping(), "power_cap_w": 20}),
+            "power_cap_w must be 98.4 to 300, got 20",
+        ),
+    ],
+)
+def test_a_limit_out_of_the_boards_range_is_refused_with_the_range_under_its_own_key(describe, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        describe()
 
 
 def test_a_limit_travels_with_the_description_to_a_scripts_process():

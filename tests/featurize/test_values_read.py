@@ -43,29 +43,30 @@ def test_a_decision_on_constants_is_taken_as_it_would_be():
     assert way(lambda x, y: torch.tensor([False, True]).to(x.device).any()) == "tanh"
 
 
-def test_a_decision_on_what_the_step_computes_is_refused():
-    for ask in (lambda x, y: y.sum() > 0, lambda x, y: (y > 0).any(), lambda x, y: x.argmax().item() == 1):
-        with pytest.raises(TraceError, match="_local_scalar_dense"):
-            way(ask)
+def writes(x, y):
+    flags = torch.zeros(2, dtype=torch.bool, device=x.device)
+    flags[0] = y.sum() > 0
+    return flags.any()
 
 
-def test_a_constant_that_was_written_to_is_no_constant():
-    def ask(x, y):
-        flags = torch.zeros(2, dtype=torch.bool, device=x.device)
-        flags[0] = y.sum() > 0
-        return flags.any()
-
-    with pytest.raises(TraceError, match="_local_scalar_dense"):
-        way(ask)
+def writes_a_view(x, y):
+    flags = torch.zeros(2, dtype=torch.bool, device=x.device)
+    first = flags[:1]
+    flags.copy_(y[0, :2] > 0)
+    return first.any()
 
 
-def test_a_view_of_a_constant_that_was_written_to_is_no_constant():
-    def ask(x, y):
-        flags = torch.zeros(2, dtype=torch.bool, device=x.device)
-        first = flags[:1]
-        flags.copy_(y[0, :2] > 0)
-        return first.any()
-
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x, y: y.sum() > 0,
+        lambda x, y: (y > 0).any(),
+        lambda x, y: x.argmax().item() == 1,
+        writes,
+        writes_a_view,
+    ],
+)
+def test_a_decision_on_what_the_step_computes_or_writes_is_refused(ask):
     with pytest.raises(TraceError, match="_local_scalar_dense"):
         way(ask)
 
@@ -147,26 +148,26 @@ def test_values_are_those_of_the_given_tensor_whatever_a_step_writes_to_its_copy
     assert torch.equal(mask, MASK)
 
 
-def test_numbers_that_the_step_computes_are_finite():
-    def ask(self, ids, mask, x):
-        return not torch.isnan(x).any() and torch.isfinite(x).all() and not torch.isinf(x).any()
+def asks_for_finite_numbers(self, ids, mask, x):
+    return not torch.isnan(x).any() and torch.isfinite(x).all() and not torch.isinf(x).any()
 
+
+def routes(self, ids, mask, x):
+    _, experts = x.topk(2, dim=-1)
+    return torch.bincount(experts.flatten(), minlength=6).tolist() == [2] * 6
+
+
+@pytest.mark.parametrize(
+    "ask, assumed",
+    [
+        (asks_for_finite_numbers, values.FINITE),
+        (routes, values.SPREAD),
+        (lambda self, ids, mask, x: torch.where(x > 0)[0].numel() == 36, values.ALL_KEPT),
+    ],
+)
+def test_numbers_that_the_step_computes_are_assumed_finite_spread_evenly_and_all_kept(ask, assumed):
     number, trace = layers(ask)
-    assert number == 1 and trace.assumed == (values.FINITE,)
-
-
-def test_choices_of_a_router_are_spread_evenly():
-    def ask(self, ids, mask, x):
-        _, experts = x.topk(2, dim=-1)
-        return torch.bincount(experts.flatten(), minlength=6).tolist() == [2] * 6
-
-    number, trace = layers(ask)
-    assert number == 1 and trace.assumed == (values.SPREAD,)
-
-
-def test_nonzero_of_what_the_step_computes_is_an_upper_bound():
-    number, trace = layers(lambda self, ids, mask, x: torch.where(x > 0)[0].numel() == 36)
-    assert number == 1 and trace.assumed == (values.ALL_KEPT,)
+    assert number == 1 and trace.assumed == (assumed,)
 
 
 def test_random_draws_are_the_same_in_every_trace_and_leave_the_callers_alone():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import EnvironmentProblem
-from featurize.cudnn import libraries, oracle
+from featurize.cudnn import oracle
 
 VERSION = "9.28.0"  # that the stand-in gives itself
 CHILD = Path(__file__).with_name("stand_in_child.py")
@@ -18,7 +18,7 @@ CHILD = Path(__file__).with_name("stand_in_child.py")
 
 def why_missing():
     try:
-        libraries.installed_libraries()
+        oracle.installed_libraries()
     except EnvironmentProblem as error:
         return str(error)
     return ""
@@ -35,10 +35,10 @@ def stand_in_for_cudnn(monkeypatch):
     def oracle_for(device):
         if device not in opened:
             command = (sys.executable, str(CHILD))
-            opened[device] = oracle.CudnnOracle(libraries.CudnnLibraries(VERSION, ()), device, None, command=command)
+            opened[device] = oracle.CudnnOracle(oracle.CudnnLibraries(VERSION, ()), device, None, command=command)
         return opened[device]
 
-    monkeypatch.setattr(libraries, "installed_libraries", lambda: None)
+    monkeypatch.setattr(oracle, "installed_libraries", lambda: None)
     monkeypatch.setattr(oracle, "oracle_for", oracle_for)
     try:
         yield

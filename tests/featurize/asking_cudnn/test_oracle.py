@@ -8,9 +8,17 @@ import sys
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.cudnn import libraries
-from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
-from featurize.cudnn.oracle import CRASHED, HUNG, NOT_ASKED, AnswerCache, CudnnOracle, device_properties
+from featurize.cudnn import oracle as module
+from featurize.cudnn.oracle import (
+    CRASHED,
+    HUNG,
+    NOT_ASKED,
+    AnswerCache,
+    CudnnLibraries,
+    CudnnOracle,
+    device_properties,
+    installed_libraries,
+)
 from featurize.cudnn.signature import ConvolutionSignature, SearchSettings
 from featurize.device_spec import device_names, load_device
 from tests.featurize.asking_cudnn.cudnn_library import CHILD, VERSION, needs_cudnn
@@ -62,8 +70,6 @@ def test_a_process_that_was_killed_while_it_waited_costs_no_query(oracle_of):
 
 
 def test_an_interrupted_query_ends_the_process_and_its_answer_is_no_other_querys(oracle_of, monkeypatch):
-    from featurize.cudnn import oracle as module
-
     oracle = oracle_of()
     oracle.answers([signature(3)], SEARCH)
     child = oracle._process._process
@@ -82,7 +88,6 @@ def test_an_interrupted_query_ends_the_process_and_its_answer_is_no_other_querys
 def test_a_table_of_gpu_models_leaves_no_process_behind(oracle_of, monkeypatch):
     from torch import nn
 
-    from featurize.cudnn import oracle as module
     from learn import devices_that_fit
     from learn.estimation import on_machine
 
@@ -177,7 +182,7 @@ def test_an_unknown_compute_capability_lists_the_known_ones():
 
 
 def test_a_missing_library_names_the_extra(monkeypatch):
-    monkeypatch.setattr(libraries, "missing_from_extra", lambda extra: f"x is not installed: {extra}")
+    monkeypatch.setattr(module, "missing_from_extra", lambda extra: f"x is not installed: {extra}")
     with pytest.raises(EnvironmentProblem, match="x is not installed: cudnn"):
         installed_libraries()
 
