@@ -91,6 +91,15 @@ def test_it_learns_and_its_bound_holds(fitted):
     assert fitted.meta["metrics"]["accuracy"]["test"] == metrics["accuracy"]
 
 
+@pytest.mark.slow
+def test_same_data_and_seed_give_the_same_figures(data, fitted):
+    again = fit(settings(data), now=datetime(2026, 11, 21, tzinfo=UTC))
+    assert again.meta["metrics"] == fitted.meta["metrics"]
+    assert again.path != fitted.path and load_latest(data, "memory").path == again.path
+    other = fit(settings(data, seed=1), now=datetime(2026, 11, 22, tzinfo=UTC))
+    assert other.meta["metrics"] != fitted.meta["metrics"]
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_groups_never_straddle_a_split(data, seed):
     rows = load_rows(data, "memory")

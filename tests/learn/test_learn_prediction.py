@@ -66,6 +66,15 @@ def test_conformal_bound_takes_the_rank_with_the_finite_sample_correction():
     assert largest[0] == pytest.approx(0.25), "the largest error stands in"
 
 
+def test_conformal_bound_covers_new_draws_of_the_same_kind():
+    rng = np.random.default_rng(5)
+    covered = []
+    for _ in range(300):
+        prediction = ResidualPrediction(np.zeros(50), np.sort(rng.standard_normal(150)), "log")
+        covered.append((np.exp(rng.standard_normal(50)) <= prediction.upper(0.9)).mean())
+    assert 0.9 <= np.mean(covered) < 0.93
+
+
 def test_a_bare_point_has_all_mass_in_its_bin_and_no_bound():
     prediction = ResidualPrediction(np.log([100.0, 300.0]), np.empty(0), "log")
     assert prediction.bin_probabilities(np.array([200.0])).tolist() == [[1, 0], [0, 1]]
