@@ -604,7 +604,7 @@ def _only_of_weights(node: Node, sizes: dict[Node, int]) -> bool:
 class _Piece(nn.Module):
     """One compiled piece. Its parameters come first, as AOTAutograd wants them."""
 
-    def __init__(self, graph: GraphModule, order: list[int], weights: int, compiled: Compile) -> None:
+    def __init__(self, graph: nn.Module, order: list[int], weights: int, compiled: Compile) -> None:
         super().__init__()
         self._order = order
         back = sorted(range(len(order)), key=order.__getitem__)

@@ -400,7 +400,7 @@ def _first(folders: list[Path], patterns: tuple[str, ...]) -> Path | None:
 
 def _version_of(header: Path) -> tuple[int, ...]:
     try:
-        parts = dict(_VERSION.findall(header.readversion_text(encoding="utf-8")))
+        parts = dict(_VERSION.findall(header.read_text(encoding="utf-8")))
         return tuple(int(parts[name]) for name in ("MAJOR", "MINOR", "PATCHLEVEL"))
     except (OSError, KeyError) as error:
         raise EnvironmentProblem(f"{header} does not say cuDNN's version: {error}") from error
