@@ -343,11 +343,14 @@ def _bound(value: object) -> str:
 def _descriptions() -> dict[str, dict]:
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
+    try:
+        from yaml import CSafeLoader as SafeLoader  # ten times as fast
+    except ImportError:  # PyYAML was built without libyaml
+        from yaml import SafeLoader
     descriptions = {}
     for entry in resources.files("conf").joinpath("device").iterdir():
         if entry.name.endswith(".yaml"):
-            mapping = yaml.load(entry.read_text(encoding="utf-8"), Loader=loader)
+            mapping = yaml.load(entry.read_text(encoding="utf-8"), Loader=SafeLoader)
             if isinstance(mapping, dict) and "backend" not in mapping:
                 descriptions[entry.name.removesuffix(".yaml")] = mapping
     return descriptions

@@ -9,7 +9,6 @@ import copyreg
 import functools
 import hashlib
 import os
-import pickle
 import site
 import sys
 import sysconfig
@@ -18,6 +17,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import Pickler, PicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -277,7 +277,7 @@ def _told(*_: object) -> None:
     """Stand, in the pickle, for what makes an object."""
 
 
-class _Teller(pickle.Pickler):
+class _Teller(Pickler):
     """Pickles values, but writes of tensors, functions and classes what a trace follows from."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -307,7 +307,7 @@ class _Teller(pickle.Pickler):
 
 def _tensor(value: Tensor) -> Any:
     if is_lazy(value) or value.layout is not torch.strided:
-        raise pickle.PicklingError
+        raise PicklingError
     content = None
     largest = _LARGEST_PARAMETER if isinstance(value, nn.Parameter) else _LARGEST_TENSOR
     if value.numel() <= largest and not value.is_meta:

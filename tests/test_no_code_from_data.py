@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("conf", "warehouse", "featurize", "workers", "learn", "farm", "infra")
 # Modules whose loading runs what a file says; the standard library's shelve and dbm are pickles, too.
 PICKLES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
+WRITE_PICKLES = {"Pickler", "PicklingError"}  # of pickle: a hash of what is written, which nobody reads
 RUN = {"eval", "exec", "compile", "__import__"}
 IMPORTS = {"import_module", "__import__", "find_loader", "run_module", "run_path", "exec_module", "load_module"}
 
@@ -23,7 +24,6 @@ LOADERS = {
     ("infra/gpufarm/__main__.py", "main"): "names of the table COMMANDS; others raise first",
     ("infra/gpufarm/__main__.py", "_own_packages"): "a literal: conf/own_packages.py, before conf can be imported",
     ("learn/estimators.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
-    ("learn/evaluation/benchmark_pool.py", "_answer"): "a job of this process's own, its name from ESTIMATORS",
     ("learn/script/command_line.py", "_torchrun"): "imports nothing: torchrun's option of that name, which is refused",
     ("learn/script/run.py", "_execute"): "the script that the user typed behind --, in a process of its own",
     ("learn/estimation/model_names.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
@@ -69,7 +69,9 @@ def imported(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module.partition(".")[0], node.lineno
+            names = {alias.name for alias in node.names}
+            if node.module != "pickle" or not names <= WRITE_PICKLES:
+                yield node.module.partition(".")[0], node.lineno
 
 
 def problem_of_call(call):
@@ -79,7 +81,8 @@ def problem_of_call(call):
         return f"{name}()"
     if name == "load" and owner == "torch" and not is_literal(keyword(call, "weights_only"), True):
         return "torch.load without weights_only=True"
-    if name in ("load", "unsafe_load", "full_load", "load_all", "unsafe_load_all") and owner == "yaml":
+    is_safe = name == "load" and name_of(keyword(call, "Loader")) == "SafeLoader"
+    if name in ("load", "unsafe_load", "full_load", "load_all", "unsafe_load_all") and owner == "yaml" and not is_safe:
         return "yaml other than safe_load"
     allow = keyword(call, "allow_pickle")
     if allow is not None and not is_literal(allow, False):
@@ -162,6 +165,8 @@ def test_configs_become_code_names_only_where_the_user_speaks():
     [
         "import pickle",
         "from joblib import load",
+        "from pickle import Pickler, loads",
+        "yaml.load(text, Loader=Loader)",
         "import torch\ntorch.load(path)",
         "torch.load(path, weights_only=False)",
         "np.load(path)",

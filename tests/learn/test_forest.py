@@ -24,7 +24,7 @@ def fitted(rows):
 
 def test_two_families_in_one_table_are_told_apart_by_what_each_lacks(fitted, rows):
     error = np.abs(fitted.predict(rows.cases).point / rows.label - 1)
-    assert np.isnan(fitted._table.matrix(rows.cases)).any()
+    assert np.isnan(fitted.table.matrix(rows.cases)).any()
     assert np.median(error) < 0.1
 
 
