@@ -4,6 +4,7 @@ The folder is not called `cudnn`: pytest puts its parent on the path, where it w
 """
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -185,6 +186,25 @@ def test_a_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setattr(module, "missing_from_extra", lambda extra: f"x is not installed: {extra}")
     with pytest.raises(EnvironmentProblem, match="x is not installed: cudnn"):
         installed_libraries()
+
+
+@pytest.mark.parametrize("minor, outcome", [(28, "9.28.1"), (7, "cuDNN 9.7.1 is installed; 9.8.0 and later answer")])
+def test_the_libraries_of_the_wheels_are_found_and_old_ones_are_refused(monkeypatch, tmp_path, minor, outcome):
+    files = ("cuda_runtime/lib/libcudart.so.12", "cuda_nvrtc/lib/libnvrtc.so.12", "cublas/lib/libcublasLt.so.12")
+    for name in (*files, "cudnn/lib/libcudnn.so.9", "cudnn/include/cudnn_version.h"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    header = f"#define CUDNN_MAJOR 9\n#define CUDNN_MINOR {minor}\n#define CUDNN_PATCHLEVEL 1\n"
+    (tmp_path / "cudnn/include/cudnn_version.h").write_text(header)
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(module, "missing_from_extra", lambda extra: None)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: spec)
+    if minor == 28:
+        found = installed_libraries()
+        assert found.version == outcome and len(found.paths) == 4 and found.paths[-1].endswith("libcudnn.so.9")
+    else:
+        with pytest.raises(EnvironmentProblem, match=outcome):
+            installed_libraries()
 
 
 @needs_cudnn
