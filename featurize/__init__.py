@@ -1,4 +1,4 @@
-"""What can be known of a trial without a GPU: families, features, the traced training step, the device model.
+"""Describe a trial without a GPU: families, features, the traced training step, the device model.
 
 Start reading at `trial.py` (what a trial config is) and `families/` (one file each). Imports no sibling but `conf`.
 """

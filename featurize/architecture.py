@@ -1,4 +1,4 @@
-"""What follows from a GPU's architecture, and nothing else of its description: the home of what differs by vendor.
+"""Figures that follow from a GPU's architecture alone: the home of what differs by vendor.
 
 Start reading at `architecture_of`. Torch-free.
 """
@@ -61,7 +61,7 @@ _WATTS_PER_TFLOP = (((8, 9), 8.0), ((8, 0), 11.0), ((7, 0), 16.0), ((6, 0), 20.0
 
 
 class _Target(NamedTuple):
-    """What differs between AMD's architectures.
+    """Figures that differ between AMD's architectures.
 
     lanes         such that two FLOP each make up the data sheet's rate of vectors; packed FP32 counts twice on gfx942
     blas_mib      of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a and gfx942), else of hipBLAS

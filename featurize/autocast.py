@@ -41,7 +41,7 @@ _lock = threading.RLock()  # the replacements are the process's: one trace at a 
 
 
 class Autocast:
-    """What is cast now: to `dtype` what runs in it, nothing where `dtype` is None. The forward's context caches the
+    """Casts of the moment: to `dtype` what runs in it, nothing where `dtype` is None. The forward's context caches the
     casts of weights; the contexts that a checkpointed backward opens for its recomputations are shorter, and count as
     having no cache."""
 

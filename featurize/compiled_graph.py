@@ -378,8 +378,8 @@ def _role(node: Node) -> str:
 
 
 def _into_constant(node: Node) -> bool:
-    """Whether one number is scattered into one place of each row of a constant, as the gradient of a loss of class
-    indices is. Inductor compares each place with the index instead (torch/_inductor/fx_passes/joint_graph.py:
+    """Return whether one number is scattered into one place of each row of a constant, as the gradient of a loss of
+    class indices is. Inductor compares each place with the index instead (torch/_inductor/fx_passes/joint_graph.py:
     scatter_upon_const_tensor)."""
     if len(node.args) < 4 or isinstance(node.args[3], torch.fx.Node):
         return False

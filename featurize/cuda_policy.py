@@ -1,4 +1,4 @@
-"""What PyTorch does differently on CUDA than on meta tensors: autocast, attention, fused dropout, cuDNN's layers.
+"""Differences of PyTorch on CUDA from meta tensors: autocast, attention, fused dropout, cuDNN's layers.
 
 Start reading at `as_on_cuda`. Meta tensors take the generic code paths: autocast leaves them alone, attention
 materialises its scores, dropout keeps a full-width mask, recurrent layers run step by step. Inside `as_on_cuda` the

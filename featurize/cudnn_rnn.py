@@ -137,7 +137,7 @@ def backward(
 
 
 def workspace_bytes(args: Sequence) -> int:
-    """Of one call of either operator, `args` being its own: weights and states, and the batch in time order."""
+    """Return the bytes of one call of either operator with `args`: weights and states, and the batch in time order."""
     x, weight, hx = args[0], args[1], args[4]
     rest = args[6:] if _is_forward(args) else args[10:]
     mode, hidden_size, batch_first = rest[0], rest[1], rest[4]

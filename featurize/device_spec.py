@@ -49,7 +49,7 @@ class PeakTflops:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """What joins a GPU to the others of its node, in GB/s per direction, as data sheets give it.
+    """Links of a GPU to the others of its node, in GB/s per direction, as data sheets give it.
 
     `link_gb_s`: all links of NVLink or Infinity Fabric together, where they join all GPUs of a node. None: the GPUs
     talk over PCIe.
@@ -131,7 +131,7 @@ class DeviceSpec:
 
     @property
     def architecture(self) -> Architecture:
-        """What follows from the compute capability or the LLVM target."""
+        """Figures that follow from the compute capability or the LLVM target."""
         return architecture_of(self.compute_capability, self.llvm_target)
 
     @property
@@ -283,7 +283,7 @@ def same_device(one: str | None, other: str | None) -> bool:
 
 
 def device_features(spec: DeviceSpec) -> dict[str, float]:
-    """What a learner sees of a GPU model."""
+    """Return the features that a learner sees of a GPU model."""
     rates = spec.peak_tflops
     return {
         "gpu_memory_mib": spec.memory_mib,

@@ -68,7 +68,7 @@ def convert(model: nn.Module, recipe: str, skip: tuple[str, ...] | None = None, 
 
 
 def refuse_odd_tokens(model: nn.Module) -> None:
-    """Let layers that torchao converted refuse a number of tokens that their 8-bit weight gradients do not sum over.
+    """Make layers that torchao converted refuse a number of tokens that their 8-bit weight gradients do not sum over.
 
     The shape of what a layer is given is known when it is called, before its products run. A compiled graph is not
     asked: it leaves products out that nobody reads.

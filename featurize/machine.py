@@ -1,4 +1,4 @@
-"""What a process takes of a GPU outside PyTorch's allocator on one machine: driver, kernels, libraries, other users.
+"""Memory that a process takes outside PyTorch's allocator on one machine: driver, kernels, libraries, other users.
 
 Start reading at `MachineProfile`; `learn.calibrate` fits one to a user's own measurements. Torch-free.
 """

@@ -96,7 +96,7 @@ class MetaResults:
 
 
 def _fits(target: Tensor, other: object) -> bool:
-    """Whether an in-place operator on meta tensors can be left out: nothing is broadcast and no type can be wrong."""
+    """Return whether an in-place operator on meta tensors can be left out: without broadcasts and wrong types."""
     if not (isinstance(target, Tensor) and target.is_meta):
         return False
     if not target.is_floating_point():
@@ -109,7 +109,7 @@ def _fits(target: Tensor, other: object) -> bool:
 
 
 def _key(values) -> tuple:
-    """What of the arguments decides the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
+    """Return what decides the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
     parts: list[Hashable] = []
     for value in values:
         kind = type(value)

@@ -32,7 +32,7 @@ from featurize.tensor_parts import bytes_read, meta_tensors
 
 
 class Traits:
-    """What is the same for every call of one operator overload."""
+    """Properties that are the same for every call of one operator overload."""
 
     __slots__ = (
         "adds",
@@ -199,8 +199,8 @@ class OperatorRecord(BlockRecord):
         )
 
     def _recomputes(self) -> bool:
-        """Whether a checkpoint runs its part of the forward pass again, which the engine alone never does: a module's
-        forward pass runs, or gradients are recorded."""
+        """Return whether a checkpoint runs its part of the forward pass again, which the engine alone never does: a
+        module's forward pass runs, or gradients are recorded."""
         return self._again or bool(self.stack.running) or torch.is_grad_enabled()
 
 

@@ -1,4 +1,4 @@
-"""What is known of operators by their names: what they compute and move, and which of them launch no kernel.
+"""Table of operators by name: what they compute and move, and which of them launch no kernel.
 
 Start reading at `flops`. An operator's entry in one of these tables is all that adds it: a kernel of attention is one
 entry of `ATTENTION`. A multiply-add counts as 2 FLOPs; what is not a matrix product counts one per element. Torch-free.

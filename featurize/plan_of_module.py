@@ -44,7 +44,7 @@ _JOINS = {torch.cat, torch.concat}
 
 
 def plan_of_module(model: nn.Module, shape: Sequence[int]) -> list[Layer]:
-    """What runs for one sample of `shape`, in the order of the forward pass, on a model whose tensors are on meta.
+    """Return what runs for one sample of `shape`, in the order of the forward pass, on a model on meta.
 
     A layer for each module without children, for what runs outside of these (attention, matrix products, sums of equal
     shapes, joins), and one called `position` for the parameters that neither holds. Parameters are counted once;
@@ -154,14 +154,14 @@ def _priced(func, args: tuple, kwargs: dict, output: Any) -> tuple[str | None, i
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Of all samples: four projections to the query's width, and the products of scores and of values."""
+    """Return the FLOPs of all samples: four projections to the query's width, the products of scores and of values."""
     width = query.shape[-1]
     projections = 4 * query.numel() * width + 2 * (key.numel() + value.numel()) * width
     return projections + 4 * query.numel() * key.shape[0]
 
 
 def _einsum_flops(args: tuple) -> int:
-    """Of a contraction of two tensors: a multiply-add for each combination of indices; of others none are counted."""
+    """Return the FLOPs of a contraction of two tensors, a multiply-add for each combination of indices; else 0."""
     letters, tensors = args[0], args[1:] if isinstance(args[1], Tensor) else tuple(args[1])
     if not isinstance(letters, str) or "." in letters or len(tensors) != 2:
         return 0

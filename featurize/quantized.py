@@ -54,7 +54,7 @@ _library.impl(
 
 
 class _Quantized(nn.Module):
-    """What both formats have in common."""
+    """Parts that both formats have in common."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

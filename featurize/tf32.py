@@ -1,4 +1,4 @@
-"""Whether this process lets float32 products use TF32, by whichever of PyTorch's two APIs that was set.
+"""Tell whether this process lets float32 products use TF32, by whichever of PyTorch's two APIs that was set.
 
 Start reading at `matmul_allows_tf32`.
 """

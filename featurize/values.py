@@ -155,7 +155,7 @@ class Values:
         return empty.set_(known[1], tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def decide(self, func: OpOverload, name: str, args: tuple, kwargs: dict) -> object:
-        """What an operator gives whose result values decide; `NotImplemented` if that is not known, or any other
+        """Return what an operator gives whose result values decide; `NotImplemented` if that is not known, or any other
         operator. Raises `UnknownValue` where a number is read back."""
         if name not in DECIDED_BY_VALUES:
             return NotImplemented

@@ -1,4 +1,4 @@
-"""What a step would reserve under other assumptions about cuDNN's workspaces, and over more steps than the replay's.
+"""Memory that a step reserves under other assumptions about cuDNN's workspaces, and over more steps than the replay.
 
 Start reading at `scenario_features`. Nobody knows without a GPU, or without asking cuDNN, which workspaces its
 convolutions take. How the peak answers to several assumptions is known, and a learner weighs them by what was measured.

@@ -324,7 +324,7 @@ def _space(family: str, *, wider: bool) -> Mapping[str, Any]:
 
 
 def _drawn_on_log_scale(spec: Any) -> bool:
-    """Whether the farm draws a range of `conf/arch` on a logarithmic scale, as the files' own comments say."""
+    """Return whether the farm draws a range of `conf/arch` on a logarithmic scale, as the files' own comments say."""
     if not isinstance(spec, Mapping):
         return False
     scale = spec.get("scale", "auto")

@@ -1,4 +1,4 @@
-"""What families share without torch: entries of the layer plan, and checks of common fields.
+"""Parts that families share without torch: entries of the layer plan, and checks of common fields.
 
 Start reading at `dense_block` for the order inside a block. FLOPs count matrix products and convolutions only, as
 `torch.utils.flop_counter` does; elementwise layers are priced by their bytes, which `output_elements` gives.

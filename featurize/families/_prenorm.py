@@ -1,4 +1,4 @@
-"""What families of pre-norm transformers share without torch: plans of their blocks, checks, and repair of their sizes.
+"""Torch-free parts of pre-norm transformers' families: plans of their blocks, checks, and repair of their sizes.
 
 Start reading at `block`; the modules are those of `featurize.nets.prenorm`.
 """

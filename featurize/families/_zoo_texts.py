@@ -1,4 +1,4 @@
-"""What the texts of a `zoo` config mean: the tensors of a sample, and a factory's arguments.
+"""Parser of the texts of a `zoo` config: the tensors of a sample, and a factory's arguments.
 
 Start reading at `Tensors` and `parse_tensors`; torch is imported when a tensor is made.
 """
@@ -66,7 +66,7 @@ def canonical_tensors(text: Any) -> Any:
 
 
 def _unread(text: str) -> str:
-    """What is left of the text where it is no list of tensors."""
+    """Return the part of the text that is not a list of tensors."""
     at = 0
     while at < len(text.rstrip()):
         match = _TENSOR.match(text, at)
@@ -77,7 +77,7 @@ def _unread(text: str) -> str:
 
 
 def tensor_problems(text: Any, single: bool) -> list[str]:
-    """What is wrong with an `inputs`, or with a `target`, which is one tensor without a name."""
+    """Return the problems of an `inputs`, or of a `target`, which is one tensor without a name."""
     if not isinstance(text, str) or _unread(text):
         unread = text if not isinstance(text, str) else _unread(text)
         return [

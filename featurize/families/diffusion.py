@@ -78,7 +78,7 @@ class UNetPart:
 
 
 def attends(config: Config, side: int) -> bool:
-    """Whether self-attention follows the blocks on a map of that size."""
+    """Return whether self-attention follows the blocks on a map of that size."""
     return config.attention_size_min <= side <= config.attention_size
 
 

@@ -79,7 +79,7 @@ def capacity(config: Config) -> int:
 
 
 def is_routed(config: Config, index: int) -> bool:
-    """Whether the block of that index, from 0, has experts."""
+    """Return whether the block of that index, from 0, has experts."""
     return (index + 1) % config.moe_every == 0
 
 

@@ -43,7 +43,7 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """What tells the network from others, without building it."""
+    """Return what tells the network from others, without building it."""
     return f"{config.model} {config.image_size}"
 
 

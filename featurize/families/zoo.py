@@ -95,7 +95,7 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """What tells the network from others, without building it."""
+    """Return what tells the network from others, without building it."""
     return f"{config.model} {config.inputs} {config.arguments}"
 
 
@@ -198,8 +198,8 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 
 
 def _load(model: str, arguments: str) -> Callable:
-    """What the name stands for. `UsageError` for no such module or attribute, with near names, and for no callable;
-    `NotTrusted`, before anything is imported, for code that data names."""
+    """Return what the name stands for. `UsageError` for no such module or attribute, with near names, and for no
+    callable; `NotTrusted`, before anything is imported, for code that data names."""
     from featurize.vision import import_library, mending
 
     if problem := library_problem(model, arguments):
@@ -307,7 +307,7 @@ def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Mod
 
 
 def _as_logits(_model: torch.nn.Module, _inputs: tuple, output: Any) -> Any:
-    """Of a mapping without logits the `out` of segmentation models, else its first tensor; others as they are."""
+    """Return a mapping's `out`, where it has no logits, or else its first tensor; return others as they are."""
     import torch
 
     if not isinstance(output, Mapping) or isinstance(getattr(output, "logits", None), torch.Tensor):

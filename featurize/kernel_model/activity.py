@@ -1,4 +1,4 @@
-"""What the kernels of a step keep busy: SMs, resident warps, DRAM, the FP32 pipe, the tensor cores.
+"""Activity of a step's kernels: SMs, resident warps, DRAM, the FP32 pipe, the tensor cores.
 
 Start reading at `kernel_activity`. As the times, it computes on NumPy arrays for estimates and on torch tensors where
 `learn.kernels` fits what is learned.
@@ -73,7 +73,7 @@ _ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class ActivityParameters:
-    """What was learned of activity.
+    """Learned parameters of activity.
 
     Args:
         by_class: `most_warps`: warps that an SM holds of each of `CLASSES`; `block_warps`: factor on a block's warps.

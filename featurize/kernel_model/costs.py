@@ -1,4 +1,4 @@
-"""What each operator of a step costs on a GPU model, and what a learner reads of the whole step.
+"""Costs of each operator of a step on a GPU model, and what a learner reads of the whole step.
 
 Start reading at `operator_costs` and `features`. Both are sums over the kernels of `featurize.kernel_model.calls`.
 """

@@ -27,7 +27,7 @@ _HALVINGS = 20  # of the range of clocks
 
 @dataclass(frozen=True, kw_only=True)
 class PowerParameters:
-    """What was learned of power.
+    """Learned parameters of power.
 
     Args:
         sm, fp32, tensor, dram: Shares of the watts between a GPU's idle power and its own limit. `sm`: drawn at full
@@ -47,7 +47,7 @@ class PowerParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLoad:
-    """What each kernel uses while it runs at the board's own limit, as shares; an entry a kernel.
+    """Shares that each kernel uses while it runs at the board's own limit, as shares; an entry a kernel.
 
     Args:
         sm: SMs active.

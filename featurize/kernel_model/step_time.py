@@ -100,7 +100,7 @@ class TimedStep:
 
     @property
     def bound_by(self) -> str:
-        """What takes the longest: `input`, `host` or `gpu`."""
+        """Name what takes the longest: `input`, `host` or `gpu`."""
         if self.input_ms > max(self.busy_ms, self.host_ms):
             return "input"
         return "host" if self.host_ms > self.busy_ms else "gpu"

@@ -51,7 +51,7 @@ SINGLE_VALUES = ("half_head", "latency_us", "l2", "unaligned")
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """What was learned, as natural logarithms; `sm_rate`, `wave` and `power` are exponents.
+    """Learned parameters, as natural logarithms; `sm_rate`, `wave` and `power` are exponents.
 
     Args:
         names: Of the kernels in `compute` and `bandwidth`: what `Kernels` looks up.

@@ -70,7 +70,7 @@ def feed_forward(
 
 
 class _Residual(nn.Module):
-    """What the blocks have in common: the two norms, attention, the feed-forward part, dropout before each sum."""
+    """Parts of both blocks: the two norms, attention, the feed-forward part, dropout before each sum."""
 
     def __init__(self, width: int, attention: nn.Module, forward_part: nn.Module, *, dropout: float, eps: float = 1e-5):
         super().__init__()
@@ -165,7 +165,7 @@ class RoutedBlock(_Residual):
 
 
 class _OfTokens(nn.Module):
-    """What transformers of tokens have in common: the embedding, a stack of blocks and how logits are read off it."""
+    """Parts of transformers of tokens: the embedding, a stack of blocks and how logits are read off it."""
 
     def __init__(
         self,

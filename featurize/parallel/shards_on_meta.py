@@ -96,7 +96,7 @@ def _replace_sharding(
 def _replace_flat(
     replace: Callable[..., None], hear: Callable[..., None], streams: Streams, device: torch.device
 ) -> None:
-    """Let FSDP1's flat parameters on meta stand for those on a GPU."""
+    """Make FSDP1's flat parameters on meta stand for those on a GPU."""
 
     def init_device_handle(state: Any, *_: object) -> Any:
         state._device_handle = streams

@@ -125,7 +125,7 @@ class Streams:
         return [(stream.after, dict(stream.done)) for stream in self._all]
 
     def repeat_moments(self, before: Moments, after: Moments, later: Since) -> None:
-        """Let each stream wait for what it came to wait for between two moments, so much later in the step."""
+        """Make each stream wait for what it came to wait for between two moments, so much later in the step."""
         for stream, (first, done), (last, all_done) in zip(self._all, before, after, strict=False):
             if last != first:
                 stream.after = max(stream.after, last + later.operators)
@@ -138,7 +138,7 @@ class Streams:
         return Since(self.now(), len(self.sent))
 
     def wait_for(self, number: int) -> None:
-        """Let the kernels wait for one collective."""
+        """Make the kernels wait for one collective."""
         if self.sent[number].before is None:
             self.sent[number].before = self.now()
 
@@ -176,7 +176,7 @@ class Streams:
         return 0 if self.recorder is None else len(self.recorder.events)
 
     def host_waited(self, after: int, place: int) -> None:
-        """Let the host wait for a moment of a stream."""
+        """Make the host wait for a moment of a stream."""
         self._host_after = max(self._host_after, after)
         if self.recorder is not None:
             self.recorder.host_waited(place)
@@ -186,7 +186,7 @@ class Streams:
         return 0 if self.recorder is None else len(self.recorder.operators)
 
     def waited(self, stream: OneStream, done: dict[int, int]) -> None:
-        """Let a stream wait for the collectives of others up to some."""
+        """Make a stream wait for the collectives of others up to some."""
         if stream.number != MAIN:
             return
         for number, one in enumerate(self.sent):

@@ -1,4 +1,4 @@
-"""Whether a job may join the jobs of a GPU: the risk that memory runs out, and what it costs each in speed.
+"""Decide whether a job may join the jobs of a GPU: the risk that memory runs out, and what it costs each in speed.
 
 Start reading at `admitting.admit`.
 """

@@ -1,4 +1,4 @@
-"""What is known of a job alone, measured or estimated, and the memory that several take together.
+"""Figures of a job alone, measured or estimated, and the memory that several take together.
 
 Slowdowns and admissions are computed from `JobProfile`.
 """

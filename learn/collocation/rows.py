@@ -53,7 +53,7 @@ class MeasuredGroup:
 
     @property
     def is_apart(self) -> bool:
-        """Whether its members did not train at the same time, so that its figures are of jobs alone."""
+        """Tell whether its members did not train at the same time, so that its figures are of jobs alone."""
         return self.doubt == NOT_TOGETHER
 
 

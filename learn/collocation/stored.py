@@ -23,7 +23,7 @@ _FILE = "slowdown.json"
 
 @dataclass(frozen=True)
 class Saved:
-    """What `learn.artifacts.save_artifact` writes of the fitted slowdowns."""
+    """Content that `learn.artifacts.save_artifact` writes of the fitted slowdowns."""
 
     slowdowns: LearnedSlowdowns
 

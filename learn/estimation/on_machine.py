@@ -130,7 +130,7 @@ def require_workspaces(given: object) -> str | None:
 def prepare_workspaces(
     workspaces: str | None, device: DeviceSpec, *, cudnn_benchmark: bool, search: SearchSettings | None = None
 ) -> None:
-    """Let cuDNN load while the step is traced, where it will be asked and nothing of the device is known yet.
+    """Load cuDNN while the step is traced, where it will be asked and nothing of the device is known yet.
 
     Args:
         workspaces: As `require_workspaces` returns it.

@@ -141,7 +141,7 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True)
 class _PlannedJob:
-    """What all layouts have in common.
+    """Settings that all layouts have in common.
 
     arguments  the model's, of the batch that was given
     given     samples of the inputs

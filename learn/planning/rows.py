@@ -1,4 +1,4 @@
-"""What a plan says of each layout of a job.
+"""Rows of a plan: each layout of a job.
 
 Start reading at `LayoutPlan`. Torch-free.
 """
@@ -51,14 +51,14 @@ class PlanRow:
 
     @property
     def step_text(self) -> str:
-        """What a rank does in a step, as `8 samples x 4, checkpointing full`."""
+        """Text of what a rank does in a step, as `8 samples x 4, checkpointing full`."""
         samples = "no samples" if self.micro_batch is None else f"{self.micro_batch:,} samples"
         times = f" x {self.accumulation:,}" if self.accumulation > 1 else ""
         return f"{samples}{times}{f', checkpointing {self.checkpointing}' if self.checkpointing else ''}"
 
     @property
     def needed_mib(self) -> float:
-        """What has to fit: the bound, or the estimate where there is none; 0 where nothing is known."""
+        """MiB that have to fit: the bound, or the estimate where there is none; 0 where nothing is known."""
         return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) or 0.0
 
 

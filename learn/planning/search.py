@@ -72,7 +72,7 @@ class MicroBatches:
 
 
 class Findings:
-    """What the layouts so far have shown of the ones that follow.
+    """Findings of the layouts so far of the ones that follow.
 
     Args:
         limit_mib: Memory of the card.

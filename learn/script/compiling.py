@@ -81,7 +81,7 @@ class ScriptCompiler:
 
     @property
     def compiles(self) -> bool:
-        """Whether the script has compiled a module."""
+        """Tell whether the script has compiled a module."""
         return bool(self._compiled)
 
     def notes(self) -> tuple[str, ...]:
