@@ -24,6 +24,7 @@ LOADERS = {
     ("infra/gpufarm/__main__.py", "main"): "names of the table COMMANDS; others raise first",
     ("infra/gpufarm/__main__.py", "_own_packages"): "a literal: conf/own_packages.py, before conf can be imported",
     ("learn/estimators.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
+    ("learn/evaluation/benchmark_pool.py", "answer"): "a job of this process's own, its name from ESTIMATORS",
     ("learn/script/command_line.py", "_torchrun"): "imports nothing: torchrun's option of that name, which is refused",
     ("learn/script/run.py", "_execute"): "the script that the user typed behind --, in a process of its own",
     ("learn/estimation/model_names.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
@@ -116,7 +117,8 @@ def loaders(tree):
     def walk(node, function):
         for child in ast.iter_child_nodes(node):
             inside = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
-            if isinstance(child, ast.Attribute | ast.Name) and name_of(child) in IMPORTS:
+            by_name = name_of(child) in IMPORTS or (name_of(child), owner_of(child)) == ("resolve_name", "pkgutil")
+            if isinstance(child, ast.Attribute | ast.Name) and by_name:
                 loader_lines.append((inside, child.lineno))
             walk(child, inside)
 
@@ -183,5 +185,6 @@ def test_the_audit_finds_what_it_is_for(code):
 
 
 def test_the_audit_finds_imports_by_name_that_are_called_or_handed_on():
-    for code in ("importlib.import_module(x)", "f = partial(import_module, x)", "__import__(x)", "runpy.run_path(x)"):
+    handed_on = "f = partial(import_module, x)"
+    for code in ("importlib.import_module(x)", handed_on, "__import__(x)", "runpy.run_path(x)", "pkgutil.resolve_name"):
         assert loaders(ast.parse(code))
