@@ -846,18 +846,23 @@ def answer(question: Question, device: DeviceSpec, traces: Traces | None = None)
     if known is None:
         known = question.answered(device, traces=traces)[0]
         keep({f"answer {key}": known.to_mapping()})
-    _answers[key] = known
-    if len(_answers) > MOST_ANSWERS:
-        del _answers[next(iter(_answers))]
-    own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
-    return replace(known, **own)  # whoever changes these changes no later answer
+    return _remembered(key, known)
 
 
 def cached_estimate(question: Question, device: DeviceSpec) -> Estimate | None:
     """Return the answer if it was given before; None: it is not yet known. Nothing is traced."""
-    key, question = _key(question, device)
-    is_known = key is not None and (key in _answers or _from_disk(key) is not None)
-    return answer(question, device) if is_known else None
+    key, _question = _key(question, device)
+    known = None if key is None else _answers.get(key) or _from_disk(key)
+    return None if key is None or known is None else _remembered(key, known)
+
+
+def _remembered(key: str, known: Estimate) -> Estimate:
+    """Keep an answer in memory. Returns a copy whose mappings are the caller's to change."""
+    _answers[key] = known
+    if len(_answers) > MOST_ANSWERS:
+        del _answers[next(iter(_answers))]
+    own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
+    return replace(known, **own)
 
 
 def with_key(question: Question) -> Question:

@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from featurize import disk_cache
 from featurize.device_spec import DeviceSpec
-from featurize.disk_cache import code_version, user_cache
+from featurize.disk_cache import code_version, recall, user_cache
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import parse_parallel
 from featurize.step_trace import StepTrace
@@ -140,7 +141,7 @@ def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
 def find(key: str) -> ScriptRecord | None:
     """Return the record of an earlier run, without its trace. None: the script has to run."""
     try:
-        stored = json.loads(_read(key))
+        stored = recall(key)
         if any(_stamp(path) != stamp for path, stamp in stored["files"].items()):
             return None
         record = record_of_json({**stored, "files": None})
@@ -152,7 +153,7 @@ def find(key: str) -> ScriptRecord | None:
 def with_trace(record: ScriptRecord) -> ScriptRecord | None:
     """Return a record that was found, with its trace; None where that is lost."""
     try:
-        return replace(record, trace=trace_of_json(json.loads(_read(f"trace of {record.key}"))))
+        return replace(record, trace=trace_of_json(recall(f"trace of {record.key}")))
     except _DAMAGED:
         return None
 
@@ -165,22 +166,15 @@ def keep(key: str, record: ScriptRecord, began_ns: int) -> ScriptRecord:
         record: What it left.
         began_ns: When it began, by `time.time_ns`.
     """
-    cache = user_cache()
-    if cache is None or record.trace is None or record.files is None or len(record.files) > MOST_FILES:
+    if user_cache() is None or record.trace is None or record.files is None or len(record.files) > MOST_FILES:
         return record
     stamps = {path: _stamp(path) for path in record.files}
     if any(stamp is not None and stamp[1] > began_ns - _CLOCK_NS for stamp in stamps.values()):
         return record
     job_key = _job_key(key, stamps)
     content = {**record_to_json(replace(record, trace=None)), "files": stamps}
-    trace = json.dumps(trace_to_json(record.trace)).encode()
-    cache.write([(key, json.dumps(content).encode()), (f"trace of {job_key}", trace)])
+    disk_cache.keep({key: content, f"trace of {job_key}": trace_to_json(record.trace)})
     return replace(record, key=job_key)
-
-
-def _read(key: str) -> bytes:
-    cache = user_cache()
-    return b"" if cache is None else cache.read([key]).get(key, b"")
 
 
 def _stamp(path: str) -> Stamp:
