@@ -6,7 +6,7 @@ Start reading at `judged`; `left_out_by`, `left_out_ratios` and `subsets` serve 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import numpy as np
 from featurize.kernel_model.activity import ActivityParameters
 from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED
 from featurize.kernel_model.step_time import LearnedEfficiencies
+from learn.kernels.fitter import left_out_errors
 from learn.kernels.fitting import KERNELS, SHARDED, MeasuredTime, TimeFit, held_out_by
 from learn.kernels.formulas import Formula, KernelModel
 
@@ -86,25 +87,24 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
     return [score for score in scores if score.count], ratios["families left out"][fit.steps]
 
 
-def left_out_ratios(formula: Formula, masks: Iterable[np.ndarray], heard: Callable[[], None]) -> np.ndarray:
+def left_out_ratios(formula: Formula, masks: Sequence[np.ndarray], heard: Callable[[], None]) -> np.ndarray:
     """Return the logarithm of estimated over measured time of rows, each from what was learned without it.
 
     Args:
         formula: Whose estimates.
-        masks: Of the rows that are left out in turn.
+        masks: Of the rows that are left out in turn; at least one.
         heard: Is called before each fit.
 
     Returns:
         (rows,); NaN where the formula has no answer, no mask holds the row, or one holds all rows.
     """
-    ratios: np.ndarray | None = None
-    for mask in masks:
-        heard()
-        ratios = np.full(len(mask), np.nan) if ratios is None else ratios
-        if (~mask).any():
-            ratios[mask] = formula.log_ratios(~mask)[mask]
-    assert ratios is not None, "a split leaves something out"
-    return ratios
+
+    def heard_of() -> Iterator[np.ndarray]:
+        for mask in masks:
+            heard()
+            yield mask
+
+    return left_out_errors(np.empty(len(masks[0])), heard_of(), lambda mask: formula.log_ratios(~mask))
 
 
 def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters) -> LearnedEfficiencies:
