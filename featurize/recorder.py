@@ -235,7 +235,7 @@ class _Watch(_Uncompiled):
 # torch/csrc/autograd/input_buffer.cpp); it never does so under a dispatch mode or on meta tensors.
 
 
-def in_place_overload(func, args: tuple, kwargs: dict, alone: tuple[int, int] | None):
+def in_place_overload(func: OpOverload, args: tuple, kwargs: dict, alone: tuple[int, int] | None):
     """`aten.add_.Tensor` if this call of `func`, made during a backward pass, would be in place on a GPU; else None.
     `alone` is what `references_of_the_last_holder` gave.
 
@@ -249,7 +249,7 @@ def in_place_overload(func, args: tuple, kwargs: dict, alone: tuple[int, int] | 
     return torch.ops.aten.add_.Tensor if _references(old) == alone else None
 
 
-def taken_over(func, args: tuple) -> Tensor | None:
+def taken_over(func: OpOverload, args: tuple) -> Tensor | None:
     """A tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the parameter's,
     takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of autograd/functions/accumulate_grad.h).
     None if this call of `func`, made during a backward pass, is no such copy."""

@@ -24,6 +24,7 @@ from learn.targets import get_target
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from learn.artifacts import DataPlace
     from learn.estimation.job_estimate import Estimate
 
 TOP_SHOWN = 5  # modules in the table's last line
@@ -286,7 +287,7 @@ class PastRun:
         return loop_of_source(self.source)
 
 
-def load_run(data, run_id: str, trust: Sequence[str] = ()) -> PastRun:
+def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun:
     """One run by its id. An unknown one, and one whose config cannot be read, raise `UsageError`.
 
     The row is data: what its config names is not imported, but for the modules in `trust` (`featurize.own_code`)."""
