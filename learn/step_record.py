@@ -28,7 +28,7 @@ from learn.cases import Case
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.opgraph import OpGraph
-    from learn.job import Job
+    from learn.job import TrainingJob
     from learn.targets import Target
     from learn.traced import TracedStep
 
@@ -114,7 +114,7 @@ def compute(case: Case) -> StepRecord:
     return StepRecord(error=error, seconds=(time.monotonic_ns() - began) / 1e9, passing=passing)
 
 
-def record_of(traced: TracedStep, job: Job, spec: DeviceSpec) -> StepRecord:
+def record_of(traced: TracedStep, job: TrainingJob, spec: DeviceSpec) -> StepRecord:
     """Return the record of a traced step that was replayed with the default allocator. Its graph is packed when
     somebody reads it."""
     from featurize.opgraph import opgraph

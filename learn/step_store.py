@@ -20,7 +20,7 @@ from learn.step_record import StepRecord, compute, record_of, record_version
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from learn.job import Job
+    from learn.job import TrainingJob
     from learn.traced import TracedStep
     from warehouse.folder import DataFolder
 
@@ -44,7 +44,7 @@ class StepStore:
         self._data = data
         self._records: dict[str, StepRecord] = {}
         # Of modules, by identity and device, oldest first, each with its module, which keeps the identity its own.
-        self._of_modules: dict[tuple[int, DeviceSpec | None], tuple[Job | None, StepRecord]] = {}
+        self._of_modules: dict[tuple[int, DeviceSpec | None], tuple[TrainingJob | None, StepRecord]] = {}
 
     def record(self, case: Case) -> StepRecord:
         """Return the case's record, which is computed where `prepare`, `recall` or an earlier call left none."""

@@ -15,7 +15,7 @@ from conf.units import MIB
 from featurize.batches import call, tensors_of
 from featurize.device_spec import DeviceSpec
 from featurize.trial_config import OPTIMIZERS
-from learn.job import Job
+from learn.job import TrainingJob
 from learn.peers.base import Peer
 from learn.peers.modules import batch_tensors, explained, loss_of, meta_model, unique_bytes
 
@@ -41,7 +41,7 @@ class DNNMem(Peer):
 
     name: ClassVar[str] = "dnnmem"
 
-    def parts_mib(self, workload: Job, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         model = meta_model(workload)
         with explained("the forward pass", model):
             inputs, targets = workload.batch("meta")
@@ -101,7 +101,7 @@ def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
     return peak
 
 
-def _record(workload: Job, model, inputs, targets) -> list[_Operator]:
+def _record(workload: TrainingJob, model, inputs, targets) -> list[_Operator]:
     """The forward operators of model and loss, in order, from dispatch on meta tensors."""
     operators: list[_Operator] = []
     held = {}  # storage -> itself: what is kept alive keeps its identity, and meta storages cost nothing

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
-from learn.job import Job
+from learn.job import TrainingJob
 from learn.peers.base import Peer
 from learn.peers.modules import leaf_outputs, meta_model
 
@@ -33,7 +33,7 @@ class Horus(Peer):
 
     name: ClassVar[str] = "horus"
 
-    def parts_mib(self, workload: Job, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         model = meta_model(workload)
         elements = sum(
             math.prod(shape)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from conf.errors import CommandError
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
-from learn.job import Job
+from learn.job import TrainingJob
 from learn.peers.base import CannotEstimate, Peer, described
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Trace(Peer):
     targets: ClassVar[tuple[str, ...] | None] = None
     warning: ClassVar[str] = NO_BOUND
 
-    def parts_mib(self, workload: Job, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         from learn.traced import step_of
 
         try:
