@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NOBODY = ("", "", None)
 
 
-class Mark(NamedTuple):
+class RecordMoment(NamedTuple):
     """A moment of a record: how many events and blocks come before."""
 
     events: int
@@ -198,11 +198,11 @@ class BlockRecord:
 
     # -- blocks that stand for others
 
-    def mark(self) -> Mark:
+    def mark(self) -> RecordMoment:
         """Return the present moment."""
-        return Mark(len(self.events), len(self._sizes))
+        return RecordMoment(len(self.events), len(self._sizes))
 
-    def since(self, mark: Mark) -> Stretch:
+    def since(self, mark: RecordMoment) -> Stretch:
         """Return what was noted since a moment."""
         events = tuple(self.events[mark.events :])
         times = Counter(event.block for event in events)

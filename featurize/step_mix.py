@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from featurize.block_record import Mark, Stretch
+from featurize.block_record import RecordMoment, Stretch
 from featurize.recorder import Recorder
 from featurize.step_trace import Operator
 
@@ -46,7 +46,7 @@ class StepSequence:
     def __init__(self, recorder: Recorder, run: Callable[[int, int], None]) -> None:
         """`run(number, shape)` runs one step on the batch of that shape."""
         self._recorder, self._run = recorder, run
-        self._alive = self._after(recorder.since(Mark(0, 0)), ())
+        self._alive = self._after(recorder.since(RecordMoment(0, 0)), ())
         self._recorded: dict[tuple[int, Left], _Run] = {}
         self._ran_last: _Run | None = None
         self._sequence: list[_Run] = []
