@@ -26,6 +26,7 @@ from featurize.device_spec import DeviceSpec, UnsuitableDevice
 from featurize.disk_cache import keep, recall
 from featurize.machine import MACHINES, MachineProfile
 from featurize.model_flops import seconds_at_peak
+from featurize.replacing import without_collection
 from featurize.training_settings import TrainingSettings, training_of
 from featurize.version import is_current
 from learn.batch_sizes import batch_size_of, with_batch_size
@@ -97,6 +98,7 @@ class Question:
 
     @naming_the_extra()
     @as_a_training_script()
+    @without_collection()
     def answered(
         self, device: DeviceSpec, *, timeline: bool = False, traces: Traces | None = None
     ) -> tuple[Estimate, TracedStep | None]:
