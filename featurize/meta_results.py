@@ -1,16 +1,16 @@
 """Runs operators on meta tensors, most of them only once: what one gives depends on its arguments' shapes alone.
 
-Start reading at `MetaResults.of`. Half of PyTorch's meta kernels are written in Python and take 0.1 ms and more; a step
+Start reading at `meta_result`. Half of PyTorch's meta kernels are written in Python and take 0.1 ms and more; a step
 repeats the same few hundred calls over and over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from numbers import Number
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 # In-place for-each operators that work element by element: there is nothing to compute and nothing to return.
 _FOREACH_IN_PLACE = frozenset(
@@ -47,9 +47,11 @@ _FUSED_IN_PLACE = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw"
 _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
 )
-_IN_PLACE = frozenset({"aten::add_", "aten::sub_", "aten::mul_", "aten::div_"})
 _UNKNOWN = object()
+_ITSELF = object()  # the first argument, which stays as it is but for its values
 _PLAIN = frozenset({type(None), bool, str, int, float})
+_TOLD_BY_SCHEMA = frozenset({bool, int, float})  # elements of lists: an operator takes them as one type
+_META = torch.device("meta")
 
 
 class _Uncached(Exception):
@@ -61,51 +63,50 @@ _known: dict[tuple, object] = {}
 _MOST_KNOWN = 20_000  # some 20 MB
 
 
-class MetaResults:
-    """The results of operators, by their arguments. Only new tensors are remembered, never views."""
-
-    def of(self, func, name: str, args: tuple, kwargs: dict):
-        """`func(*args, **kwargs)`, below autograd. Raises what the operator raises."""
-        if (name in _FOREACH_IN_PLACE or name in _FUSED_IN_PLACE) and all(
-            t.is_meta for t in args[0]
-        ):  # an optimizer's step counters are not
-            return None
-        if name in _FOREACH and all(t.is_meta and t.is_floating_point() for t in args[0]):
-            # `empty_like` of a meta tensor is written in Python.
-            return [
-                _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t)
-                for t in args[0]
-            ]
-        if name in _IN_PLACE and _fits(args[0], args[1]):
-            return args[0]
-        if func.is_view:
-            return func(*args, **kwargs)
-        try:
-            # The default type decides where a call names none.
-            key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else None)
-        except _Uncached:
-            return func(*args, **kwargs)
-        known = _known.get(key, _UNKNOWN)
-        if known is _UNKNOWN:
-            out = func(*args, **kwargs)
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[key] = _recipe(out, (args, kwargs.values()))
-            return out
-        return func(*args, **kwargs) if known is None else _make(known)
+def shortcut_of(name: str) -> Callable[[tuple], object] | None:
+    """Return what gives an operator's result from its arguments where nothing is to be run, and else `NotImplemented`.
+    None for most operators."""
+    if name in _FOREACH_IN_PLACE or name in _FUSED_IN_PLACE:
+        return _nothing
+    return _alike if name in _FOREACH else None
 
 
-def _fits(target: Tensor, other: object) -> bool:
-    """Return whether an in-place operator on meta tensors can be left out: without broadcasts and wrong types."""
-    if not (isinstance(target, Tensor) and target.is_meta):
-        return False
-    if not target.is_floating_point():
-        return False
-    if isinstance(other, Number):
-        return not isinstance(other, complex)
-    if not isinstance(other, Tensor):
-        return False
-    return other.dtype is target.dtype and (other.dim() == 0 or (other.is_meta and other.shape == target.shape))
+def meta_result(func: OpOverload, shortcut: Callable[[tuple], object] | None, args: tuple, kwargs: dict) -> object:
+    """Return `func(*args, **kwargs)`, below autograd, for an operator that is no view: only new tensors are remembered,
+    and that the first argument is given back. `shortcut` is the operator's. Raises what the operator raises."""
+    if shortcut is not None and (out := shortcut(args)) is not NotImplemented:
+        return out
+    try:
+        # The default type decides where a call names none.
+        key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else None)
+    except _Uncached:
+        return func(*args, **kwargs)
+    known = _known.get(key, _UNKNOWN)
+    if known is _UNKNOWN:
+        out = func(*args, **kwargs)
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = _ITSELF if _is_first(out, args, key[2]) else _recipe(out, (args, kwargs.values()))
+        return out
+    if known is _ITSELF:
+        return args[0]
+    return func(*args, **kwargs) if known is None else _make(known)
+
+
+def _is_first(out: object, args: tuple, before: tuple) -> bool:
+    """Return whether a result is the first argument, of the same shape as before the call."""
+    return isinstance(out, Tensor) and bool(args) and out is args[0] and out.is_meta and _key(args)[:2] == before[:2]
+
+
+def _nothing(args: tuple) -> object:
+    return None if all(t.is_meta for t in args[0]) else NotImplemented  # an optimizer's step counters are not
+
+
+def _alike(args: tuple) -> object:
+    if not all(t.is_meta and t.is_floating_point() for t in args[0]):
+        return NotImplemented
+    # `empty_like` of a meta tensor is written in Python.
+    return [_make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]]
 
 
 def _key(values) -> tuple:
@@ -120,7 +121,8 @@ def _key(values) -> tuple:
         elif kind in _PLAIN:
             parts.append((kind, value))
         elif kind is tuple or kind is list:
-            parts.append(_key(value))
+            plain = not value or type(value[0]) in _TOLD_BY_SCHEMA
+            parts.append(tuple(value) if plain else _key(value))
         elif kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
             parts.append(value)
         else:
@@ -166,7 +168,7 @@ def _recipe(out, given) -> object:
 def _make(recipe):
     if type(recipe) is _Spec:
         size, stride, dtype = recipe
-        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return torch.empty_strided(size, stride, dtype=dtype, device=_META)
     if type(recipe) in (tuple, list):
         return type(recipe)(map(_make, recipe))
     return recipe

@@ -6,6 +6,7 @@ Start reading at `OperatorRecord`; `_traffic` and `featurize.operators` price on
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch._ops import OpOverload
 
 from featurize.block_record import BlockRecord
 from featurize.library_calls import has_library_calls
+from featurize.meta_results import shortcut_of
 from featurize.module_stack import ModuleStack
 from featurize.operators import (
     GATHERS,
@@ -44,6 +46,7 @@ class Traits:
         "mutates",
         "name",
         "random",
+        "shortcut",
         "takes_masks",
         "view",
         "write_only",
@@ -66,7 +69,14 @@ class Traits:
         self.write_only = self.name in WRITE_ONLY
         self.foreach = self.name.startswith(MULTI_TENSOR)
         self.calls_library = has_library_calls(self.name)
+        self.shortcut = shortcut_of(self.name)
         self.composite = self.name.startswith("aten::") and is_composite(func) and not _has_kernel(func, "Meta")
+
+
+@functools.cache
+def traits_of(func: OpOverload) -> Traits:
+    """Return the traits of an operator overload."""
+    return Traits(func)
 
 
 def is_composite(func: OpOverload) -> bool:
@@ -87,14 +97,6 @@ class OperatorRecord(BlockRecord):
         self.keep_operators = False
         self._again = False  # a compiled graph computes what was computed already
         self.stack = ModuleStack(model)
-        self._traits: dict[OpOverload, Traits] = {}
-
-    def traits_of(self, func: OpOverload) -> Traits:
-        """Return the traits of an operator overload."""
-        traits = self._traits.get(func)
-        if traits is None:
-            traits = self._traits[func] = Traits(func)
-        return traits
 
     @contextlib.contextmanager
     def computing_again(self, again: bool) -> Iterator[None]:
@@ -139,7 +141,7 @@ class OperatorRecord(BlockRecord):
         Returns:
             The place of the kernel's operator; None where operators are not kept.
         """
-        traits = self.traits_of(func)
+        traits = traits_of(func)
         maker = (traits.name, self.stack.now(), None)
         made = meta_tensors(outputs)
         for tensor in inputs:

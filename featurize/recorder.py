@@ -19,8 +19,8 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize.library_calls import CUBLAS, library_calls
-from featurize.meta_results import MetaResults
-from featurize.operator_record import OperatorRecord, Traits
+from featurize.meta_results import meta_result
+from featurize.operator_record import OperatorRecord, Traits, traits_of
 from featurize.tensor_parts import meta_tensors, wrap_others
 from featurize.values import NONZERO, READ, Values
 
@@ -53,7 +53,6 @@ class Recorder(OperatorRecord, _Uncompiled):
         self.ran: list[tuple] | None = None  # operators and the shapes of their results, while somebody compares them
         self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
-        self._results = MetaResults()
         self.values = Values()
         self.values.module_now = self.stack.now
 
@@ -122,13 +121,15 @@ class Recorder(OperatorRecord, _Uncompiled):
 
     def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
         """Return what the operator gives on meta tensors, and values where they are read back."""
+        if traits.view:
+            return func(*args, **kwargs)
         if traits.name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
             return 1.0  # a norm that scales an update: it decides no size
         decided = self.values.decide(func, traits.name, args, kwargs)
         if decided is not NotImplemented:
             self.decided += 1
             return decided
-        out = self._results.of(func, traits.name, args, kwargs)
+        out = meta_result(func, traits.shortcut, args, kwargs)
         if self.ran is not None:
             outputs = out if isinstance(out, tuple | list) else (out,)
             self.ran.append((func, *(one.shape for one in outputs if isinstance(one, Tensor))))
@@ -140,7 +141,7 @@ class Recorder(OperatorRecord, _Uncompiled):
 
     def unrecorded(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
         """Run an operator of which nothing is noted but its error."""
-        traits = self.traits_of(func)
+        traits = traits_of(func)
         try:
             if traits.takes_masks:
                 args = self.without_masks(traits, args, lambda mask: self.unrecorded(NONZERO, (mask,), {}))
@@ -169,7 +170,7 @@ class Recorder(OperatorRecord, _Uncompiled):
                 return kept
         elif self.phase == "optimizer" and func is _READ and not args[0].is_meta:
             return func(*args)  # a step counter on the host
-        traits = self.traits_of(func)
+        traits = traits_of(func)
         if traits.composite:  # runs below a tensor that wraps others, where autograd did not take it apart
             with self:
                 return func.decompose(*args, **kwargs)

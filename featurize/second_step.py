@@ -1,17 +1,17 @@
 """The second step on a batch, made of the first: its passes are repeated from the record, and the optimizer runs.
 
 Start reading at `SecondStep`. A model that keeps something from step to step runs its second step, too: two
-forward passes of it differ, one reads a value, or its first step leaves more behind than gradients and what a loop
-holds.
+forward passes of it differ, one reads a value or sets an attribute, or the first step leaves more behind than gradients
+and what a loop holds.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from itertools import accumulate
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from featurize.batches import tensors_of
 from featurize.block_record import RecordMoment, Stretch
@@ -19,6 +19,7 @@ from featurize.recorder import Recorder
 from featurize.steps_in_a_loop import StepsInALoop
 from featurize.training import TrainingStep
 
+_IMMUTABLE = frozenset({bool, int, float, str, type(None)})
 _MOMENTS = ("forward", "held", "optimizer", "updated", "end")
 
 
@@ -36,7 +37,7 @@ class SecondStep:
         self._tried: list[tuple] = []
         self._marks: list[RecordMoment] = []
         self._stretches: list[Stretch] = []  # until the model's output is held, the optimizer, its end, the step's end
-        self._decided = 0
+        self._alike = False
 
     @contextlib.contextmanager
     def tried(self) -> Iterator[None]:
@@ -51,9 +52,10 @@ class SecondStep:
         """Note where the first step is: at one of `_MOMENTS`, or where its backward pass begins."""
         recorder = self._recorder
         if moment == "forward":
-            recorder.ran, self._decided = [], recorder.decided
+            recorder.ran, self._before = [], (recorder.decided, _attributes(self._step.model))
         elif moment == "backward":
-            self._alike = recorder.ran == self._tried and recorder.decided == self._decided
+            kept = recorder.decided, _attributes(self._step.model)
+            self._alike = recorder.ran == self._tried and kept == self._before
             recorder.ran = None
         if moment != _MOMENTS[len(self._marks)]:  # an average is updated in a phase of its own
             return
@@ -111,3 +113,13 @@ class SecondStep:
         events = (*self._stretches[0].events, *self._stretches[1].events)
         before = list(accumulate((event.block in known for event in events), initial=0))
         return lambda at: passes + before[at - first] if at < after else updated + at - after
+
+
+def _attributes(model: nn.Module) -> list[object]:
+    """Return what shows that an attribute of a module was set: values that cannot change themselves, else where they
+    are; of containers, also how much they hold."""
+    values = [value for module in model.modules() for value in vars(module).values()]
+    return [
+        value if type(value) in _IMMUTABLE else (id(value), len(value) if isinstance(value, Sized) else 0)
+        for value in values
+    ]

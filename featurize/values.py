@@ -231,9 +231,8 @@ class Values:
     # -- what operators make of it
 
     def follow(self, func: OpOverload, name: str, args: tuple, kwargs: dict, out: object, traits: Traits) -> None:
-        """Note what an operator has given, and forget what it has overwritten with numbers that are not known."""
-        if traits.view:
-            return
+        """Note what an operator that is no view has given, and forget what it has overwritten with numbers that are not
+        known."""
         if traits.mutates:
             self._follow_writes(func, args, kwargs, traits)
             return
@@ -273,8 +272,10 @@ class Values:
 
     def _follow_writes(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> None:
         known = self._known
-        targets = [t for i in traits.written if i < len(args) for t in _tensors((args[i],))]
-        targets += [t for key in traits.written_names if key in kwargs for t in _tensors((kwargs[key],))]
+        written = [args[i] for i in traits.written if i < len(args)]
+        if kwargs:
+            written += [kwargs[key] for key in traits.written_names if key in kwargs]
+        targets = list(_tensors(written))
         keys = {t.untyped_storage()._cdata for t in targets if t.is_meta and not t.is_sparse}
         self._truths.forget(keys)
         if not any(key in known for key in keys):

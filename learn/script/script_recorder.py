@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from featurize.flat_parameters import whole_elements
-from featurize.operator_record import Traits
+from featurize.operator_record import Traits, traits_of
 from featurize.recorder import Recorder
 from featurize.replacing import replace_attribute
 from featurize.step_trace import BATCH
@@ -173,7 +173,7 @@ class ScriptRecorder(Recorder):
             return out
 
     def _writes_to_parameters(self, func: torch._ops.OpOverload, args: Any) -> bool:
-        written = (args[place] for place in self.traits_of(func).written if place < len(args))
+        written = (args[place] for place in traits_of(func).written if place < len(args))
         tensors = (one for value in written for one in (value if isinstance(value, list | tuple) else (value,)))
         return any(isinstance(one, Tensor) and one.untyped_storage()._cdata in self.trained for one in tensors)
 
