@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from featurize.replacing import replace_attribute
+from featurize.replacing import replace_attribute, stands_for
 from learn.script.saved_files import SavedFiles
 from learn.script.saved_tensors import install_saving
 
@@ -82,10 +82,10 @@ def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
     _load_in_this_process(note)
     sys.meta_path.insert(0, SilentLoggers(note))
 
-    def always_step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+    @stands_for("_maybe_opt_step", torch.amp.GradScaler)
+    def always_step(_maybe_step: Any, _scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)  # nobody knows of an infinite gradient
 
-    replace_attribute(torch.amp.GradScaler, "_maybe_opt_step", always_step)
     return files
 
 
@@ -142,18 +142,15 @@ class _NoGrad(torch.no_grad):
 
 
 def _load_in_this_process(note: Callable[[str], None]) -> None:
-    made = DataLoader.__init__
-    signature = inspect.signature(made)
+    signature = inspect.signature(DataLoader.__init__)
 
-    @functools.wraps(made)
-    def init(*args: Any, **kwargs: Any) -> None:
+    @stands_for("__init__", DataLoader)
+    def init(make: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("num_workers"):
             note("data loaders run in the script's own process: num_workers was put to 0")
         given.arguments.update({name: value for name, value in _WITHOUT_WORKERS.items() if name in given.arguments})
-        made(*given.args, **given.kwargs)
-
-    replace_attribute(DataLoader, "__init__", init)
+        make(*given.args, **given.kwargs)
 
 
 def leave_out_distributed() -> None:

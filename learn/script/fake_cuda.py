@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
-from featurize.replacing import replace_attribute
+from featurize.replacing import replace_attribute, stands_for
 from learn.script.device_mode import CUDA, names_cuda, on_the_gpu
 from learn.script.script_recorder import ScriptRecorder
 
@@ -150,8 +150,7 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
     ):
         for name, function in names.items():
             replace_attribute(owner, name, function)
-    kernels = _foreach_utils._get_foreach_kernels_supported_devices
-    replace_attribute(_foreach_utils, kernels.__name__, lambda: [*kernels(), "cuda", "meta"])
+    stands_for("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
     _install_generator()
     _install_default_device(recorder)
     _install_dtypes(autocast)
@@ -260,42 +259,38 @@ def _install_generator() -> None:
 def _install_default_device(recorder: ScriptRecorder) -> None:
     """Put what is made while the default device is a GPU there. What is made on meta takes nothing, until it is moved
     or emptied onto a GPU."""
-    context = default_device.DeviceContext
-    making, calling = context.__init__, context.__torch_function__
 
-    def with_default(self: Any, device: Any) -> None:
-        making(self, torch.device("meta") if names_cuda(device) else device)
+    @stands_for("__init__", default_device.DeviceContext)
+    def with_default(make: Callable[..., None], self: Any, device: Any) -> None:
+        make(self, torch.device("meta") if names_cuda(device) else device)
         self.takes_nothing = not names_cuda(device) and self.device.type == "meta"
 
-    def call(self: Any, *function: Any) -> Any:  # `with torch.device` is C++, and calls no `__enter__`
+    # `with torch.device` is C++, and calls no `__enter__`.
+    @stands_for("__torch_function__", default_device.DeviceContext)
+    def call(calling: Callable[..., Any], self: Any, *function: Any) -> Any:
         recorder.nowhere += self.takes_nothing
         try:
             return calling(self, *function)
         finally:
             recorder.nowhere -= self.takes_nothing
 
-    replace_attribute(context, "__init__", with_default)
-    replace_attribute(context, "__torch_function__", call)
-
 
 def _install_dtypes(autocast: Any) -> None:
     """Answer for the GPU what asks whether autocast is on."""
-    enabled, dtype_of, any_enabled = (
-        torch.is_autocast_enabled,
-        torch.get_autocast_dtype,
-        torch._C._is_any_autocast_enabled,
-    )
 
-    def is_enabled(device_type: Any = "cuda") -> bool:
+    @stands_for("is_autocast_enabled", torch)
+    def is_enabled(enabled: Callable[..., bool], device_type: Any = "cuda") -> bool:
         return autocast.dtype is not None if device_type in ("cuda", "meta") else enabled(device_type)
 
-    def dtype(device_type: str = "cuda") -> torch.dtype:
+    @stands_for("get_autocast_dtype", torch)
+    def dtype(dtype_of: Callable[..., torch.dtype], device_type: str = "cuda") -> torch.dtype:
         return autocast.dtype or torch.float16 if device_type in ("cuda", "meta") else dtype_of(device_type)
 
-    replace_attribute(torch, "is_autocast_enabled", is_enabled)
-    replace_attribute(torch, "get_autocast_dtype", dtype)
-    replace_attribute(torch, "get_autocast_gpu_dtype", dtype)
-    replace_attribute(torch._C, "_is_any_autocast_enabled", lambda: autocast.dtype is not None or any_enabled())
+    @stands_for("_is_any_autocast_enabled", torch._C)
+    def is_any_enabled(any_enabled: Callable[..., bool]) -> bool:
+        return autocast.dtype is not None or any_enabled()
+
+    replace_attribute(torch, "get_autocast_gpu_dtype", torch.get_autocast_dtype)
 
 
 def _to_one_device(_model: Any, inputs: Any, kwargs: Any, _device_ids: Any) -> tuple[tuple[Any], tuple[Any]]:

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -30,7 +30,7 @@ from featurize.device_spec import device_from_mapping
 from featurize.model_flops import precision_in_words
 from featurize.module_stack import origin
 from featurize.releases import complete
-from featurize.replacing import replace_attribute
+from featurize.replacing import stands_for
 from featurize.step_trace import StepTrace
 from featurize.tf32 import matmul_allows_tf32
 from featurize.tracing import STEPS
@@ -120,27 +120,23 @@ class ScriptRun:
 
     def _follow_threads(self) -> None:
         """Enter the modes, which belong to threads, in those that the script starts to load data ahead."""
-        run = threading.Thread.run
 
-        def run_inside(thread: threading.Thread) -> None:
+        @stands_for("run", threading.Thread)
+        def run_inside(run: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
             if self._compiler.capturing:
                 run(thread)
                 return
             with self._recorder, PretendCuda():
                 run(thread)
 
-        replace_attribute(threading.Thread, "run", run_inside)
-
     def _note_precisions(self, autocast: Any) -> None:
         names = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
-        switched = autocast.switched
 
-        def noting(dtype: Any) -> Any:
+        @stands_for("switched", autocast)
+        def noting(switched: Callable[[Any], Any], dtype: Any) -> Any:
             if dtype in names and self._recorder.step:
                 self._precisions.append(names[dtype])
             return switched(dtype)
-
-        autocast.switched = noting
 
     def finish(self, problem: str | None = None) -> None:
         """Leave the record and end the process at once, with whatever threads the script has."""
