@@ -1,4 +1,4 @@
-"""Replaces attributes of modules and classes.
+"""Changes the process: attributes of modules and classes are others, no garbage is collected.
 
 Start reading at `replaced`, for a while, or at `stands_for`, for the rest of the process.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -55,3 +56,16 @@ def _instead(before: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(before, *args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Collect no garbage within: a collection at a random moment would make two traces differ, and each goes through
+    all objects of the libraries."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
