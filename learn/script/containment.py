@@ -78,7 +78,7 @@ def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
     files.install()
     _refuse_connections(note)
     _run_eagerly(note)
-    replace_attribute(torch, "inference_mode", _NoGrad)
+    replace_attribute(torch, "inference_mode", _without_gradients)
     _load_in_this_process(note)
     sys.meta_path.insert(0, SilentLoggers(note))
 
@@ -119,26 +119,12 @@ def _run_eagerly(note: Callable[[str], None]) -> None:
         replace_attribute(torch.jit, name, not_scripted)
 
 
-class _NoGrad(torch.no_grad):
-    """Stands for `torch.inference_mode`, in which composite operators reach a dispatch mode undivided."""
-
-    def __new__(cls, mode: Any = True) -> Any:
-        return object.__new__(cls) if isinstance(mode, bool) else cls()(mode)
-
-    def __init__(self, mode: bool = True) -> None:
-        super().__init__()
-        self.mode = mode
-
-    def __enter__(self) -> None:
-        if self.mode:
-            super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self.mode:
-            super().__exit__(*error)
-
-    def clone(self) -> _NoGrad:
-        return type(self)(self.mode)
+def _without_gradients(mode: Any = True) -> Any:
+    """Stand for `torch.inference_mode`, in which composite operators reach a dispatch mode undivided. Switched off, it
+    records gradients (c10/core/InferenceMode.h)."""
+    if callable(mode):  # the decorated function
+        return torch.no_grad()(mode)
+    return torch.no_grad() if mode else torch.enable_grad()
 
 
 def _load_in_this_process(note: Callable[[str], None]) -> None:

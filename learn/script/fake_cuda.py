@@ -5,6 +5,7 @@ Start reading at `install_cuda`. What it replaces belongs to the process that ru
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import types
 from collections import OrderedDict
@@ -82,6 +83,16 @@ class _DeviceContext(contextlib.nullcontext):
         self.idx, self.prev_idx = 0, 0
 
 
+# Classes and functions of torch.cuda that something else stands for.
+_KINDS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("Stream", "ExternalStream"), FakeStream),
+    "Event": FakeEvent,
+    **dict.fromkeys(("device", "device_of"), _DeviceContext),
+    **dict.fromkeys(("stream", "StreamContext"), contextlib.nullcontext),
+    "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+}
+
+
 def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, gpus: int = 1) -> None:
     """Make this process's torch look like one with a GPU.
 
@@ -96,7 +107,7 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
     torch.version.cuda, torch.version.hip = build.cuda, build.hip
     for name, value in {**_OF_CUDA_BUILDS, "_cuda_getDeviceCount": gpus}.items():
         setattr(torch._C, name, giving(value))
-    answers: dict[Any, dict[str, Any]] = {
+    constants: dict[Any, dict[str, Any]] = {
         cuda: {
             **dict.fromkeys(_NOTHING),
             "is_available": True, "is_initialized": True, "_is_in_bad_fork": False, "_is_compiled": True,
@@ -125,31 +136,19 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
         torch._C: {"_get_accelerator": device},  # of meshes by default
         torch.Tensor: {"record_stream": None},  # its C++ takes torch's own streams, before a mode is asked
     }  # fmt: skip
-    for owner, values in answers.items():
-        for name, value in values.items():
-            replace_attribute(owner, name, giving(value))
-    functions = _memory_functions(spec, recorder)
-    kinds = {
-        "Stream": FakeStream,
-        "ExternalStream": FakeStream,
-        "Event": FakeEvent,
-        "device": _DeviceContext,
-        "device_of": _DeviceContext,
-        "stream": contextlib.nullcontext,
-        "StreamContext": contextlib.nullcontext,
-        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-    }
-    random = {name: getattr(cuda, name) for name in cuda.random.__all__}  # transformers and others call them there
-    for owner, names in (
-        (cuda, functions),
-        (cuda.memory, functions),
-        (accelerator, functions),
-        (cuda, kinds),
-        (cuda.random, {**random, "get_rng_state": kinds["get_rng_state"]}),
+    memory = _memory_functions(spec, recorder)
+    for owner, functions in (
+        *((owner, {name: giving(value) for name, value in values.items()}) for owner, values in constants.items()),
+        (cuda, memory),
+        (cuda.memory, memory),
+        (accelerator, memory),
+        (cuda, _KINDS),
         (torch.nn.DataParallel, {"scatter": _to_one_device}),
     ):
-        for name, function in names.items():
+        for name, function in functions.items():
             replace_attribute(owner, name, function)
+    for name in cuda.random.__all__:  # transformers and others call them there
+        replace_attribute(cuda.random, name, getattr(cuda, name))
     stands_for("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
     _install_generator()
     _install_default_device(recorder)
@@ -235,25 +234,15 @@ def _memory_functions(spec: DeviceSpec, recorder: ScriptRecorder) -> dict[str, C
     }
 
 
-class _InstancesOf(type):
-    """Instances of the class that another one stands in for are instances of that."""
-
-    made_as: type
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.made_as)
-
-
 def _install_generator() -> None:
     original = torch.Generator
 
-    class Generator(metaclass=_InstancesOf):
-        made_as = original
+    def make(_cls: type, device: Any = "cpu") -> Any:
+        return original("cpu" if names_cuda(device) else device)
 
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return original("cpu" if names_cuda(device) else device)
-
-    replace_attribute(torch, "Generator", Generator)
+    generator = abc.ABCMeta("Generator", (), {"__new__": make})
+    generator.register(original)  # those are instances of it
+    replace_attribute(torch, "Generator", generator)
 
 
 def _install_default_device(recorder: ScriptRecorder) -> None:
