@@ -22,7 +22,7 @@ from learn.estimation.on_machine import release_workspaces
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.trace_cache import Traces
-    from learn.estimation.estimating import Inputs, Job, Tensors
+    from learn.estimation.estimating import AnyModel, Inputs, Tensors
 
 BOUND, POINT = BY = ("bound", "point")
 
@@ -86,7 +86,7 @@ class DeviceFit:
 
 
 def largest_batch(
-    model: Job,
+    model: AnyModel,
     inputs: Inputs | None = None,
     *,
     device: str | DeviceSpec = DEFAULT_DEVICE,
@@ -154,7 +154,7 @@ def largest_batch(
 
 
 def devices_that_fit(
-    model: Job,
+    model: AnyModel,
     inputs: Inputs | None = None,
     *,
     devices: Iterable[str | DeviceSpec] | None = None,
