@@ -196,10 +196,12 @@ class RepeatedPasses:
         recorder = self._recorder
         if batch.signatures != memory.kept:
             raise DoesNotRepeat("what passes keep differs")
-        found = {block: batch.kept[place] for block, place in memory.used.items()}
-        found |= {one.before: recorder.block_in(one.storage) for one in memory.held}
-        entering = {block: now for block, now in found.items() if now is not None}
-        if len(entering) < len(found) or any(recorder.size_of(a) != recorder.size_of(b) for a, b in entering.items()):
+        replaced_by = {block: batch.kept[place] for block, place in memory.used.items()}
+        replaced_by |= {one.before: recorder.block_in(one.storage) for one in memory.held}
+        entering = {block: now for block, now in replaced_by.items() if now is not None}
+        if len(entering) < len(replaced_by) or any(
+            recorder.size_of(a) != recorder.size_of(b) for a, b in entering.items()
+        ):
             raise DoesNotRepeat("there is nothing alike to give back")
         known = recorder.repeat(memory.stretch, entering)
         for storage, _before, after in memory.held:

@@ -839,15 +839,21 @@ MOST_ANSWERS = 5000
 _answers: dict[str, Estimate] = {}  # oldest first
 
 
-def answer(question: Question, device: DeviceSpec, traces: Traces | None = None) -> Estimate:
-    """Return the answer of `Question.answered`, made now where it was not given before. Raises as there."""
+def answer(
+    question: Question, device: DeviceSpec, traces: Traces | None = None, kept: dict[str, Any] | None = None
+) -> Estimate:
+    """Return the answer of `Question.answered`, made now where it was not given before. Raises as there.
+
+    A new one is left in the user's cache, or with `kept`, among what the caller leaves there at once.
+    """
     key, question = _key(question, device)
     if key is None:
         return question.answered(device, traces=traces)[0]
     known = _answers.get(key) or _from_disk(key)
     if known is None:
         known = question.answered(device, traces=traces)[0]
-        keep({f"answer {key}": known.to_mapping()})
+        fresh = {f"answer {key}": known.to_mapping()}
+        keep(fresh) if kept is None else kept.update(fresh)
     return _remembered(key, known)
 
 
