@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from featurize.operators import GATHERS
+from featurize.operators import GATHERS, INDEXING, POINTWISE, REDUCTION, SCATTER, VIEW, fused_part
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -36,80 +36,6 @@ if TYPE_CHECKING:
 # torch/_inductor/config.py: realize_reads_threshold, of a value with several readers; realize_acc_reads_threshold.
 _MOST_READS_SHARED = 4
 _MOST_READS = 8
-# Besides the operators that torch tags as pointwise.
-_POINTWISE = frozenset(
-    {
-        "aten::_to_copy",
-        "aten::arange",
-        "aten::clone",
-        "aten::constant_pad_nd",
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_strided",
-        "aten::fill",
-        "aten::full",
-        "aten::full_like",
-        "aten::lift_fresh_copy",
-        "aten::masked_fill",
-        "aten::new_full",
-        "aten::new_ones",
-        "aten::new_zeros",
-        "aten::ones",
-        "aten::ones_like",
-        "aten::scalar_tensor",
-        "aten::tril",
-        "aten::triu",
-        "aten::where",
-        "aten::zeros",
-        "aten::zeros_like",
-        "prims::_inductor_bucketize",
-        "prims::convert_element_type",
-        "prims::iota",
-    }
-)
-# Fused kernels whose result has memory of its own: these, and the two sets below.
-_REDUCTIONS = frozenset(
-    {
-        "aten::all",
-        "aten::amax",
-        "aten::amin",
-        "aten::any",
-        "aten::argmax",
-        "aten::argmin",
-        "aten::max",
-        "aten::mean",
-        "aten::min",
-        "aten::prod",
-        "aten::sum",
-        "aten::var",
-        "aten::var_mean",
-        "prims::prepare_softmax_online",
-        "prims::sum",
-        "prims::var",
-    }
-)
-# What reduces nothing.
-_NO_REDUCTIONS = frozenset(
-    {
-        "aten::cat",
-        "aten::copy",
-        "aten::copy_",
-        "aten::embedding",
-        "aten::gather",
-        "aten::index",
-        "aten::index_select",
-        "aten::rand",
-        "aten::rand_like",
-        "aten::randn",
-        "aten::randn_like",
-        "prims::inductor_random",
-        "aten::select_scatter",
-        "aten::slice_scatter",
-    }
-)
-# Add into places that others add into: kernels of their own.
-_SCATTERS = frozenset({"aten::index_put", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce"})
-_VIEWS = frozenset({"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "prims::broadcast_in_dim"})
 _INPUT, _VIEW, _INLINE, _KERNEL, _EXTERN = "input", "view", "inline", "kernel", "extern"
 
 MAX_FUSED = 64  # torch/_inductor/config.py: max_fusion_size
@@ -194,10 +120,10 @@ class GraphReplay:
 
     def _work(self, node: Node) -> Work[Node]:
         reads = tuple(self._reads[node])
-        if self._roles[node] == _EXTERN or _name(node) in _SCATTERS:
+        if self._roles[node] == _EXTERN or fused_part(_name(node)) == SCATTER:
             return Work(places=0, fusible=False, reads=reads, makes=self._made(node))
         places = _elements(node)
-        whole = _elements(node.all_input_nodes[0]) if _name(node) in _REDUCTIONS and node.all_input_nodes else places
+        whole = _elements(node.all_input_nodes[0]) if _reduces(node) and node.all_input_nodes else places
         return Work(
             places=places,
             depth=max(1, whole // max(1, places)),
@@ -288,7 +214,7 @@ class GraphReplay:
                 into=kernel.operator,
                 again=again,
                 kept=node not in self._local,
-                leads=_name(node) in _REDUCTIONS,
+                leads=_reduces(node),
             )
             kernel.buffers.update(sources, self._made(node))
             del again, results
@@ -341,10 +267,14 @@ def _elements(node: Node) -> int:
     return value.numel() if isinstance(value, Tensor) else 1
 
 
+def _reduces(node: Node) -> bool:
+    return fused_part(_name(node)) == REDUCTION
+
+
 def _reduces_last(node: Node) -> bool:
     """Return whether a reduction is over the last dimensions of what it reduces."""
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if _name(node) not in _REDUCTIONS or dims is None or dims == []:
+    if not _reduces(node) or dims is None or dims == []:
         return True
     if not isinstance(dims, int | list | tuple) or not node.all_input_nodes:
         return False
@@ -365,14 +295,14 @@ def _role(node: Node) -> str:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return _EXTERN
-    name = target._schema.name
-    if target.is_view or name in _VIEWS:
+    part = fused_part(target._schema.name)
+    if target.is_view or part == VIEW:
         return _VIEW
-    if name == "aten::scatter" and _into_constant(node):
+    if target._schema.name == "aten::scatter" and _into_constant(node):
         return _INLINE
-    if name in _REDUCTIONS or name in _NO_REDUCTIONS or name in _SCATTERS:
+    if part in (REDUCTION, INDEXING, SCATTER):
         return _KERNEL
-    if name in _POINTWISE or torch.Tag.pointwise in target.tags:
+    if part == POINTWISE or torch.Tag.pointwise in target.tags:
         return _INLINE if not _mutates(node) else _KERNEL
     return _EXTERN
 

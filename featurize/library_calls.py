@@ -5,6 +5,7 @@ Start reading at `library_calls` (what a trace notes of an operator) and `worksp
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from featurize import cudnn_rnn
 from featurize.architecture import AMD
 from featurize.cudnn.signature import DTYPES, ConvolutionSignature
 from featurize.device_spec import DeviceSpec
+from featurize.operators import ATTENTION, AttentionKernel
 
 CUBLAS = "cublas"
 # On ROCm: fp32 values that AOTriton's backward passes take for each row of queries (ATen/native/transformers:
@@ -232,52 +234,43 @@ def _cudnn_takes_depthwise(
     return batch == 1 or channels >= 512 or (channels >= 256 and width >= 28)
 
 
-def _flash_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """The fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd."""
-    batch, heads, length, width = args[1].shape
-    nbytes = _flash_backward_bytes(batch, heads, length, width) + _expanded_bytes(args[2], args[1].shape[1], 1)
-    return (LibraryCall("flash_backward", (tuple(args[1].shape),), args[1].element_size(), nbytes=nbytes),)
+def _attention(
+    kernel: AttentionKernel, kind: str, args: Sequence, outputs: Sequence[Tensor]
+) -> tuple[LibraryCall, ...]:
+    query, nbytes = args[kernel.query], _ATTENTION_BYTES[kind](kernel, args)
+    return (LibraryCall(kind, (tuple(query.shape),), query.element_size(), nbytes=nbytes),)
 
 
-def _package_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """The same where heads come before the width; texts one behind the other are padded by 128 each
-    (mha_varlen_bwd)."""
+def _flash_backward_bytes(kernel: AttentionKernel, args: Sequence) -> int:
+    """The fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd; texts one behind the
+    other are padded by 128 each (mha_varlen_bwd). Then gradients of keys and values for every head of the queries,
+    where several share one, which are summed up afterwards."""
     query, key = args[1:3]
-    heads, width = query.shape[-2:]
+    heads, length, _ = kernel.sizes(query.shape, key.shape)
     if query.dim() == 3:
-        texts = args[6].numel() - 1
-        nbytes = _flash_backward_bytes(1, heads, query.shape[0] + 128 * texts, width)
-    else:
-        nbytes = _flash_backward_bytes(query.shape[0], heads, query.shape[1], width)
-    nbytes += _expanded_bytes(key, heads, key.dim() - 2)
-    return (LibraryCall("flash_backward", (tuple(query.shape),), query.element_size(), nbytes=nbytes),)
+        length += 128 * (args[6].numel() - 1)
+    rows = heads * (-(-length // 128) * 128)
+    nbytes = 4 * rows * (-(-query.shape[-1] // 32) * 32) + 4 * rows
+    own, shared = (tensor.shape[-2 if kernel.length_first else -3] for tensor in (query, key))
+    return nbytes if own == shared else nbytes + 2 * _nbytes(key) // shared * own
 
 
-def _flash_backward_bytes(batch: int, heads: int, length: int, width: int) -> int:
-    rows = batch * heads * (-(-length // 128) * 128)
-    return 4 * rows * (-(-width // 32) * 32) + 4 * rows
+def _efficient_backward_bytes(kernel: AttentionKernel, args: Sequence) -> int:
+    """The queries' gradient is summed up in fp32, in tiles (csrc .../mem_eff_attention/kernel_backward.h:
+    kNeedsAccumGradQ). Tiles of 64 x 64 are assumed. Before that, unless the type is a half one, the gradient times the
+    output (attention_backward.cu: kKernelComputesDelta)."""
+    query, key = args[1:3]
+    heads, length, _ = kernel.sizes(query.shape, key.shape)
+    nbytes = heads * -(-length // 64) * -(-query.shape[-1] // 64) * (64 * 64 * 4 + 16)
+    return max(nbytes, _nbytes(args[0])) if args[0].element_size() >= 4 else nbytes
 
 
-def _expanded_bytes(key: Tensor, heads: int, at: int) -> int:
-    """Gradients of keys and values for every head of the queries, where several share one; summed up afterwards."""
-    return 0 if key.shape[at] == heads else 2 * _nbytes(key) // key.shape[at] * heads
+_ATTENTION_BYTES = {"flash_backward": _flash_backward_bytes, "efficient_backward": _efficient_backward_bytes}
 
 
 def _recurrent(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     nbytes = cudnn_rnn.workspace_bytes(args)
     return (LibraryCall("recurrent", (tuple(args[0].shape),), args[0].element_size(), nbytes=nbytes),)
-
-
-def _efficient_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """The queries' gradient is summed up in fp32, in tiles (csrc .../mem_eff_attention/kernel_backward.h:
-    kNeedsAccumGradQ). Tiles of 64 x 64 are assumed. Before that, unless the type is a half one, the gradient times the
-    output (attention_backward.cu: kKernelComputesDelta)."""
-    batch, heads, length, width = args[1].shape
-    tiles = batch * heads * -(-length // 64) * -(-width // 64)
-    nbytes = tiles * (64 * 64 * 4 + 16)
-    if args[0].element_size() >= 4:
-        nbytes = max(nbytes, _nbytes(args[0]))
-    return (LibraryCall("efficient_backward", (tuple(args[1].shape),), args[1].element_size(), nbytes=nbytes),)
 
 
 def _softmax_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
@@ -323,6 +316,7 @@ def _cublas(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...
 
 
 _CALLS: dict[str, Callable] = {
+    **{name: functools.partial(_attention, one, one.workspace) for name, one in ATTENTION.items() if one.workspace},
     "aten::_grouped_mm": _cublas,
     "aten::_scaled_mm": _cublas,
     "aten::mm": _cublas,
@@ -331,9 +325,6 @@ _CALLS: dict[str, Callable] = {
     "aten::baddbmm": _cublas,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
-    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "aten::_flash_attention_backward": _package_backward,
-    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::_softmax": _contiguous_input,
     "aten::_log_softmax": _contiguous_input,
     "aten::_softmax_backward_data": _softmax_backward,
