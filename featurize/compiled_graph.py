@@ -19,9 +19,9 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ _INPUT, _VIEW, _INLINE, _KERNEL, _EXTERN = "input", "view", "inline", "kernel", 
 MAX_FUSED = 64  # torch/_inductor/config.py: max_fusion_size
 # A reduction of more elements to one value is two kernels (torch/_inductor/ir.py: Reduction.num_splits).
 _SPLIT_FROM = 8192
-Buffer = TypeVar("Buffer", bound=Hashable)
 
 
 class GraphReplay:
@@ -62,25 +61,24 @@ class GraphReplay:
         """Decide what has memory, what each kernel reads and which values end with it."""
         self._roles = {node: _role(node) for node in self._nodes}
         self._bases: dict[Node, Node] = {}  # value -> the one whose memory it shares
-        for node in self._nodes:
-            shares = self._roles[node] == _VIEW or (self._roles[node] == _KERNEL and _mutates(node))
-            self._bases[node] = self._bases[node.all_input_nodes[0]] if shares else node
+        self._views: dict[Node, list[Node]] = {}  # the other way round
         users: dict[Node, set[Node]] = {node: set() for node in self._nodes}
         for node in self._nodes:
-            for source in node.all_input_nodes:
-                if self._roles[node] != _VIEW:
-                    users[self._bases[source]].add(node)
-        for node in self._nodes:
-            if self._roles[node] in (_EXTERN, "output"):
-                for source in node.all_input_nodes:
-                    self._realize(source)
-            elif self._roles[node] == _KERNEL and _mutates(node):
-                self._realize(node.all_input_nodes[0])
+            role, sources = self._roles[node], node.all_input_nodes
+            writes = role == _KERNEL and _mutates(node)
+            self._bases[node] = base = self._bases[sources[0]] if role == _VIEW or writes else node
+            if base is not node:
+                self._views.setdefault(base, []).append(node)
+            for source in sources if role != _VIEW else ():
+                users[self._bases[source]].add(node)
+            for source in sources if role in (_EXTERN, "output") else sources[:1] if writes else ():
+                if self._roles[self._bases[source]] == _INLINE:
+                    self._roles[self._bases[source]] = _KERNEL
         # What a value is computed from: buffers alone. In order, since what reads too many becomes a buffer itself.
         self._reads: dict[Node, dict[Node, None]] = {}  # without order, two replays would free in different ones
+        last: dict[Node, Node] = {}
         for node in self._nodes:
-            role = self._roles[node]
-            if role in (_INPUT, _VIEW):
+            if self._roles[node] in (_INPUT, _VIEW):
                 continue
             reads: dict[Node, None] = {}
             for source in node.all_input_nodes:
@@ -88,23 +86,15 @@ class GraphReplay:
                 reads |= self._reads[base] if self._roles[base] == _INLINE else {base: None}
             self._reads[node] = reads
             most = _MOST_READS_SHARED if len(users[node]) > 1 else _MOST_READS
-            if role == _INLINE and len(reads) > most:
+            if self._roles[node] == _INLINE and len(reads) > most:
                 self._roles[node] = _KERNEL
-        last: dict[Node, Node] = {}
-        for node in self._nodes:
-            if self._roles[node] in (_KERNEL, _EXTERN, "output"):
-                last.update(dict.fromkeys(self._reads[node], node))
+            if self._roles[node] != _INLINE:
+                last.update(dict.fromkeys(reads, node))
         self._ends: dict[Node, list[Node]] = {node: [] for node in self._nodes}
         for base, node in last.items():
             self._ends[node].append(base)
         self._unread = {n for n in self._nodes if self._bases[n] is n and self._roles[n] != _INLINE and n not in last}
-        self._views: dict[Node, list[Node]] = {}
-        for node in self._nodes:
-            if self._bases[node] is not node:
-                self._views.setdefault(self._bases[node], []).append(node)
-
         self._plan_kernels(users)
-        self._meant = {n: _meant(n.meta["val"]) for n in self._nodes if self._roles[n] == _KERNEL and not _mutates(n)}
 
     def _plan_kernels(self, users: dict[Node, set[Node]]) -> None:
         """Decide which values one kernel computes, and which of them only that kernel reads."""
@@ -118,7 +108,7 @@ class GraphReplay:
             and all(self._group.get(user) == self._group[node] for user in readers)
         }
 
-    def _work(self, node: Node) -> Work[Node]:
+    def _work(self, node: Node) -> Work:
         reads = tuple(self._reads[node])
         if self._roles[node] == _EXTERN or fused_part(_name(node)) == SCATTER:
             return Work(places=0, fusible=False, reads=reads, makes=self._made(node))
@@ -137,11 +127,6 @@ class GraphReplay:
         parts = (user for user in node.users if user.target is operator.getitem and self._roles[user] == _INPUT)
         return (self._bases[node], *parts)
 
-    def _realize(self, node: Node) -> None:
-        base = self._bases[node]
-        if self._roles[base] == _INLINE:
-            self._roles[base] = _KERNEL
-
     def __call__(self, args: list[Any]) -> list[Any]:
         recorder, graphs = self._regions.recorder_now(), self._regions.graphs
         if recorder is None or graphs is None:
@@ -150,34 +135,26 @@ class GraphReplay:
             return self._run(args)
 
     def _run(self, args: list[Any]) -> list[Any]:
-        values: dict[Node, Any] = {}
         noted: dict[int, _Noted] = {}
-        given = iter(args)
-        for node in self._nodes:
-            if node.op == "placeholder":
-                values[node] = next(given)
-        del given
+        inputs = [node for node in self._nodes if node.op == "placeholder"]
+        values: dict[Node, Any] = dict(zip(inputs, args, strict=True))
         args.clear()
         for node in self._nodes:
             role = self._roles[node]
             if role == "output":
                 return [values.get(one) if isinstance(one, torch.fx.Node) else one for one in node.args[0]]
-            if role == _VIEW:
-                self._run_view(node, values)
+            if role == _VIEW and node.all_input_nodes[0] in values and node not in values:
+                with torch._C._DisableTorchDispatch():
+                    values[node] = _call(node, values)
             elif role == _KERNEL:
                 self._run_fused(node, values, noted)
             elif role == _EXTERN:
                 self._run_extern(node, values)
-            elif role == _INPUT and node.op == "get_attr":
+            elif node.op == "get_attr":
                 values[node] = operator.attrgetter(str(node.target))(self._constants)
             if node in self._unread and role != _EXTERN:
                 values.pop(node, None)
         raise AssertionError("a graph ends with its output")
-
-    def _run_view(self, node: Node, values: dict[Node, Any]) -> None:
-        if node.all_input_nodes[0] in values and node not in values:
-            with torch._C._DisableTorchDispatch():
-                values[node] = _call(node, values)
 
     def _run_extern(self, node: Node, values: dict[Node, Any]) -> None:
         recorder = self._regions.recorder_now()
@@ -199,7 +176,7 @@ class GraphReplay:
         else:
             made = self._taken_over(node, sources, values)
             with torch._C._DisableTorchDispatch():
-                made = _like(self._meant[node]) if made is None else made
+                made = _like(node.meta["val"]) if made is None else made
             self._keep(node, made, values)
         if (recorder := self._regions.recorder_now()) is not None:
             assert isinstance(node.target, torch._ops.OpOverload)  # `_role` calls nothing else a kernel
@@ -223,17 +200,17 @@ class GraphReplay:
 
     def _taken_over(self, node: Node, sources: list[Node], values: dict[Node, Any]) -> Tensor | None:
         """The result in the memory of a buffer of this graph that ends here, if there is one of its size."""
-        meant = self._meant[node]
-        if not isinstance(meant, _Meant) or meant.device.type != "meta":
+        meant = node.meta["val"]
+        if not isinstance(meant, Tensor) or meant.device.type != "meta":
             return None
-        nbytes = meant.nbytes
+        nbytes = meant.untyped_storage().nbytes()
         for base in sources:
             if base in self._ends[node] and base.op != "placeholder" and base.op != "get_attr":
                 storage = values[base].untyped_storage()
                 if storage.nbytes() == nbytes:
                     with torch._C._DisableTorchDispatch():
                         empty = torch.empty(0, dtype=meant.dtype, device="meta")
-                        return empty.set_(storage, 0, meant.shape, meant.strides)
+                        return empty.set_(storage, 0, meant.shape, meant.stride())
         return None
 
     def _keep(self, node: Node, result: Any, values: dict[Node, Any]) -> None:
@@ -335,32 +312,15 @@ def _call(node: Node, values: dict[Node, Any]) -> Any:
     return node.target(*args, **kwargs)
 
 
-class _Meant(NamedTuple):
-    """A new tensor."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    nbytes: int
-
-
-def _meant(result: Any) -> Any:
-    """Return an operator's result, without the compiler's own tensors."""
-    if isinstance(result, Tensor):
-        storage = result.untyped_storage().nbytes()
-        return _Meant(tuple(result.shape), result.stride(), result.dtype, result.device, storage)
-    return list(map(_meant, result)) if isinstance(result, tuple | list) else result
-
-
 def _like(meant: Any) -> Any:
-    if isinstance(meant, _Meant):
-        return torch.empty_strided(meant.shape, meant.strides, dtype=meant.dtype, device=meant.device)
-    return tuple(map(_like, meant)) if isinstance(meant, list) else meant
+    """Return new tensors like the compiler's own."""
+    if isinstance(meant, Tensor):
+        return torch.empty_strided(meant.shape, meant.stride(), dtype=meant.dtype, device=meant.device)
+    return tuple(map(_like, meant)) if isinstance(meant, tuple | list) else meant
 
 
 @dataclass(frozen=True)
-class Work(Generic[Buffer]):
+class Work:
     """One kernel, in the order in which the graph computes its values.
 
     places    elements of its result, or rows that it reduces
@@ -375,39 +335,37 @@ class Work(Generic[Buffer]):
     depth: int = 1
     trailing: bool = True
     fusible: bool = True
-    reads: tuple[Buffer, ...] = ()
-    makes: tuple[Buffer, ...] = ()
+    reads: tuple[Hashable, ...] = ()
+    makes: tuple[Hashable, ...] = ()
 
 
 @dataclass
-class _Group(Generic[Buffer]):
+class _Group:
     """Kernels that run as one."""
 
     members: list[int] = field(default_factory=list)
-    work: list[Work[Buffer]] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
     after: int = 0  # bits of the groups that have to run before, directly or not
 
-    @property
-    def fusible(self) -> bool:
-        return self.work[0].fusible
 
-
-def fused_groups(kernels: Sequence[Work[Buffer]]) -> list[tuple[int, ...]]:
+def fused_groups(kernels: Sequence[Work]) -> list[tuple[int, ...]]:
     """Return which of the kernels run as one, each group in order.
 
     A kernel joins the group with which it shares a buffer, if they iterate over the same places and no other kernel
     has to run between them. Of several groups it joins the one that shares most.
     """
-    groups: list[_Group[Buffer]] = []
-    made_by: dict[Buffer, int] = {}
-    of_buffer: dict[Buffer, dict[int, None]] = {}  # groups that read or make it
+    groups: list[_Group] = []
+    made_by: dict[Hashable, int] = {}
+    of_buffer: dict[Hashable, dict[int, None]] = {}  # groups that read or make it
     for index, kernel in enumerate(kernels):
         waits_for = [made_by[buffer] for buffer in kernel.reads if buffer in made_by]
         waits_for += [group for buffer in kernel.makes for group in of_buffer.get(buffer, ())]  # what it changes
-        before = _bits(waits_for)
+        before = sum(1 << group for group in set(waits_for))
         shared: Counter[int] = Counter()
         for buffer in dict.fromkeys((*kernel.reads, *kernel.makes)):
-            shared.update(group for group in of_buffer.get(buffer, ()) if kernel.fusible and groups[group].fusible)
+            shared.update(
+                group for group in of_buffer.get(buffer, ()) if kernel.fusible and groups[group].work[0].fusible
+            )
         ranked = sorted(shared, key=lambda group: (-shared[group], -group))
         place = next((group for group in ranked if _joins(kernel, group, groups, before)), len(groups))
         if place == len(groups):
@@ -424,7 +382,7 @@ def _joins(kernel: Work, place: int, groups: Sequence[_Group], before: int) -> b
     group, here = groups[place], 1 << place
     # What the group iterates over is its reduction's rows and depth, where it has one.
     leader = next((one for one in group.work if one.depth != 1), group.work[0])
-    if len(group.members) >= MAX_FUSED or not _same_bit_places(kernel, leader) or _waits_for_whole(kernel, group):
+    if len(group.members) >= MAX_FUSED or not _same_places(kernel, leader) or _waits_for_whole(kernel, group):
         return False
     return not any(groups[one].after & here for one in _bit_places(before & ~here))
 
@@ -436,7 +394,7 @@ def _waits_for_whole(kernel: Work, group: _Group) -> bool:
     return any(buffer in kernel.reads for one in group.work if one.places == 1 for buffer in one.makes)
 
 
-def _same_bit_places(one: Work, other: Work) -> bool:
+def _same_places(one: Work, other: Work) -> bool:
     if one.depth == other.depth:
         return one.places == other.places and (one.depth == 1 or one.trailing == other.trailing)
     if one.depth != 1 and other.depth != 1:
@@ -455,13 +413,6 @@ def _join(groups: list[_Group], place: int, index: int, kernel: Work, before: in
     for other in groups:
         if other.after & here:
             other.after |= group.after
-
-
-def _bits(places: Iterable[int]) -> int:
-    bits = 0
-    for place in places:
-        bits |= 1 << place
-    return bits
 
 
 def _bit_places(bits: int) -> list[int]:
