@@ -6,6 +6,7 @@ entry of `ATTENTION`. A multiply-add counts as 2 FLOPs; what is not a matrix pro
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,7 +32,7 @@ PRODUCTS = frozenset(
 CONVOLUTIONS = frozenset(_aten("convolution convolution_backward _cudnn_rnn _cudnn_rnn_backward"))
 
 
-class AttentionKernel(NamedTuple):
+class AttentionCall(NamedTuple):
     """How a fused kernel of attention is called.
 
     query          place of the query among its arguments; key and value follow
@@ -56,25 +57,25 @@ class AttentionKernel(NamedTuple):
 
 
 ATTENTION = {
-    "aten::_scaled_dot_product_efficient_attention": AttentionKernel(0, 6),
-    "aten::_scaled_dot_product_efficient_attention_backward": AttentionKernel(
+    "aten::_scaled_dot_product_efficient_attention": AttentionCall(0, 6),
+    "aten::_scaled_dot_product_efficient_attention_backward": AttentionCall(
         1, 11, backward=True, workspace="efficient_backward"
     ),
-    "aten::_scaled_dot_product_flash_attention": AttentionKernel(0, 4),
-    "aten::_scaled_dot_product_flash_attention_backward": AttentionKernel(
+    "aten::_scaled_dot_product_flash_attention": AttentionCall(0, 4),
+    "aten::_scaled_dot_product_flash_attention_backward": AttentionCall(
         1, 11, backward=True, workspace="flash_backward"
     ),
-    "aten::_flash_attention_forward": AttentionKernel(0, 8, length_first=True),
-    "aten::_flash_attention_backward": AttentionKernel(
+    "aten::_flash_attention_forward": AttentionCall(0, 8, length_first=True),
+    "aten::_flash_attention_backward": AttentionCall(
         1, 11, backward=True, length_first=True, workspace="flash_backward"
     ),
 }
 
 
-def attention_kernel(name: str) -> AttentionKernel:
+def attention_call(name: str) -> AttentionCall:
     """Return how a kernel of attention is called; one that `ATTENTION` lacks is taken to be called as most are."""
     backward = "backward" in name
-    return ATTENTION.get(name) or AttentionKernel(query=int(backward), causal=-1, backward=backward)
+    return ATTENTION.get(name) or AttentionCall(query=int(backward), causal=-1, backward=backward)
 
 
 # Allocate or re-describe; nothing runs on the GPU.
@@ -107,10 +108,47 @@ _FOREACH_TENSORS = (110, 64, 48, 36, 30)
 _FOREACH_BLOCKS = 320  # of one launch
 
 
+# Categories of operators, at fixed places: only ever append. 0 is what no row below knows.
+VOCABULARY = (
+    "other",
+    "matmul",
+    "convolution",
+    "convolution_backward",
+    "attention",
+    "attention_backward",
+    "recurrent",
+    "recurrent_backward",
+    "normalization",
+    "normalization_backward",
+    "softmax",
+    "softmax_backward",
+    "activation",
+    "activation_backward",
+    "arithmetic",
+    "reduction",
+    "pooling",
+    "pooling_backward",
+    "embedding",
+    "embedding_backward",
+    "dropout",
+    "dropout_backward",
+    "loss",
+    "loss_backward",
+    "copy",
+    "fill",
+    "join",
+    "index",
+    "index_backward",
+    "resample",
+    "resample_backward",
+    "optimizer",
+)
+
+
 class OperatorRow(NamedTuple):
     """One operator, or one word of operators' names. None: the words of its name say it, or its shapes.
 
-    category   its class in `featurize.opgraph.VOCABULARY`
+    category   one of `VOCABULARY`
     kernel     what its kernel does: a kind of `featurize.kernel_model.calls`
     fused      its part in a graph that Inductor compiles, one of those below; None also of what torch tags as pointwise
     """
@@ -192,12 +230,15 @@ _WORDS = {
 _WORD_ROWS = [(names.split(), row) for names, row in _WORDS.items()]
 
 
-def category(name: str) -> tuple[str, bool]:
-    """Return the category of an operator by its name without a namespace, and whether it may be a backward pass."""
+@functools.cache
+def category(name: str) -> str:
+    """Return the category of an operator by its name (`aten::mm`), one of `VOCABULARY`."""
+    name = name.split("::")[-1].split(".")[0]
     row = _ROW_OF.get(name) or _ROW_OF.get(name.rstrip("_"))  # in place or not
     if row is not None and row.category is not None:
-        return row.category, False
-    return _by_words(name, "category") or "other", "backward" in name
+        return row.category
+    kind = _by_words(name, "category") or "other"
+    return f"{kind}_backward" if "backward" in name and f"{kind}_backward" in VOCABULARY else kind
 
 
 def kernel_kind(name: str) -> str | None:
@@ -281,7 +322,7 @@ def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> int:
     return (bool(mask[0]) + bool(mask[1])) * _convolution_flops(args[1], args[2], args[0], args[7])
 
 
-def _attention(kernel: AttentionKernel, args: Sequence) -> int:
+def _attention(kernel: AttentionCall, args: Sequence) -> int:
     query, key, value = (tensor.shape for tensor in args[kernel.query : kernel.query + 3])
     masked = len(args) > kernel.causal and args[kernel.causal]
     heads, queries, keys = kernel.sizes(query, key)

@@ -14,47 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from featurize import operators
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.costs import operator_costs
+from featurize.operators import VOCABULARY, attention_call, category
 from featurize.step_trace import Operator, StepTrace
 from featurize.training_settings import TrainingSettings
-
-# Classes of operators, at fixed places: only ever append. 0 is what `featurize.operators` does not know.
-VOCABULARY = (
-    "other",
-    "matmul",
-    "convolution",
-    "convolution_backward",
-    "attention",
-    "attention_backward",
-    "recurrent",
-    "recurrent_backward",
-    "normalization",
-    "normalization_backward",
-    "softmax",
-    "softmax_backward",
-    "activation",
-    "activation_backward",
-    "arithmetic",
-    "reduction",
-    "pooling",
-    "pooling_backward",
-    "embedding",
-    "embedding_backward",
-    "dropout",
-    "dropout_backward",
-    "loss",
-    "loss_backward",
-    "copy",
-    "fill",
-    "join",
-    "index",
-    "index_backward",
-    "resample",
-    "resample_backward",
-    "optimizer",
-)
 
 _INDEX = {kind: index for index, kind in enumerate(VOCABULARY)}
 
@@ -145,19 +109,11 @@ def opgraph(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> O
         *costs[:, 1:].T,
     ]
     return OpGraph(
-        categories=np.array([category(name) for name in field["name"]], dtype=np.int64),
+        categories=np.array([_INDEX[category(name)] for name in field["name"]], dtype=np.int64),
         nodes=np.column_stack(nodes).astype(np.float32),
         node_columns=NODE_COLUMNS,
         edges=edges,
     )
-
-
-@functools.cache
-def category(name: str) -> int:
-    """Return the class of an operator by its name (`aten::mm`), an index of `VOCABULARY`."""
-    kind, is_backward = operators.category(name.split("::")[-1].split(".")[0])
-    back = f"{kind}_backward"
-    return _INDEX[back if is_backward and back in _INDEX else kind]
 
 
 def _edges(sources: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
@@ -181,7 +137,7 @@ def _depths(edges: np.ndarray, count: int) -> np.ndarray:
 
 def product_dims(op: Operator) -> tuple[float, ...]:
     """Return batch, m, n, k, kernel elements and stride of an operator's matrix products; zeros where it has none."""
-    kind = VOCABULARY[category(op.name)]
+    kind = category(op.name)
     find = _DIMS_OF.get(kind)
     try:
         dims = find(op, "backward" in kind) if find is not None else None
@@ -209,7 +165,7 @@ def _convolution_dims(op: Operator, backward: bool) -> tuple[float, ...]:
 
 
 def _attention_dims(op: Operator, backward: bool) -> tuple[float, ...]:
-    kernel = operators.attention_kernel(op.name)
+    kernel = attention_call(op.name)
     query, key = op.input_shapes[kernel.query : kernel.query + 2]
     return *kernel.sizes(query, key), query[-1], 0, 0
 

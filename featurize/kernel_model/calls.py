@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from featurize.operators import SCALED_PRODUCT, attention_kernel, kernel_kind
+from featurize.operators import SCALED_PRODUCT, attention_call, kernel_kind
 from featurize.step_trace import Operator
 
 HALF = ("float16", "bfloat16")
@@ -231,7 +231,7 @@ def _simple(op: Operator, name: str, nbytes: int, pipe: str) -> KernelCall:
         depth = op.flops / (2 * batch * rows * columns) if batch * rows * columns else 0.0
         return product(rows, columns, depth, batch, pipe, nbytes)
     if kind.startswith("attention"):
-        kernel = attention_kernel(op.name)
+        kernel = attention_call(op.name)
         query = op.input_shapes[kernel.query]
         heads, length, _ = kernel.sizes(query, query)
         return KernelCall(kind, ATTENTION, pipe, op.flops, nbytes, length, query[-1], 0, heads, True)
