@@ -23,6 +23,7 @@ from featurize.device_spec import DeviceSpec, UnsuitableDevice
 from featurize.disk_cache import keep, recall
 from featurize.machine import MACHINES, MachineProfile
 from featurize.model_flops import seconds_at_peak
+from featurize.replacing import without_collection
 from featurize.training_settings import TrainingSettings, training_of
 from featurize.version import is_current
 from learn.cases import Case
@@ -58,6 +59,7 @@ WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed
 
 @naming_the_extra()
 @as_a_training_script()
+@without_collection()
 def answered(
     request: Request, *, timeline: bool = False, traces: Traces | None = None
 ) -> tuple[Estimate, TracedStep | None]:
