@@ -715,14 +715,17 @@ MOST_ANSWERS = 5000
 _answers: dict[str, Estimate] = {}  # oldest first
 
 
-def answer(request: Request, traces: Traces | None = None) -> Estimate:
-    """Return the answer of `answered`, made now where it was not given before. Raises as there."""
+def answer(request: Request, traces: Traces | None = None, kept: dict[str, Any] | None = None) -> Estimate:
+    """Return the answer of `answered`, made now where it was not given before. Raises as there.
+
+    A new one is left in the user's cache, or with `kept`, among what the caller leaves there at once.
+    """
     key, request = _key(request)
     known = _found(key)
     if known is None:
         known = answered(request, traces=traces)[0]
-        if key is not None:
-            keep({f"answer {key}": known.to_mapping()})
+        fresh = {} if key is None else {f"answer {key}": known.to_mapping()}
+        keep(fresh) if kept is None else kept.update(fresh)
     return _remembered(key, known)
 
 

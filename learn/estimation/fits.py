@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
 from featurize.device_spec import DEFAULT_DEVICE, device_names
+from featurize.disk_cache import keep
 from featurize.machine import CURRENT
 from learn.estimation.answers import answer, is_of_job, with_key
 from learn.estimation.job_estimate import Estimate
@@ -190,12 +191,13 @@ def devices_that_fit(
         )
     request = with_key(request)
     traces: Traces = {}
+    kept: dict[str, Any] = {}
     fits, problems = [], []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
         try:
             here = replace(request, platform=platform_of(data=request.data, **{**of_platform, "device": spec}))
             try:
-                done = answer(here, traces)
+                done = answer(here, traces, kept)
             finally:
                 here.platform.release_workspaces()
         except CommandError as error:
@@ -207,6 +209,7 @@ def devices_that_fit(
         else:
             room_mib = _limit_mib(done, spec) - needed_mib(done, by)
             fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
+    keep(kept)
     if problems and len(problems) == len(fits):
         raise problems[0]
     return tuple(fits)
