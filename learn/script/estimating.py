@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -131,8 +131,8 @@ def estimate_script(
     on = machine_for(machine, spec, data)
     workspaces, torch_version = require_workspaces(workspaces), require_release(torch_version)
     network = _network_of(parallel)
-    if (launch := parsed.launch) is not None and launch.ranks > 1:  # refuses a GPU model that nothing is known to join
-        fabric_of(spec, Parallel(own=launch.ranks, gpus_per_node=launch.gpus_per_node))
+    if (layout := parsed.layout()).own > 1:
+        fabric_of(spec, layout)  # refuses a GPU model that nothing is known to join
     page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
@@ -223,20 +223,15 @@ def _recorded(
     show_output: bool,
 ) -> ScriptRecord:
     """Run the script, read what it left, and keep that. Raises `UsageError` where it did not reach two steps."""
-    launch, began_ns = command.launch, time.time_ns()
+    began_ns = time.time_ns()
     if memory_limit_gib is None:
         memory_limit_gib = _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     with ChildRunner(command.environment) as child:
-        record_path, request_path = child.folder / "record.json", child.folder / "request.json"
+        request_path = child.folder / "request.json"
         request = {
-            "record": str(record_path),
-            "saved": str(child.folder / "saved"),
+            "command": asdict(replace(command, environment={})),
             "device": spec.to_mapping(),
-            "script": command.script,
-            "module": command.module,
-            "arguments": command.arguments,
-            "launch": None if launch is None else {"launched": launch.ranks, "gpus_per_node": launch.gpus_per_node},
-            "environment": {} if launch is None else dict(launch.environment),
+            "folder": str(child.folder),
         }
         request_path.write_text(json.dumps(request), encoding="utf-8")
         ended = child.run(
@@ -245,7 +240,11 @@ def _recorded(
             memory_limit_bytes=int(memory_limit_gib * 2**30),
             shows_output=show_output,
         )
-        if not record_path.exists():
+        try:
+            record = read_record(child.folder)
+        except BadRecord as error:
+            raise UsageError(f"{command.name} left a record that cannot be read: {error}") from error
+        if record is None:
             limits = {
                 TIME: f"has not done two optimizer steps in {time_limit_s:g} s (time_limit_s= sets the limit)",
                 MEMORY: f"takes more than {memory_limit_gib:,.1f} GiB of this machine's memory (memory_limit_gib= sets "
@@ -255,10 +254,6 @@ def _recorded(
             lines = [one_line(line.strip()) for line in ended.output.splitlines() if line.strip()]
             output = f"; its output ends: {' | '.join(lines[-_LAST_LINES:])}" if lines else ""
             raise UsageError(f"{command.name} {limits[ended.limit]}{output}")
-        try:
-            record = read_record(record_path)
-        except BadRecord as error:
-            raise UsageError(f"{command.name} left a record that cannot be read: {error}") from error
     if record.trace is None:
         raise UsageError(f"{command.name} cannot be followed: {record.problem}")
     return records.keep(key, record, began_ns)
