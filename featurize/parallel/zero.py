@@ -16,15 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UsageError
+from featurize.batches import Inputs
+from featurize.float8 import is_converted
 from featurize.optimizers import run_step, state_tensors
 from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE
 from featurize.parallel.data_parallel import dense_parameters
 from featurize.parallel.layout import Parallel
+from featurize.parallel.rank import Rank
 from featurize.parallel.streams import OneStream, Streams
-from featurize.quantized import elements
 from featurize.recorder import Recorder
 from featurize.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
-from featurize.training_settings import Training, TrainingSettings, training_of
+from featurize.training import TrainingStep
+from featurize.training_settings import Training
 
 _ALIGNMENT = 2  # elements, of each rank's part: nccl_start_alignment_factor
 
@@ -72,20 +75,17 @@ _TRUE = {"bf16": "bf16-true", "fp16": "fp16-true"}
 _APT = {"bf16": ("fp32", "bf16", "bf16-true"), "fp16": ("fp32", "fp16", "fp16-true"), "fp32": ("fp32", "tf32")}
 
 
-def settings_of_ranks(parallel: Parallel, settings: TrainingSettings) -> TrainingSettings:
+def settings_of_stage(parallel: Parallel, training: Training) -> Training:
     """Return the settings as ZeRO's ranks train: with `param_dtype`, the whole model is of that type, and there is no
     autocast (DeepSpeed 0.19, deepspeed/runtime/engine.py: `_cast_module_mixed_precision`).
 
     Raises:
         UsageError: `param_dtype` contradicts the precision; a setting that DeepSpeed does not have.
     """
-    if not parallel.zero:
-        return settings
-    training = training_of(settings)
     _require_known(parallel, training)
     dtype = parallel.param_dtype
     if dtype is None:
-        return settings
+        return training
     if training.precision not in _APT[dtype]:
         raise UsageError(
             f"parallel: param_dtype={dtype} of zero contradicts precision={training.precision}; with it precision is "
@@ -349,8 +349,8 @@ Make = Callable[..., torch.optim.Optimizer]
 NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
 
 
-class ZeroRankBase:
-    """A model's wrapper in a trace, of any stage: where a step's passes begin and end, and what is sent.
+class ZeroRankBase(Rank):
+    """A rank of any stage: where a step's passes begin and end, and what is sent.
 
     Args:
         parallel: Stage and settings.
@@ -358,35 +358,49 @@ class ZeroRankBase:
         settings: Of the training.
     """
 
-    _recorder: Recorder
-
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
         self._parallel, self._rank, self._settings = parallel, rank, settings
         self._streams = Streams()
         self._passes = 0  # forward passes of the step so far
         self._in_backward = False
-        self.elements = 0  # of the whole model's parameters
         # Says whether a micro-step is the last one of its step, where the settings do not.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
 
+    def prepare(self, model: nn.Module) -> nn.Module:
+        if any(map(is_converted, model.modules())):
+            raise UsageError(
+                f"parallel: zero={self._parallel.zero} does not go with float8: the model holds linear layers that "
+                "torchao converted; leave either out"
+            )
+        return model
+
     def attach(self, recorder: Recorder) -> None:
-        """Tell a recorder of streams from now on."""
-        self._recorder = self._streams.recorder = recorder
+        super().attach(recorder)
+        self._streams.recorder = recorder
+
+    def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
+        super().wrap(step, inputs)
+        step.rewrap(self.wrapped, self.update)
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Return the model as the rank has it from now on. Raises `UsageError` for parameters of several types."""
+        raise NotImplementedError
+
+    def update(self, make: Make) -> MasterWeights:
+        """Return the optimizer of the rank's part, after `wrapped`."""
+        raise NotImplementedError
 
     def begin_step(self) -> None:
-        """Forget the step before."""
         self._passes = 0
         self._streams.begin_step()
 
     def begin_phase(self, phase: str) -> None:
-        """Begin a phase, which ends a backward pass."""
         if self._in_backward:
             self._end_backward()
         self._passes += phase == "forward"
         self._in_backward = phase == "backward"
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent in the last step."""
         return self._streams.collectives()
 
     def _end_backward(self) -> None:
@@ -394,25 +408,20 @@ class ZeroRankBase:
 
 
 class ZeroRank(ZeroRankBase):
-    """A model's wrapper of stages 1 and 2. Arguments: as `ZeroRankBase`."""
+    """A rank of stages 1 and 2: its parameters are views of one flat buffer. Arguments: as `ZeroRankBase`."""
 
     _gradients: PartitionedGradients
 
     @torch.no_grad()
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the model, whose parameters are views of one flat buffer from now on.
-
-        Raises:
-            UsageError: They are of several types.
-        """
-        trained, self.elements = one_type(model), elements(model)
+        trained = one_type(model)
         self._partition = FlatPartition([p.numel() for p in trained], self._parallel.ddp)
-        self._recorder.hold(trained, "temporary")
-        with self._recorder:
+        self.recorder.hold(trained, "temporary")
+        with self.recorder:
             padding = self._partition.padded - sum(self._partition.sizes)
             rest = [torch.zeros(padding, dtype=trained[0].dtype, device=trained[0].device)] if padding else []
             self._flat = flattened([*trained, *rest])
-            self._recorder.name([self._flat], "parameter")
+            self.recorder.name([self._flat], "parameter")
             for parameter, start in zip(trained, self._partition.starts, strict=True):
                 parameter.data = self._flat.narrow(0, start, parameter.numel()).view(parameter.shape)
             offloads = self._settings.offload_optimizer
@@ -426,9 +435,8 @@ class ZeroRank(ZeroRankBase):
         return model
 
     def update(self, make: Make) -> ZeroUpdate:
-        """Return the optimizer of the rank's part, after `wrapped`."""
         own = self._flat.narrow(0, self._rank * self._partition.size, self._partition.size)
-        with self._recorder:
+        with self.recorder:
             return ZeroUpdate(make, own, self._flat, self._gradients, self._streams, self._settings)
 
     def _end_backward(self) -> None:
@@ -455,6 +463,10 @@ class MasterWeights:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients were freed as they were reduced."""
+
+    def step(self) -> None:
+        """Check the gradients, take their norm, update the rank's part, and gather parameters."""
+        raise NotImplementedError
 
     def _add(self, make: Make, weights: Tensor) -> None:
         master = nn.Parameter(weights)
@@ -506,7 +518,6 @@ class ZeroUpdate(MasterWeights):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Check the gradients, take their norm, update the rank's part, and gather the parameters."""
         gradients, send, dtype = self._gradients, self._streams.send, self._flat.dtype
         if dtype is not torch.float32:
             for gradient in gradients.averaged:

@@ -156,7 +156,7 @@ def zero_rank(parallel: Parallel, rank: int, settings: Training) -> Iterator[Zer
 
 
 class ZeroShardedRank(ZeroRankBase):
-    """A model's wrapper of stage 3. Arguments: as `ZeroRankBase`."""
+    """A rank of stage 3: its parameters are empty but while modules need them. Arguments: as `ZeroRankBase`."""
 
     _gradients: ScatteredGradients
 
@@ -167,16 +167,11 @@ class ZeroShardedRank(ZeroRankBase):
 
     @torch.no_grad()
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the model, whose parameters are empty but while modules need them.
-
-        Raises:
-            UsageError: Those that train are of several types.
-        """
         parallel, streams = self._parallel, self._streams
         one_type(model)
         overlaps = parallel.overlap_comm is not False
         gathers, self._reduces = ((streams.Stream() if overlaps else streams.main) for _ in range(2))
-        with self._recorder:
+        with self.recorder:
             self._shared = SharedParameters(
                 model,
                 parallel.ddp,
@@ -186,7 +181,6 @@ class ZeroShardedRank(ZeroRankBase):
             )
             self._trained = [one for one in self._shared.all if one.parameter.requires_grad]
             self._flat = None if parallel.offload_param else self._make_parts()
-        self.elements = sum(one.numel for one in self._shared.all)
         self._fetching = Fetching(self._shared, self._of_module, streams, parallel, gathers)
         for one in self._trained:
             one.parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -197,8 +191,7 @@ class ZeroShardedRank(ZeroRankBase):
         return model
 
     def update(self, make: Make) -> ZeroShardedUpdate:
-        """Return the optimizer of the rank's parts, after `wrapped`."""
-        with self._recorder:
+        with self.recorder:
             update = ZeroShardedUpdate(
                 make, self._groups(), self._flat, self._shared, self._fetching, self._streams, self._settings
             )
@@ -303,7 +296,6 @@ class ZeroShardedUpdate(MasterWeights):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Free all parameters, check the gradients, take their norm, update the parts."""
         self._fetching.free_all()
         if self._dtype is torch.float16 and self._masters:
             for look in (torch.isinf, torch.isnan):

@@ -229,7 +229,7 @@ class Fetching:
     def end_backward(self) -> None:
         """Free what modules hold whose inputs need no gradient."""
         for module, again in reversed(self._backward.items()):
-            for one in {*self._sorted(module), *again}:
+            for one in dict.fromkeys((*self._sorted(module), *sorted(again, key=lambda one: one.number))):
                 one.users.discard(id(module))
                 if not one.stays:
                     self._release(one)

@@ -24,8 +24,7 @@ from learn.script.script_recorder import ScriptRecorder
 if TYPE_CHECKING:
     from featurize.parallel.ranks import Ranks
     from featurize.parallel.streams import Streams
-    from featurize.parallel.zero import ZeroRank
-    from featurize.parallel.zero3 import ZeroShardedRank
+    from featurize.parallel.zero import ZeroRankBase
 
 
 class RankZero:
@@ -39,8 +38,8 @@ class RankZero:
 
     def __init__(self, recorder: ScriptRecorder, launched: int = 1, gpus_per_node: int | None = None) -> None:
         self.launched, self.recorder, self._of_node = launched, recorder, gpus_per_node
-        self._wrappers: list[Replica | ZeroRank | ZeroShardedRank] = []
-        self._zero: ZeroRank | ZeroShardedRank | None = None
+        self._wrappers: list[Replica | ZeroRankBase] = []
+        self._zero: ZeroRankBase | None = None
         self._wrapper: Parallel | None = None  # of the first replica
         self._streams: Streams | None = None
         self._ranks: Ranks | None = None
@@ -77,13 +76,14 @@ class RankZero:
         self._wrappers.append(replica)
         self._wrapper = self._wrapper or settings
 
-    def play(self, layout: Parallel, settings: Training) -> ZeroRank | ZeroShardedRank:
-        """Return what plays a rank of ZeRO from now on, with the script's recorder."""
+    def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRankBase:
+        """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of so many elements."""
         from featurize.parallel.zero3 import zero_rank
 
         self._wrapper = layout
         self._zero = self._entered.enter_context(zero_rank(layout, 0, settings))
         self._zero.attach(self.recorder)
+        self._zero.parameters = parameters
         self._wrappers.append(self._zero)
         return self._zero
 
@@ -100,7 +100,7 @@ class RankZero:
 
     def parameters(self) -> int:
         """Return the elements of the model's parameters, also of those that the rank holds a part of."""
-        return self.recorder.parameters() if self._zero is None else self._zero.elements
+        return self.recorder.parameters() if self._zero is None else self._zero.parameters
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""
