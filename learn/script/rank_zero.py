@@ -24,7 +24,7 @@ from learn.script.script_recorder import ScriptRecorder
 if TYPE_CHECKING:
     from featurize.parallel.ranks import Ranks
     from featurize.parallel.streams import Streams
-    from featurize.parallel.zero import ZeroRankBase
+    from featurize.parallel.zero import ZeroRank
 
 
 class RankZero:
@@ -38,8 +38,8 @@ class RankZero:
 
     def __init__(self, recorder: ScriptRecorder, launched: int = 1, gpus_per_node: int | None = None) -> None:
         self.launched, self.recorder, self._of_node = launched, recorder, gpus_per_node
-        self._wrappers: list[Replica | ZeroRankBase] = []
-        self._zero: ZeroRankBase | None = None
+        self._wrappers: list[Replica | ZeroRank] = []
+        self._zero: ZeroRank | None = None
         self._wrapper: Parallel | None = None  # of the first replica
         self._streams: Streams | None = None
         self._ranks: Ranks | None = None
@@ -76,7 +76,7 @@ class RankZero:
         self._wrappers.append(replica)
         self._wrapper = self._wrapper or settings
 
-    def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRankBase:
+    def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
         """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of so many elements."""
         from featurize.parallel.zero3 import zero_rank
 
