@@ -98,7 +98,7 @@ def as_installed() -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for module, name, value in instead:
-            stack.enter_context(replaced_if_imported(module, name, lambda _, value=value: value))
+            stack.enter_context(replaced_if_imported(module, name, functools.partial(lambda given, _: given, value)))
         yield
 
 
@@ -158,13 +158,22 @@ def _attend(
 ) -> Tensor:
     if q.dtype not in _HALF:
         raise RuntimeError("FlashAttention only supports fp16 and bf16")
-    width = q.shape[-1]
-    scale = scale if scale is not None else width**-0.5
-    if width % 8:
-        q, k, v = (F.pad(t, (0, 8 - width % 8)) for t in (q, k, v))
     sides = {"window_size_left": window[0], "window_size_right": window[1]} if window != (-1, -1) else {}
-    kernel = torch.ops.aten._flash_attention_forward
-    out = kernel(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout, causal, False, scale=scale, **sides)[0]
+    more = starts_q, starts_k, longest_q, longest_k, dropout, causal, False
+    return _flash(torch.ops.aten._flash_attention_forward, (q, k, v), *more, scale=scale, **sides)
+
+
+def _flash(
+    kernel: Callable[..., tuple[Tensor, ...]],
+    heads: tuple[Tensor, Tensor, Tensor],
+    *more: Any,
+    scale: float | None,
+    **sides: int,
+) -> Tensor:
+    """Run flash attention, which pads the head of query, key and value to a multiple of 8."""
+    width = heads[0].shape[-1]
+    scale = scale if scale is not None else width**-0.5
+    out = kernel(*(F.pad(t, (0, -width % 8)) if width % 8 else t for t in heads), *more, scale=scale, **sides)[0]
     return out[..., :width] if width % 8 else out
 
 
@@ -224,12 +233,8 @@ def _scaled_dot_product(
     same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     square = not is_causal or query.shape[-2] == key.shape[-2]  # flash aligns the causal mask differently
     if fused and half and attn_mask is None and same_width and square and width <= kernels.flash:
-        if width % 8:  # flash pads the head to a multiple of 8
-            scale = scale if scale is not None else width**-0.5
-            query, key, value = (F.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        out = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        return out[..., :width] if width % 8 else out
+        return _flash(kernel, (query, key, value), dropout_p, is_causal, scale=scale)
     grouped = fused and query.shape[1] != key.shape[1]
     if fused and aligned and not grouped and width <= kernels.efficient:
         if attn_mask is not None:
