@@ -158,7 +158,7 @@ class _Run:
             block, nbytes, step, phase = event
             for handle in retired.pop(index, ()) if retired else ():
                 allocator.settle(handle)
-            call, handle, workspace = None, None, 0
+            call, workspace = None, 0
             if nbytes > 0:
                 placed[block] = allocate(nbytes, blocks[block].stream)
             elif nbytes < 0:
@@ -168,20 +168,18 @@ class _Run:
                 else:
                     free(placed.pop(block))
             elif (call := blocks[block].call) is not None:
-                handle, workspace = self._take(call)  # None: it takes nothing, or does without
-            if allocator.allocated_bytes > self.peak:
-                self.peak, self.peak_at = allocator.allocated_bytes, index
+                workspace = self._size_of(call)
+            allocated = allocator.allocated_bytes if call is None else self._take(call)
+            if allocated > self.peak:
+                self.peak, self.peak_at = allocated, index
                 self.peak_workspace = 0 if call is not None and call.kind == CUBLAS else workspace
             if timeline:
-                moment = Moment(step, phase, block, allocator.allocated_bytes, allocator.reserved_bytes)
-                self.moments.append(moment)
-            if call is not None and call.kind != CUBLAS:
-                free(handle)
-                if self.cudnn_benchmark and call.spare:
-                    tried = call if self.workspaces else call._replace(convolution=None)
-                    if tried not in self._tried:
-                        self._tried.add(tried)
-                        allocator.empty_cache()
+                self.moments.append(Moment(step, phase, block, allocated, allocator.reserved_bytes))
+            if call is not None and self.cudnn_benchmark and call.spare:
+                tried = call if self.workspaces else call._replace(convolution=None)
+                if tried not in self._tried:
+                    self._tried.add(tried)
+                    allocator.empty_cache()
 
     def profile(self, fits: bool) -> MemoryProfile:
         """Return the result, after `play`."""
@@ -226,14 +224,17 @@ class _Run:
             self._sizes[call] = nbytes
         return nbytes
 
-    def _take(self, call: LibraryCall) -> tuple[int | None, int]:
-        """The block and its bytes: the size that is tried first, where it does not fit the next, then none."""
-        nbytes = self._size_of(call)
+    def _take(self, call: LibraryCall) -> int:
+        """Take a workspace: the size that is tried first, where it does not fit the next, then none. Return the bytes
+        that are then allocated."""
         answer = self.workspaces.get(call)
-        for size in (nbytes, *(answer.sizes[1:] if answer is not None else ())):
+        for size in (self._size_of(call), *(answer.sizes[1:] if answer is not None else ())):
             try:
-                return self.allocator.allocate(size), size
+                if call.kind != CUBLAS:
+                    return self.allocator.touch(size)
+                self.allocator.allocate(size)  # which its handle keeps
+                break
             except OutOfMemory:
                 if not call.spare:
                     raise
-        return None, nbytes
+        return self.allocator.allocated_bytes

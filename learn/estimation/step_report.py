@@ -57,10 +57,10 @@ from learn.traced import TracedStep
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
-    from featurize.allocator_settings import AllocatorSettings
     from featurize.kernel_model.step_time import TimedStep
     from learn.estimation.job_estimate import Estimate
-    from learn.workload import Workload
+    from learn.estimation.platforms import Platform
+    from learn.job import TrainingJob
 
 TOP_TENSORS = 12
 
@@ -75,26 +75,25 @@ def checked_path(report: str | Path, key: str = "report", like: str = "out.html"
 
 def write_step_report(
     path: Path,
-    job: Workload,
-    device: DeviceSpec,
+    job: TrainingJob,
+    platform: Platform,
     done: Estimate,
     traced: TracedStep | None,
-    allocator: AllocatorSettings | None,
 ) -> None:
     """Write the page in one step, in place of what was there. `traced` with its timeline, None: there is no trace."""
-    page = render_page(step_page(job, device, done, traced, allocator))
+    page = render_page(step_page(job, platform, done, traced))
     write_output(path, page.encode("utf-8", errors="replace"), key="report")
 
 
 def step_page(
-    job: Workload,
-    device: DeviceSpec,
+    job: TrainingJob,
+    platform: Platform,
     done: Estimate,
     traced: TracedStep | None,
-    allocator: AllocatorSettings | None,
 ) -> Page:
     """Return the page's contents. `traced` has its timeline; None: the model could not be traced."""
-    breakdown, facts = _breakdown(done), _facts(job, device, done, traced, allocator)
+    device = platform.device
+    breakdown, facts = _breakdown(done), _facts(job, platform, done, traced)
     sections: tuple[Section | None, ...] = (breakdown, facts)
     if traced is not None:
         timeline, time = _timeline(device, done, traced), _time(job, device, done, traced)
@@ -137,7 +136,7 @@ def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
     )
 
 
-def _tiles(job: Workload, device: DeviceSpec, done: Estimate) -> Tiles:
+def _tiles(job: TrainingJob, device: DeviceSpec, done: Estimate) -> Tiles:
     used = done.peak_memory_mib / device.memory_mib
     share = f"{used:,.0%} of the card" if used >= 0.01 else "less than 1% of the card"
     tiles = [Tile(_named(done, "peak memory", "memory"), f"{done.peak_memory_mib:,.0f} MiB", share)]
@@ -251,7 +250,7 @@ def _breakdown(done: Estimate) -> Section | None:
     return Section("parts", f"What the peak consists of, by {by}", tuple(blocks))
 
 
-def _time(job: Workload, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
+def _time(job: TrainingJob, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
     """Show where the time of the traced step goes, in the loop that the estimate's step time speaks of."""
     from featurize.kernel_model.step_time import time_step
 
@@ -325,9 +324,8 @@ def _tensors(traced: TracedStep) -> Section:
     return Section("tensors", "Largest tensors at the peak", (tensors,))
 
 
-def _facts(
-    job: Workload, device: DeviceSpec, done: Estimate, traced: TracedStep | None, allocator: AllocatorSettings | None
-) -> Section:
+def _facts(job: TrainingJob, platform: Platform, done: Estimate, traced: TracedStep | None) -> Section:
+    device, allocator = platform.device, platform.allocator
     settings: dict[str, object] = {}
     if job.config is not None:
         settings |= job.config.to_mapping()

@@ -90,33 +90,54 @@ class Trees:
 
     def predict(self, table: np.ndarray) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64. Raises `ValueError` for too few columns."""
+        return self.predict_along(table, None)[:, 0]
+
+    def predict_along(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
+        """Return (n, k) values for the rows with each of the (k,) values in their last column; None: the row's own.
+
+        Splits by other columns are the same for all k: each row follows them once.
+        """
         table = np.ascontiguousarray(table, dtype=np.float64)
         if table.shape[1] <= self._most:
             raise ValueError(f"the trees read {self._most + 1} columns, and the table has {table.shape[1]}")
-        rows = max(_CELLS // len(self.root), 1)
-        parts = [self._predict(table[at : at + rows]) for at in range(0, len(table), rows)]
-        return np.concatenate(parts) if parts else np.empty(0)
+        count = 1 if last is None else len(last)
+        rows = max(_CELLS // (len(self.root) * count), 1)
+        parts = [self._predict(table[at : at + rows], last) for at in range(0, len(table), rows)]
+        return np.concatenate(parts).reshape(len(table), count) if parts else np.empty((0, count))
 
     @cached_property
     def _most(self) -> int:
         return int(self.feature.max())
 
-    def _predict(self, table: np.ndarray) -> np.ndarray:
-        values, children = table.ravel(), self.children.ravel()
-        of_row = np.tile(np.arange(len(table)) * table.shape[1], len(self.root))
-        node = np.repeat(self.root, len(table))  # of each row in the first tree, then in the second one
-        some_missing = bool(np.isnan(values).any())
-        for _ in range(self.depth):
-            value = values.take(of_row + self.feature.take(node))
-            right = ~(value <= self.threshold.take(node))
-            if some_missing:
-                right &= ~(np.isnan(value) & self.missing_left.take(node))
-            node = children.take(2 * node + right)
+    def _predict(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
+        held = None if last is None else table.shape[1] - 1
+        row = np.tile(np.arange(len(table)), len(self.root))  # in the first tree, then in the second one
+        node = self._followed(table, row, np.repeat(self.root, len(table)), held)
+        if last is not None:
+            table = np.repeat(table, len(last), axis=0)
+            table[:, -1] = np.tile(last, len(table) // len(last))
+            node = np.repeat(node, len(last))
+            inner = np.flatnonzero(self.children[node, 0] != node)
+            node[inner] = self._followed(table, inner % len(table), node[inner])
         leaf = self.value.take(node).reshape(len(self.root), len(table))
         # Added one after the other, as the libraries add them; `sum` adds in pairs.
         ends = [*self.first[1:].tolist(), len(self.root)]
         members = [np.cumsum(leaf[low:high], axis=0)[-1] for low, high in zip(self.first, ends, strict=True)]
         return self.start + np.cumsum(members, axis=0)[-1] / len(members)
+
+    def _followed(self, table: np.ndarray, row: np.ndarray, node: np.ndarray, held: int | None = None) -> np.ndarray:
+        """Return where each node leads for its row: a leaf, or a split by the column `held`."""
+        values, children, first = table.ravel(), self.children.ravel(), row * table.shape[1]
+        some_missing = bool(np.isnan(values).any())
+        for _ in range(self.depth):
+            feature = self.feature.take(node)
+            value = values.take(first + feature)
+            right = ~(value <= self.threshold.take(node))
+            if some_missing:
+                right &= ~(np.isnan(value) & self.missing_left.take(node))
+            following = children.take(2 * node + right)
+            node = following if held is None else np.where(feature == held, node, following)
+        return node
 
     # ---- on disk
 
@@ -240,6 +261,12 @@ class Boosters:
     def predict(self, table: np.ndarray) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64."""
         return self.start + np.mean([booster.predict(table, num_threads=1) for booster in self.boosters], axis=0)
+
+    def predict_along(self, table: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """As `Trees.predict_along`."""
+        wide = np.repeat(table, len(last), axis=0)
+        wide[:, -1] = np.tile(last, len(table))
+        return self.predict(wide).reshape(len(table), len(last))
 
     def trees(self) -> Trees:
         """Return the trees, which predict the same figures."""

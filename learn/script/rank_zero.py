@@ -6,6 +6,7 @@ Start reading at `RankZero.begin`.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from featurize.releases import complete_collectives
 from featurize.step_trace import Collective
 from featurize.training_settings import Training
 from featurize.values import remember
+from learn.script.command_line import ScriptCommand
 from learn.script.device_mode import CUDA
 from learn.script.script_recorder import ScriptRecorder
 
@@ -33,12 +35,13 @@ class RankZero:
 
     Args:
         recorder: Of the script.
-        launched: How many there are. A script that starts them by itself changes it.
-        gpus_per_node: GPUs of a node, as its launcher has them; None: one node holds all.
+        command: How its processes are started.
+
+    `launched` is how many there are. A script that starts them by itself changes it.
     """
 
-    def __init__(self, recorder: ScriptRecorder, launched: int = 1, gpus_per_node: int | None = None) -> None:
-        self.launched, self.recorder, self._of_node = launched, recorder, gpus_per_node
+    def __init__(self, recorder: ScriptRecorder, command: ScriptCommand) -> None:
+        self.recorder, self._command, self.launched = recorder, command, command.nodes * command.per_node
         self._wrappers: list[Replica | ZeroRank | ZeroShardedRank] = []
         self._zero: ZeroRank | ZeroShardedRank | None = None
         self._wrapper: Parallel | None = None  # of the first replica
@@ -66,11 +69,7 @@ class RankZero:
 
     def settings(self, **given: Any) -> Parallel:
         """Return the layout of a replica with these settings of DistributedDataParallel, or of ZeRO."""
-        return Parallel(ddp=self.launched, gpus_per_node=self._gpus_per_node, **given)
-
-    @property
-    def _gpus_per_node(self) -> int:
-        return self._of_node or max(Parallel.gpus_per_node, self.launched)
+        return replace(self._command.layout(self.launched), own=1, ddp=self.launched, **given)
 
     def add(self, replica: Replica, settings: Parallel | None) -> None:
         """Add a wrapped model; replicas on some of the ranks come with None."""
@@ -128,7 +127,7 @@ class RankZero:
         """Return how the job is spread; None for one process, or for several that never meet."""
         if self.launched == 1 or self._streams is None:
             return None
-        return self._wrapper or Parallel(own=self.launched, gpus_per_node=self._gpus_per_node)
+        return self._wrapper or self._command.layout(self.launched)
 
     def remarks(self) -> list[str]:
         """Return what is taken for granted of the ranks."""

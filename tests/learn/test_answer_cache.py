@@ -17,8 +17,8 @@ from featurize.families import cnn
 from featurize.trace import trace_step
 from learn import estimate
 from learn.estimation import answers
+from learn.job import of_module
 from learn.traced import key_of
-from learn.workload import of_module
 
 A100, V100 = load_device("A100-SXM4-40GB"), load_device("V100-SXM2-32GB")
 CONFIG = cnn.Config(batch_size=2, image_size=16, channels=3, classes=4, base_filters=8, depth=2)
@@ -58,8 +58,8 @@ def net():
     return nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
 
 
-def key(model, inputs=(2, 4), **more):
-    return key_of(of_module(model, inputs, **more))[0]
+def key(model, inputs=(2, 4), target=None, **more):
+    return key_of(of_module(model, [(inputs, target)], **more))[0]
 
 
 @pytest.mark.parametrize("job", [lambda: {"model": CONFIG}, lambda: {"model": net, "inputs": (2, 4)}])

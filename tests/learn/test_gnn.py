@@ -10,9 +10,9 @@ from featurize.families import mlp
 from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import make_estimator
+from learn.job import of_module
 from learn.step_record import StepRecord
 from learn.step_store import StepStore
-from learn.workload import of_module
 
 STEPS = StepStore()  # of the cases that the tests share
 BATCH, WIDTH = 64, 512
@@ -43,7 +43,7 @@ def module_case(depth=2):
         inner = [part for _ in range(depth) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
         return nn.Sequential(*inner, nn.Linear(WIDTH, 10))
 
-    return Case(device=DEVICE, training_loop=True, module=of_module(build, inputs=(BATCH, WIDTH)))
+    return Case(device=DEVICE, training_loop=True, module=of_module(build, [((BATCH, WIDTH), None)]))
 
 
 def test_sizes_are_learnt(fitted, rows):

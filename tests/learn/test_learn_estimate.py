@@ -27,9 +27,9 @@ from learn.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_
 from learn.cases import Case, of_configs
 from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
+from learn.job import of_module
 from learn.peers.base import analyse
 from learn.step_store import StepStore
-from learn.workload import of_module
 from warehouse.folder import DataFolder
 
 DEVICE = "A100-SXM4-40GB"
@@ -473,7 +473,7 @@ def test_an_estimate_names_what_takes_memory_at_the_peak():
 @pytest.mark.parametrize("name", sorted(TRAINING_FREE))
 def test_every_training_free_estimator_answers_modules(name):
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    job = of_module(module, (128, 64))
+    job = of_module(module, [((128, 64), None)])
     if name == "llmem":
         with pytest.raises(UsageError, match="estimator=llmem has no answer: precision=fp32 is not covered"):
             estimate(module, (128, 64), estimator=name)

@@ -14,10 +14,10 @@ from featurize.disk_cache import DiskCache
 from featurize.families import cnn, mlp, timm
 from learn import step_store
 from learn.cases import Case, of_configs
+from learn.job import of_module
 from learn.step_record import record_version
 from learn.step_store import StepStore
 from learn.traced import step_of
-from learn.workload import of_module
 
 ROOT = Path(__file__).resolve().parents[2]
 MLPS = [mlp.Config(batch_size=batch, input_size=30, classes=4, depth=2) for batch in range(2, 8)]
@@ -177,7 +177,7 @@ def test_without_a_folder_to_read_a_case_is_traced_when_it_is_asked_for(steps, t
 def test_a_modules_features_are_at_hand_and_never_written(data, steps, traced):
     from torch import nn
 
-    case = Case(module=of_module(nn.Linear(8, 3), (4, 8)))
+    case = Case(module=of_module(nn.Linear(8, 3), [((4, 8), None)]))
     assert steps.prepare([case], workers=0) == 0 and not data.exists()
     assert steps.record(case) is steps.record(case) and len(traced) == 1
 
@@ -212,11 +212,11 @@ def test_a_module_is_known_by_itself_and_let_go_when_it_was_lent(steps, traced):
     from torch import nn
 
     def case(width):
-        return Case(module=of_module(nn.Linear(8, width), (4, 8)))
+        return Case(module=of_module(nn.Linear(8, width), [((4, 8), None)]))
 
     parameters = [steps.record(case(width)).values["net_log_parameters"] for width in range(1, 40)]
     assert parameters == sorted(set(parameters)) and len(traced) == 39
     lent = case(50)
-    with steps.lent(lent, step_of(lent.workload, lent.spec)):
+    with steps.lent(lent, step_of(lent.job, lent.spec)):
         assert steps.features(lent)["net_log_parameters"] > parameters[-1] and len(traced) == 39
     assert steps.features(lent) is None

@@ -15,8 +15,8 @@ from learn import FitSettings, devices_that_fit, estimate, fit
 from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import LOOPS
+from learn.job import of_module
 from learn.traced import step_of
-from learn.workload import of_module
 
 BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 4, 1024, 768, 12, 50_257
 A100 = describe_device("A100-SXM4-40GB")
@@ -160,7 +160,7 @@ def test_each_type_counts_at_its_own_rate():
         def forward(self, x):
             return self.linear(self.conv(x).mean((2, 3)))
 
-    traced = step_of(of_module(Net, (4, 3, 34, 34)), A100)
+    traced = step_of(of_module(Net, [((4, 3, 34, 34), None)]), A100)
     # PyTorch's default lets convolutions take TF32, and no products. The first layer's input has no gradient.
     conv, linear = 2 * 2 * 4 * 32 * 32 * 32 * 27, 3 * 2 * 4 * 32 * 8
     expected_s = conv / (A100.tflops("tf32") * 1e12) + linear / (A100.tflops("fp32") * 1e12)
