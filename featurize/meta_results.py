@@ -6,44 +6,17 @@ repeats the same few hundred calls over and over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-# In-place for-each operators that work element by element: there is nothing to compute and nothing to return.
-_FOREACH_IN_PLACE = frozenset(
-    f"aten::_foreach_{name}_"
-    for name in (
-        "abs",
-        "add",
-        "addcdiv",
-        "addcmul",
-        "clamp_max",
-        "clamp_min",
-        "copy",
-        "div",
-        "exp",
-        "lerp",
-        "log",
-        "maximum",
-        "minimum",
-        "mul",
-        "neg",
-        "pow",
-        "reciprocal",
-        "rsqrt",
-        "sigmoid",
-        "sign",
-        "sqrt",
-        "sub",
-        "zero",
-    )
-)
-# Likewise whole steps of an optimizer in one kernel.
-_FUSED_IN_PLACE = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
-# The same, giving new tensors like those of their first list; all of them floating-point.
+from featurize.operators import MULTI_TENSOR
+from featurize.tensor_parts import tensors_in
+
+# For-each operators that give new tensors like those of their first list; all of them floating-point.
 _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
 )
@@ -63,19 +36,17 @@ _known: dict[tuple, object] = {}
 _MOST_KNOWN = 20_000  # some 20 MB
 
 
-def shortcut_of(name: str) -> Callable[[tuple], object] | None:
-    """Return what gives an operator's result from its arguments where nothing is to be run, and else `NotImplemented`.
-    None for most operators."""
-    if name in _FOREACH_IN_PLACE or name in _FUSED_IN_PLACE:
-        return _nothing
-    return _alike if name in _FOREACH else None
-
-
-def meta_result(func: OpOverload, shortcut: Callable[[tuple], object] | None, args: tuple, kwargs: dict) -> object:
-    """Return `func(*args, **kwargs)`, below autograd, for an operator that is no view: only new tensors are remembered,
-    and that the first argument is given back. `shortcut` is the operator's. Raises what the operator raises."""
-    if shortcut is not None and (out := shortcut(args)) is not NotImplemented:
-        return out
+def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
+    """Return `func(*args, **kwargs)`, below autograd, of an operator that is no view. New tensors are remembered, and
+    that an operator gives its first argument back. Raises what the operator raises."""
+    # In place, a for-each operator and a whole step of an optimizer have nothing to compute and nothing to return.
+    if name.endswith("_") and name.startswith(MULTI_TENSOR) and all(t.is_meta for t in args[0]):
+        return None  # but of an optimizer's step counters, which are not on meta
+    if name in _FOREACH and all(t.is_meta and t.is_floating_point() for t in args[0]):
+        # `empty_like` of a meta tensor is written in Python.
+        return [
+            _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]
+        ]
     try:
         # The default type decides where a call names none.
         key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else None)
@@ -86,7 +57,7 @@ def meta_result(func: OpOverload, shortcut: Callable[[tuple], object] | None, ar
         out = func(*args, **kwargs)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = _ITSELF if _is_first(out, args, key[2]) else _recipe(out, (args, kwargs.values()))
+        _known[key] = _ITSELF if _is_first(out, args, key[2]) else _recipe(out, (*args, *kwargs.values()))
         return out
     if known is _ITSELF:
         return args[0]
@@ -96,17 +67,6 @@ def meta_result(func: OpOverload, shortcut: Callable[[tuple], object] | None, ar
 def _is_first(out: object, args: tuple, before: tuple) -> bool:
     """Return whether a result is the first argument, of the same shape as before the call."""
     return isinstance(out, Tensor) and bool(args) and out is args[0] and out.is_meta and _key(args)[:2] == before[:2]
-
-
-def _nothing(args: tuple) -> object:
-    return None if all(t.is_meta for t in args[0]) else NotImplemented  # an optimizer's step counters are not
-
-
-def _alike(args: tuple) -> object:
-    if not all(t.is_meta and t.is_floating_point() for t in args[0]):
-        return NotImplemented
-    # `empty_like` of a meta tensor is written in Python.
-    return [_make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]]
 
 
 def _key(values) -> tuple:
@@ -138,7 +98,7 @@ def _recipe(out, given) -> object:
     """How to make such a result again; None where it must be run again."""
     if not isinstance(out, Tensor | tuple | list):  # a value that was read, not a tensor
         return None
-    inputs = list(_tensors(given))
+    inputs = list(tensors_in(given))
     storages = {t.untyped_storage()._cdata for t in inputs}
     shapes_decide = all(t.is_meta for t in inputs)
 
@@ -179,11 +139,3 @@ def _span(tensor: Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _tensors(values):
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple) or type(value).__name__ == "dict_values":
-            yield from _tensors(value)

@@ -9,8 +9,9 @@ import contextlib
 import json
 import os
 import sys
+import typing
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,14 @@ from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import names_network_only, parse_parallel
-from featurize.training_settings import COMPILE_MODES, FLOAT8_RECIPES, FRAMEWORKS, IMPLEMENTATIONS, QUANTIZATIONS
+from featurize.training_settings import (
+    COMPILE_MODES,
+    FLOAT8_RECIPES,
+    FRAMEWORKS,
+    IMPLEMENTATIONS,
+    QUANTIZATIONS,
+    TrainingKeywords,
+)
 from featurize.trial import TrialConfig, config_from_mapping
 from featurize.trial_config import OPTIMIZERS
 from learn.cases import DEFAULT_DEVICE
@@ -39,7 +47,7 @@ from learn.estimators import LEVEL
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from learn.estimation.estimating import AnyModel, Inputs
+    from learn.estimation.requests import AnyModel, Inputs
 
 FORMATS = ("table", "json")
 IMPORTANT, ALL = NOTES = ("important", "all")
@@ -51,99 +59,61 @@ def _any_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingKeys:
-    """The fields of `Training`, each None where nothing was given."""
-
-    optimizer: str | None = key(None, f"for model: adam (the default), {_any_of(tuple(OPTIMIZERS)[1:])}")
-    precision: str | None = key(
-        None,
-        "for model: fp32 (the default), tf32, bf16 or fp16 (autocast), bf16-true or fp16-true (weights in that type)",
-    )
-    cudnn_benchmark: bool | None = key(
-        None, "for model: true where torch.backends.cudnn.benchmark is on; default false"
-    )
-    channels_last: bool | None = key(None, "for model: true for the channels-last memory format; default false")
-    implementation: str | None = key(
-        None, f"for model: {_any_of(IMPLEMENTATIONS)}, of the optimizer; default torch's own choice on a GPU"
-    )
-    weight_decay: float | None = key(
-        None, "for model: the optimizer's; default 0.01 with AdamW, else 0", "number >= 0 | null"
-    )
-    accumulation: int | None = key(
-        None, "for model: micro-steps, each of one batch, before the optimizer steps; default 1", "int >= 1 | null"
-    )
-    clip_norm: float | None = key(
-        None, "for model: largest norm of all gradients; default no clipping", "number > 0 | null"
-    )
-    clip_value: float | None = key(
-        None, "for model: largest absolute value of a gradient; default no clipping", "number > 0 | null"
-    )
-    set_to_none: bool | None = key(
-        None, "for model: false where zero_grad fills the gradients with zeros instead of freeing them; default true"
-    )
-    zero_grad: str | None = key(
-        None,
-        "for model: before_forward, or after_forward where it is called between loss and backward pass; "
-        "default before_forward",
-    )
-    holds_output: bool | None = key(
-        None, "for model: false where the step is a function that leaves no output behind; default true"
-    )
-    grad_scaler: bool | None = key(
-        None, "for model: true where a GradScaler scales the loss; default with precision=fp16 only"
-    )
-    ema: bool | None = key(None, "for model: true for a moving average of all weights on the GPU; default false")
-    optimizer_in_backward: bool | None = key(
-        None, "for model: true where each weight is updated as soon as its gradient is there; default false"
-    )
-    checkpointing: str | None = key(
-        None,
-        "for model: recompute the activations of the repeated blocks: full, or selective (keep products and "
-        "attention); default none",
-    )
-    checkpoint_every: int | None = key(None, "for model: checkpoint every n-th block; default 1", "int >= 1 | null")
-    checkpoint_reentrant: bool | None = key(
-        None, "for model: true for the reentrant variant of torch.utils.checkpoint; default false"
-    )
-    offload_activations: bool | None = key(
-        None, "for model: true where saved tensors wait in host memory; default false"
-    )
-    offload_optimizer: bool | None = key(
-        None, "for model: true where state and step of the optimizer are on the host; default false"
-    )
-    compile: bool | str | None = key(
-        None,
-        f"for model: true where torch.compile compiles the model, or its mode: {_any_of(COMPILE_MODES)}; default false",
+# Setting -> its meaning, and where its annotation does not say so, its kind.
+_TRAINING: dict[str, str | tuple[str, str]] = {
+    "optimizer": f"adam (the default), {_any_of(tuple(OPTIMIZERS)[1:])}",
+    "precision": "fp32 (the default), tf32, bf16 or fp16 (autocast), bf16-true or fp16-true (weights in that type)",
+    "cudnn_benchmark": "true where torch.backends.cudnn.benchmark is on; default false",
+    "channels_last": "true for the channels-last memory format; default false",
+    "implementation": f"{_any_of(IMPLEMENTATIONS)}, of the optimizer; default torch's own choice on a GPU",
+    "weight_decay": ("the optimizer's; default 0.01 with AdamW, else 0", "number >= 0 | null"),
+    "accumulation": ("micro-steps, each of one batch, before the optimizer steps; default 1", "int >= 1 | null"),
+    "clip_norm": ("largest norm of all gradients; default no clipping", "number > 0 | null"),
+    "clip_value": ("largest absolute value of a gradient; default no clipping", "number > 0 | null"),
+    "set_to_none": "false where zero_grad fills the gradients with zeros instead of freeing them; default true",
+    "zero_grad": "before_forward, or after_forward where it is called between loss and backward pass; "
+    "default before_forward",
+    "holds_output": "false where the step is a function that leaves no output behind; default true",
+    "grad_scaler": "true where a GradScaler scales the loss; default with precision=fp16 only",
+    "ema": "true for a moving average of all weights on the GPU; default false",
+    "optimizer_in_backward": "true where each weight is updated as soon as its gradient is there; default false",
+    "checkpointing": "recompute the activations of the repeated blocks: full, or selective (keep products and "
+    "attention); default none",
+    "checkpoint_every": ("checkpoint every n-th block; default 1", "int >= 1 | null"),
+    "checkpoint_reentrant": "true for the reentrant variant of torch.utils.checkpoint; default false",
+    "offload_activations": "true where saved tensors wait in host memory; default false",
+    "offload_optimizer": "true where state and step of the optimizer are on the host; default false",
+    "compile": (
+        f"true where torch.compile compiles the model, or its mode: {_any_of(COMPILE_MODES)}; default false",
         "bool | text | null",
-    )
-    framework: str | None = key(
-        None,
-        f"for model: what launches the kernels, {_any_of(FRAMEWORKS)}; default compiled with compile=, megatron with "
-        "tp or pp, else eager",
-    )
-    float8: str | None = key(
-        None,
-        f"for model: linear layers multiply 8-bit floats, by torchao's recipe {_any_of(FLOAT8_RECIPES)}; default not",
-    )
-    float8_skip: list[str] | None = key(
-        None, "for model: linear layers that are not converted; default the output layer", "list of text | null"
-    )
-    float8_all_gather: bool | None = key(
-        None, "for model: true where FSDP2 gathers weights as 8-bit floats (float8=tensorwise); default false"
-    )
-    quantize: str | None = key(
-        None, f"for model: store the frozen weights of linear layers as {_any_of(QUANTIZATIONS)}; default not"
-    )
-    quantize_skip: list[str] | None = key(
-        None, "for model: linear layers that are not quantized; default the output layer", "list of text | null"
-    )
-    quantize_keeps_inputs: bool | None = key(
-        None, "for model: true for bitsandbytes before 0.43.2, whose 4-bit layers keep their inputs; default false"
-    )
+    ),
+    "framework": f"what launches the kernels, {_any_of(FRAMEWORKS)}; default compiled with compile=, megatron with "
+    "tp or pp, else eager",
+    "float8": f"linear layers multiply 8-bit floats, by torchao's recipe {_any_of(FLOAT8_RECIPES)}; default not",
+    "float8_skip": ("linear layers that are not converted; default the output layer", "list of text | null"),
+    "float8_all_gather": "true where FSDP2 gathers weights as 8-bit floats (float8=tensorwise); default false",
+    "quantize": f"store the frozen weights of linear layers as {_any_of(QUANTIZATIONS)}; default not",
+    "quantize_skip": ("linear layers that are not quantized; default the output layer", "list of text | null"),
+    "quantize_keeps_inputs": "true for bitsandbytes before 0.43.2, whose 4-bit layers keep their inputs; default false",
+}
+SETTINGS = tuple(TrainingKeywords.__annotations__)  # a trial config has its own
 
 
-SETTINGS = tuple(field.name for field in fields(TrainingKeys))  # a trial config has its own
+def _training_keys() -> type:
+    """Return the settings class of `Training`'s fields, each None where nothing was given."""
+    keys = []
+    for name, annotation in typing.get_type_hints(TrainingKeywords).items():
+        meaning = _TRAINING[name]
+        text, kind = (meaning, "") if isinstance(meaning, str) else meaning
+        keys.append((name, annotation, key(None, f"for model: {text}", kind)))
+    return make_dataclass("TrainingKeys", keys, frozen=True, kw_only=True)
+
+
+if TYPE_CHECKING:
+
+    class TrainingKeys: ...
+else:
+    TrainingKeys = _training_keys()
 
 
 def described_device(values: Mapping[str, Any]) -> DeviceSpec:
@@ -292,6 +262,9 @@ class EstimateSettings(TrainingKeys):
         None, "for find: what has to fit, bound (99 of 100 jobs stay below it) or point; default bound"
     )
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
+    snapshot: str | None = key(
+        None, "write the step's memory into this file, for PyTorch's viewer (pytorch.org/memory_viz)", "new path"
+    )
     format: str = key("table", "table or json")
     notes: str = key(IMPORTANT, "of a table: important, at most three of them, or all")
     server: str | None = key(
@@ -349,7 +322,7 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(f"find={self.find} is of one GPU model; name it with device=")
         if self.model is None and self.config is None:
             raise UsageError(f"find={self.find} is for model= and config=")
-        default = {"report": None, "method": "full", "power_limit_w": None}
+        default = {"report": None, "snapshot": None, "method": "full", "power_limit_w": None}
         if one_only := [name for name, value in default.items() if getattr(self, name) != value]:
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
 
@@ -423,19 +396,20 @@ def entry(settings: EstimateSettings) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
             job, inputs, name=title, device=device or DEFAULT_DEVICE, power_limit_w=settings.power_limit_w,
-            method=settings.method, report=settings.report, **options,
+            method=settings.method, report=settings.report, snapshot=settings.snapshot, **options,
         )  # fmt: skip
     if past is not None:
         done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
     settings.print_answer(title, done, past)
-    if settings.report is not None:
-        print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
+    for name in ("report", "snapshot"):
+        if (path := getattr(settings, name)) is not None:
+            print(f"{name}: {path}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0
 
 
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    single = ("allocator", "report", "parallel", "power_limit_w")
+    single = ("allocator", "report", "snapshot", "parallel", "power_limit_w")
     if given := [name for name in (*SETTINGS, *single) if getattr(settings, name) is not None]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if settings.format != "json":
@@ -600,8 +574,8 @@ def _table(first: str, *others: str) -> Table:
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
 # Keys of this machine: its data folder, its files, and what the service decides itself.
 _HERE = (
-    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report", "data",
-    "memory_limit_gib",
+    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report",
+    "snapshot", "data", "memory_limit_gib",
 )  # fmt: skip
 _SAME = ("coverage", "machine", "loop", "allocator", "workspaces")
 

@@ -6,13 +6,13 @@ from small_configs import small_config
 from torch import nn
 
 from featurize import recorder
-from featurize.meta_results import meta_result, shortcut_of
+from featurize.meta_results import meta_result
 from featurize.trace import trace_config, trace_step
 from featurize.training import Training
 from tests.family_cases import FAMILIES
 
 
-def runs_all(func, shortcut, args, kwargs):
+def run_all(func, name, args, kwargs):
     return func(*args, **kwargs)
 
 
@@ -45,7 +45,7 @@ def same(one, other):
 def test_a_varied_model_is_traced_the_same(monkeypatch, precision, optimizer):
     settings = Training(optimizer=optimizer, precision=precision)
     quick = trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings)
-    monkeypatch.setattr(recorder, "meta_result", runs_all)
+    monkeypatch.setattr(recorder, "meta_result", run_all)
     same(quick, trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings))
 
 
@@ -54,41 +54,39 @@ def test_a_varied_model_is_traced_the_same(monkeypatch, precision, optimizer):
 def test_families_are_traced_the_same(monkeypatch, family):
     config = small_config(family, 0)
     quick = trace_config(config)
-    monkeypatch.setattr(recorder, "meta_result", runs_all)
+    monkeypatch.setattr(recorder, "meta_result", run_all)
     same(quick, trace_config(config))
-
-
-def result(func, *args):
-    return meta_result(func, shortcut_of(func._schema.name), args, {})
 
 
 def test_real_tensors_are_computed():
     counter = [torch.zeros(())]
     for _ in range(3):
-        result(torch.ops.aten._foreach_add_.Scalar, counter, 1)
+        meta_result(torch.ops.aten._foreach_add_.Scalar, "aten::_foreach_add_", (counter, 1), {})
     assert counter[0].item() == 3
     x = torch.tensor([1.0, 2.0])
     add = torch.ops.aten.add.Tensor
-    assert result(add, x, x).tolist() == [2.0, 4.0]
-    assert result(add, x + 1, x).tolist() == [3.0, 5.0]
+    assert meta_result(add, "aten::add", (x, x), {}).tolist() == [2.0, 4.0]
+    assert meta_result(add, "aten::add", (x + 1, x), {}).tolist() == [3.0, 5.0]
 
 
 def test_an_operator_in_place_returns_its_own_argument_each_time():
     for tensor in [torch.empty(3, device="meta") for _ in range(3)]:
-        assert result(torch.ops.aten.relu_.default, tensor) is tensor
+        assert meta_result(torch.ops.aten.relu_.default, "aten::relu_", (tensor,), {}) is tensor
 
 
 def test_an_operator_that_changes_its_arguments_shape_is_run_each_time():
     for tensor in [torch.empty(3, 2, device="meta") for _ in range(3)]:
-        assert result(torch.ops.aten.resize_.default, tensor, [2, 2]).shape == (2, 2)
+        assert meta_result(torch.ops.aten.resize_.default, "aten::resize_", (tensor, [2, 2]), {}).shape == (2, 2)
     counters = [torch.zeros(()) for _ in range(3)]
-    assert [result(torch.ops.aten.add_.Tensor, one, 1).item() for one in counters] == [1, 1, 1]
+    add = torch.ops.aten.add_.Tensor
+    assert [meta_result(add, "aten::add_", (one, 1), {}).item() for one in counters] == [1, 1, 1]
 
 
 def test_whole_numbers_and_fractions_promote_differently():
-    x, mul = torch.empty(3, dtype=torch.long, device="meta"), torch.ops.aten.mul.Tensor
-    assert result(mul, x, 2).dtype is torch.long
-    assert result(mul, x, 2.0).dtype is torch.float32
+    x = torch.empty(3, dtype=torch.long, device="meta")
+    mul = torch.ops.aten.mul.Tensor
+    assert meta_result(mul, "aten::mul", (x, 2), {}).dtype is torch.long
+    assert meta_result(mul, "aten::mul", (x, 2.0), {}).dtype is torch.float32
 
 
 def test_values_read_from_real_scalars_are_read_each_time():
@@ -113,4 +111,4 @@ def test_values_read_from_real_scalars_are_read_each_time():
 def test_what_cuda_refuses_in_place_is_refused():
     whole = torch.empty(3, dtype=torch.long, device="meta")
     with pytest.raises(RuntimeError):
-        result(torch.ops.aten.div_.Tensor, whole, 2)
+        meta_result(torch.ops.aten.div_.Tensor, "aten::div_", (whole, 2), {})
