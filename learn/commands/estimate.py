@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from learn.estimation.requests import AnyModel, Inputs
 
 FORMATS = ("table", "json")
+FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
 DEFAULT_DTYPE = "float32"
 
@@ -263,6 +264,9 @@ class EstimateSettings(TrainingKeys):
         None, "for find: what has to fit, bound (99 of 100 jobs stay below it) or point; default bound"
     )
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
+    snapshot: str | None = key(
+        None, "write the step's memory into this file, for PyTorch's viewer (pytorch.org/memory_viz)", "new path"
+    )
     format: str = key("table", "table or json")
     notes: str = key(IMPORTANT, "of a table: important, at most three of them, or all")
     server: str | None = key(
@@ -320,7 +324,7 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(f"find={self.find} is of one GPU model; name it with device=")
         if self.model is None and self.config is None:
             raise UsageError(f"find={self.find} is for model= and config=")
-        default = {"report": None, "method": "full", "power_limit_w": None}
+        default = {"report": None, "snapshot": None, "method": "full", "power_limit_w": None}
         if one_only := [name for name, value in default.items() if getattr(self, name) != value]:
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
 
@@ -392,20 +396,21 @@ def entry(settings: EstimateSettings) -> int:
         return print_fits(settings, title, job, inputs, options)
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
-            job, inputs, name=title, method=settings.method, report=settings.report,
+            job, inputs, name=title, method=settings.method, report=settings.report, snapshot=settings.snapshot,
             **{**options, "device": device or DEFAULT_DEVICE},
         )  # fmt: skip
     if past is not None:
         done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
     settings.print_answer(title, done, past)
-    if settings.report is not None:
-        print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
+    for name in FILES:
+        if (path := getattr(settings, name)) is not None:
+            print(f"{name}: {path}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0
 
 
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    single = ("allocator", "report", "parallel", "power_limit_w")
+    single = ("allocator", "report", "snapshot", "parallel", "power_limit_w")
     if given := [name for name in (*SETTINGS, *single) if getattr(settings, name) is not None]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if settings.format != "json":
@@ -581,7 +586,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     if settings.method != "full":
         raise UsageError("a script is estimated with method=full")
     open_data(settings.data)
-    own = {name: getattr(settings, name) for name in ("parallel", "report", *_OF_SCRIPTS)}
+    own = {name: getattr(settings, name) for name in ("parallel", *FILES, *_OF_SCRIPTS)}
     title = " ".join(command)
     settings.print_answer(title, estimate_script(command, name=title, **settings.how(), **own))
     return 0
@@ -601,8 +606,8 @@ def open_data(data: str | None) -> None:
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
 # Keys of this machine: its data folder, its files, and what the service decides itself.
 _HERE = (
-    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report", "data",
-    "memory_limit_gib",
+    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report",
+    "snapshot", "data", "memory_limit_gib",
 )  # fmt: skip
 _SAME = ("coverage", "machine", "loop", "allocator", "workspaces")
 
