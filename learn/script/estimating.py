@@ -21,8 +21,7 @@ from featurize.allocator_settings import AllocatorSettings
 from featurize.cudnn.workspaces import search_settings
 from featurize.machine import MachineProfile
 from featurize.parallel.collectives import fabric_of
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import named_settings, names_network_only
+from featurize.parallel.layout import Parallel, named_settings, names_network_only
 from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import answer, answered, cached_estimate
