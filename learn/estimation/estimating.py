@@ -11,24 +11,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.bars import terminal_bar
 from conf.errors import CommandError, UsageError, unknown_name
-from featurize.device_spec import DEFAULT_DEVICE
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
-from learn.estimation.memory_causes import require_coverage
-from learn.estimation.platforms import platform_of
 from learn.estimation.requests import (
     RequestKeywords,
+    platform_and_options,
+    refuse_of_one_estimate,
     request_of,
-    require_estimator,
     require_same,
     training_settings,
 )
+from learn.estimation.step_files import StepFiles
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -45,6 +43,7 @@ def estimate(
     *,
     method: str = "full",
     report: str | os.PathLike[str] | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
     **options: Unpack[RequestKeywords],
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
@@ -84,6 +83,8 @@ def estimate(
             or a detector's mapping of losses), else cross entropy of the output, its `logits` or its first tensor, with
             targets to suit.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
+        snapshot: A file to write: the replay in the format of `torch.cuda.memory._dump_snapshot`, for PyTorch's memory
+            viewer. Its frames are operators and modules, its times the order of the events.
         name: The job's name in the report.
         trust: Modules whose code may run where a trial config names it (family `zoo`). Models of torchvision, timm and
             transformers need no trust.
@@ -118,7 +119,7 @@ def estimate(
 
     Raises:
         UsageError: An unknown name, a model that can't be built or traced (the message names the operator and the
-            module), a named estimator that is not fitted or refuses, or a report that can't be written.
+            module), a named estimator that is not fitted or refuses, or a file that can't be written.
 
     Example:
         >>> estimate(torchvision.models.resnet50, [64, 3, 224, 224], device="A100-SXM4-40GB").peak_memory_mib
@@ -128,24 +129,17 @@ def estimate(
     began = time.monotonic_ns()
     _require_method(method)
     if method == "fast":
-        require_estimator(options.get("estimator"))
         config = config_from_mapping(model) if isinstance(model, Mapping) else model
-        return _fast_estimates([config], {"inputs": inputs, "report": report, **options})[0]
-    page = None
-    if report is not None:
-        from learn.estimation.step_report import checked_path
-
-        page = checked_path(Path(report))
+        return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
+    files = StepFiles.checked(report, snapshot)
     request = request_of(model, inputs, **options)
     from learn.estimation.answers import answer, answered
 
-    if page is None:
+    if not any(files):
         return replace(answer(request), seconds=(time.monotonic_ns() - began) / 1e9)
-    from learn.estimation.step_report import write_step_report
-
     done, traced = answered(request, timeline=True)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
-    write_step_report(page, request.job, request.platform, done, traced)
+    files.write(request, done, traced)
     return done
 
 
@@ -174,13 +168,14 @@ def estimate_many(
     Raises:
         UsageError: As in `estimate`. A value that is no config is named by its place: `configs[3]: ...`.
     """
+    refuse_of_one_estimate(options)
     if options.get("batches") is not None:
         raise UsageError("a trial config has its own inputs; leave batches out")
     known = options.get("known")
     if known not in (None, RUNS) and not leaves_out(known):
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
     _require_method(method)
-    require_estimator(options.get("estimator"))
+    platform_and_options(options)
     jobs = _configs(configs)
     if method == "fast":
         return _fast_estimates(jobs, options)
@@ -232,27 +227,26 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
     """Return the estimates of `method=fast`, for which the keywords of a trace are left out. Raises `UsageError`."""
     from learn.estimation.fast_estimates import fast_estimates
 
-    data, coverage = options.get("data"), options.get("coverage", LEVEL)
-    platform = platform_of(options.get("device", DEFAULT_DEVICE), machine=options.get("machine"), data=data)
+    of_fast = {name: value for name, value in options.items() if name in _OF_FAST}
+    platform, answer_options = platform_and_options(of_fast)
     of_traces = {name: options.get(name) for name in _OF_TRACES}
     others = {name: value for name, value in options.items() if name not in (*_OF_FAST, *_OF_TRACES)}
     single = training_settings(others, options.get("settings"))
-    require_coverage(coverage)
     if leaves_out(of_traces["known"]):
         del of_traces["known"]
     if given_too := [name for name, value in of_traces.items() if value is not None]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
-    if coverage != LEVEL:
+    if answer_options.coverage != LEVEL:
         raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
     for config in configs:
         if not isinstance(config, TrialConfig):
             raise UsageError("method=fast answers from a trial config alone; modules take method=full")
         require_same(config, single)
-    return fast_estimates(configs, platform.device, platform.machine, data)
+    return fast_estimates(configs, platform.device, platform.machine, answer_options.data)
 
 
 # Keywords that only a trace follows.
 _OF_TRACES = (
-    "estimator", "allocator", "report", "loop", "workspaces", "known", "torch_version", "parallel", "power_limit_w",
-    "inputs", "batches", "target", "loss",
+    "estimator", "allocator", "report", "snapshot", "loop", "workspaces", "known", "torch_version", "parallel",
+    "power_limit_w", "inputs", "batches", "target", "loss",
 )  # fmt: skip

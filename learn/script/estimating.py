@@ -11,28 +11,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
-from conf.errors import UsageError, shown
+from conf.errors import UsageError, shown, unknown_name
 from conf.plain_text import one_line
-from featurize.allocator_settings import AllocatorSettings
 from featurize.cudnn.workspaces import search_settings
-from featurize.machine import MachineProfile
 from featurize.parallel.collectives import fabric_of
 from featurize.parallel.layout import Parallel, named_settings, names_network_only
 from featurize.training_settings import Training
-from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import answer, answered, cached_estimate
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
-from learn.estimation.loops import require_loop
-from learn.estimation.memory_causes import require_coverage
+from learn.estimation.known_runs import RUNS, KnownRun
 from learn.estimation.notes import INFO, WARNING, Note
-from learn.estimation.platforms import platform_of
-from learn.estimation.requests import Request
-from learn.estimators import LEVEL
+from learn.estimation.requests import Request, ScriptKeywords, platform_and_options
+from learn.estimation.step_files import StepFiles
 from learn.job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
@@ -40,7 +34,6 @@ from learn.script.records import BadRecord, ScriptRecord, read_record
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from learn.estimation.requests import Data
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
@@ -61,23 +54,14 @@ class ScriptSettings(Training):
 def estimate_script(
     command: Sequence[str],
     *,
-    device: str | DeviceSpec = DEFAULT_DEVICE,
-    power_limit_w: float | None = None,
-    allocator: str | AllocatorSettings | None = None,
-    estimator: str | None = None,
-    data: Data | None = None,
-    loop: str | None = None,
-    machine: str | MachineProfile | None = None,
-    workspaces: str | None = None,
-    torch_version: str | None = None,
-    coverage: float = LEVEL,
-    known: Sequence[KnownRun | Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
     parallel: Parallel | Mapping[str, Any] | str | None = None,
     report: str | os.PathLike[str] | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     memory_limit_gib: float | None = None,
     show_output: bool = False,
+    **options: Unpack[ScriptKeywords],
 ) -> Estimate:
     """Estimate the memory (MiB), GPU activity (0 to 1) and step time (ms) of an unmodified training script.
 
@@ -100,7 +84,7 @@ def estimate_script(
         known: Measured runs of this script, as in `learn.estimate`; each at the batch size that the script has here.
         parallel: Of a launched script, `{"network_gb_s": 50}`: what each GPU gets of the network between nodes.
         loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
-        report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
+        report, snapshot: Files to write, as in `learn.estimate`.
         name: The job's name in the report.
         time_limit_s: Seconds after which the script is ended, with all processes that it started.
         memory_limit_gib: Memory of the host that these may take together, in GiB; None is three quarters of the
@@ -119,48 +103,41 @@ def estimate_script(
     """
     began = time.monotonic_ns()
     parsed = parse_command(command)
-    require_loop(loop)
-    require_coverage(coverage)
-    platform = platform_of(
-        device, power_limit_w=power_limit_w, machine=machine, allocator=allocator, workspaces=workspaces,
-        torch_version=torch_version, data=data,
-    )  # fmt: skip
-    spec = platform.device
-    if estimator is not None and estimator not in ESTIMATORS:
+    for keyword in options:
+        if keyword not in ScriptKeywords.__annotations__:
+            raise unknown_name("keyword", keyword, ScriptKeywords.__annotations__)
+    if (estimator := options.get("estimator")) not in (None, *ESTIMATORS):
         raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
-    runs = _known_runs(known, estimator)
+    if options.get("known") == RUNS:
+        raise UsageError("known=runs is for trial configs; for a script give its measured runs")
+    platform, answer_options = platform_and_options(options)
+    spec = platform.device
     network = _network_of(parallel)
     if (layout := parsed.layout()).own > 1:
         fabric_of(spec, layout)  # refuses a GPU model that nothing is known to join
-    page = None
-    if report is not None:
-        from learn.estimation.step_report import checked_path, write_step_report
-
-        page = checked_path(Path(report))
+    files = StepFiles.checked(report, snapshot)
 
     def request_of(record: ScriptRecord) -> Request:
         job = replace(_job(record, name or parsed.name), parallel=_in_network(record.parallel, network))
-        _require_batch_of_script(runs, job.batch_size)
-        return Request(
-            job=job, platform=platform, estimator=estimator, data=data, loop=loop, coverage=coverage, known=runs
-        )
+        _require_batch_of_script(answer_options.known, job.batch_size)
+        return Request(job=job, platform=platform, options=answer_options)
 
     key = records.key_of(parsed, spec)
     record = None if show_output else records.find(key)
     done = None
-    if record is not None and page is None:
+    if record is not None and not any(files):
         done = cached_estimate(request_of(record))
     if record is None or done is None:
         record = record and records.with_trace(record)
         record = record or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
         request = request_of(record)
-        if page is None:
-            done = answer(request)
-        else:
+        if any(files):
             done, traced = answered(request, timeline=True)
+        else:
+            done = answer(request)
     done = replace(done, notes=(*_notes(record), *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
-    if page is not None:
-        write_step_report(page, request.job, platform, done, traced)
+    if any(files):
+        files.write(request, done, traced)
     return done
 
 
@@ -180,14 +157,6 @@ def _in_network(layout: Parallel | None, network: Mapping[str, Any]) -> Parallel
     if layout is None and network:
         raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
     return layout and replace(layout, **network)
-
-
-def _known_runs(known: object, estimator: str | None) -> tuple[KnownRun, ...]:
-    if known == RUNS:
-        raise UsageError("known=runs is for trial configs; for a script give its measured runs")
-    if runs := known_runs(known):
-        require_movable(estimator)
-    return runs
 
 
 def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
