@@ -52,7 +52,7 @@ class Evaluation:
 
     def among(self, run_ids: np.ndarray) -> Evaluation:
         """Return the evaluation of the test rows with these ids."""
-        index = np.flatnonzero(np.isin(self.test_rows.run_ids.astype(str), run_ids.astype(str)))
+        index = np.flatnonzero(np.isin(self.test_rows.run_ids.astype(str), run_ids.astype(str))).tolist()
         rows, scored = self.test_rows.subset(index), [self.scored[i] for i in index]
         return replace(
             self, test_rows=rows, scored=scored, figures=_figures(self.figures.estimator, scored, rows, self.bins)
