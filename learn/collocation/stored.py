@@ -86,5 +86,7 @@ def _from_mapping(stored: dict[str, Any]) -> LearnedSlowdowns:
     return LearnedSlowdowns(
         contention=None if contention is None else ContentionFormula(**contention),
         known=KnownJobs(**{**known, "groups": groups}),
-        **{name: float(stored[name]) for name in ("typical", "spread", "spread_known")},
+        typical=stored["typical"],
+        spread=stored["spread"],
+        spread_known=stored["spread_known"],
     )
