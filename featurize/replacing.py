@@ -1,13 +1,18 @@
 """Changes the process: attributes of modules and classes are others, no garbage is collected.
 
-Start reading at `replaced`, for a while, or at `replace_attribute`, for the rest of the process.
+Start reading at `replaced`, for a while, or at `stands_for`, for the rest of the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @contextlib.contextmanager
@@ -25,10 +30,46 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
             delattr(owner, name)
 
 
+@contextlib.contextmanager
+def replaced_if_imported(module: str, path: str, instead: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace what stands at a path within a module, as `nms` or `Matcher.__call__`, by what `instead` makes of it,
+    while this lasts; nothing where the module is not imported or has no such attribute."""
+    owners, _, name = path.rpartition(".")
+    owner: Any = sys.modules.get(module)
+    if owners:
+        owner = getattr(owner, owners, None)
+    has_it = hasattr(owner, name)
+    with replaced(owner, name, instead(getattr(owner, name))) if has_it else contextlib.nullcontext():
+        yield
+
+
 def replace_attribute(owner: object, name: str, value: object) -> None:
     """Set an attribute of a module or class, where the release has it."""
     if hasattr(owner, name):
         setattr(owner, name, value)
+
+
+def stands_for(name: str, *owners: object) -> Callable[[Function], Function]:
+    """Put the decorated function in the place of that name in modules or classes, where the release has it.
+
+    It is called with what was there before, then with its own arguments.
+    """
+
+    def install(function: Function) -> Function:
+        for owner in owners:
+            if hasattr(owner, name):
+                setattr(owner, name, _instead(getattr(owner, name), function))
+        return function
+
+    return install
+
+
+def _instead(before: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(before)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(before, *args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

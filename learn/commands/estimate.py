@@ -9,8 +9,9 @@ import contextlib
 import json
 import os
 import sys
+import typing
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,14 @@ from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import names_network_only, parse_parallel
-from featurize.training_settings import COMPILE_MODES, FLOAT8_RECIPES, FRAMEWORKS, IMPLEMENTATIONS, QUANTIZATIONS
+from featurize.training_settings import (
+    COMPILE_MODES,
+    FLOAT8_RECIPES,
+    FRAMEWORKS,
+    IMPLEMENTATIONS,
+    QUANTIZATIONS,
+    TrainingKeywords,
+)
 from featurize.trial import TrialConfig, config_from_mapping
 from featurize.trial_config import OPTIMIZERS
 from learn.cases import DEFAULT_DEVICE
@@ -34,14 +42,16 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE, RUNS
 from learn.estimation.model_names import load_factory
 from learn.estimation.notes import AMD_GPU, PROBLEM, Note
+from learn.estimation.requests import ScriptKeywords
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from learn.estimation.estimating import AnyModel, Inputs
+    from learn.estimation.requests import AnyModel, Inputs
 
 FORMATS = ("table", "json")
+FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
 DEFAULT_DTYPE = "float32"
 
@@ -51,99 +61,61 @@ def _any_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingKeys:
-    """The fields of `Training`, each None where nothing was given."""
-
-    optimizer: str | None = key(None, f"for model: adam (the default), {_any_of(tuple(OPTIMIZERS)[1:])}")
-    precision: str | None = key(
-        None,
-        "for model: fp32 (the default), tf32, bf16 or fp16 (autocast), bf16-true or fp16-true (weights in that type)",
-    )
-    cudnn_benchmark: bool | None = key(
-        None, "for model: true where torch.backends.cudnn.benchmark is on; default false"
-    )
-    channels_last: bool | None = key(None, "for model: true for the channels-last memory format; default false")
-    implementation: str | None = key(
-        None, f"for model: {_any_of(IMPLEMENTATIONS)}, of the optimizer; default torch's own choice on a GPU"
-    )
-    weight_decay: float | None = key(
-        None, "for model: the optimizer's; default 0.01 with AdamW, else 0", "number >= 0 | null"
-    )
-    accumulation: int | None = key(
-        None, "for model: micro-steps, each of one batch, before the optimizer steps; default 1", "int >= 1 | null"
-    )
-    clip_norm: float | None = key(
-        None, "for model: largest norm of all gradients; default no clipping", "number > 0 | null"
-    )
-    clip_value: float | None = key(
-        None, "for model: largest absolute value of a gradient; default no clipping", "number > 0 | null"
-    )
-    set_to_none: bool | None = key(
-        None, "for model: false where zero_grad fills the gradients with zeros instead of freeing them; default true"
-    )
-    zero_grad: str | None = key(
-        None,
-        "for model: before_forward, or after_forward where it is called between loss and backward pass; "
-        "default before_forward",
-    )
-    holds_output: bool | None = key(
-        None, "for model: false where the step is a function that leaves no output behind; default true"
-    )
-    grad_scaler: bool | None = key(
-        None, "for model: true where a GradScaler scales the loss; default with precision=fp16 only"
-    )
-    ema: bool | None = key(None, "for model: true for a moving average of all weights on the GPU; default false")
-    optimizer_in_backward: bool | None = key(
-        None, "for model: true where each weight is updated as soon as its gradient is there; default false"
-    )
-    checkpointing: str | None = key(
-        None,
-        "for model: recompute the activations of the repeated blocks: full, or selective (keep products and "
-        "attention); default none",
-    )
-    checkpoint_every: int | None = key(None, "for model: checkpoint every n-th block; default 1", "int >= 1 | null")
-    checkpoint_reentrant: bool | None = key(
-        None, "for model: true for the reentrant variant of torch.utils.checkpoint; default false"
-    )
-    offload_activations: bool | None = key(
-        None, "for model: true where saved tensors wait in host memory; default false"
-    )
-    offload_optimizer: bool | None = key(
-        None, "for model: true where state and step of the optimizer are on the host; default false"
-    )
-    compile: bool | str | None = key(
-        None,
-        f"for model: true where torch.compile compiles the model, or its mode: {_any_of(COMPILE_MODES)}; default false",
+# Setting -> its meaning, and where its annotation does not say so, its kind.
+_TRAINING: dict[str, str | tuple[str, str]] = {
+    "optimizer": f"adam (the default), {_any_of(tuple(OPTIMIZERS)[1:])}",
+    "precision": "fp32 (the default), tf32, bf16 or fp16 (autocast), bf16-true or fp16-true (weights in that type)",
+    "cudnn_benchmark": "true where torch.backends.cudnn.benchmark is on; default false",
+    "channels_last": "true for the channels-last memory format; default false",
+    "implementation": f"{_any_of(IMPLEMENTATIONS)}, of the optimizer; default torch's own choice on a GPU",
+    "weight_decay": ("the optimizer's; default 0.01 with AdamW, else 0", "number >= 0 | null"),
+    "accumulation": ("micro-steps, each of one batch, before the optimizer steps; default 1", "int >= 1 | null"),
+    "clip_norm": ("largest norm of all gradients; default no clipping", "number > 0 | null"),
+    "clip_value": ("largest absolute value of a gradient; default no clipping", "number > 0 | null"),
+    "set_to_none": "false where zero_grad fills the gradients with zeros instead of freeing them; default true",
+    "zero_grad": "before_forward, or after_forward where it is called between loss and backward pass; "
+    "default before_forward",
+    "holds_output": "false where the step is a function that leaves no output behind; default true",
+    "grad_scaler": "true where a GradScaler scales the loss; default with precision=fp16 only",
+    "ema": "true for a moving average of all weights on the GPU; default false",
+    "optimizer_in_backward": "true where each weight is updated as soon as its gradient is there; default false",
+    "checkpointing": "recompute the activations of the repeated blocks: full, or selective (keep products and "
+    "attention); default none",
+    "checkpoint_every": ("checkpoint every n-th block; default 1", "int >= 1 | null"),
+    "checkpoint_reentrant": "true for the reentrant variant of torch.utils.checkpoint; default false",
+    "offload_activations": "true where saved tensors wait in host memory; default false",
+    "offload_optimizer": "true where state and step of the optimizer are on the host; default false",
+    "compile": (
+        f"true where torch.compile compiles the model, or its mode: {_any_of(COMPILE_MODES)}; default false",
         "bool | text | null",
-    )
-    framework: str | None = key(
-        None,
-        f"for model: what launches the kernels, {_any_of(FRAMEWORKS)}; default compiled with compile=, megatron with "
-        "tp or pp, else eager",
-    )
-    float8: str | None = key(
-        None,
-        f"for model: linear layers multiply 8-bit floats, by torchao's recipe {_any_of(FLOAT8_RECIPES)}; default not",
-    )
-    float8_skip: list[str] | None = key(
-        None, "for model: linear layers that are not converted; default the output layer", "list of text | null"
-    )
-    float8_all_gather: bool | None = key(
-        None, "for model: true where FSDP2 gathers weights as 8-bit floats (float8=tensorwise); default false"
-    )
-    quantize: str | None = key(
-        None, f"for model: store the frozen weights of linear layers as {_any_of(QUANTIZATIONS)}; default not"
-    )
-    quantize_skip: list[str] | None = key(
-        None, "for model: linear layers that are not quantized; default the output layer", "list of text | null"
-    )
-    quantize_keeps_inputs: bool | None = key(
-        None, "for model: true for bitsandbytes before 0.43.2, whose 4-bit layers keep their inputs; default false"
-    )
+    ),
+    "framework": f"what launches the kernels, {_any_of(FRAMEWORKS)}; default compiled with compile=, megatron with "
+    "tp or pp, else eager",
+    "float8": f"linear layers multiply 8-bit floats, by torchao's recipe {_any_of(FLOAT8_RECIPES)}; default not",
+    "float8_skip": ("linear layers that are not converted; default the output layer", "list of text | null"),
+    "float8_all_gather": "true where FSDP2 gathers weights as 8-bit floats (float8=tensorwise); default false",
+    "quantize": f"store the frozen weights of linear layers as {_any_of(QUANTIZATIONS)}; default not",
+    "quantize_skip": ("linear layers that are not quantized; default the output layer", "list of text | null"),
+    "quantize_keeps_inputs": "true for bitsandbytes before 0.43.2, whose 4-bit layers keep their inputs; default false",
+}
+SETTINGS = tuple(TrainingKeywords.__annotations__)  # a trial config has its own
 
 
-SETTINGS = tuple(field.name for field in fields(TrainingKeys))  # a trial config has its own
+def _training_keys() -> type:
+    """Return the settings class of `Training`'s fields, each None where nothing was given."""
+    keys = []
+    for name, annotation in typing.get_type_hints(TrainingKeywords).items():
+        meaning = _TRAINING[name]
+        text, kind = (meaning, "") if isinstance(meaning, str) else meaning
+        keys.append((name, annotation, key(None, f"for model: {text}", kind)))
+    return make_dataclass("TrainingKeys", keys, frozen=True, kw_only=True)
+
+
+if TYPE_CHECKING:
+
+    class TrainingKeys: ...
+else:
+    TrainingKeys = _training_keys()
 
 
 def described_device(values: Mapping[str, Any]) -> DeviceSpec:
@@ -292,6 +264,9 @@ class EstimateSettings(TrainingKeys):
         None, "for find: what has to fit, bound (99 of 100 jobs stay below it) or point; default bound"
     )
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
+    snapshot: str | None = key(
+        None, "write the step's memory into this file, for PyTorch's viewer (pytorch.org/memory_viz)", "new path"
+    )
     format: str = key("table", "table or json")
     notes: str = key(IMPORTANT, "of a table: important, at most three of them, or all")
     server: str | None = key(
@@ -349,7 +324,7 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(f"find={self.find} is of one GPU model; name it with device=")
         if self.model is None and self.config is None:
             raise UsageError(f"find={self.find} is for model= and config=")
-        default = {"report": None, "method": "full", "power_limit_w": None}
+        default = {"report": None, "snapshot": None, "method": "full", "power_limit_w": None}
         if one_only := [name for name, value in default.items() if getattr(self, name) != value]:
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
 
@@ -359,6 +334,11 @@ class EstimateSettings(TrainingKeys):
             raise unknown_name("notes", self.notes, NOTES)
         if self.format not in FORMATS:
             raise unknown_name("format", self.format, FORMATS)
+
+    def how(self) -> dict[str, Any]:
+        """Return the keywords of `learn.estimate` that say what the job runs on and how its answer is wanted."""
+        given = {name: getattr(self, name) for name in ScriptKeywords.__annotations__}
+        return {**given, "device": self.device or DEFAULT_DEVICE}
 
     def print_answer(self, title: str, done: Estimate, past: PastRun | None = None) -> None:
         """Print the estimate of one job in the format, with the notes that the keys ask for."""
@@ -378,10 +358,7 @@ def entry(settings: EstimateSettings) -> int:
         return entry_of_server(settings)
     settings.require_one_job()
     settings.require_format()
-    if settings.data is not None:
-        from warehouse.folder import DataFolder
-
-        DataFolder.resolve(settings.data).open()
+    open_data(settings.data)
     if settings.configs is not None:
         return _print_many(settings.configs, settings)
     past = None
@@ -411,31 +388,29 @@ def entry(settings: EstimateSettings) -> int:
         batches = model_batches(settings.batches, settings.batch)
     known = settings.known if past is None or settings.known is not None else NONE  # its own figures stand beside it
     options = {
-        **({} if batches is None else {"batches": batches}),
-        "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
-        "coverage": settings.coverage, "known": known, "data": settings.data,
-        "allocator": settings.allocator, "input_dtype": input_dtype, "workspaces": settings.workspaces,
-        "torch_version": settings.torch_version, "parallel": settings.parallel,
-        **{name: getattr(settings, name) for name in SETTINGS},
+        **settings.how(), **{name: getattr(settings, name) for name in SETTINGS}, "loop": loop, "machine": machine,
+        "known": known, "batches": batches, "trust": settings.trust, "input_dtype": input_dtype,
+        "parallel": settings.parallel,
     }  # fmt: skip
     if settings.find is not None:
         return print_fits(settings, title, job, inputs, options)
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
-            job, inputs, name=title, device=device or DEFAULT_DEVICE, power_limit_w=settings.power_limit_w,
-            method=settings.method, report=settings.report, **options,
+            job, inputs, name=title, method=settings.method, report=settings.report, snapshot=settings.snapshot,
+            **{**options, "device": device or DEFAULT_DEVICE},
         )  # fmt: skip
     if past is not None:
         done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
     settings.print_answer(title, done, past)
-    if settings.report is not None:
-        print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
+    for name in FILES:
+        if (path := getattr(settings, name)) is not None:
+            print(f"{name}: {path}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0
 
 
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    single = ("allocator", "report", "parallel", "power_limit_w")
+    single = ("allocator", "report", "snapshot", "parallel", "power_limit_w")
     if given := [name for name in (*SETTINGS, *single) if getattr(settings, name) is not None]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if settings.format != "json":
@@ -446,12 +421,7 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
             configs.append(config_from_mapping(config_mapping(line)))
         except CommandError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
-    for done in estimate_many(
-        configs, device=settings.device or DEFAULT_DEVICE, method=settings.method, estimator=settings.estimator,
-        data=settings.data, trust=settings.trust, loop=settings.loop, machine=settings.machine,
-        coverage=settings.coverage, workspaces=settings.workspaces, known=settings.known,
-        torch_version=settings.torch_version,
-    ):  # fmt: skip
+    for done in estimate_many(configs, method=settings.method, trust=settings.trust, **settings.how()):
         print(json.dumps(done.to_mapping()))
     return 0
 
@@ -510,7 +480,7 @@ def print_fits(
         if settings.find == DEVICES:
             fits = devices_that_fit(job, inputs, devices=settings.devices or None, by=by, **options)
         else:
-            largest = largest_batch(job, inputs, device=settings.device or DEFAULT_DEVICE, by=by, **options)
+            largest = largest_batch(job, inputs, by=by, **options)
     if settings.format == "json":
         answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
@@ -597,11 +567,47 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
+# Keys that name another job than a script, or that the script chooses itself.
+_OF_OTHER_JOBS = (
+    "model", "input", "batches", "batch", "find", "by", "arguments", "config", "configs", "run", "server", *SETTINGS,
+)  # fmt: skip
+
+
+def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
+    """Estimate the training script that `command` starts, and print the estimate. Returns the exit code."""
+    from learn.script.estimating import estimate_script
+
+    given = [name for name in _OF_OTHER_JOBS if getattr(settings, name) is not None]
+    given += [name for name in ("trust", "devices") if getattr(settings, name)]
+    given += ["input_dtype"] if settings.input_dtype != DEFAULT_DTYPE else []
+    if given:
+        raise UsageError(f"a script says itself what it trains; leave {', '.join(given)} out")
+    settings.require_format()
+    if settings.method != "full":
+        raise UsageError("a script is estimated with method=full")
+    open_data(settings.data)
+    own = {name: getattr(settings, name) for name in ("parallel", *FILES, *_OF_SCRIPTS)}
+    title = " ".join(command)
+    settings.print_answer(title, estimate_script(command, name=title, **settings.how(), **own))
+    return 0
+
+
+_OF_SCRIPTS = ("time_limit_s", "memory_limit_gib", "show_output")
+
+
+def open_data(data: str | None) -> None:
+    """Raise `CommandError` for a data folder that is named and cannot be read."""
+    if data is not None:
+        from warehouse.folder import DataFolder
+
+        DataFolder.resolve(data).open()
+
+
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
 # Keys of this machine: its data folder, its files, and what the service decides itself.
 _HERE = (
-    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report", "data",
-    "memory_limit_gib",
+    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report",
+    "snapshot", "data", "memory_limit_gib",
 )  # fmt: skip
 _SAME = ("coverage", "machine", "loop", "allocator", "workspaces")
 
