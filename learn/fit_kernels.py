@@ -17,7 +17,7 @@ from conf.settings import data_key, key
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from learn.evaluation.scores import Score
+    from learn.evaluation.scores import RowScores
 
 FOLDS = 5
 
@@ -82,9 +82,9 @@ class FittedKernels:
         left_out: Reason -> number of rows.
     """
 
-    times: Sequence[Score]
-    activity: Sequence[Score]
-    power: Sequence[Score]
+    times: Sequence[RowScores]
+    activity: Sequence[RowScores]
+    power: Sequence[RowScores]
     left_out: dict[str, int]
 
 
@@ -113,7 +113,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     powered, power_left_out = power_rows(settings.data, progress)
     hosts, of_hosts, hosts_left_out = fitted_hosts(settings.data, learned, powered, packaged_hosts())
     jobs, jobs_left_out = measured_activity(settings.data, progress)
-    of_activity: Sequence[Score] = ()
+    of_activity: Sequence[RowScores] = ()
     if len(jobs) >= LEAST_ROWS:
         of_activity, activity = judged_activity(ActivityFit(jobs, learned, hosts[EAGER]), FOLDS, progress)
         learned = replace(learned, activity=activity)

@@ -20,7 +20,7 @@ from learn.collocation.judging import judged
 from learn.collocation.learned import LearnedSlowdowns, fitted_slowdowns
 from learn.collocation.profile import group_memory
 from learn.collocation.rows import MeasuredGroup, measured_groups
-from learn.evaluation.scores import Score, score_table
+from learn.evaluation.scores import RowScores, score_table
 from learn.targets import SLOWDOWN
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class SlowdownBenchmark:
     """Figures of every estimator, of the memory of groups, and how many groups are left out for which reason."""
 
     split: str
-    scores: tuple[Score, ...]
+    scores: tuple[RowScores, ...]
     memory_errors: dict[str, dict[str, float]]  # title -> groups, median, mean, p90: relative, of the sum alone
     left_out: dict[str, int]
 

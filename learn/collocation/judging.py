@@ -16,7 +16,7 @@ from learn.collocation.learned import LEAST_GROUPS, fitted_slowdowns
 from learn.collocation.profile import JobProfile, utilization
 from learn.collocation.rows import MeasuredGroup
 from learn.collocation.slowdown import ConstantSlowdown, NoUtilization, SharedTime, Slowdown, SlowdownEstimator
-from learn.evaluation.scores import Score, spread
+from learn.evaluation.scores import RowScores, spread
 
 BOTH_KEEP = 0.85  # of the speed alone: a pair in which both do is one to put together
 SPLITS = ("model", "device")
@@ -93,7 +93,7 @@ ESTIMATORS: dict[str, Callable[[Sequence[MeasuredGroup]], SlowdownEstimator]] = 
 
 def judged(
     groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda done, of: None
-) -> list[Score]:
+) -> list[RowScores]:
     """Return the figures of every estimator for each source and series.
 
     speed_mae        mean absolute error of normalised speed, 1 / slowdown; what was measured above 1 counts as 1
@@ -162,7 +162,7 @@ def _answers(
     return given
 
 
-def _score(title: str, name: str, given: Sequence[Answered]) -> Score | None:
+def _score(title: str, name: str, given: Sequence[Answered]) -> RowScores | None:
     answered = [(group, answer) for group, answer in given if answer is not None]
     if not answered:
         return None
@@ -183,7 +183,7 @@ def _score(title: str, name: str, given: Sequence[Answered]) -> Score | None:
         "auc": _auc(np.array([own.min() >= BOTH_KEEP for own in raw]), np.array([ours.min() for ours in expected])),
         "covered": float(np.mean([slowdown <= one.p90 for slowdown, one in bounds])) if has_bound else None,
     }
-    return Score(rows=title, by=name, count=len(answered), left_out=len(given) - len(answered), figures=figures)
+    return RowScores(rows=title, by=name, count=len(answered), left_out=len(given) - len(answered), figures=figures)
 
 
 def _auc(kept: np.ndarray, scores: np.ndarray) -> float | None:

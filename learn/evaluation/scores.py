@@ -1,4 +1,4 @@
-"""Score answers as papers do: classes, errors and bounds, of plain arrays.
+"""RowScores answers as papers do: classes, errors and bounds, of plain arrays.
 
 Start reading at `class_scores`; `learn.evaluation.evaluate` and `learn.evaluation.benchmark_figures` count with these.
 """
@@ -44,7 +44,7 @@ class ClassScores:
 
 
 def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
-    """Score the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
+    """RowScores the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
     if not len(true):
         return None
     recall, support, f1 = {}, {}, []
@@ -74,7 +74,7 @@ class BoundScores:
 
 
 def bound_scores(label: np.ndarray, upper: np.ndarray, censored: np.ndarray, space: str) -> BoundScores | None:
-    """Score bounds of labels, (n,) each; None without an exact label. A `censored` job needs more than its label:
+    """RowScores bounds of labels, (n,) each; None without an exact label. A `censored` job needs more than its label:
     it is above a bound that is below that, and else taken to be under it."""
     if censored.all():
         return None
@@ -94,7 +94,7 @@ def has_relative(label: np.ndarray, space: str) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class RowScores:
     """Figures of one way to estimate on some rows, as `COLUMNS` names them.
 
     Args:
@@ -136,7 +136,7 @@ COLUMNS = {
 }
 
 
-def score_table(scores: Sequence[Score], about: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+def score_table(scores: Sequence[RowScores], about: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and the rows of a table; `about`: head -> the score's field, for the columns before figures."""
     names = list(scores[0].figures)
     rows = [

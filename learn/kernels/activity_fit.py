@@ -28,7 +28,7 @@ from featurize.kernel_model.host import HostTime, host_ms
 from featurize.kernel_model.step_time import LearnedEfficiencies, overlapped
 from featurize.kernel_model.times import call_seconds, kernels_on
 from featurize.training_settings import EAGER
-from learn.evaluation.scores import Score, spread
+from learn.evaluation.scores import RowScores, spread
 from learn.kernels.fitter import (
     Descent,
     Values,
@@ -150,7 +150,7 @@ class ActivityFit:
 
 def judged_activity(
     fit: ActivityFit, folds: int, progress: Callable[[str, int, int], None]
-) -> tuple[list[Score], ActivityParameters]:
+) -> tuple[list[RowScores], ActivityParameters]:
     """Return the scores of each family, and the parameters fitted on all rows.
 
     Args:
@@ -176,11 +176,11 @@ def judged_activity(
     return scores, learned
 
 
-def _score(family: str, split: str, errors: np.ndarray) -> Score:
+def _score(family: str, split: str, errors: np.ndarray) -> RowScores:
     """Return how far SM activity and occupancy are off, absolute."""
     (smact, smact_p90), (smocc, smocc_p90) = spread(errors[:, 0]), spread(errors[:, 1])
     figures = {"smact_median": smact, "smact_p90": smact_p90, "smocc_median": smocc, "smocc_p90": smocc_p90}
-    return Score(rows=family, by=split, count=len(errors), figures=figures)
+    return RowScores(rows=family, by=split, count=len(errors), figures=figures)
 
 
 def _begin() -> dict[str, torch.Tensor]:

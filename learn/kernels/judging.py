@@ -13,7 +13,7 @@ import numpy as np
 from featurize.kernel_model.activity import ActivityParameters
 from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED
 from featurize.kernel_model.step_time import LearnedEfficiencies
-from learn.evaluation.scores import Score, score_table, spread
+from learn.evaluation.scores import RowScores, score_table, spread
 from learn.kernels.fitter import left_out_errors
 from learn.kernels.fitting import KERNELS, SHARDED, MeasuredTime, TimeFit, held_out_by
 from learn.kernels.formulas import Formula, KernelModel
@@ -26,7 +26,7 @@ _DEPTHWISE_SHARE = 0.25  # of a network's convolutions
 _TILED_OPERATORS = tuple(f"{KERNELS}/aten::{name}" for name in ("addmm", "bmm", "convolution"))
 
 
-def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -> tuple[list[Score], np.ndarray]:
+def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -> tuple[list[RowScores], np.ndarray]:
     """Return the scores of each split, and the logarithm of estimated over measured of rows in left-out families.
 
     Args:
@@ -145,7 +145,7 @@ def _is_long(row: MeasuredTime) -> bool:
     return bool((row.calls.rows[row.calls.within(ATTENTION)] >= _LONG_TOKENS).any())
 
 
-def score_of(split: str, rows: str, ratios: np.ndarray) -> Score:
+def score_of(split: str, rows: str, ratios: np.ndarray) -> RowScores:
     """Return by which factor times are off, by their logarithms of estimated over measured time; NaN: no answer.
 
     `factor_median` and `factor_p90` are factors, never below 1, that half and nine tenths of the rows stay below;
@@ -159,10 +159,10 @@ def score_of(split: str, rows: str, ratios: np.ndarray) -> Score:
             "bias": float(np.exp(np.median(answered))),
             "mean_error": float(np.mean(np.abs(np.exp(answered) - 1))),
         }
-    return Score(rows=rows, by=split, count=len(answered), figures=figures)
+    return RowScores(rows=rows, by=split, count=len(answered), figures=figures)
 
 
-def score_text(scores: Sequence[Score], subset: str = "judged on") -> str:
+def score_text(scores: Sequence[RowScores], subset: str = "judged on") -> str:
     """Return the scores as lines of text; `subset` is the head over which rows each is of."""
     from rich.console import Console
     from rich.table import Table

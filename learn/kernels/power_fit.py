@@ -22,7 +22,7 @@ from featurize.kernel_model.calls import Calls
 from featurize.kernel_model.power import KernelLoad, PowerParameters, kernel_power, load_power
 from featurize.kernel_model.step_time import LearnedEfficiencies, timed_kernels
 from featurize.training_settings import Training
-from learn.evaluation.scores import Score, spread
+from learn.evaluation.scores import RowScores, spread
 from learn.kernels.fitter import (
     Descent,
     Values,
@@ -85,7 +85,7 @@ class MeasuredPower:
 
 def fitted_power(
     rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
-) -> tuple[dict[str, float], list[Score]]:
+) -> tuple[dict[str, float], list[RowScores]]:
     """Return the section `power` of the file of parameters, and its scores.
 
     With fewer than two GPU models, the section is the packaged one.
@@ -134,7 +134,7 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
 
 def judged_power(
     rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
-) -> tuple[dict[str, float], list[Score]]:
+) -> tuple[dict[str, float], list[RowScores]]:
     """Return the section fitted on all rows, and the scores of all and of left-out models and GPU models."""
     fit = _PowerFit(rows, learned)
     splits = {
@@ -226,7 +226,7 @@ def _tensors(values: Mapping[str, float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
 
-def _scores(split: str, off: np.ndarray) -> list[Score]:
+def _scores(split: str, off: np.ndarray) -> list[RowScores]:
     """Return how far power, and how much longer a job takes than at the highest limit, are off, relative."""
     scores = []
     for limit, errors in (("the board's own", off[:, :1]), ("lower", off[:, 1:])):
@@ -235,5 +235,5 @@ def _scores(split: str, off: np.ndarray) -> list[Score]:
         figures = {"power_median": power, "power_p90": power_p90}
         figures["power_bias"] = float(np.median(known)) if len(known) else math.nan
         figures |= {"slower_median": slower, "slower_p90": slower_p90}
-        scores.append(Score(rows=limit, by=split, count=len(known), figures=figures))
+        scores.append(RowScores(rows=limit, by=split, count=len(known), figures=figures))
     return scores
