@@ -48,6 +48,9 @@ class TrainingJob:
     parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
     given       a module's model, inputs and the like, as they were given: what tells the job from others
     key         what tells it, where `learn.traced` has found that out; empty: nothing does
+
+    Raises:
+        UsageError: Settings or batches that several ranks do not go with.
     """
 
     name: str
@@ -65,12 +68,37 @@ class TrainingJob:
     given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     key: str | None = field(default=None, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.parallel is not None:
+            _require_on_ranks(self, self.parallel)
+
     def alone(self, at: int) -> TrainingJob:
         """Return the job with the batch at this place of `batches` in every step."""
         batch = self.batches[at]
         inputs, _target = batch("meta")
         given = (*self.given, at) if self.given else ()
         return replace(self, batch=batch, batches=(), batch_size=_batch_size(inputs), given=given, key=None)
+
+    def with_samples(self, size: int) -> TrainingJob:
+        """Return the job with so many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
+        from learn.batch_sizes import batch_size_of, with_batch_size
+
+        if size == self.batch_size:
+            return replace(self)
+        if self.config is not None:
+            resized = of_config(replace(self.config, batch_size=size))
+        else:
+            model, input_dtype, loss, pairs = self.given
+            sizes = {batch_size_of(inputs): None for inputs, _ in pairs}
+            if len(sizes) > 1:
+                texts = ", ".join(map(str, sizes))
+                raise UsageError(f"the batches have {texts} samples: largest_batch scales batches of one size")
+            scaled = [
+                [None if part is None else with_batch_size(part, size, from_size=self.batch_size) for part in pair]
+                for pair in pairs
+            ]
+            resized = of_module(model, scaled, self.settings, input_dtype=input_dtype, loss=loss)
+        return replace(resized, name=self.name, parallel=self.parallel, training_loop=self.training_loop)
 
     @property
     def longest(self) -> int:
@@ -83,6 +111,42 @@ class TrainingJob:
 
         inputs, _target = self.batch("meta")
         return ", ".join(str(list(tensor.shape)) for tensor in tensors_of(inputs))
+
+
+def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
+    """Raise `UsageError` for what several ranks do not go with."""
+    from featurize.training_settings import training_of
+    from featurize.trial_config import sharing_problem
+
+    training = training_of(job.settings)
+    by_stages = {
+        "compile": training.compile,
+        "offload_activations": training.offload_activations,
+        "zero_grad=after_forward": training.zero_grad == "after_forward",
+    }
+    refused = [name for name, value in by_stages.items() if value and parallel.pp > 1]
+    mode = "tp" if parallel.tp > 1 else "cp" if parallel.cp > 1 else None
+    problems = (
+        "batches: of jobs on one GPU only; leave it out, or leave parallel out" if job.batches else None,
+        "optimizer_in_backward frees gradients before ranks reduce them: not estimated with parallel"
+        if training.optimizer_in_backward
+        else None,
+        f"{', '.join(refused)} with parallel=pp is not estimated yet; leave either out" if refused else None,
+        "compile with parallel=ep is not estimated yet; leave either out"
+        if parallel.ep > 1 and training.compile
+        else None,
+        sharing_problem(training.optimizer, parallel),
+        f"offload_activations cannot move activations that {mode} splits; leave either out"
+        if mode and training.offload_activations
+        else None,
+    )
+    if problem := next(filter(None, problems), None):
+        raise UsageError(problem)
+    if (file := parallel.deepspeed) is not None and file.micro_batch not in (None, job.batch_size):
+        raise UsageError(
+            f"the DeepSpeed file has train_micro_batch_size_per_gpu={file.micro_batch}, and the inputs hold "
+            f"{job.batch_size} samples"
+        )
 
 
 @contextlib.contextmanager
@@ -121,24 +185,22 @@ def name_of(config: TrialConfig) -> str:
 
 def of_module(
     model: nn.Module | Callable[[], nn.Module],
-    inputs: Any = None,
+    batches: Sequence[Sequence[Any]],
     settings: TrainingSettings | None = None,
     *,
     input_dtype: str = "float32",
-    target: Any = None,
     loss: Callable | None = None,
     name: str | None = None,
-    batches: Sequence[Sequence[Any]] = (),
 ) -> TrainingJob:
-    """The workload of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
+    """The job of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
 
-    inputs       a tensor or shape, or a sequence of them, as positional arguments, or a mapping of keyword arguments;
+    batches      inputs and target of each step, in order; one pair where all steps have the same batch. Inputs are a
+                 tensor or shape, or a sequence of them, as positional arguments, or a mapping of keyword arguments;
                  shapes stand for `input_dtype`. An argument may also be a list or mapping of tensors, and in a mapping
-                 also a number, a text, a truth or None, which the model gets as it is
+                 also a number, a text, a truth or None, which the model gets as it is. A target is a tensor or the
+                 shape of class indices; None: the output's own loss, or whatever suits the output
     settings     adam and fp32 by default
-    target       a tensor or the shape of class indices; None: the output's own loss, or whatever suits the output
     loss         `loss(output, target)`; None: cross entropy of the output, its `logits` or its first tensor
-    batches      inputs and target of each step, in order, instead of `inputs` and `target`
 
     Tensors that were given are copied with their values, on meta with those of small ones (`featurize.values`); of
     shapes, integers are 0, so that they are valid token ids, and the rest is normal. Raises `UsageError` for inputs
@@ -150,8 +212,7 @@ def of_module(
     from featurize.training import Training
 
     dtype = torch_dtype(input_dtype)
-    pairs = batches or [(inputs, target)]
-    makers = [_maker_of_batch(one, wanted, dtype) for one, wanted in pairs]
+    makers = [_maker_of_batch(one, wanted, dtype) for one, wanted in batches]
     made = [maker("meta") for maker in makers]
     mixed = len({shape_of(one) for one in made}) > 1
     at = max(range(len(made)), key=lambda one: sum(x.numel() for x in tensors_of(made[one][0])))
@@ -167,10 +228,10 @@ def of_module(
         build=build,
         batch=makers[at],
         settings=settings if settings is not None else Training(),
-        batch_size=_batch_size(pairs[at][0]),
+        batch_size=_batch_size(batches[at][0]),
         loss=loss,
         batches=tuple(makers) if mixed else (),
-        given=(model, input_dtype, loss, pairs),
+        given=(model, input_dtype, loss, batches),
     )
 
 

@@ -42,7 +42,7 @@ from featurize.block_comparison import NONE, BlockComparison, BlockMatch, compar
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, EAGER, PARTS, MachineProfile
 from learn.calibrate import Calibration, calibrate, measured_in_csv
-from learn.estimation.on_machine import machine_for
+from learn.estimation.platforms import machine_for
 from warehouse.explorer.plot import against
 
 _AREA = PlotArea(width=400, height=210, left=52, right=10, top=12, bottom=28)

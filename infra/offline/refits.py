@@ -22,7 +22,7 @@ from infra.offline.experiment_sections import operator_ratio, pair_errors
 from infra.offline.probe_sections import NUMBERS, Absent, fitted_machine, measured_workspaces
 from infra.offline.run_sections import OF_TARGET, bias_text, is_corrected, spread_text
 from learn.data import MIN_ROWS
-from learn.estimation.on_machine import machine_for
+from learn.estimation.platforms import machine_for
 
 _LEAST = 5  # runs of a family, or members of groups
 _OFF = {

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -15,14 +16,18 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
-from featurize.machine import CURRENT, DESCRIBED, EAGER, MachineProfile
+from featurize.machine import CURRENT, DESCRIBED, EAGER
 from learn.bounds import Held, bound_shares, least_held
 from learn.estimation.notes import BOUND, INFO, Note
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
     from featurize.library_calls import LibraryCall
+    from learn.estimation.job_estimate import Memory
+    from learn.estimation.platforms import Platform
     from learn.traced import TracedStep
+
+    OfMemory = TypeVar("OfMemory", bound=Memory)
 
 WORKSPACES = "convolution workspaces"
 FRAGMENTATION = "fragmentation"
@@ -103,16 +108,35 @@ def score_at(coverage: float) -> float:
     return float(np.interp(coverage, list(scores), list(scores.values())))
 
 
-def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
-    """Return how far above its figure the memory of a traced step may lie.
+def bounded_by_causes(
+    memory: OfMemory,
+    uncertainty: Uncertainty,
+    centre_mib: float,
+    coverage: float,
+    card_mib: float,
+    held: Mapping[str, Any] = MappingProxyType({}),
+) -> OfMemory:
+    """Return memory with the bound that its causes give.
 
     Args:
-        traced: The step, placed on the machine.
-        device: The GPU model.
-        on: The machine.
+        memory: The figure; an estimate is one, too.
+        uncertainty: What is uncertain of it.
+        centre_mib: What the bound is above.
+        coverage: Share of jobs that stay below the bound.
+        card_mib: What the job can take of the card.
+        held: What such a bound held of left-out rows.
     """
+    levels = sorted({*COVERAGES, coverage})
+    bounds = {level: uncertainty.bound_mib(centre_mib, level, card_mib) for level in levels}
+    least_card_mib = uncertainty.least_card_mib(centre_mib, coverage)
+    return memory.bounded(bounds, coverage, uncertainty.at(coverage), least_card_mib, held)
+
+
+def uncertainty_of(traced: TracedStep, platform: Platform) -> Uncertainty:
+    """Return how far above its figure the memory of a traced step may lie, which is placed on the platform."""
     from featurize.workspace_scenarios import SETTLED, reserved_by_scenario
 
+    device, on = platform.device, platform.machine
     largest, most_live = _workspaces(traced, device)
     reserved_mib = traced.step.peak_reserved_mib
     outside_mib = traced.step.peak_memory_mib - reserved_mib

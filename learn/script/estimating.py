@@ -18,22 +18,21 @@ from conf.children.running import ChildRunner
 from conf.errors import UsageError, shown
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
-from featurize.cudnn.workspaces import require_release, search_settings
-from featurize.device_spec import device_of_user
+from featurize.cudnn.workspaces import search_settings
 from featurize.machine import MachineProfile
 from featurize.parallel.collectives import fabric_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import named_settings, names_network_only
 from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Question, answer, cached_estimate
+from learn.estimation.answers import answer, answered, cached_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.notes import INFO, WARNING, Note
-from learn.estimation.on_machine import machine_for, require_workspaces
-from learn.estimation.on_ranks import parallel_job
+from learn.estimation.platforms import platform_of
+from learn.estimation.requests import Request
 from learn.estimators import LEVEL
 from learn.job import TrainingJob
 from learn.script import records
@@ -42,7 +41,7 @@ from learn.script.records import BadRecord, ScriptRecord, read_record
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from learn.estimation.answers import Data
+    from learn.estimation.requests import Data
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
@@ -121,15 +120,16 @@ def estimate_script(
     """
     began = time.monotonic_ns()
     parsed = parse_command(command)
-    loop, coverage = require_loop(loop), require_coverage(coverage)
-    spec = device_of_user(device, power_limit_w)
+    require_loop(loop)
+    require_coverage(coverage)
+    platform = platform_of(
+        device, power_limit_w=power_limit_w, machine=machine, allocator=allocator, workspaces=workspaces,
+        torch_version=torch_version, data=data,
+    )  # fmt: skip
+    spec = platform.device
     if estimator is not None and estimator not in ESTIMATORS:
         raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
-    if isinstance(allocator, str):
-        allocator = AllocatorSettings.parse(allocator)
     runs = _known_runs(known, estimator)
-    on = machine_for(machine, spec, data)
-    workspaces, torch_version = require_workspaces(workspaces), require_release(torch_version)
     network = _network_of(parallel)
     if (layout := parsed.layout()).own > 1:
         fabric_of(spec, layout)  # refuses a GPU model that nothing is known to join
@@ -139,43 +139,29 @@ def estimate_script(
 
         page = checked_path(Path(report))
 
-    def question_of(record: ScriptRecord) -> Question:
-        job = parallel_job(
-            _workload(record, name or parsed.name),
-            _in_network(record.parallel, network),
-            estimator=estimator,
-            others={"known": runs or None},
-        )
+    def request_of(record: ScriptRecord) -> Request:
+        job = replace(_job(record, name or parsed.name), parallel=_in_network(record.parallel, network))
         _require_batch_of_script(runs, job.batch_size)
-        return Question(
-            job=job,
-            allocator=allocator,
-            estimator=estimator,
-            data=data,
-            loop=loop,
-            machine=on,
-            workspaces=workspaces,
-            coverage=coverage,
-            known=runs,
-            torch_version=torch_version,
+        return Request(
+            job=job, platform=platform, estimator=estimator, data=data, loop=loop, coverage=coverage, known=runs
         )
 
     key = records.key_of(parsed, spec)
     record = None if show_output else records.find(key)
     done = None
     if record is not None and page is None:
-        done = cached_estimate(question_of(record), spec)
+        done = cached_estimate(request_of(record))
     if record is None or done is None:
         record = record and records.with_trace(record)
         record = record or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
-        question = question_of(record)
+        request = request_of(record)
         if page is None:
-            done = answer(question, spec)
+            done = answer(request)
         else:
-            done, traced = question.answered(spec, timeline=True)
+            done, traced = answered(request, timeline=True)
     done = replace(done, notes=(*_notes(record), *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
-        write_step_report(page, question.job, spec, done, traced, allocator)
+        write_step_report(page, request.job, platform, done, traced)
     return done
 
 
@@ -200,8 +186,9 @@ def _in_network(layout: Parallel | None, network: Mapping[str, Any]) -> Parallel
 def _known_runs(known: object, estimator: str | None) -> tuple[KnownRun, ...]:
     if known == RUNS:
         raise UsageError("known=runs is for trial configs; for a script give its measured runs")
-    require_movable(known, estimator)
-    return known_runs(known)
+    if runs := known_runs(known):
+        require_movable(estimator)
+    return runs
 
 
 def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
@@ -259,7 +246,7 @@ def _recorded(
     return records.keep(key, record, began_ns)
 
 
-def _workload(record: ScriptRecord, name: str) -> TrainingJob:
+def _job(record: ScriptRecord, name: str) -> TrainingJob:
     def absent(*_: object) -> NoReturn:
         raise UsageError("a script has no module that could be built by itself")
 

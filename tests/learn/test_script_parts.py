@@ -11,8 +11,9 @@ from featurize.cudnn import oracle
 from featurize.device_spec import describe_device
 from learn.commands import estimate_script
 from learn.commands.estimate import EstimateSettings
-from learn.estimation import estimate_view
-from learn.estimation.answers import Question
+from learn.estimation import answers, estimate_view
+from learn.estimation.platforms import platform_of
+from learn.estimation.requests import Request
 from learn.script import estimating
 from learn.script.containment import SilentLoggers
 from learn.script.run import explained
@@ -21,10 +22,11 @@ from tests.learn.test_script_failures import RECORD
 DEVICE = describe_device("A100-SXM4-40GB")
 
 
-def answered(settings, **more):
+def answered(settings, known=(), workspaces=None):
     record = dataclasses.replace(RECORD, settings=settings)
-    job = estimating._workload(record, "train.py")
-    return Question(job=job, **more).answered(DEVICE)[0], tuple(estimating._notes(record))
+    platform = dataclasses.replace(platform_of(DEVICE), workspaces=workspaces)
+    request = Request(job=estimating._job(record, "train.py"), platform=platform, known=known)
+    return answers.answered(request)[0], tuple(estimating._notes(record))
 
 
 def test_an_optimizer_that_nobody_knows_fails_no_answer():
