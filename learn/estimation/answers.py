@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -729,11 +729,27 @@ def answer(request: Request, traces: Traces | None = None, kept: dict[str, Any] 
     return _remembered(key, known)
 
 
-def cached_estimate(request: Request) -> Estimate | None:
-    """Return the answer if it was given before; None: it is not yet known. Nothing is traced."""
-    key, _request = _key(request)
-    known = _found(key)
-    return None if known is None else _remembered(key, known)
+def answer_and_report(
+    made: Callable[[], tuple[Request, Iterable[Note]]], report: str | os.PathLike[str] | None
+) -> Estimate:
+    """Return the answer to a request, and write its page where one is wanted.
+
+    Args:
+        made: Makes the request, and what is noted besides its answer. Called once the page is known to be writable.
+        report: The page's file; None: no page.
+    """
+    began = time.monotonic_ns()
+    page = None
+    if report is not None:
+        from learn.estimation.step_report import checked_path, write_step_report
+
+        page = checked_path(Path(report))
+    request, notes = made()
+    done, traced = (answer(request), None) if page is None else answered(request, timeline=True)
+    done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
+    if page is not None:
+        write_step_report(page, request.job, request.platform, done, traced)
+    return done
 
 
 def _found(key: str | None) -> Estimate | None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.bars import terminal_bar
@@ -125,28 +122,14 @@ def estimate(
         >>> batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
     """
-    began = time.monotonic_ns()
     _require_method(method)
     if method == "fast":
         require_estimator(options.get("estimator"))
         config = config_from_mapping(model) if isinstance(model, Mapping) else model
         return _fast_estimates([config], {"inputs": inputs, "report": report, **options})[0]
-    page = None
-    if report is not None:
-        from learn.estimation.step_report import checked_path
+    from learn.estimation.answers import answer_and_report
 
-        page = checked_path(Path(report))
-    request = request_of(model, inputs, **options)
-    from learn.estimation.answers import answer, answered
-
-    if page is None:
-        return replace(answer(request), seconds=(time.monotonic_ns() - began) / 1e9)
-    from learn.estimation.step_report import write_step_report
-
-    done, traced = answered(request, timeline=True)
-    done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
-    write_step_report(page, request.job, request.platform, done, traced)
-    return done
+    return answer_and_report(lambda: (request_of(model, inputs, **options), ()), report)
 
 
 def estimate_many(

@@ -125,7 +125,9 @@ def require_estimator(estimator: object) -> None:
         raise unknown_name("estimator", estimator, ESTIMATORS)
 
 
-def request_of(model: AnyModel, inputs: Inputs | None = None, **options: Unpack[RequestKeywords]) -> Request:
+def request_of(
+    model: AnyModel | TrainingJob, inputs: Inputs | None = None, **options: Unpack[RequestKeywords]
+) -> Request:
     """Return what `learn.estimate` is asked with these arguments, checked; nothing is traced.
 
     Raises:
@@ -138,9 +140,9 @@ def request_of(model: AnyModel, inputs: Inputs | None = None, **options: Unpack[
     require_estimator(estimator)
     platform = platform_of(data=data, **of_platform)
     runs = known_runs(known)
-    job = job_of(model, inputs, **given)
+    job = model if isinstance(model, TrainingJob) else job_of(model, inputs, **given)
     if known == RUNS and job.config is None:
-        raise UsageError("known=runs is for trial configs; for a module give its measured runs")
+        raise UsageError("known=runs is for trial configs; for any other job give its measured runs")
     others = (estimator, platform.allocator, platform.torch_version, job.parallel)
     own = None
     if job.config is not None and (known == RUNS or (known is None and not any(one is not None for one in others))):

@@ -5,35 +5,29 @@ Start reading at `estimate_script`; `learn.script.child` is what runs the script
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
 from conf.errors import UsageError, shown
 from conf.plain_text import one_line
-from featurize.allocator_settings import AllocatorSettings
 from featurize.cudnn.workspaces import search_settings
-from featurize.machine import MachineProfile
 from featurize.parallel.collectives import fabric_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import named_settings, names_network_only
 from featurize.training_settings import Training
-from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import answer, answered, cached_estimate
+from learn.estimation.answers import answer_and_report
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
-from learn.estimation.loops import require_loop
-from learn.estimation.memory_causes import require_coverage
+from learn.estimation.known_runs import KnownRun
 from learn.estimation.notes import INFO, WARNING, Note
-from learn.estimation.platforms import platform_of
-from learn.estimation.requests import Request
-from learn.estimators import LEVEL
+from learn.estimation.requests import AnswerKeywords, PlatformKeywords, Request, request_of
 from learn.job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
@@ -41,13 +35,14 @@ from learn.script.records import BadRecord, ScriptRecord, read_record
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from learn.estimation.requests import Data
+    from featurize.step_trace import StepTrace
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
 _OF_NETWORK = "a script's launcher says how it is spread; of parallel= it takes network_gb_s, as in network_gb_s=50"
 _MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by default
 _LAST_LINES = 3
+_NOT_RUN = ScriptRecord(trace=None, problem=None, settings={}, batch_size=1, backwards=1, notes=())
 _ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "zero_grad", "checkpointing", "checkpoint_reentrant")
 
 
@@ -59,26 +54,20 @@ class ScriptSettings(Training):
     def __post_init__(self) -> None: ...
 
 
+class ScriptKeywords(PlatformKeywords, AnswerKeywords, total=False):
+    """Keywords of `learn.estimate` that are of scripts, too."""
+
+
 def estimate_script(
     command: Sequence[str],
     *,
-    device: str | DeviceSpec = DEFAULT_DEVICE,
-    power_limit_w: float | None = None,
-    allocator: str | AllocatorSettings | None = None,
-    estimator: str | None = None,
-    data: Data | None = None,
-    loop: str | None = None,
-    machine: str | MachineProfile | None = None,
-    workspaces: str | None = None,
-    torch_version: str | None = None,
-    coverage: float = LEVEL,
-    known: Sequence[KnownRun | Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
     parallel: Parallel | Mapping[str, Any] | str | None = None,
     report: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     memory_limit_gib: float | None = None,
     show_output: bool = False,
+    **options: Unpack[ScriptKeywords],
 ) -> Estimate:
     """Estimate the memory (MiB), GPU activity (0 to 1) and step time (ms) of an unmodified training script.
 
@@ -92,21 +81,17 @@ def estimate_script(
         command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`, or a launcher's, such as
             `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
             working folder, with this process's Python. `env NAME=VALUE` and `-u NAME` may stand before it.
-        device: A GPU model of `conf/device`, by name or as its description.
-        power_limit_w: As in `learn.estimate`.
-        allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
-        estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
-        machine, workspaces, torch_version, coverage: As in `learn.estimate`. `workspaces="cudnn"` asks with the
-            script's own settings.
-        known: Measured runs of this script, as in `learn.estimate`; each at the batch size that the script has here.
         parallel: Of a launched script, `{"network_gb_s": 50}`: what each GPU gets of the network between nodes.
-        loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
         name: The job's name in the report.
         time_limit_s: Seconds after which the script is ended, with all processes that it started.
         memory_limit_gib: Memory of the host that these may take together, in GiB; None is three quarters of the
             machine's.
         show_output: Whether the script's output goes to standard error.
+        **options: As in `learn.estimate`: device, power_limit_w, allocator, machine, workspaces (`"cudnn"` asks with
+            the script's own settings), torch_version, data, coverage; estimator, of which trace, hybrid and gnn read a
+            recorded step; loop, for utilization and step time, as memory is of the script's own loop; known, measured
+            runs of this script, each at the batch size that it has here.
 
     Returns:
         The estimate, with a note for each thing that was kept from happening.
@@ -118,51 +103,25 @@ def estimate_script(
     Example:
         >>> estimate_script(["python", "train.py", "--batch", "64"], device="A100-SXM4-40GB").peak_memory_mib
     """
-    began = time.monotonic_ns()
     parsed = parse_command(command)
-    require_loop(loop)
-    require_coverage(coverage)
-    platform = platform_of(
-        device, power_limit_w=power_limit_w, machine=machine, allocator=allocator, workspaces=workspaces,
-        torch_version=torch_version, data=data,
-    )  # fmt: skip
-    spec = platform.device
-    if estimator is not None and estimator not in ESTIMATORS:
+    if (estimator := options.get("estimator")) is not None and estimator not in ESTIMATORS:
         raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
-    runs = _known_runs(known, estimator)
-    network = _network_of(parallel)
+    request = request_of(_job(_NOT_RUN, name or parsed.name), **options)
+    network, device = _network_of(parallel), request.platform.device
     if (layout := parsed.layout()).own > 1:
-        fabric_of(spec, layout)  # refuses a GPU model that nothing is known to join
-    page = None
-    if report is not None:
-        from learn.estimation.step_report import checked_path, write_step_report
+        fabric_of(device, layout)  # refuses a GPU model that nothing is known to join
+    key = records.key_of(parsed, device)
 
-        page = checked_path(Path(report))
+    def run() -> ScriptRecord:
+        return _recorded(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
 
-    def request_of(record: ScriptRecord) -> Request:
-        job = replace(_job(record, name or parsed.name), parallel=_in_network(record.parallel, network))
-        _require_batch_of_script(runs, job.batch_size)
-        return Request(
-            job=job, platform=platform, estimator=estimator, data=data, loop=loop, coverage=coverage, known=runs
-        )
+    def recorded_request() -> tuple[Request, Iterable[Note]]:
+        record = (None if show_output else records.find(key)) or run()
+        job = _job(record, request.job.name, lambda: (records.with_trace(record) or run()).trace)
+        _require_batch_of_script(request.known, job.batch_size)
+        return replace(request, job=replace(job, parallel=_in_network(record.parallel, network))), _notes(record)
 
-    key = records.key_of(parsed, spec)
-    record = None if show_output else records.find(key)
-    done = None
-    if record is not None and page is None:
-        done = cached_estimate(request_of(record))
-    if record is None or done is None:
-        record = record and records.with_trace(record)
-        record = record or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
-        request = request_of(record)
-        if page is None:
-            done = answer(request)
-        else:
-            done, traced = answered(request, timeline=True)
-    done = replace(done, notes=(*_notes(record), *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
-    if page is not None:
-        write_step_report(page, request.job, platform, done, traced)
-    return done
+    return answer_and_report(recorded_request, report)
 
 
 def _network_of(parallel: object) -> dict[str, Any]:
@@ -181,14 +140,6 @@ def _in_network(layout: Parallel | None, network: Mapping[str, Any]) -> Parallel
     if layout is None and network:
         raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
     return layout and replace(layout, **network)
-
-
-def _known_runs(known: object, estimator: str | None) -> tuple[KnownRun, ...]:
-    if known == RUNS:
-        raise UsageError("known=runs is for trial configs; for a script give its measured runs")
-    if runs := known_runs(known):
-        require_movable(estimator)
-    return runs
 
 
 def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
@@ -246,7 +197,7 @@ def _recorded(
     return records.keep(key, record, began_ns)
 
 
-def _job(record: ScriptRecord, name: str) -> TrainingJob:
+def _job(record: ScriptRecord, name: str, recorded: Callable[[], StepTrace | None] | None = None) -> TrainingJob:
     def absent(*_: object) -> NoReturn:
         raise UsageError("a script has no module that could be built by itself")
 
@@ -260,7 +211,7 @@ def _job(record: ScriptRecord, name: str) -> TrainingJob:
         batch=lambda _device: ((), None),  # which a report would list
         settings=ScriptSettings(**settings),
         batch_size=max(1, record.batch_size),
-        recorded=record.trace,
+        recorded=recorded and functools.cache(recorded),
         search=replace(
             search,
             allow_tf32=bool(chosen.get("cudnn_allow_tf32", search.allow_tf32)),

@@ -13,7 +13,7 @@ from learn.commands import estimate_script
 from learn.commands.estimate import EstimateSettings
 from learn.estimation import answers, estimate_view
 from learn.estimation.platforms import platform_of
-from learn.estimation.requests import Request
+from learn.estimation.requests import Request, request_of
 from learn.script import estimating
 from learn.script.containment import SilentLoggers
 from learn.script.run import explained
@@ -25,7 +25,8 @@ DEVICE = describe_device("A100-SXM4-40GB")
 def answered(settings, known=(), workspaces=None):
     record = dataclasses.replace(RECORD, settings=settings)
     platform = dataclasses.replace(platform_of(DEVICE), workspaces=workspaces)
-    request = Request(job=estimating._job(record, "train.py"), platform=platform, known=known)
+    job = estimating._job(record, "train.py", lambda: record.trace)
+    request = Request(job=job, platform=platform, known=known)
     return answers.answered(request)[0], tuple(estimating._notes(record))
 
 
@@ -60,8 +61,13 @@ def test_a_scripts_convolutions_are_asked_about_with_its_own_search(monkeypatch)
 
 def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_refused():
     here, elsewhere = ([{"batch_size": size, "memory_mib": 700.0}] for size in (2, 8))
-    runs = estimating._known_runs(here, None)
-    estimating._require_batch_of_script(runs, 2)
+
+    def checked(known, estimator=None):
+        request = request_of(estimating._job(RECORD, "train.py"), known=known, estimator=estimator)
+        estimating._require_batch_of_script(request.known, RECORD.batch_size)
+        return request.known
+
+    runs = checked(here)
     done, _notes = answered({"optimizer": "adam", "precision": "fp32"}, known=runs)
     assert done.process_mib < 700 and done.answered_by["memory"] == "trace with 1 measured run"
     for known, estimator, message in (
@@ -70,7 +76,7 @@ def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_ref
         ("runs", None, "known=runs is for trial configs"),
     ):
         with pytest.raises(UsageError, match=message):
-            estimating._require_batch_of_script(estimating._known_runs(known, estimator), 2)
+            checked(known, estimator)
 
 
 def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkeypatch):
