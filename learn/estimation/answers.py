@@ -724,8 +724,9 @@ def answer(request: Request, traces: Traces | None = None, kept: dict[str, Any] 
     known = _found(key)
     if known is None:
         known = answered(request, traces=traces)[0]
-        fresh = {} if key is None else {f"answer {key}": known.to_mapping()}
-        keep(fresh) if kept is None else kept.update(fresh)
+        if key is not None:
+            fresh = {f"answer {key}": known.to_mapping()}
+            keep(fresh) if kept is None else kept.update(fresh)
     return _remembered(key, known)
 
 
