@@ -288,7 +288,9 @@ def _estimates(
     traces: dict = {}
     request = request_of(config, device=device, allocator=given, data=data, known=NONE)
     shipped, _ = answered(request, traces=traces)
-    alone, traced = answered(replace(request, estimator=TRACE, loop=RESIDENT), traces=traces)
+    alone, traced = answered(
+        replace(request, options=replace(request.options, estimator=TRACE, loop=RESIDENT)), traces=traces
+    )
     by_operator: dict[str, float] = defaultdict(float)
     if is_profiled and traced is not None:
         costs = operator_costs(traced.trace, device, config)

@@ -15,8 +15,8 @@ from pathlib import Path
 from conf.plain_text import exception_line
 from conf.reports.page_text import count_of
 from conf.units import MIB
-from featurize.block_comparison import ALLOCATOR, ORDER, REQUESTS, WORKSPACES, BlockComparison
 from featurize.device_spec import DeviceSpec
+from infra.offline.block_comparison import ALLOCATOR, ORDER, REQUESTS, WORKSPACES, BlockComparison
 from infra.offline.estimated_runs import FIGURES, SHIPPED, EstimatedRuns, by_family, operator_times, spread_of
 from infra.offline.experiment_sections import operator_ratio, pair_errors
 from infra.offline.probe_sections import NUMBERS, Absent, fitted_machine, measured_workspaces

@@ -93,7 +93,7 @@ def traces_of(request: Request) -> Traces:
 
 
 def _in_loop(request: Request, job: TrainingJob) -> TrainingJob:
-    return job if request.loop is None else replace(job, training_loop=request.loop == PIPELINE)
+    return job if request.options.loop is None else replace(job, training_loop=request.options.loop == PIPELINE)
 
 
 def is_of_job(error: CommandError) -> bool:
@@ -116,7 +116,7 @@ class _Answer:
     def __init__(self, request: Request, timeline: bool, traces: Traces | None) -> None:
         self.request, self.platform, self._timeline, self._traces = request, request.platform, timeline, traces
         self.device, self._on = request.platform.device, request.platform.machine
-        self._steps = StepStore(request.data)
+        self._steps = StepStore(request.options.data)
         self._lent = contextlib.ExitStack()
         self.job = _in_loop(request, request.job)
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
@@ -132,7 +132,7 @@ class _Answer:
 
     def _case(self) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
-        job, device, named = self.alone, self.device, self.request.estimator
+        job, device, named = self.alone, self.device, self.request.options.estimator
         if job.config is not None:
             return Case(job.config, device.name, job.training_loop, described=device)
         if named is not None and named not in TRAINING_FREE and not get_estimator(named).needs_trace:
@@ -178,7 +178,7 @@ class _Answer:
         """Ask the estimator that was named, else the fitted models. Raises the trace's failure where nobody answers."""
         from learn.traced import CannotTrace
 
-        estimator, job = self.request.estimator, self.job
+        estimator, job = self.request.options.estimator, self.job
         beyond = training_of(job.settings).beyond_fits()
         beyond += () if job.parallel is None else (SEVERAL_GPUS,)
         if job.batches:
@@ -269,9 +269,9 @@ class _Answer:
         """
         from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
 
-        case, estimator = self.case, self.request.estimator
-        folder = DataFolder.resolve(self.request.data)
-        if self.request.data is not None:
+        case, estimator = self.case, self.request.options.estimator
+        folder = DataFolder.resolve(self.request.options.data)
+        if self.request.options.data is not None:
             folder.open()
         family = None if case.config is None else case.family
         wanted: Wanted = {
@@ -295,7 +295,7 @@ class _Answer:
                 if estimator is not None:
                     raise
                 notes.append(Note("stale-model", WARNING, str(error)))
-            artifact, passed_over = _of_loop(target, own, shipped.get(target), self.request.loop)
+            artifact, passed_over = _of_loop(target, own, shipped.get(target), self.request.options.loop)
             notes += passed_over
             of_model = None if artifact is None else self._ask_model(target, artifact, artifact is not own)
             if of_model is None:
@@ -326,14 +326,14 @@ class _Answer:
         asked = self._case_in_a_plain_loop if loops_of_sources(sources) == {PIPELINE} else self.case
         prediction = artifact.estimator.predict([asked], self._steps)
         if prediction.refusals:
-            if target == "memory" and self.request.estimator is not None:
-                raise UsageError(f"estimator={self.request.estimator} has no answer: {prediction.refusals[0]}")
+            if target == "memory" and self.request.options.estimator is not None:
+                raise UsageError(f"estimator={self.request.options.estimator} has no answer: {prediction.refusals[0]}")
             return None
         point, name = float(prediction.point[0]), artifact.meta["estimator"]
         by = f"{name} (default)" if default else f"{name} {artifact.version}"
         self._take(target, point, by, loop_named(asked.training_loop))
         if target == "memory":
-            coverage = self.request.coverage
+            coverage = self.request.options.coverage
             if quantiles_mib := _quantiles(prediction, coverage):
                 held_out = _held_out(prediction, artifact) if coverage == LEVEL else {}
                 causes_mib = {HELD_OUT: quantiles_mib[coverage] - point}
@@ -376,10 +376,14 @@ class _Answer:
             assert self.memory is not None
             uncertainty = uncertainty_of(self.traced, self.platform)
             centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
-            held = asdict(uncertainty.held) if uncertainty.held is not None and self.request.coverage == LEVEL else {}
+            held = (
+                asdict(uncertainty.held)
+                if uncertainty.held is not None and self.request.options.coverage == LEVEL
+                else {}
+            )
             limit_mib = self.platform.limit_mib(self.traced)
             self.memory = bounded_by_causes(
-                self.memory, uncertainty, centre_mib, self.request.coverage, limit_mib, held
+                self.memory, uncertainty, centre_mib, self.request.options.coverage, limit_mib, held
             )
 
     def _move(self, mib: float) -> None:
@@ -423,7 +427,7 @@ class _Answer:
         """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
         from featurize.parallel.overlap import lengthened
 
-        job, device, loop = self.alone, self.device, self.request.loop or RESIDENT
+        job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
         talk = talk_of(traced, job, device)
         step = lengthened(self._priced(traced, loop), talk, device)
         of_step: dict[str, Any] = {}
@@ -541,7 +545,7 @@ class _Answer:
         Raises:
             UsageError: There are runs, and the job is not traced.
         """
-        own, known, device = self.request.own_runs, self.request.known, self.device
+        own, known, device = self.request.own_runs, self.request.options.known, self.device
         if own is not None and (self.traced is not None or own.asked_for):
             runs, notes = own.of(self.job.batch_size, device)
         else:
@@ -573,7 +577,7 @@ class _Answer:
             workspaces = self.platform.workspaces is not None
             return self.platform.placed(self._step_of(job), job, workspaces=workspaces)
 
-        return moved(done, runs, trace_of, self.request.coverage, uncertainty_of(traced, self.platform))
+        return moved(done, runs, trace_of, self.request.options.coverage, uncertainty_of(traced, self.platform))
 
 
 def _note_of_host(step: SimulatedStep, job: TrainingJob) -> list[Note]:
@@ -792,13 +796,13 @@ def _key(request: Request) -> tuple[str | None, Request]:
     if request.platform.workspaces is not None:
         return None, request
     request = with_key(request)
-    job, folder, own = request.job, DataFolder.resolve(request.data), request.own_runs
+    job, folder, own = request.job, DataFolder.resolve(request.options.data), request.own_runs
     if not job.key:
         return None, request
     identity = (
         job.key, job.name, job.training_loop, request.platform, request.platform.device.interconnect,
-        request.estimator, request.loop, request.coverage, request.known, own and (own.asked_for, own.changed_ns),
-        str(folder.root), tuple(_models_of(folder)),
+        replace(request.options, data=None), own and (own.asked_for, own.changed_ns), str(folder.root),
+        tuple(_models_of(folder)),
     )  # fmt: skip
     return hashlib.sha256(repr(identity).encode()).hexdigest(), request
 

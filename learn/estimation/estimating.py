@@ -13,19 +13,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.bars import terminal_bar
 from conf.errors import CommandError, UsageError, unknown_name
-from featurize.device_spec import DEFAULT_DEVICE
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
-from learn.estimation.memory_causes import require_coverage
-from learn.estimation.platforms import platform_of
-from learn.estimation.requests import (
-    RequestKeywords,
-    request_of,
-    require_estimator,
-    require_same,
-    training_settings,
-)
+from learn.estimation.requests import RequestKeywords, platform_and_options, request_of, require_same, training_settings
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -124,7 +115,6 @@ def estimate(
     """
     _require_method(method)
     if method == "fast":
-        require_estimator(options.get("estimator"))
         config = config_from_mapping(model) if isinstance(model, Mapping) else model
         return _fast_estimates([config], {"inputs": inputs, "report": report, **options})[0]
     from learn.estimation.answers import answer_and_report
@@ -163,7 +153,7 @@ def estimate_many(
     if known not in (None, RUNS) and not leaves_out(known):
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
     _require_method(method)
-    require_estimator(options.get("estimator"))
+    platform_and_options(options)
     jobs = _configs(configs)
     if method == "fast":
         return _fast_estimates(jobs, options)
@@ -215,23 +205,22 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
     """Return the estimates of `method=fast`, for which the keywords of a trace are left out. Raises `UsageError`."""
     from learn.estimation.fast_estimates import fast_estimates
 
-    data, coverage = options.get("data"), options.get("coverage", LEVEL)
-    platform = platform_of(options.get("device", DEFAULT_DEVICE), machine=options.get("machine"), data=data)
+    of_fast = {name: value for name, value in options.items() if name in _OF_FAST}
+    platform, answer_options = platform_and_options(of_fast)
     of_traces = {name: options.get(name) for name in _OF_TRACES}
     others = {name: value for name, value in options.items() if name not in (*_OF_FAST, *_OF_TRACES)}
     single = training_settings(others, options.get("settings"))
-    require_coverage(coverage)
     if leaves_out(of_traces["known"]):
         del of_traces["known"]
     if given_too := [name for name, value in of_traces.items() if value is not None]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
-    if coverage != LEVEL:
+    if answer_options.coverage != LEVEL:
         raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
     for config in configs:
         if not isinstance(config, TrialConfig):
             raise UsageError("method=fast answers from a trial config alone; modules take method=full")
         require_same(config, single)
-    return fast_estimates(configs, platform.device, platform.machine, data)
+    return fast_estimates(configs, platform.device, platform.machine, answer_options.data)
 
 
 # Keywords that only a trace follows.

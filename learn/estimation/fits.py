@@ -184,7 +184,7 @@ def devices_that_fit(
     of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}
     anywhere = {"device": DEFAULT_DEVICE, "machine": CURRENT, "power_limit_w": None}
     request = request_of(model, inputs, **{**given, **of_platform, **anywhere})
-    if any(run.device is None for run in request.known):
+    if any(run.device is None for run in request.options.known):
         raise UsageError(
             "known: a run without a device would speak for every GPU model; name its own, as in "
             "known=[{batch_size: 32, memory_mib: 10240, device: A100-SXM4-40GB}]"
@@ -195,7 +195,7 @@ def devices_that_fit(
     fits, problems = [], []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
         try:
-            here = replace(request, platform=platform_of(data=request.data, **{**of_platform, "device": spec}))
+            here = replace(request, platform=platform_of(data=request.options.data, **{**of_platform, "device": spec}))
             try:
                 done = answer(here, traces, kept)
             finally:

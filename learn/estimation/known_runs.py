@@ -157,12 +157,6 @@ def _from_json(text: str) -> Any:
         raise UsageError(f"{_TAKES}; got text that is no JSON ({error}): {shown(text)}") from error
 
 
-def require_movable(estimator: str | None) -> None:
-    """Raise `UsageError` where another estimator than the trace is named beside measured runs."""
-    if estimator not in (None, "trace"):
-        raise UsageError(f"known= moves the trace's figure; leave estimator={estimator} out")
-
-
 def moved(
     done: Estimate,
     runs: Sequence[KnownRun],

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from conf.errors import UsageError
 from conf.units import MIB
 from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, DESCRIBED, EAGER
 from learn.bounds import Held, bound_shares, least_held
 from learn.estimation.notes import BOUND, INFO, Note
-from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
     from featurize.library_calls import LibraryCall
@@ -212,12 +210,3 @@ def widest(causes_mib: Mapping[str, float], above_mib: float) -> Note | None:
         text = "the bound is what can be taken of the card: without spare workspaces and caches the job surely fits it"
         return Note(BOUND, INFO, text)
     return Note(BOUND, INFO, f"the bound exceeds the estimate by {listed}; {NARROWED_BY[shares[0][1]]}")
-
-
-def require_coverage(coverage: object) -> float:
-    """Return the coverage of a bound. Raises `UsageError` unless it is a number above 0.5 and at most 0.99."""
-    if isinstance(coverage, int | float) and not isinstance(coverage, bool) and 0.5 < coverage <= LEVEL:
-        return float(coverage)
-    raise UsageError(
-        f"coverage is a number above 0.5 and at most {LEVEL}, got {coverage!r}: held-out errors carry no more"
-    )

@@ -18,9 +18,8 @@ from featurize.training_settings import Training, TrainingKeywords, training_of
 from featurize.trial import TrialConfig, config_from_mapping
 from featurize.trial_config import TRAINING_FIELDS
 from learn.batch_lengths import batches_of
-from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs, require_movable
-from learn.estimation.loops import require_loop
-from learn.estimation.memory_causes import require_coverage
+from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs
+from learn.estimation.loops import LOOPS
 from learn.estimation.platforms import Platform, platform_of
 from learn.estimators import ESTIMATORS, LEVEL
 from learn.job import TrainingJob, of_config, of_module
@@ -76,78 +75,96 @@ class AnswerKeywords(TypedDict, total=False):
     known: Sequence[KnownRun | Mapping[str, Any]] | Mapping[str, Any] | str | None
 
 
-class RequestKeywords(JobKeywords, PlatformKeywords, AnswerKeywords, total=False):
+class ScriptKeywords(PlatformKeywords, AnswerKeywords, total=False):
+    """Keywords of a job that says itself what it is."""
+
+
+class RequestKeywords(JobKeywords, ScriptKeywords, total=False):
     """All keywords of a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """A job, what it runs on, and how its estimate is made.
+class AnswerOptions:
+    """How an answer is wanted, as `learn.estimate` describes it. Raises `UsageError` for a value that cannot be."""
 
-    estimator, data, loop, coverage   as in `learn.estimate`
-    known       measured runs of the job
-    own_runs    the data folder's measured runs of a trial config, where they may serve
-
-    Raises:
-        UsageError: A value that cannot be, or two that do not go together.
-    """
-
-    job: TrainingJob
-    platform: Platform
     estimator: str | None = None
     data: Data | None = None
     loop: str | None = None
     coverage: float = LEVEL
     known: tuple[KnownRun, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.estimator is not None and not (isinstance(self.estimator, str) and self.estimator in ESTIMATORS):
+            raise unknown_name("estimator", self.estimator, ESTIMATORS)
+        if self.loop is not None and self.loop not in LOOPS:
+            raise unknown_name("loop", self.loop, LOOPS)
+        coverage = self.coverage
+        if not isinstance(coverage, int | float) or isinstance(coverage, bool) or not 0.5 < coverage <= LEVEL:
+            raise UsageError(
+                f"coverage is a number above 0.5 and at most {LEVEL}, got {coverage!r}: held-out errors carry no more"
+            )
+        if self.known:
+            self.require_movable()
+
+    def require_movable(self) -> None:
+        """Raise `UsageError` where another estimator than the trace is named beside measured runs."""
+        if self.estimator not in (None, "trace"):
+            raise UsageError(f"known= moves the trace's figure; leave estimator={self.estimator} out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A job, what it runs on, and how its estimate is wanted. Raises `UsageError` for what does not go together.
+
+    own_runs    the data folder's measured runs of a trial config, where they may serve
+    """
+
+    job: TrainingJob
+    platform: Platform
+    options: AnswerOptions
     own_runs: OwnRuns | None = None
 
     def __post_init__(self) -> None:
-        require_estimator(self.estimator)
-        require_loop(self.loop)
-        require_coverage(self.coverage)
-        moves = bool(self.known) or (self.own_runs is not None and self.own_runs.asked_for)
-        if moves:
-            require_movable(self.estimator)
-        if self.job.parallel is not None:
-            if self.estimator not in (None, "trace"):
-                raise UsageError(
-                    f"estimator={self.estimator} knows one GPU; with parallel= the trace answers, leave estimator out"
-                )
-            if moves:
-                raise UsageError("known: of jobs on one GPU only; leave it out, or leave parallel out")
-        elif moves and self.job.batches:
+        estimator, moves = self.options.estimator, bool(self.options.known)
+        if self.own_runs is not None and self.own_runs.asked_for:
+            self.options.require_movable()
+            moves = True
+        if self.job.parallel is not None and estimator not in (None, "trace"):
+            raise UsageError(
+                f"estimator={estimator} knows one GPU; with parallel= the trace answers, leave estimator out"
+            )
+        if self.job.parallel is not None and moves:
+            raise UsageError("known: of jobs on one GPU only; leave it out, or leave parallel out")
+        if self.job.batches and moves:
             raise UsageError("known= holds runs of one batch shape each; leave batches= out")
 
 
-def require_estimator(estimator: object) -> None:
-    """Raise `UsageError` for an unknown estimator, with the known ones."""
-    if estimator is not None and not (isinstance(estimator, str) and estimator in ESTIMATORS):
-        raise unknown_name("estimator", estimator, ESTIMATORS)
+def platform_and_options(options: Mapping[str, Any]) -> tuple[Platform, AnswerOptions]:
+    """Return what a job runs on and how its answer is wanted, of the keywords of `learn.estimate` that say so. Raises
+    `UsageError`."""
+    of_platform = {name: options[name] for name in PlatformKeywords.__annotations__ if name in options}
+    of_answer = {name: options[name] for name in AnswerKeywords.__annotations__ if name in options}
+    answer_options = AnswerOptions(**{**of_answer, "known": known_runs(options.get("known"))})
+    return platform_of(data=answer_options.data, **of_platform), answer_options
 
 
-def request_of(
-    model: AnyModel | TrainingJob, inputs: Inputs | None = None, **options: Unpack[RequestKeywords]
-) -> Request:
+def request_of(model: AnyModel, inputs: Inputs | None = None, **options: Unpack[RequestKeywords]) -> Request:
     """Return what `learn.estimate` is asked with these arguments, checked; nothing is traced.
 
     Raises:
         UsageError: As in `learn.estimate`.
     """
-    given: dict[str, Any] = dict(options)
-    of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}
-    of_answer = {name: given.pop(name) for name in AnswerKeywords.__annotations__ if name in given}
-    known, data, estimator = of_answer.pop("known", None), of_answer.get("data"), of_answer.get("estimator")
-    require_estimator(estimator)
-    platform = platform_of(data=data, **of_platform)
-    runs = known_runs(known)
-    job = model if isinstance(model, TrainingJob) else job_of(model, inputs, **given)
+    elsewhere = (*PlatformKeywords.__annotations__, *AnswerKeywords.__annotations__)
+    of_job: dict[str, Any] = {name: value for name, value in options.items() if name not in elsewhere}
+    platform, answer_options = platform_and_options(options)
+    job, known = job_of(model, inputs, **of_job), options.get("known")
     if known == RUNS and job.config is None:
-        raise UsageError("known=runs is for trial configs; for any other job give its measured runs")
-    others = (estimator, platform.allocator, platform.torch_version, job.parallel)
+        raise UsageError("known=runs is for trial configs; for a module give its measured runs")
+    others = (answer_options.estimator, platform.allocator, platform.torch_version, job.parallel)
     own = None
     if job.config is not None and (known == RUNS or (known is None and not any(one is not None for one in others))):
-        own = OwnRuns(data=data, config=job.config, asked_for=known == RUNS)
-    return Request(job=job, platform=platform, known=runs, own_runs=own, **of_answer)
+        own = OwnRuns(data=answer_options.data, config=job.config, asked_for=known == RUNS)
+    return Request(job=job, platform=platform, options=answer_options, own_runs=own)
 
 
 def job_of(

@@ -17,11 +17,9 @@ from conf.errors import UsageError, shown, unknown_name
 from conf.reports.page_text import count_of
 from featurize.training_settings import CHECKPOINTING, Training, training_of
 from featurize.trial import TrialConfig
-from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import answered
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.platforms import platform_of
-from learn.estimation.requests import Request, request_of, require_estimator
+from learn.estimation.requests import Request, platform_and_options, request_of
 from learn.estimators import LEVEL
 from learn.planning.meshes import (
     apt_for_training,
@@ -100,8 +98,7 @@ def plan(
         from learn.estimation.step_report import checked_path
 
         page = checked_path(Path(report), like="plan.html")
-    require_estimator(options.get("estimator"))
-    spec = platform_of(options.get("device", DEFAULT_DEVICE)).device
+    spec = platform_and_options(options)[0].device
     counts = checked_gpus(gpus)
     job = _planned(model, inputs, global_batch, options)
     ways = _ways(checkpointing, job.settings)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
-from conf.errors import UsageError, shown
+from conf.errors import UsageError, shown, unknown_name
 from conf.plain_text import one_line
 from featurize.cudnn.workspaces import search_settings
 from featurize.parallel.collectives import fabric_of
@@ -25,9 +25,9 @@ from featurize.parallel.layout_text import named_settings, names_network_only
 from featurize.training_settings import Training
 from learn.estimation.answers import answer_and_report
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import KnownRun
+from learn.estimation.known_runs import RUNS, KnownRun
 from learn.estimation.notes import INFO, WARNING, Note
-from learn.estimation.requests import AnswerKeywords, PlatformKeywords, Request, request_of
+from learn.estimation.requests import Request, ScriptKeywords, platform_and_options
 from learn.job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
@@ -42,7 +42,6 @@ ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alon
 _OF_NETWORK = "a script's launcher says how it is spread; of parallel= it takes network_gb_s, as in network_gb_s=50"
 _MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by default
 _LAST_LINES = 3
-_NOT_RUN = ScriptRecord(trace=None, problem=None, settings={}, batch_size=1, backwards=1, notes=())
 _ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "zero_grad", "checkpointing", "checkpoint_reentrant")
 
 
@@ -52,10 +51,6 @@ class ScriptSettings(Training):
     optimizer that the project does not know, nor two settings together."""
 
     def __post_init__(self) -> None: ...
-
-
-class ScriptKeywords(PlatformKeywords, AnswerKeywords, total=False):
-    """Keywords of `learn.estimate` that are of scripts, too."""
 
 
 def estimate_script(
@@ -104,10 +99,15 @@ def estimate_script(
         >>> estimate_script(["python", "train.py", "--batch", "64"], device="A100-SXM4-40GB").peak_memory_mib
     """
     parsed = parse_command(command)
-    if (estimator := options.get("estimator")) is not None and estimator not in ESTIMATORS:
+    for keyword in options:
+        if keyword not in ScriptKeywords.__annotations__:
+            raise unknown_name("keyword", keyword, ScriptKeywords.__annotations__)
+    if (estimator := options.get("estimator")) not in (None, *ESTIMATORS):
         raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
-    request = request_of(_job(_NOT_RUN, name or parsed.name), **options)
-    network, device = _network_of(parallel), request.platform.device
+    if options.get("known") == RUNS:
+        raise UsageError("known=runs is for trial configs; for a script give its measured runs")
+    platform, answer_options = platform_and_options(options)
+    network, device = _network_of(parallel), platform.device
     if (layout := parsed.layout()).own > 1:
         fabric_of(device, layout)  # refuses a GPU model that nothing is known to join
     key = records.key_of(parsed, device)
@@ -117,9 +117,10 @@ def estimate_script(
 
     def recorded_request() -> tuple[Request, Iterable[Note]]:
         record = (None if show_output else records.find(key)) or run()
-        job = _job(record, request.job.name, lambda: (records.with_trace(record) or run()).trace)
-        _require_batch_of_script(request.known, job.batch_size)
-        return replace(request, job=replace(job, parallel=_in_network(record.parallel, network))), _notes(record)
+        job = _job(record, name or parsed.name, lambda: (records.with_trace(record) or run()).trace)
+        _require_batch_of_script(answer_options.known, job.batch_size)
+        job = replace(job, parallel=_in_network(record.parallel, network))
+        return Request(job=job, platform=platform, options=answer_options), _notes(record)
 
     return answer_and_report(recorded_request, report)
 

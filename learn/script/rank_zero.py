@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from featurize.parallel.ranks import Ranks
     from featurize.parallel.streams import Streams
     from featurize.parallel.zero import ZeroRank
-    from featurize.parallel.zero3 import ZeroShardedRank
 
 
 class RankZero:
@@ -42,8 +41,8 @@ class RankZero:
 
     def __init__(self, recorder: ScriptRecorder, command: ScriptCommand) -> None:
         self.recorder, self._command, self.launched = recorder, command, command.nodes * command.per_node
-        self._wrappers: list[Replica | ZeroRank | ZeroShardedRank] = []
-        self._zero: ZeroRank | ZeroShardedRank | None = None
+        self._wrappers: list[Replica | ZeroRank] = []
+        self._zero: ZeroRank | None = None
         self._wrapper: Parallel | None = None  # of the first replica
         self._streams: Streams | None = None
         self._ranks: Ranks | None = None
@@ -76,13 +75,14 @@ class RankZero:
         self._wrappers.append(replica)
         self._wrapper = self._wrapper or settings
 
-    def play(self, layout: Parallel, settings: Training) -> ZeroRank | ZeroShardedRank:
-        """Return what plays a rank of ZeRO from now on, with the script's recorder."""
+    def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
+        """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of so many elements."""
         from featurize.parallel.zero3 import zero_rank
 
         self._wrapper = layout
         self._zero = self._entered.enter_context(zero_rank(layout, 0, settings))
         self._zero.attach(self.recorder)
+        self._zero.parameters = parameters
         self._wrappers.append(self._zero)
         return self._zero
 
@@ -99,7 +99,7 @@ class RankZero:
 
     def parameters(self) -> int:
         """Return the elements of the model's parameters, also of those that the rank holds a part of."""
-        return self.recorder.parameters() if self._zero is None else self._zero.elements
+        return self.recorder.parameters() if self._zero is None else self._zero.parameters
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""

@@ -12,8 +12,9 @@ from featurize.device_spec import describe_device
 from learn.commands import estimate_script
 from learn.commands.estimate import EstimateSettings
 from learn.estimation import answers, estimate_view
+from learn.estimation.known_runs import known_runs
 from learn.estimation.platforms import platform_of
-from learn.estimation.requests import Request, request_of
+from learn.estimation.requests import AnswerOptions, Request
 from learn.script import estimating
 from learn.script.containment import SilentLoggers
 from learn.script.run import explained
@@ -26,7 +27,7 @@ def answered(settings, known=(), workspaces=None):
     record = dataclasses.replace(RECORD, settings=settings)
     platform = dataclasses.replace(platform_of(DEVICE), workspaces=workspaces)
     job = estimating._job(record, "train.py", lambda: record.trace)
-    request = Request(job=job, platform=platform, known=known)
+    request = Request(job=job, platform=platform, options=AnswerOptions(known=known))
     return answers.answered(request)[0], tuple(estimating._notes(record))
 
 
@@ -61,22 +62,19 @@ def test_a_scripts_convolutions_are_asked_about_with_its_own_search(monkeypatch)
 
 def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_refused():
     here, elsewhere = ([{"batch_size": size, "memory_mib": 700.0}] for size in (2, 8))
-
-    def checked(known, estimator=None):
-        request = request_of(estimating._job(RECORD, "train.py"), known=known, estimator=estimator)
-        estimating._require_batch_of_script(request.known, RECORD.batch_size)
-        return request.known
-
-    runs = checked(here)
+    runs = known_runs(here)
+    estimating._require_batch_of_script(runs, 2)
     done, _notes = answered({"optimizer": "adam", "precision": "fp32"}, known=runs)
     assert done.process_mib < 700 and done.answered_by["memory"] == "trace with 1 measured run"
-    for known, estimator, message in (
-        (elsewhere, None, r"known\[0\] is of batch_size=8, and the script"),
-        (here, "hybrid", "leave estimator=hybrid out"),
-        ("runs", None, "known=runs is for trial configs"),
+    with pytest.raises(UsageError, match=r"known\[0\] is of batch_size=8, and the script"):
+        estimating._require_batch_of_script(known_runs(elsewhere), 2)
+    for given, message in (
+        ({"known": here, "estimator": "hybrid"}, "leave estimator=hybrid out"),
+        ({"known": "runs"}, "known=runs is for trial configs"),
+        ({"batch_size": 8}, "unknown keyword 'batch_size'; known: allocator, coverage"),
     ):
         with pytest.raises(UsageError, match=message):
-            checked(known, estimator)
+            estimating.estimate_script(["python", __file__], **given)
 
 
 def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkeypatch):
