@@ -42,6 +42,7 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE, RUNS
 from learn.estimation.model_names import load_factory
 from learn.estimation.notes import AMD_GPU, PROBLEM, Note
+from learn.estimation.requests import ScriptKeywords
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from learn.estimation.requests import AnyModel, Inputs
 
 FORMATS = ("table", "json")
+FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
 DEFAULT_DTYPE = "float32"
 
@@ -262,6 +264,9 @@ class EstimateSettings(TrainingKeys):
         None, "for find: what has to fit, bound (99 of 100 jobs stay below it) or point; default bound"
     )
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
+    snapshot: str | None = key(
+        None, "write the step's memory into this file, for PyTorch's viewer (pytorch.org/memory_viz)", "new path"
+    )
     format: str = key("table", "table or json")
     notes: str = key(IMPORTANT, "of a table: important, at most three of them, or all")
     server: str | None = key(
@@ -319,7 +324,7 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(f"find={self.find} is of one GPU model; name it with device=")
         if self.model is None and self.config is None:
             raise UsageError(f"find={self.find} is for model= and config=")
-        default = {"report": None, "method": "full", "power_limit_w": None}
+        default = {"report": None, "snapshot": None, "method": "full", "power_limit_w": None}
         if one_only := [name for name, value in default.items() if getattr(self, name) != value]:
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
 
@@ -329,6 +334,11 @@ class EstimateSettings(TrainingKeys):
             raise unknown_name("notes", self.notes, NOTES)
         if self.format not in FORMATS:
             raise unknown_name("format", self.format, FORMATS)
+
+    def how(self) -> dict[str, Any]:
+        """Return the keywords of `learn.estimate` that say what the job runs on and how its answer is wanted."""
+        given = {name: getattr(self, name) for name in ScriptKeywords.__annotations__}
+        return {**given, "device": self.device or DEFAULT_DEVICE}
 
     def print_answer(self, title: str, done: Estimate, past: PastRun | None = None) -> None:
         """Print the estimate of one job in the format, with the notes that the keys ask for."""
@@ -348,10 +358,7 @@ def entry(settings: EstimateSettings) -> int:
         return entry_of_server(settings)
     settings.require_one_job()
     settings.require_format()
-    if settings.data is not None:
-        from warehouse.folder import DataFolder
-
-        DataFolder.resolve(settings.data).open()
+    open_data(settings.data)
     if settings.configs is not None:
         return _print_many(settings.configs, settings)
     past = None
@@ -381,31 +388,29 @@ def entry(settings: EstimateSettings) -> int:
         batches = model_batches(settings.batches, settings.batch)
     known = settings.known if past is None or settings.known is not None else NONE  # its own figures stand beside it
     options = {
-        **({} if batches is None else {"batches": batches}),
-        "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
-        "coverage": settings.coverage, "known": known, "data": settings.data,
-        "allocator": settings.allocator, "input_dtype": input_dtype, "workspaces": settings.workspaces,
-        "torch_version": settings.torch_version, "parallel": settings.parallel,
-        **{name: getattr(settings, name) for name in SETTINGS},
+        **settings.how(), **{name: getattr(settings, name) for name in SETTINGS}, "loop": loop, "machine": machine,
+        "known": known, "batches": batches, "trust": settings.trust, "input_dtype": input_dtype,
+        "parallel": settings.parallel,
     }  # fmt: skip
     if settings.find is not None:
         return print_fits(settings, title, job, inputs, options)
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
-            job, inputs, name=title, device=device or DEFAULT_DEVICE, power_limit_w=settings.power_limit_w,
-            method=settings.method, report=settings.report, **options,
+            job, inputs, name=title, method=settings.method, report=settings.report, snapshot=settings.snapshot,
+            **{**options, "device": device or DEFAULT_DEVICE},
         )  # fmt: skip
     if past is not None:
         done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
     settings.print_answer(title, done, past)
-    if settings.report is not None:
-        print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
+    for name in FILES:
+        if (path := getattr(settings, name)) is not None:
+            print(f"{name}: {path}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0
 
 
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    single = ("allocator", "report", "parallel", "power_limit_w")
+    single = ("allocator", "report", "snapshot", "parallel", "power_limit_w")
     if given := [name for name in (*SETTINGS, *single) if getattr(settings, name) is not None]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if settings.format != "json":
@@ -416,12 +421,7 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
             configs.append(config_from_mapping(config_mapping(line)))
         except CommandError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
-    for done in estimate_many(
-        configs, device=settings.device or DEFAULT_DEVICE, method=settings.method, estimator=settings.estimator,
-        data=settings.data, trust=settings.trust, loop=settings.loop, machine=settings.machine,
-        coverage=settings.coverage, workspaces=settings.workspaces, known=settings.known,
-        torch_version=settings.torch_version,
-    ):  # fmt: skip
+    for done in estimate_many(configs, method=settings.method, trust=settings.trust, **settings.how()):
         print(json.dumps(done.to_mapping()))
     return 0
 
@@ -480,7 +480,7 @@ def print_fits(
         if settings.find == DEVICES:
             fits = devices_that_fit(job, inputs, devices=settings.devices or None, by=by, **options)
         else:
-            largest = largest_batch(job, inputs, device=settings.device or DEFAULT_DEVICE, by=by, **options)
+            largest = largest_batch(job, inputs, by=by, **options)
     if settings.format == "json":
         answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
@@ -567,11 +567,47 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
+# Keys that name another job than a script, or that the script chooses itself.
+_OF_OTHER_JOBS = (
+    "model", "input", "batches", "batch", "find", "by", "arguments", "config", "configs", "run", "server", *SETTINGS,
+)  # fmt: skip
+
+
+def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
+    """Estimate the training script that `command` starts, and print the estimate. Returns the exit code."""
+    from learn.script.estimating import estimate_script
+
+    given = [name for name in _OF_OTHER_JOBS if getattr(settings, name) is not None]
+    given += [name for name in ("trust", "devices") if getattr(settings, name)]
+    given += ["input_dtype"] if settings.input_dtype != DEFAULT_DTYPE else []
+    if given:
+        raise UsageError(f"a script says itself what it trains; leave {', '.join(given)} out")
+    settings.require_format()
+    if settings.method != "full":
+        raise UsageError("a script is estimated with method=full")
+    open_data(settings.data)
+    own = {name: getattr(settings, name) for name in ("parallel", *FILES, *_OF_SCRIPTS)}
+    title = " ".join(command)
+    settings.print_answer(title, estimate_script(command, name=title, **settings.how(), **own))
+    return 0
+
+
+_OF_SCRIPTS = ("time_limit_s", "memory_limit_gib", "show_output")
+
+
+def open_data(data: str | None) -> None:
+    """Raise `CommandError` for a data folder that is named and cannot be read."""
+    if data is not None:
+        from warehouse.folder import DataFolder
+
+        DataFolder.resolve(data).open()
+
+
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
 # Keys of this machine: its data folder, its files, and what the service decides itself.
 _HERE = (
-    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report", "data",
-    "memory_limit_gib",
+    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report",
+    "snapshot", "data", "memory_limit_gib",
 )  # fmt: skip
 _SAME = ("coverage", "machine", "loop", "allocator", "workspaces")
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import RankGroup
     from learn.estimation.known_runs import KnownRun
     from learn.estimation.requests import Request
+    from learn.estimation.step_files import StepFiles
     from learn.estimators import Prediction
     from learn.traced import TracedStep
 
@@ -734,26 +735,19 @@ def answer(request: Request, traces: Traces | None = None, kept: dict[str, Any] 
     return _remembered(key, known)
 
 
-def answer_and_report(
-    made: Callable[[], tuple[Request, Iterable[Note]]], report: str | os.PathLike[str] | None
-) -> Estimate:
-    """Return the answer to a request, and write its page where one is wanted.
+def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: StepFiles) -> Estimate:
+    """Return the answer to a request, and write the files of its step that are wanted.
 
     Args:
-        made: Makes the request, and what is noted besides its answer. Called once the page is known to be writable.
-        report: The page's file; None: no page.
+        made: Makes the request, and what is noted besides its answer.
+        files: Checked to be writable.
     """
     began = time.monotonic_ns()
-    page = None
-    if report is not None:
-        from learn.estimation.step_report import checked_path, write_step_report
-
-        page = checked_path(Path(report))
     request, notes = made()
-    done, traced = (answer(request), None) if page is None else answered(request, timeline=True)
+    done, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
     done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
-    if page is not None:
-        write_step_report(page, request.job, request.platform, done, traced)
+    if any(files):
+        files.write(request, done, traced)
     return done
 
 

@@ -16,7 +16,15 @@ from conf.errors import CommandError, UsageError, unknown_name
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
-from learn.estimation.requests import RequestKeywords, platform_and_options, request_of, require_same, training_settings
+from learn.estimation.requests import (
+    RequestKeywords,
+    platform_and_options,
+    refuse_of_one_estimate,
+    request_of,
+    require_same,
+    training_settings,
+)
+from learn.estimation.step_files import StepFiles
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -33,6 +41,7 @@ def estimate(
     *,
     method: str = "full",
     report: str | os.PathLike[str] | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
     **options: Unpack[RequestKeywords],
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
@@ -72,6 +81,8 @@ def estimate(
             or a detector's mapping of losses), else cross entropy of the output, its `logits` or its first tensor, with
             targets to suit.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
+        snapshot: A file to write: the replay in the format of `torch.cuda.memory._dump_snapshot`, for PyTorch's memory
+            viewer. Its frames are operators and modules, its times the order of the events.
         name: The job's name in the report.
         trust: Modules whose code may run where a trial config names it (family `zoo`). Models of torchvision, timm and
             transformers need no trust.
@@ -106,7 +117,7 @@ def estimate(
 
     Raises:
         UsageError: An unknown name, a model that can't be built or traced (the message names the operator and the
-            module), a named estimator that is not fitted or refuses, or a report that can't be written.
+            module), a named estimator that is not fitted or refuses, or a file that can't be written.
 
     Example:
         >>> estimate(torchvision.models.resnet50, [64, 3, 224, 224], device="A100-SXM4-40GB").peak_memory_mib
@@ -116,10 +127,11 @@ def estimate(
     _require_method(method)
     if method == "fast":
         config = config_from_mapping(model) if isinstance(model, Mapping) else model
-        return _fast_estimates([config], {"inputs": inputs, "report": report, **options})[0]
-    from learn.estimation.answers import answer_and_report
+        return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
+    from learn.estimation.answers import answer_and_write
 
-    return answer_and_report(lambda: (request_of(model, inputs, **options), ()), report)
+    files = StepFiles.checked(report, snapshot)
+    return answer_and_write(lambda: (request_of(model, inputs, **options), ()), files)
 
 
 def estimate_many(
@@ -147,6 +159,7 @@ def estimate_many(
     Raises:
         UsageError: As in `estimate`. A value that is no config is named by its place: `configs[3]: ...`.
     """
+    refuse_of_one_estimate(options)
     if options.get("batches") is not None:
         raise UsageError("a trial config has its own inputs; leave batches out")
     known = options.get("known")
@@ -225,6 +238,6 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
 
 # Keywords that only a trace follows.
 _OF_TRACES = (
-    "estimator", "allocator", "report", "loop", "workspaces", "known", "torch_version", "parallel", "power_limit_w",
-    "inputs", "batches", "target", "loss",
+    "estimator", "allocator", "report", "snapshot", "loop", "workspaces", "known", "torch_version", "parallel",
+    "power_limit_w", "inputs", "batches", "target", "loss",
 )  # fmt: skip

@@ -23,11 +23,12 @@ from featurize.parallel.collectives import fabric_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import named_settings, names_network_only
 from featurize.training_settings import Training
-from learn.estimation.answers import answer_and_report
+from learn.estimation.answers import answer_and_write
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun
 from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.requests import Request, ScriptKeywords, platform_and_options
+from learn.estimation.step_files import StepFiles
 from learn.job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
@@ -58,6 +59,7 @@ def estimate_script(
     *,
     parallel: Parallel | Mapping[str, Any] | str | None = None,
     report: str | os.PathLike[str] | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     memory_limit_gib: float | None = None,
@@ -77,7 +79,7 @@ def estimate_script(
             `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
             working folder, with this process's Python. `env NAME=VALUE` and `-u NAME` may stand before it.
         parallel: Of a launched script, `{"network_gb_s": 50}`: what each GPU gets of the network between nodes.
-        report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
+        report, snapshot: Files to write, as in `learn.estimate`.
         name: The job's name in the report.
         time_limit_s: Seconds after which the script is ended, with all processes that it started.
         memory_limit_gib: Memory of the host that these may take together, in GiB; None is three quarters of the
@@ -110,7 +112,7 @@ def estimate_script(
     network, device = _network_of(parallel), platform.device
     if (layout := parsed.layout()).own > 1:
         fabric_of(device, layout)  # refuses a GPU model that nothing is known to join
-    key = records.key_of(parsed, device)
+    files, key = StepFiles.checked(report, snapshot), records.key_of(parsed, device)
 
     def run() -> ScriptRecord:
         return _recorded(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
@@ -122,7 +124,7 @@ def estimate_script(
         job = replace(job, parallel=_in_network(record.parallel, network))
         return Request(job=job, platform=platform, options=answer_options), _notes(record)
 
-    return answer_and_report(recorded_request, report)
+    return answer_and_write(recorded_request, files)
 
 
 def _network_of(parallel: object) -> dict[str, Any]:
