@@ -20,8 +20,7 @@ from conf.errors import UsageError, shown, unknown_name
 from conf.plain_text import one_line
 from featurize.cudnn.workspaces import search_settings
 from featurize.parallel.collectives import fabric_of
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import named_settings, names_network_only
+from featurize.parallel.layout import Parallel, named_settings, names_network_only
 from featurize.training_settings import Training
 from learn.estimation.answers import answer_and_write
 from learn.estimation.job_estimate import Estimate

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from featurize.flat_parameters import whole_elements
 from featurize.operator_record import Traits
+from featurize.quantized import whole_elements
 from featurize.recorder import Recorder
 from featurize.step_trace import BATCH
 from featurize.tensor_parts import local_tensor, wrap_others
