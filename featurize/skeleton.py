@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import copyreg
-import functools
 import threading
 import weakref
 from collections import OrderedDict
@@ -103,7 +102,8 @@ def on_meta(model: nn.Module) -> nn.Module:
 def _copy_plain_parts(model: nn.Module, memo: dict[int, Any]) -> None:
     """Enter in `memo` what `copy.deepcopy` would make of the modules that do not say themselves how they are copied:
     it takes ten times as long, most of it for their many empty dictionaries of hooks."""
-    plain = [module for module in model.modules() if id(module) not in memo and _is_plain(type(module))]
+    kinds = {kind for kind in set(map(type, model.modules())) if _is_plain(kind)}
+    plain = [module for module in model.modules() if id(module) not in memo and type(module) in kinds]
     memo |= {id(module): type(module).__new__(type(module)) for module in plain}
     for module in plain:
         copied = vars(memo[id(module)])
@@ -126,7 +126,6 @@ _IMMUTABLE = frozenset({bool, int, float, str, type(None), torch.dtype})
 _SETTERS = (nn.Module.__setstate__, nn.modules.conv._ConvNd.__setstate__)  # which give old pickles what they lack
 
 
-@functools.cache
 def _is_plain(kind: type[nn.Module]) -> bool:
     """Return whether `copy.deepcopy` copies the attributes of such modules, and nothing else is done."""
     own = any(hasattr(kind, name) for name in ("__deepcopy__", "__getnewargs_ex__", "__getnewargs__", "__slots__"))
