@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import traceback
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,6 +193,7 @@ def wants_values(message: str) -> bool:
 
 _LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
 _LARGEST_TENSOR = 2**20  # of other tensors, as `featurize.values` keeps them
+_MAPPINGS, _SETS = (dict, OrderedDict), (set, frozenset)
 _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -313,8 +315,8 @@ def _tensor(value: Tensor) -> Any:
     if value.numel() <= largest and not value.is_meta:
         held = value.detach().cpu()
         content = (held.float() if held.dtype in _NOT_OF_NUMPY else held).numpy().tobytes()
-    shape = tuple(value.shape), value.stride(), str(value.dtype), value.device.type, value.requires_grad
-    state = {name: one for name, one in vars(value).items() if not name.startswith("_backward")}
+    shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
+    state = {name: one for name, one in value.__dict__.items() if not name.startswith("_backward")}
     return _told, (type(value).__qualname__, shape, content), state or None
 
 
@@ -352,14 +354,23 @@ def _place(value: object) -> tuple[object, ...]:
     return getattr(value, "__module__", None), getattr(value, "__qualname__", None), line
 
 
-def _ordered(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return values by name, sets as sorted lists; most of a module's values are empty mappings of hooks."""
-    ordered = []
+def _ordered(values: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, Any]]]:
+    """Return the names of empty mappings, which most of a module's values are, and the other values by name, sets as
+    sorted lists."""
+    empty, ordered = [], []
     for name, one in values.items():
-        if isinstance(one, set | frozenset):
-            one = sorted(one, key=repr)
-        ordered.append((name, "{}" if isinstance(one, dict) and not one else one))
-    return ordered
+        kind = type(one)
+        if kind in _MAPPINGS and not one:
+            empty.append(name)
+        else:
+            ordered.append((name, sorted(one, key=repr) if kind in _SETS else one))
+    return _same(tuple(empty)), ordered
+
+
+@functools.cache
+def _same(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return equal names as one object, which is written once."""
+    return names
 
 
 @functools.cache
