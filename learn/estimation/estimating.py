@@ -126,6 +126,8 @@ def estimate(
         >>> batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
     """
+    from learn.estimation.answers import answer, answered
+
     began = time.monotonic_ns()
     _require_method(method)
     if method == "fast":
@@ -133,8 +135,6 @@ def estimate(
         return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
     files = StepFiles.checked(report, snapshot)
     request = request_of(model, inputs, **options)
-    from learn.estimation.answers import answer, answered
-
     if not any(files):
         return replace(answer(request), seconds=(time.monotonic_ns() - began) / 1e9)
     done, traced = answered(request, timeline=True)
