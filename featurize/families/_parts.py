@@ -1,6 +1,6 @@
 """Parts that families share without torch: entries of the layer plan, and checks of common fields.
 
-Start reading at `dense_block` for the order inside a block. FLOPs count matrix products and convolutions only, as
+Start reading at `linear`. FLOPs count matrix products and convolutions only, as
 `torch.utils.flop_counter` does; elementwise layers are priced by their bytes, which `output_elements` gives.
 """
 
@@ -18,30 +18,20 @@ def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
     return Layer("linear", rows * outputs, inputs * outputs + outputs, 2 * rows * inputs * outputs)
 
 
-def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: bool = True) -> Layer:
+def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: int = 1, present: bool = True) -> Layer:
     """`nn.Conv2d` with a square kernel, giving square maps of `side_out` pixels."""
     weights, area = inputs * outputs * kernel**2, side_out**2
-    return Layer("conv2d", outputs * area, weights + outputs * bias, 2 * weights * area)
+    return Layer("conv2d", outputs * area, weights + outputs * bias, 2 * weights * area, present)
 
 
 def activation(name: str, elements: int) -> Layer:
     """Any of `featurize.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
-    return Layer(name, elements, 1 if name == "prelu" else 0)
+    return Layer(name, elements, 1 * (name == "prelu"))
 
 
-def dropout(rate: float, elements: int) -> list[Layer]:
-    """Nothing at rate 0: PyTorch then returns its input as it is."""
-    return [Layer("dropout", elements)] if rate > 0 else []
-
-
-def dense_block(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str, rate: float) -> list[Layer]:
-    """Linear, batch norm, activation, dropout: a hidden layer of an MLP."""
-    return [
-        linear(inputs, outputs),
-        *([Layer("batchnorm1d", outputs, 2 * outputs)] if batch_norm else []),
-        activation(activation_name, outputs),
-        *dropout(rate, outputs),
-    ]
+def dropout(rate: float, elements: int) -> Layer:
+    """Absent at rate 0: PyTorch then returns its input as it is."""
+    return Layer("dropout", elements, present=rate > 0)
 
 
 def rates(config: TrialConfig, *names: str) -> list[str]:

@@ -28,7 +28,7 @@ def attention_part(width: int, length: int, rate: float) -> list[Layer]:
         parts.linear(width, 3 * width, length),
         Layer("attention", outer, 0, 4 * length**2 * width),
         parts.linear(width, width, length),
-        *parts.dropout(rate, outer),
+        parts.dropout(rate, outer),
         Layer("add", outer),
     ]
 
@@ -42,9 +42,9 @@ def dense_part(
         layer_norm(width, length),
         parts.linear(width, inner, length),
         parts.activation(activation, length * inner),
-        *parts.dropout(inner_rate, length * inner),
+        parts.dropout(inner_rate, length * inner),
         parts.linear(inner, width, length),
-        *parts.dropout(rate, outer),
+        parts.dropout(rate, outer),
         Layer("add", outer),
     ]
 
@@ -54,9 +54,19 @@ def block(width: int, inner: int, length: int, rate: float, **dense: Any) -> lis
     return [*attention_part(width, length, rate), *dense_part(width, inner, length, rate, **dense)]
 
 
+def embedded(width: int, length: int, vocabulary: int, rate: float) -> list[Layer]:
+    """Tokens looked up, positions added, dropout."""
+    outer = length * width
+    return [
+        Layer("embedding", outer, vocabulary * width),
+        Layer("position", outer, outer),
+        parts.dropout(rate, outer),
+    ]
+
+
 def token_head(width: int, length: int, vocabulary: int, *, tied: bool) -> list[Layer]:
     """The last norm and a logit for every token of the vocabulary, without bias; `tied` weights are the embedding's."""
-    logits = Layer("linear", length * vocabulary, 0 if tied else width * vocabulary, 2 * length * width * vocabulary)
+    logits = Layer("linear", length * vocabulary, width * vocabulary * (1 - tied), 2 * length * width * vocabulary)
     return [layer_norm(width, length), logits]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Layer
+from featurize.layers import Block, Layer
 from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -56,17 +56,19 @@ class Config(TrialConfig):
         return problems or prenorm.heads_problems(self.heads, self.embedding_size)
 
 
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample. The tanh formula counts as one activation."""
+def blocks(config: Config) -> list[Block]:
+    """The network in the order of the forward pass."""
+    return [Block("embedding"), Block("block", times=config.depth), Block("head")]
+
+
+def block_layers(config: Config, block: Block) -> list[Layer]:
+    """A block's part of the forward pass per sample. The tanh formula counts as one activation."""
     length, width = config.sequence_length, config.embedding_size
-    body = prenorm.block(width, config.feed_forward, length, config.dropout)
-    return [
-        Layer("embedding", length * width, config.vocabulary_size * width),
-        Layer("position", length * width, length * width),
-        *parts.dropout(config.dropout, length * width),
-        *body * config.depth,
-        *prenorm.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings),
-    ]
+    if block.kind == "embedding":
+        return prenorm.embedded(width, length, config.vocabulary_size, config.dropout)
+    if block.kind == "block":
+        return prenorm.block(width, config.feed_forward, length, config.dropout)
+    return prenorm.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings)
 
 
 def build(config: Config) -> torch.nn.Module:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer
+from featurize.layers import Block, Layer
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -81,36 +81,31 @@ def _attention(config: Config) -> Layer:
     return Layer("attention", length * width, projections, 8 * length * width**2 + 4 * length**2 * width)
 
 
-def _stack_layer(config: Config, attentions: int) -> list[Layer]:
+def blocks(config: Config) -> list[Block]:
+    """The network in the order of the forward pass; `crossed` layers have cross-attention too."""
+    plain, crossed = stages(config)
+    return [Block("embedding"), Block("plain", times=plain), Block("crossed", times=crossed), Block("head")]
+
+
+def block_layers(config: Config, block: Block) -> list[Layer]:
+    """A block's part of the forward pass per sample."""
     length, width, inner = config.sequence_length, config.embedding_size, config.feed_forward
     outer = length * width
-    norm = Layer("layernorm", outer, 2 * width)
-    residual = [*parts.dropout(config.dropout, outer), Layer("add", outer), norm]
+    if block.kind == "embedding":
+        return [Layer("embedding", outer, config.vocabulary_size * width), Layer("position", outer, outer)]
+    if block.kind == "head":
+        classes = config.classes
+        softmax = Layer("softmax", classes, present=config.softmax)
+        return [Layer("mean_pool", width), parts.linear(width, classes), softmax]
+    residual = [parts.dropout(config.dropout, outer), Layer("add", outer), Layer("layernorm", outer, 2 * width)]
     return [
-        *[_attention(config), *residual] * attentions,
+        *[_attention(config), *residual] * (2 if block.kind == "crossed" else 1),
         parts.linear(width, inner, length),
         parts.activation(config.activation, length * inner),
-        *parts.dropout(config.dropout, length * inner),
+        parts.dropout(config.dropout, length * inner),
         parts.linear(inner, width, length),
         *residual,
     ]
-
-
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample."""
-    length, width = config.sequence_length, config.embedding_size
-    plain, crossed = stages(config)
-    plan = [
-        Layer("embedding", length * width, config.vocabulary_size * width),
-        Layer("position", length * width, length * width),
-        *_stack_layer(config, attentions=1) * plain,
-        *_stack_layer(config, attentions=2) * crossed,
-        Layer("mean_pool", width),
-        parts.linear(width, config.classes),
-    ]
-    if config.softmax:
-        plan.append(Layer("softmax", config.classes))
-    return plan
 
 
 def build(config: Config) -> torch.nn.Module:

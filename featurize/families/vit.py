@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Layer
+from featurize.layers import Block, Layer
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
@@ -54,19 +54,24 @@ class Config(TrialConfig):
         return [*problems, *prenorm.heads_problems(self.heads, self.embedding_size)]
 
 
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample. The class token's weights are in `position`."""
+def blocks(config: Config) -> list[Block]:
+    """The network in the order of the forward pass."""
+    return [Block("patches"), Block("block", times=config.depth), Block("head")]
+
+
+def block_layers(config: Config, block: Block) -> list[Layer]:
+    """A block's part of the forward pass per sample. The class token's weights are in `position`."""
     width, patches = config.embedding_size, (config.image_size // config.patch_size) ** 2
     length, weights = patches + 1, config.channels * config.patch_size**2 * width
-    body = prenorm.block(width, config.feed_forward, length, config.dropout, inner_rate=config.dropout)
+    if block.kind == "block":
+        return prenorm.block(width, config.feed_forward, length, config.dropout, inner_rate=config.dropout)
+    if block.kind == "head":
+        return [prenorm.layer_norm(width, length), parts.linear(width, config.classes)]
     return [
         Layer("position", (length + 1) * width, (length + 1) * width),
         Layer("conv2d", patches * width, weights + width, 2 * patches * weights),
         Layer("concat", length * width),
-        *parts.dropout(config.dropout, length * width),
-        *body * config.depth,
-        prenorm.layer_norm(width, length),
-        parts.linear(width, config.classes),
+        parts.dropout(config.dropout, length * width),
     ]
 
 
