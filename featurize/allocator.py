@@ -323,6 +323,26 @@ class CachingAllocator:
         piece.merge_neighbours()
         self._put(piece)
 
+    def touch(self, nbytes: int, stream: int = 0) -> int:
+        """Take a block and give it back at once. Return `allocated_bytes` of the moment between.
+
+        Raises `OutOfMemory`, as `allocate` does.
+        """
+        pools = self._pools.get(stream)
+        if not self._picky and nbytes > 0 and pools is not None:
+            size = (nbytes + 511) & -512 if self._round is None else self._round(nbytes)
+            pool = pools[size > SMALL_REQUEST]
+            at = bisect_left(pool.keys, size << KEY_SHIFT)
+            if at < len(pool.keys):  # split and merged again, a cached piece is what it was
+                cached = pool.by_key[pool.keys[at]].size
+                allocated = self.allocated_bytes + (size if cached - size >= pool.least_rest else cached)
+                self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
+                return allocated
+        handle = self.allocate(nbytes, stream)
+        allocated = self.allocated_bytes
+        self.free(handle)
+        return allocated
+
     def retire(self, handle: int | None) -> None:
         """Count a block as given back, while another stream uses it (`record_stream`): `settle` gives its memory to
         others. Out of memory, PyTorch waits for these streams."""

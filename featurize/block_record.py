@@ -1,25 +1,47 @@
 """The memory of a step that is seen: a block for each storage, from its first sight to its end, and what each is for.
 
-Start reading at `BlockRecord`; `featurize.recorder` tells it which storages operators take and make.
+Start reading at `BlockRecord`; `featurize.recorder` tells it which storages operators take and make. What was noted
+once can be repeated for other blocks (`BlockRecord.repeat`): passes of micro-batches, steps on batches of a shape.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from featurize.library_calls import CUBLAS, LibraryCall
 from featurize.step_trace import BATCH, Block, Event
 from featurize.tensor_parts import local_tensor, meta_tensors
 
 if TYPE_CHECKING:
     from featurize.cuda_graphs import CudaGraphs
-    from featurize.library_calls import LibraryCall
 
 NOBODY = ("", "", None)
+
+
+class RecordMoment(NamedTuple):
+    """A moment of a record: how many events and blocks come before."""
+
+    events: int
+    blocks: int
+
+
+class Stretch(NamedTuple):
+    """Part of a record that can be repeated.
+
+    events    in their order
+    entering  blocks from before that it gives back
+    leaving   blocks that it takes and leaves alive; workspaces, which are never given back, are left out
+    """
+
+    events: tuple[Event, ...]
+    entering: tuple[int, ...]
+    leaving: tuple[int, ...]
 
 
 class BlockRecord:
@@ -48,7 +70,7 @@ class BlockRecord:
         self._used: set[int] = set()  # by a stream that is not the block's own
         self._waiting: dict[int, int] = {}  # block -> when it was given back
         self._until: dict[int, int] = {}  # block -> when the allocator has it again
-        self._batch: list[int] = []
+        self._batch: list[int] = []  # its storages
 
     # -- what the caller says of tensors
 
@@ -67,11 +89,11 @@ class BlockRecord:
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
         """The step's batch is copied to the device, then the last step's is given back."""
-        old, self._batch = self._batch, []
-        for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.is_meta}.values():
-            block = self._take(storage.nbytes(), "batch", NOBODY, storage._cdata)
-            self._live[storage._cdata] = (block, weakref.ref(storage))
-            self._batch.append(block)
+        old = [self._live[key][0] for key in self._batch]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.is_meta}
+        for key, storage in storages.items():
+            self._live[key] = self._take(storage.nbytes(), "batch", NOBODY, key), weakref.ref(storage)
+        self._batch = list(storages)
         for block in old:
             self.give_back(block)
 
@@ -115,11 +137,6 @@ class BlockRecord:
     def maker_of(self, block: int) -> tuple[str, str]:
         """Return the operator and the module that made a block."""
         return self._makers[block][:2]
-
-    @property
-    def blocks(self) -> int:
-        """Return how many blocks were taken so far."""
-        return len(self._sizes)
 
     def block_of(self, tensor: Tensor) -> int:
         """Return the block of a tensor that is recorded."""
@@ -181,12 +198,47 @@ class BlockRecord:
 
     # -- blocks that stand for others
 
-    def take_again(self, block: int) -> int:
-        """Note that as much memory is taken as a block has, by the same operator; return the new block."""
-        before, self.stream = self.stream, self._streams[block]
-        again = self._take(self._sizes[block], self._kinds[block], self._makers[block])
-        self.stream = before
-        return again
+    def mark(self) -> RecordMoment:
+        """Return the present moment."""
+        return RecordMoment(len(self.events), len(self._sizes))
+
+    def since(self, mark: RecordMoment) -> Stretch:
+        """Return what was noted since a moment."""
+        events = tuple(self.events[mark.events :])
+        times = Counter(event.block for event in events)
+        return Stretch(
+            events,
+            entering=tuple(block for block in times if block < mark.blocks),
+            leaving=tuple(
+                block
+                for block, count in times.items()
+                if block >= mark.blocks and count == 1 and self._kinds[block] != "workspace"
+            ),
+        )
+
+    def repeat(self, stretch: Stretch, entering: Mapping[int, int]) -> dict[int, int]:
+        """Note that what happened in a stretch happens again, in the present step.
+
+        Args:
+            stretch: Of this record.
+            entering: Block that the stretch gives back -> the one that is given back now.
+
+        Returns:
+            Block of the stretch -> the one that stands for it, those of `entering` among them.
+        """
+        known, stream = dict(entering), self.stream
+        pooled = self.graphs.blocks if self.graphs is not None else set()
+        for event in stretch.events:
+            block, self.phase = event.block, event.phase
+            if block in known:
+                self.give_back(known[block])
+            elif (maker := self._makers[block])[2] is None or maker[2].kind != CUBLAS:  # whose handles take once
+                self.stream = self._streams[block]
+                known[block] = again = self._take(self._sizes[block], self._kinds[block], maker)
+                if block in pooled:
+                    pooled.add(again)
+        self.stream = stream
+        return known
 
     def hold_in(self, storage: int, block: int) -> None:
         """Note that a storage that lives, by its address, holds another block from now on."""

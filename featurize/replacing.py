@@ -1,4 +1,4 @@
-"""Replaces attributes of modules and classes.
+"""Changes the process: attributes of modules and classes are others, no garbage is collected.
 
 Start reading at `replaced`, for a while, or at `replace_attribute`, for the rest of the process.
 """
@@ -6,6 +6,7 @@ Start reading at `replaced`, for a while, or at `replace_attribute`, for the res
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 
@@ -28,3 +29,16 @@ def replace_attribute(owner: object, name: str, value: object) -> None:
     """Set an attribute of a module or class, where the release has it."""
     if hasattr(owner, name):
         setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Collect no garbage within: a collection at a random moment would make two traces differ, and each goes through
+    all objects of the libraries."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

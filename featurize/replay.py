@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.units import MIB
 from featurize.allocator import CachingAllocator, OutOfMemory
@@ -16,6 +16,7 @@ from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
 from featurize.machine import CUDNN_MIB
+from featurize.memory_snapshot import RecordingAllocator
 from featurize.step_trace import BLOCK_KINDS, StepTrace
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class MemoryProfile:
     peak_operator, peak_module   what took memory at that moment
     retries         times that cached memory had to be given back
     timeline        every moment, in order; empty unless asked for
+    snapshot        the allocator's history and its state at the end, in the format of PyTorch's memory snapshots; None
+                    unless the timeline was asked for. Of a step that does not fit it ends where memory runs out.
     workspaces      what each distinct convolution takes and how that is known; empty where all are guessed
     """
 
@@ -59,6 +62,7 @@ class MemoryProfile:
     peak_parts: Mapping[str, int]
     peak_modules: Mapping[str, int]
     timeline: tuple[Moment, ...] = field(default=(), repr=False)
+    snapshot: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     workspaces: Mapping[LibraryCall, ConvolutionWorkspace] = field(default_factory=dict, repr=False)
 
 
@@ -96,8 +100,8 @@ def replay(
     """
 
     def unlimited() -> MemoryProfile:
-        run = _Run(trace, spec, cudnn_benchmark, allocator, None, workspaces)
-        run.play(timeline)
+        run = _Run(trace, spec, cudnn_benchmark, allocator, None, workspaces, timeline)
+        run.play()
         return run.profile(fits=True)
 
     if timeline or workspaces:
@@ -111,11 +115,11 @@ def replay(
     limits = allocator is not None and allocator.per_process_memory_fraction is not None
     if profile.peak_reserved <= capacity and not limits:
         return profile
-    limited = _Run(trace, spec, cudnn_benchmark, allocator, capacity, workspaces)
+    limited = _Run(trace, spec, cudnn_benchmark, allocator, capacity, workspaces, timeline)
     try:
-        limited.play(timeline)
+        limited.play()
     except OutOfMemory:
-        return replace(profile, fits=False)
+        return replace(profile, fits=False, snapshot=limited.snapshot())
     return limited.profile(fits=True)
 
 
@@ -130,18 +134,23 @@ class _Run:
         settings: AllocatorSettings | None,
         capacity: int | None,
         workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None,
+        timeline: bool,
     ) -> None:
-        self.trace, self.spec, self.cudnn_benchmark = trace, spec, cudnn_benchmark
+        self.trace, self.spec, self.cudnn_benchmark, self.timeline = trace, spec, cudnn_benchmark, timeline
         self.workspaces = workspaces or {}
         total = None if capacity is None else int(spec.memory_mib * MIB)
-        self.allocator = CachingAllocator(capacity, settings, total_bytes=total)
         self.moments: list[Moment] = []
+        self.allocator = (
+            RecordingAllocator(trace, self.moments, settings, capacity, total)
+            if timeline
+            else CachingAllocator(capacity, settings, total_bytes=total)
+        )
         self.peak, self.peak_at, self.peak_workspace = 0, -1, 0
         self._tried: set[LibraryCall] = set()
         self._sizes: dict[LibraryCall, int] = {}
 
-    def play(self, timeline: bool) -> None:
-        allocator, blocks = self.allocator, self.trace.blocks
+    def play(self) -> None:
+        allocator, blocks, timeline = self.allocator, self.trace.blocks, self.timeline
         allocate, free = allocator.allocate, allocator.free
         placed: dict[int, int | None] = {}
         retired: dict[int, list[int | None]] = {}  # number of an event -> what can be used again before it
@@ -149,7 +158,7 @@ class _Run:
             block, nbytes, step, phase = event
             for handle in retired.pop(index, ()) if retired else ():
                 allocator.settle(handle)
-            call, handle, workspace = None, None, 0
+            call, workspace = None, 0
             if nbytes > 0:
                 placed[block] = allocate(nbytes, blocks[block].stream)
             elif nbytes < 0:
@@ -159,20 +168,18 @@ class _Run:
                 else:
                     free(placed.pop(block))
             elif (call := blocks[block].call) is not None:
-                handle, workspace = self._take(call)  # None: it takes nothing, or does without
-            if allocator.allocated_bytes > self.peak:
-                self.peak, self.peak_at = allocator.allocated_bytes, index
+                workspace = self._size_of(call)
+            allocated = allocator.allocated_bytes if call is None else self._take(call)
+            if allocated > self.peak:
+                self.peak, self.peak_at = allocated, index
                 self.peak_workspace = 0 if call is not None and call.kind == CUBLAS else workspace
             if timeline:
-                moment = Moment(step, phase, block, allocator.allocated_bytes, allocator.reserved_bytes)
-                self.moments.append(moment)
-            if call is not None and call.kind != CUBLAS:
-                free(handle)
-                if self.cudnn_benchmark and call.spare:
-                    tried = call if self.workspaces else call._replace(convolution=None)
-                    if tried not in self._tried:
-                        self._tried.add(tried)
-                        allocator.empty_cache()
+                self.moments.append(Moment(step, phase, block, allocated, allocator.reserved_bytes))
+            if call is not None and self.cudnn_benchmark and call.spare:
+                tried = call if self.workspaces else call._replace(convolution=None)
+                if tried not in self._tried:
+                    self._tried.add(tried)
+                    allocator.empty_cache()
 
     def profile(self, fits: bool) -> MemoryProfile:
         """Return the result, after `play`."""
@@ -201,8 +208,13 @@ class _Run:
             peak_parts=parts,
             peak_modules={name: nbytes for name, nbytes in modules.most_common() if nbytes},
             timeline=tuple(self.moments),
+            snapshot=self.snapshot(),
             workspaces=self.workspaces,
         )
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Return the allocator's history and state, where the timeline was asked for."""
+        return self.allocator.memory_snapshot() if isinstance(self.allocator, RecordingAllocator) else None
 
     def _size_of(self, call: LibraryCall) -> int:
         nbytes = self._sizes.get(call)
@@ -212,14 +224,17 @@ class _Run:
             self._sizes[call] = nbytes
         return nbytes
 
-    def _take(self, call: LibraryCall) -> tuple[int | None, int]:
-        """The block and its bytes: the size that is tried first, where it does not fit the next, then none."""
-        nbytes = self._size_of(call)
+    def _take(self, call: LibraryCall) -> int:
+        """Take a workspace: the size that is tried first, where it does not fit the next, then none. Return the bytes
+        that are then allocated."""
         answer = self.workspaces.get(call)
-        for size in (nbytes, *(answer.sizes[1:] if answer is not None else ())):
+        for size in (self._size_of(call), *(answer.sizes[1:] if answer is not None else ())):
             try:
-                return self.allocator.allocate(size), size
+                if call.kind != CUBLAS:
+                    return self.allocator.touch(size)
+                self.allocator.allocate(size)  # which its handle keeps
+                break
             except OutOfMemory:
                 if not call.spare:
                     raise
-        return None, nbytes
+        return self.allocator.allocated_bytes

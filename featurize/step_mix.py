@@ -1,6 +1,6 @@
-"""Steps on batches of several shapes: each shape runs once, and the memory of all steps is joined from those runs.
+"""Steps on batches of several shapes: each shape runs once, and its record is repeated for the other steps.
 
-Start reading at `StepSequence.play`; `featurize.trace` runs the steps, and a replay places the joined events.
+Start reading at `StepSequence.play`; `featurize.tracing` runs the steps.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from featurize.library_calls import CUBLAS
+from featurize.block_record import RecordMoment, Stretch
 from featurize.recorder import Recorder
-from featurize.step_trace import Block, Event, Operator
+from featurize.step_trace import Operator
 
 Left: TypeAlias = tuple[tuple[str, str, str], ...]  # kind, operator and module of each block that a step leaves alive
 
@@ -22,16 +22,15 @@ class StepsDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class _Run:
-    """One step that ran: its events, and the blocks alive before and after it, by kind and age.
+    """One step that ran: what it did to memory, and the blocks alive before and after it, by kind and age.
 
     born_bytes   most bytes alive at once of what the step itself made
     """
 
     shape: int
-    events: tuple[Event, ...]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    left: Left
+    stretch: Stretch
+    before: Sequence[int]
+    after: Sequence[int]
     born_bytes: int
     operators: tuple[Operator, ...]
 
@@ -47,12 +46,8 @@ class StepSequence:
     def __init__(self, recorder: Recorder, run: Callable[[int, int], None]) -> None:
         """`run(number, shape)` runs one step on the batch of that shape."""
         self._recorder, self._run = recorder, run
-        self._alive: dict[int, None] = {}
-        self._runs = 0
+        self._alive = self._after(recorder.since(RecordMoment(0, 0)), ())
         self._recorded: dict[tuple[int, Left], _Run] = {}
-        self._setup = tuple(recorder.events)
-        self._follow(self._setup)
-        self._before = self._in_order()
         self._ran_last: _Run | None = None
         self._sequence: list[_Run] = []
 
@@ -79,87 +74,63 @@ class StepSequence:
         """Those of the last step."""
         return self._sequence[-1].operators
 
-    def joined(self, recorded: Sequence[Block]) -> tuple[tuple[Event, ...], tuple[Block, ...]]:
-        """Return the events and blocks of all steps, made of the recorder's blocks."""
-        events: list[Event] = []
-        blocks: list[Block] = []
-        handles: set[int] = set()  # of cuBLAS, which are taken once
-
-        def emit(given: Sequence[Event], known: dict[int, int], step: int) -> None:
-            for event in given:
-                source = recorded[event.block]
-                if source.call is not None and source.call.kind == CUBLAS:
-                    if event.block in handles:
-                        continue
-                    handles.add(event.block)
-                block = known.get(event.block)
-                if block is None:
-                    block = known[event.block] = len(blocks)
-                    blocks.append(source)
-                # What another step made has the size that it has there.
-                nbytes = -blocks[block].nbytes if event.nbytes < 0 else event.nbytes
-                events.append(Event(block, nbytes, step, event.phase))
-
-        known: dict[int, int] = {}
-        emit(self._setup, known, 0)
-        alive = [known[block] for block in self._sequence[0].before]
-        for step, run in enumerate(self._sequence, start=1):
-            known = dict(zip(run.before, alive, strict=True))
-            emit(run.events, known, step)
-            alive = [known[block] for block in run.after]
-        return tuple(events), tuple(blocks)
-
     def _step(self, shape: int) -> None:
-        if not self._sequence:
-            self._sequence.append(self._ran(shape))
-            return
-        before = self._sequence[-1]
-        run = self._recorded.get((shape, before.left))
-        if run is None:
-            if self._ran_last is not None and self._ran_last.left != before.left:
-                self._ran(before.shape)
+        left = self._left(self._alive)
+        run = self._recorded.get((shape, left))
+        if run is not None:
+            self._recorder.step = len(self._sequence) + 1
+            known = self._recorder.repeat(run.stretch, dict(zip(run.before, self._alive, strict=True)))
+            self._alive = [known[block] for block in run.after]
+        elif not self._sequence:
             run = self._ran(shape)
-            if len(run.before) != len(before.after) or self._met != before.left:
-                raise StepsDiffer("the steps of different batch shapes leave tensors behind that cannot be matched")
-            self._recorded[shape, before.left] = run
+        else:
+            run = self._recorded[shape, left] = self._ran_after(left, shape)
         self._sequence.append(run)
+
+    def _ran_after(self, left: Left, shape: int) -> _Run:
+        """Run a step after one that left such blocks: where the last one that ran left others, this one runs before."""
+        recorder = self._recorder
+        if self._left(self._held()) != left:
+            alive, mark = self._alive, recorder.mark()
+            self._ran(self._sequence[-1].shape)
+            del recorder.events[mark.events :]
+            self._alive = alive
+        if self._left(self._held()) != left:
+            raise StepsDiffer("the steps of different batch shapes leave tensors behind that cannot be matched")
+        for held, block in zip(self._held(), self._alive, strict=True):
+            if held != block:
+                recorder.hold_in(recorder.storage_of(held), block)
+        return self._ran(shape)
+
+    def _held(self) -> Sequence[int]:
+        """Return the blocks that the last step that ran left alive, by kind and age."""
+        assert self._ran_last is not None, "the first step runs"
+        return self._ran_last.after
 
     def _ran(self, shape: int) -> _Run:
         """Run a step."""
-        recorder = self._recorder
-        first = len(recorder.events)
-        before = self._before
-        self._met = self._ran_last.left if self._ran_last is not None else ()
-        self._runs += 1
-        self._run(self._runs, shape)
-        events = tuple(recorder.events[first:])
-        self._follow(events)
-        self._before = after = self._in_order()
-        left = tuple((recorder.kind_of(block), *recorder.maker_of(block)) for block in after)
-        run = _Run(shape, events, before, after, left, _born_bytes(events), tuple(recorder.operators))
-        self._ran_last = run
-        return run
+        recorder, before, mark = self._recorder, self._alive, self._recorder.mark()
+        self._run(len(self._sequence) + 1, shape)
+        stretch = recorder.since(mark)
+        self._alive = after = self._after(stretch, before)
+        self._ran_last = _Run(shape, stretch, before, after, _born_bytes(stretch), tuple(recorder.operators))
+        return self._ran_last
 
-    def _follow(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if event.nbytes > 0:
-                self._alive[event.block] = None
-            elif event.nbytes < 0:
-                self._alive.pop(event.block, None)
+    def _after(self, stretch: Stretch, before: Sequence[int]) -> Sequence[int]:
+        """Return the blocks alive, by kind and age: optimizer state made in the first step stands where it stands
+        later."""
+        alive = {*before, *stretch.leaving}.difference(stretch.entering)
+        return sorted(alive, key=lambda block: (self._recorder.kind_of(block), block))
 
-    def _in_order(self) -> tuple[int, ...]:
-        """The blocks alive, by kind and age: optimizer state made in the first step stands where it stands later."""
-        return tuple(sorted(self._alive, key=lambda block: (self._recorder.kind_of(block), block)))
+    def _left(self, blocks: Sequence[int]) -> Left:
+        return tuple((self._recorder.kind_of(block), *self._recorder.maker_of(block)) for block in blocks)
 
 
-def _born_bytes(events: Sequence[Event]) -> int:
-    """The most bytes alive at once of the blocks that these events begin."""
-    born: set[int] = set()
+def _born_bytes(stretch: Stretch) -> int:
+    """The most bytes alive at once of the blocks that a stretch takes."""
     live = most = 0
-    for event in events:
-        if event.nbytes > 0:
-            born.add(event.block)
-        if event.block in born:
+    for event in stretch.events:
+        if event.block not in stretch.entering:
             live += event.nbytes
             most = max(most, live)
     return most

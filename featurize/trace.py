@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from featurize.module_stack import origin
 from featurize.parallel.layout import Parallel
 from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.releases import complete
+from featurize.replacing import without_collection
 from featurize.step_trace import StepTrace
 from featurize.tracing import Tracing
 from featurize.training import Training, TrainingSettings
@@ -143,7 +143,7 @@ def trace_step(
 
 
 def _traced(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
-    with _without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
+    with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
         tracing = Tracing(entered=entered, **request)
         try:
             with kept_from_exit():
@@ -155,15 +155,3 @@ def _traced(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepT
         except Exception as error:  # a model may raise anything
             operator, module = origin(error)
             raise TraceError(tracing.doing, operator, module, error) from error
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect no garbage within: a collection at a random moment would make two traces differ."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

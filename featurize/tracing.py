@@ -119,7 +119,6 @@ class Tracing:
         blocks = recorder.final_blocks()
         events, operators, mix = tuple(recorder.events), tuple(recorder.operators), None
         if self._sequence is not None:
-            events, blocks = self._sequence.joined(blocks)
             operators = self._sequence.operators
             steps = tuple(self._met_at[shape] for shape in self._sequence.shapes)
             mix = BatchMix(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 
 from conf.units import MIB
 from featurize.allocator import SMALL_REQUEST, CachingAllocator
@@ -63,21 +63,31 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
 
 
 def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
-    # Small and large requests never meet, and most scenarios differ in large workspaces alone.
-    every, *pools = trace.remembered("events", lambda: [_Events(trace, pool) for pool in (None, "small", "large")])
-    guessed = [workspace_bytes(call, spec) for call in every.calls]
-    reserved = {SETTLED: every.reserved_bytes(guessed, most_steps=_MOST_STEPS)}
+    calls, pools = trace.remembered("events", lambda: _by_pool(trace))
+    guessed = [workspace_bytes(call, spec) for call in calls]
+    reserved = {SETTLED: _settled(trace, pools, guessed)}
     for name, copies in SCENARIOS.items():
-        sizes = [
-            _workspace(call, copies) if call.spare else guess for call, guess in zip(every.calls, guessed, strict=True)
-        ]
-        # GPU models differ in the guesses that a scenario replaces.
-        reserved[name] = 0
-        for pool in pools:
-            taken = tuple(size if pool.holds(size) else 0 for size in sizes)
-            key = "reserved", pool.pool, taken
-            reserved[name] += trace.remembered(key, partial(pool.reserved_bytes, taken))
+        sizes = [_workspace(call, copies) if call.spare else guess for call, guess in zip(calls, guessed, strict=True)]
+        reserved[name] = sum(_reserved(trace, pool, sizes) for pool in pools)
     return reserved
+
+
+def _settled(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
+    plays = [pool.play(sizes) for pool in pools]
+    now = [next(play) for play in plays]
+    for pool, nbytes in zip(pools, now, strict=True):
+        trace.remembered(pool.key(sizes), partial(int, nbytes))
+    if all(pool.repeats for pool in pools):
+        for _ in range(_MOST_STEPS):
+            before, now = now, [next(play) for play in plays]
+            if now == before:
+                break
+    return sum(now)
+
+
+def _reserved(trace: StepTrace, pool: _Pool, sizes: Sequence[int]) -> int:
+    # GPU models differ in the guesses that a scenario replaces.
+    return trace.remembered(pool.key(sizes), lambda: next(pool.play(sizes)))
 
 
 def _workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[int, int, int]]) -> int:
@@ -89,33 +99,52 @@ def _workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[int, i
     return call.element_bytes * sum(n * math.prod(shape) for n, shape in zip(numbers, shapes, strict=True))
 
 
-class _Events:
-    """A trace's events, split before its last step, which can be repeated.
+def _by_pool(trace: StepTrace) -> tuple[list[LibraryCall], tuple[_Pool, _Pool]]:
+    """Return the distinct library calls, and the events of the allocator's small and large pool, which never meet."""
+    calls = list(dict.fromkeys(block.call for block in trace.blocks if block.call is not None))
+    numbers = {call: number for number, call in enumerate(calls)}
+    pools = _Pool(calls, small=True), _Pool(calls, small=False)
+    last = max((event.step for event in trace.events), default=0)
+    for block, nbytes, step, _phase in trace.events:
+        if nbytes:
+            pools[abs(nbytes) > SMALL_REQUEST].add(block, nbytes, step == last)
+        elif (call := trace.blocks[block].call) is not None:  # of a size that a scenario decides
+            for pool in pools:
+                pool.add(~numbers[call], 0, step == last)
+    return calls, pools
+
+
+class _Pool:
+    """The events of one of the allocator's pools, split before the trace's last step, which can be repeated.
 
     Args:
-        trace: The step.
-        pool: Which requests are kept: those of the allocator's `small` or `large` pool. None: all of them.
+        calls: The distinct library calls, whose workspaces may lie in either pool.
+        small: Which pool: requests of up to `SMALL_REQUEST` bytes, or those above.
     """
 
-    def __init__(self, trace: StepTrace, pool: str | None) -> None:
-        self.pool = pool
-        self.calls = list(dict.fromkeys(block.call for block in trace.blocks if block.call is not None))
-        numbers = {call: number for number, call in enumerate(self.calls)}
-        self._calls = [None if block.call is None else numbers[block.call] for block in trace.blocks]
-        events = [event for event in trace.events if not event.nbytes or self.holds(abs(event.nbytes))]
-        last = max((event.step for event in events), default=0)
-        self._first = [(event.block, event.nbytes) for event in events if event.step < last]
-        self._last = [(event.block, event.nbytes) for event in events if event.step == last]
-        self._successors = self._paired({event.block: event.nbytes for event in events if event.nbytes > 0})
+    def __init__(self, calls: Sequence[LibraryCall], *, small: bool) -> None:
+        self._calls, self._small = calls, small
+        self._first: list[tuple[int, int]] = []  # block and bytes; of a workspace, ~ its call's number and 0
+        self._last: list[tuple[int, int]] = []
 
-    def holds(self, nbytes: int) -> bool:
-        """Return whether a request is among the kept ones."""
-        return self.pool is None or (nbytes <= SMALL_REQUEST) == (self.pool == "small")
+    def add(self, block: int, nbytes: int, in_last: bool) -> None:
+        """Add the next event."""
+        (self._last if in_last else self._first).append((block, nbytes))
 
-    def _paired(self, sizes: Mapping[int, int]) -> dict[int, int] | None:
-        """Block that the last step inherits and frees -> the equally large one that it leaves to the next step.
+    def key(self, sizes: Sequence[int]) -> tuple:
+        """Return what tells the bytes that are reserved with workspaces of these sizes, one for each call."""
+        return "reserved", self._small, tuple(size if (size <= SMALL_REQUEST) == self._small else 0 for size in sizes)
 
-        None where the two do not match: such a step cannot be repeated."""
+    @cached_property
+    def repeats(self) -> bool:
+        """Return whether the last step leaves as many blocks of each size as it inherits: only then it can follow
+        itself."""
+        return self._successors is not None
+
+    @cached_property
+    def _successors(self) -> dict[int, int] | None:
+        """Block that the last step inherits and frees -> the equally large one that it leaves to the next step."""
+        sizes = {block: nbytes for block, nbytes in (*self._first, *self._last) if nbytes > 0}
         taken = [block for block, nbytes in self._last if nbytes > 0]
         freed = {block for block, nbytes in self._last if nbytes < 0}
         left: dict[int, list[int]] = defaultdict(list)
@@ -123,41 +152,43 @@ class _Events:
             if block not in freed:
                 left[sizes[block]].append(block)
         pairs = {}
-        for block in freed.difference(taken):
+        for block in sorted(freed.difference(taken)):
             if not left[sizes[block]]:
                 return None
             pairs[block] = left[sizes[block]].pop()
         return None if any(left.values()) else pairs
 
-    def reserved_bytes(self, sizes: Sequence[int], most_steps: int = 0) -> int:
-        """Return the most bytes that are reserved, with so many steps more at most. `sizes` are those of `calls`."""
+    def play(self, sizes: Sequence[int]) -> Iterator[int]:
+        """Yield the bytes that are reserved after all steps, then after each repetition of the last one.
+
+        Args:
+            sizes: Of the calls' workspaces; those of the other pool are left out.
+        """
         allocator = CachingAllocator()
         handles: dict[int, int | None] = {}
-        for events in (self._first, self._last):
-            self._play(events, allocator, handles, sizes)
-        for _ in range(most_steps if self._successors is not None else 0):
-            reserved = allocator.peak_reserved_bytes
+        taken = self.key(sizes)[-1]
+        self._take(self._first, allocator, handles, taken)
+        while True:
+            self._take(self._last, allocator, handles, taken)
+            yield allocator.reserved_bytes
             for inherited, successor in (self._successors or {}).items():
                 handles[inherited] = handles.pop(successor)
-            self._play(self._last, allocator, handles, sizes)
-            if allocator.peak_reserved_bytes == reserved:
-                break
-        return allocator.peak_reserved_bytes
 
-    def _play(
+    def _take(
         self,
         events: list[tuple[int, int]],
         allocator: CachingAllocator,
         handles: dict[int, int | None],
         sizes: Sequence[int],
     ) -> None:
-        allocate, free, calls = allocator.allocate, allocator.free, self._calls
+        allocate, free, touch = allocator.allocate, allocator.free, allocator.touch
         for block, nbytes in events:
             if nbytes > 0:
                 handles[block] = allocate(nbytes)
             elif nbytes < 0:
                 free(handles.pop(block))
-            elif (call := calls[block]) is not None and (taken := sizes[call]):
-                handle = allocate(taken)
-                if self.calls[call].kind != CUBLAS:
-                    free(handle)
+            elif taken := sizes[~block]:
+                if self._calls[~block].kind == CUBLAS:  # which keeps what it took
+                    allocate(taken)
+                else:
+                    touch(taken)

@@ -343,25 +343,21 @@ def default_artifact(target: str) -> Artifact | None:
     rejects `Artifact.meta["feature_version"]`, and whoever shows its figures says so.
     """
     path = DEFAULT_MODELS / get_target(target).name
-    if not (path / "meta.json").is_file():
+    try:
+        written_ns = (path / "meta.json").stat().st_mtime_ns
+    except OSError:
         return None
     try:
-        return _opened(path, _stamp_of(path))
+        return _opened(path, written_ns)
     except DamagedArtifact as error:
         say_damaged(error, "install the project anew; the trace answers")
         return None
 
 
 @lru_cache(maxsize=8)
-def _opened(path: Path, _stamp: tuple) -> Artifact:
-    """Return a whole artifact, checked and loaded once for as long as its files stay as they are."""
+def _opened(path: Path, _written_ns: int) -> Artifact:
+    """Return a whole artifact, checked and loaded once; what happens to its files later changes nothing of it."""
     return open_artifact(path).require()
-
-
-def _stamp_of(folder: Path) -> tuple:
-    """Return name, size and time of change of a folder's files: equal as long as nobody touches them."""
-    files = [(path, path.stat()) for path in sorted(folder.rglob("*"))]
-    return tuple((str(path), about.st_size, about.st_mtime_ns) for path, about in files)
 
 
 def models_folder(data: DataPlace) -> Path:

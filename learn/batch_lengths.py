@@ -1,6 +1,6 @@
 """The batches of a job whose steps differ in shape: one for each step, or one batch at several sequence lengths.
 
-Start reading at `batches_of`; `learn.workload.of_module` says what a batch is.
+Start reading at `batches_of`; `learn.job.of_module` says what a batch is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from conf.errors import UsageError
 from learn.batch_sizes import resized
-from learn.workload import is_shape, is_tensor
+from learn.job import is_shape, is_tensor
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs and target
 

@@ -1,6 +1,6 @@
 """A batch of another size: the first dimension of every input, counted and scaled.
 
-Start reading at `with_batch_size`; `learn.workload.of_module` says what inputs are.
+Start reading at `with_batch_size`; `learn.job.of_module` says what inputs are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from learn.workload import checked_shape, first_sizes, holds_tensors, is_shape, is_tensor
+from learn.job import checked_shape, first_sizes, holds_tensors, is_shape, is_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ def with_batch_size(inputs: Any, batch_size: int, *, from_size: int) -> Any:
     batch is broadcast, and stays.
 
     Args:
-        inputs: As `learn.workload.of_module` takes them.
+        inputs: As `learn.job.of_module` takes them.
         batch_size: Samples in the new batch.
         from_size: Samples in the batch that is given.
 

@@ -27,7 +27,7 @@ from featurize.row_config import config_of_one_gpu
 from featurize.trial import config_from_mapping
 from learn.commands.estimate import FORMATS, described_device
 from learn.estimation.on_machine import profile_path
-from learn.workload import Workload, of_config
+from learn.job import TrainingJob, of_config
 from warehouse.folder import DataFolder
 from warehouse.layout import write_bytes
 
@@ -182,7 +182,7 @@ def _of_line(line: Mapping[str, str], device: DeviceSpec, source: str) -> Measur
     return replace(number, reserved_mib=reserved_mib, loads_cudnn=loads_cudnn)
 
 
-def _traced(job: Workload, device: DeviceSpec) -> tuple[float, bool]:
+def _traced(job: TrainingJob, device: DeviceSpec) -> tuple[float, bool]:
     from featurize.replay import loads_cudnn
     from learn.traced import step_of
 

@@ -14,7 +14,7 @@ from conf.errors import UsageError
 from featurize.device_spec import DEFAULT_DEVICE as DEFAULT_DEVICE
 from featurize.device_spec import DeviceSpec, describe_device
 from featurize.trial import TrialConfig, canonical_json
-from learn.workload import Workload, of_config
+from learn.job import TrainingJob, of_config
 
 MODULE = "module"  # family of what is no family's
 
@@ -32,7 +32,7 @@ class Case:
     device: str = DEFAULT_DEVICE
     training_loop: bool = False
     torch_version: str | None = None
-    module: Workload | None = None
+    module: TrainingJob | None = None
     described: DeviceSpec | None = None  # a device that conf/device lacks
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def batch_size(self) -> int:
-        return self.workload.batch_size if self.config is None else self.config.batch_size
+        return self.job.batch_size if self.config is None else self.config.batch_size
 
     @cached_property
     def spec(self) -> DeviceSpec | None:
@@ -53,7 +53,7 @@ class Case:
         return self.described or _described(self.device)
 
     @cached_property
-    def workload(self) -> Workload:
+    def job(self) -> TrainingJob:
         if self.config is None:
             assert self.module is not None, "a case has one of the two"
             return self.module

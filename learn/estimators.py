@@ -217,7 +217,7 @@ class ResidualPrediction:
     def quantile(self, q: float) -> np.ndarray:
         if not 0 < q < 1:
             raise ValueError(f"a quantile lies between 0 and 1, got {q}")
-        return self._at(lambda residuals: float(np.quantile(residuals, q)) if residuals.size else 0.0)
+        return self._at(lambda residuals: _quantile(residuals, q) if residuals.size else 0.0)
 
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
         n = len(self.centre)
@@ -256,6 +256,14 @@ class ResidualPrediction:
 
     def _figure(self, values: np.ndarray) -> np.ndarray:
         return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space), self.least))
+
+
+def _quantile(ascending: np.ndarray, q: float) -> float:
+    """Return what `np.quantile` returns, which sorts again and takes a hundred times longer."""
+    place = q * (len(ascending) - 1)
+    low, high = ascending[int(place)], ascending[min(int(place) + 1, len(ascending) - 1)]
+    part = place - int(place)
+    return float(low + part * (high - low) if part < 0.5 else high - (1 - part) * (high - low))
 
 
 def class_masses(below: np.ndarray, edges: np.ndarray, known: np.ndarray) -> np.ndarray:

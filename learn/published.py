@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from conf.errors import UsageError, unknown_name
 from featurize.trial import TrialConfig, config_from_mapping
 from featurize.vision import import_library
-from learn.workload import Workload, of_config
+from learn.job import TrainingJob, of_config
 from warehouse.published import PublishedRow, timm_config
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TOKENS = 512  # sequence length of the published transformers
 
 
-def workload_of(row: PublishedRow) -> Workload:
+def workload_of(row: PublishedRow) -> TrainingJob:
     """Return the job of one row. Raises `UsageError` for a row without one: no known model, fields that don't fit
     together, a model that the installed timm does not know.
 
@@ -50,7 +50,7 @@ def config_of(row: PublishedRow) -> TrialConfig:
     raise UsageError(f"{row.name}: {row.reason or 'is no configuration of a family'}")
 
 
-def known_workload(name: str, batch_size: int) -> Workload:
+def known_workload(name: str, batch_size: int) -> TrainingJob:
     """Return a model of `KNOWN_MODELS`, by its name in any case. Raises `UsageError` with the known ones."""
     known = {one.lower(): make for one, make in KNOWN_MODELS.items()}
     if name.lower() not in known:
@@ -60,10 +60,10 @@ def known_workload(name: str, batch_size: int) -> Workload:
 
 def _workload(
     name: str, build: Callable[[], nn.Module], batch: Callable, batch_size: int, loss: Callable | None
-) -> Workload:
+) -> TrainingJob:
     from featurize.training import Training
 
-    return Workload(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
+    return TrainingJob(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
 
 
 def _first_logits_loss(output, targets: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _Vision:
     side: int = 224
     arguments: tuple[tuple[str, object], ...] = ()
 
-    def __call__(self, name: str, batch_size: int) -> Workload:
+    def __call__(self, name: str, batch_size: int) -> TrainingJob:
         module = import_library(self.library)
 
         def build() -> nn.Module:
@@ -115,7 +115,7 @@ class _Language:
     sizes: Mapping[str, int]
     head: str
 
-    def __call__(self, name: str, batch_size: int) -> Workload:
+    def __call__(self, name: str, batch_size: int) -> TrainingJob:
         library = import_library("transformers")
         config = getattr(library, self.config)(**self.sizes)
         vocabulary = config.vocab_size
@@ -148,7 +148,7 @@ def _next_token_loss(output, targets: Tensor) -> Tensor:
 # take, and agree with the figures: BERT's Horus estimates hold one [512, vocabulary] tensor a sample, which masked
 # language modelling has; FakeTensor's for Xception are those of 224 pixels, not its paper's 299; Horus's for Inception
 # v3 are those of 299 pixels without the auxiliary classifier. Attention is each package's default for fp32.
-KNOWN_MODELS: Mapping[str, Callable[[str, int], Workload]] = {
+KNOWN_MODELS: Mapping[str, Callable[[str, int], TrainingJob]] = {
     "vgg16": _Vision("torchvision.models", "vgg16", arguments=(("init_weights", False),)),
     "resnet50": _Vision("torchvision.models", "resnet50"),
     "Xception": _Vision("timm", "legacy_xception"),

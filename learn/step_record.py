@@ -28,9 +28,9 @@ from learn.cases import Case
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.opgraph import OpGraph
+    from learn.job import TrainingJob
     from learn.targets import Target
     from learn.traced import TracedStep
-    from learn.workload import Workload
 
 _SHARE = "net_share_elements_"
 _TRACED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms", "power": "job_priced_power_w"}
@@ -102,7 +102,7 @@ def compute(case: Case) -> StepRecord:
     error, passing = f"no description of the device {case.device}: see conf/device", False
     try:
         if case.spec is not None:
-            record = record_of(step_of(case.workload, case.spec), case.workload, case.spec)
+            record = record_of(step_of(case.job, case.spec), case.job, case.spec)
             return replace(record, graph=record.packed_graph(), seconds=(time.monotonic_ns() - began) / 1e9)
     except CommandError as reason:
         error = str(reason)
@@ -114,7 +114,7 @@ def compute(case: Case) -> StepRecord:
     return StepRecord(error=error, seconds=(time.monotonic_ns() - began) / 1e9, passing=passing)
 
 
-def record_of(traced: TracedStep, job: Workload, spec: DeviceSpec) -> StepRecord:
+def record_of(traced: TracedStep, job: TrainingJob, spec: DeviceSpec) -> StepRecord:
     """Return the record of a traced step that was replayed with the default allocator. Its graph is packed when
     somebody reads it."""
     from featurize.opgraph import opgraph

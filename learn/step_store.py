@@ -20,8 +20,8 @@ from learn.step_record import StepRecord, compute, record_of, record_version
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
+    from learn.job import TrainingJob
     from learn.traced import TracedStep
-    from learn.workload import Workload
     from warehouse.folder import DataFolder
 
 _RAY_START_S = 10.0  # Ray itself, and torch in its processes
@@ -44,7 +44,7 @@ class StepStore:
         self._data = data
         self._records: dict[str, StepRecord] = {}
         # Of modules, by identity and device, oldest first, each with its module, which keeps the identity its own.
-        self._of_modules: dict[tuple[int, DeviceSpec | None], tuple[Workload | None, StepRecord]] = {}
+        self._of_modules: dict[tuple[int, DeviceSpec | None], tuple[TrainingJob | None, StepRecord]] = {}
 
     def record(self, case: Case) -> StepRecord:
         """Return the case's record, which is computed where `prepare`, `recall` or an earlier call left none."""
@@ -129,7 +129,7 @@ class StepStore:
         """
         lent = None
         if traced is not None and case.spec is not None and (case.key is None or case.key not in self._records):
-            lent = record_of(traced, case.workload, case.spec)
+            lent = record_of(traced, case.job, case.spec)
             self.keep(case, lent)
         try:
             yield

@@ -149,6 +149,6 @@ def _measured(at: int, label_mib: float, values: Mapping[str, float]) -> _Measur
 def _network(case: Case, device: str) -> str:
     """Return what rows share that differ in nothing but the batch."""
     if case.config is None:
-        return f"{device} {case.training_loop} {case.workload.name}"
+        return f"{device} {case.training_loop} {case.job.name}"
     settings = {name: value for name, value in case.config.to_mapping().items() if name != "batch_size"}
     return f"{device} {case.training_loop} {json.dumps(settings, sort_keys=True, default=str)}"

@@ -31,7 +31,7 @@ from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec, describe_device
 from featurize.disk_cache import PACKAGES
 from featurize.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
-from learn.workload import Workload, as_a_training_script
+from learn.job import TrainingJob, as_a_training_script
 
 if TYPE_CHECKING:
     from featurize.replay import MemoryProfile
@@ -74,7 +74,7 @@ class TracedStep:
 
 
 def step_of(
-    job: Workload,
+    job: TrainingJob,
     device: str | DeviceSpec,
     *,
     allocator: AllocatorSettings | None = None,
@@ -108,7 +108,7 @@ def step_of(
     return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)), of_ranks=of_ranks)
 
 
-def trace_of(job: Workload, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:
+def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:
     """Return the trace of a job's training step: its own, the cache's, or one that is made now.
 
     Args:
@@ -201,7 +201,7 @@ _INSTALLED = tuple({os.path.realpath(path) + os.sep for path in (
 )})  # fmt: skip
 
 
-def key_of(job: Workload) -> tuple[str | None, Build]:
+def key_of(job: TrainingJob) -> tuple[str | None, Build]:
     """Return a job's key, and what builds its model: a factory that was built to tell its key is not built again.
 
     A stale answer is worse than a slow one. So a key holds all that a trace follows from:

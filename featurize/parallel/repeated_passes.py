@@ -6,8 +6,7 @@ and given back. A repeated pass gives tensors that stand for what the stage woul
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from featurize.block_record import Stretch
 from featurize.parallel.streams import Moments, SentNote, Since, Streams
 from featurize.recorder import Recorder
 from featurize.step_trace import Operator
@@ -23,65 +23,81 @@ if TYPE_CHECKING:
     from featurize.parallel.shards_on_meta import ShardStates
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"  # kinds of passes
-# Whose block an event is about.
-_OWN = "own"  # taken and given back in the pass
-_KEPT = "kept"  # taken in a forward pass, and given back in the backward pass of the same micro-batch
-_HELD = "held"  # of a storage that outlives the pass: it holds another block before each pass
 
 
 class DoesNotRepeat(Exception):
     """A pass did something that another one cannot repeat: each pass has to run."""
 
 
-class _Change(NamedTuple):
-    """Memory that a pass takes or gives back.
-
-    of      whose it is
-    number  which one of these: in the order in which they are taken, or a storage
-    takes   whether it is taken
-    like    a block of the same size and maker, which the noted pass took
-    """
-
-    of: str
-    number: int
-    takes: bool
-    like: int
-
-
 class _Result(NamedTuple):
-    """A tensor that a pass gives: where its block lies, and its form."""
+    """A tensor that a pass gives: its block, and its form."""
 
-    of: str
-    number: int
+    block: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
 
 
-@dataclass
-class _Note:
-    """The record of a pass. Numbers of operators are those of its step."""
+class _Held(NamedTuple):
+    """A storage that outlives passes: the block that it held before a pass, and the one that it holds afterwards."""
 
-    changes: list[_Change]
-    operators: list[Operator]
-    sent: list[SentNote]
-    spans: list[tuple[int, int]]  # the operators of the micro-batch's passes so far, of this one last
-    results: list[_Result | None]
-    kept: list[Hashable]  # what the micro-batch's passes so far took for the backward pass
-    state: Hashable  # of the stage's shards afterwards
-    began: Since
-    before: Moments  # of the streams
-    after: Moments
+    storage: int
+    before: int
+    after: int
 
 
 @dataclass
 class _Batch:
-    """A micro-batch on its way through one stage: blocks kept for its backward pass, operators of its passes."""
+    """A micro-batch on its way through one stage.
+
+    kept        blocks that its passes so far took for a later one; None: given back, or a result since
+    signatures  of these
+    spans       operators of its passes so far
+    """
 
     kept: list[int | None] = field(default_factory=list)
-    signatures: list[Hashable] = field(default_factory=list)  # of these
+    signatures: list[Hashable] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
+
+    def keep(self, blocks: Iterable[int], recorder: Recorder) -> None:
+        """Keep blocks for a later pass."""
+        for block in blocks:
+            self.kept.append(block)
+            self.signatures.append(recorder.signature(block))
+
+
+class _Memory(NamedTuple):
+    """What a pass does to memory.
+
+    stretch  its events
+    used     block that earlier passes of the micro-batch kept, and this one uses up -> its place among these
+    held     storages that hold another block before each pass
+    keeps    blocks that it takes for a later pass
+    results  what it gives
+    kept     signatures of what earlier passes of the micro-batch took for later ones
+    """
+
+    stretch: Stretch
+    used: dict[int, int]
+    held: list[_Held]
+    keeps: list[int]
+    results: list[_Result | None]
+    kept: list[Hashable]
+
+
+@dataclass
+class _Note:
+    """The record of a pass. Numbers of operators are those of its step."""
+
+    memory: _Memory
+    operators: list[Operator]
+    sent: list[SentNote]
+    spans: list[tuple[int, int]]  # the operators of the micro-batch's passes so far, of this one last
+    state: Hashable  # of the stage's shards afterwards
+    began: Since
+    before: Moments  # of the streams
+    after: Moments
 
 
 class RepeatedPasses:
@@ -141,18 +157,17 @@ class RepeatedPasses:
             if key not in self._notes:
                 raise DoesNotRepeat(f"no {kind} pass of stage {stage} was noted in the same state")
             return self._repeated(self._notes[key], stage, batch)
-        events, began = len(self._recorder.events), self._streams.since()
-        first, decided, before = self._recorder.blocks, self._recorder.decided, self._streams.moments()
+        mark, began = self._recorder.mark(), self._streams.since()
+        decided, before = self._recorder.decided, self._streams.moments()
         results = compute()
         if self._values_differ and self._recorder.decided > decided:
             raise DoesNotRepeat("the pass depends on the numbers of its micro-batch")
         batch.spans.append((began.operators, len(self._recorder.operators)))
-        changes, placed = _Reading(self._recorder, batch, first, results).of(events, ends=kind == BACKWARD)
         self._notes[key] = _Note(
-            changes=changes, operators=self._recorder.operators[began.operators :],
-            sent=self._streams.sent[began.collectives :], spans=list(batch.spans), results=placed,
-            kept=list(batch.signatures), state=self._states[stage].now(), began=began,
-            before=before, after=self._streams.moments(),
+            memory=_memory_of(self._recorder, self._recorder.since(mark), batch, results, ends=kind == BACKWARD),
+            operators=self._recorder.operators[began.operators :],
+            sent=self._streams.sent[began.collectives :], spans=list(batch.spans),
+            state=self._states[stage].now(), began=began, before=before, after=self._streams.moments(),
         )  # fmt: skip
         return results
 
@@ -161,23 +176,7 @@ class RepeatedPasses:
     def _repeated(self, note: _Note, stage: int, batch: _Batch) -> list[Tensor | None]:
         recorder, now = self._recorder, self._streams.since()
         batch.spans.append((now.operators, now.operators + len(note.operators)))
-        own: dict[int, int] = {}
-        for change in note.changes:
-            if change.takes:
-                block = recorder.take_again(change.like)
-                if change.of == _OWN:
-                    own[change.number] = block
-                elif change.of == _KEPT:
-                    batch.kept.append(block)
-                    batch.signatures.append(recorder.signature(change.like))
-                elif recorder.block_in(change.number) is not None:
-                    recorder.hold_in(change.number, block)
-                else:
-                    raise DoesNotRepeat("a storage that was to hold memory is gone")
-            else:
-                recorder.give_back(self._given_back(change, own, batch))
-        if batch.signatures != note.kept:
-            raise DoesNotRepeat("what passes keep differs")
+        known = self._remembered(note.memory, batch)
         if recorder.keep_operators:
             recorder.operators.extend(_moved(one, note.spans, batch.spans) for one in note.operators)
         later = Since(now.operators - note.began.operators, now.collectives - note.began.collectives)
@@ -188,133 +187,88 @@ class RepeatedPasses:
         self._streams.repeat_moments(note.before, note.after, later)
         storages: dict[int, torch.UntypedStorage] = {}
         with _disable_current_modes():
-            results = [None if one is None else self._result(one, own, batch, storages) for one in note.results]
+            results = [one and self._result(one, known[one.block], storages) for one in note.memory.results]
         self._states[stage].bring_to(note.state)
         return results
 
-    def _given_back(self, change: _Change, own: dict[int, int], batch: _Batch) -> int:
-        if change.of == _OWN:
-            return own[change.number]
-        block = self._recorder.block_in(change.number) if change.of == _HELD else None
-        if change.of == _KEPT and change.number < len(batch.kept):
-            block, batch.kept[change.number] = batch.kept[change.number], None
-        if block is None or self._recorder.size_of(block) != self._recorder.size_of(change.like):
+    def _remembered(self, memory: _Memory, batch: _Batch) -> dict[int, int]:
+        """Note what a pass does to memory again; return its blocks, and those that stand for them."""
+        recorder = self._recorder
+        if batch.signatures != memory.kept:
+            raise DoesNotRepeat("what passes keep differs")
+        replaced_by = {block: batch.kept[place] for block, place in memory.used.items()}
+        replaced_by |= {one.before: recorder.block_in(one.storage) for one in memory.held}
+        entering = {block: now for block, now in replaced_by.items() if now is not None}
+        if len(entering) < len(replaced_by) or any(
+            recorder.size_of(a) != recorder.size_of(b) for a, b in entering.items()
+        ):
             raise DoesNotRepeat("there is nothing alike to give back")
-        return block
+        known = recorder.repeat(memory.stretch, entering)
+        for storage, _before, after in memory.held:
+            recorder.hold_in(storage, known[after])
+        for place in memory.used.values():
+            batch.kept[place] = None
+        batch.keep((known[block] for block in memory.keeps), recorder)
+        return known
 
-    def _result(
-        self, one: _Result, own: dict[int, int], batch: _Batch, storages: dict[int, torch.UntypedStorage]
-    ) -> Tensor:
-        block = own[one.number] if one.of == _OWN else batch.kept[one.number]
-        if block is None:
-            raise DoesNotRepeat("a result was given back")
-        if one.of == _KEPT:
-            batch.kept[one.number] = None
+    def _result(self, one: _Result, block: int, storages: dict[int, torch.UntypedStorage]) -> Tensor:
         if block not in storages:
             storages[block] = torch.UntypedStorage(self._recorder.size_of(block), device="meta")
             self._recorder.stand_for(block, storages[block])
         return torch.empty(0, dtype=one.dtype, device="meta").set_(storages[block], one.offset, one.size, one.stride)
 
 
-class _Reading:
-    """Reads what a pass did to memory.
+def _memory_of(
+    recorder: Recorder, stretch: Stretch, batch: _Batch, results: Sequence[Tensor | None], *, ends: bool
+) -> _Memory:
+    """Return what a pass does to memory.
 
     Args:
         recorder: Of the step.
+        stretch: The pass's events.
         batch: The pass's micro-batch, which hears of what is kept.
-        first: The first block that the pass may have taken.
         results: What it gives.
+        ends: It is the micro-batch's last one.
+
+    Raises:
+        DoesNotRepeat: It gives back or returns what belongs to another pass, or leaves memory behind at the end.
     """
-
-    def __init__(self, recorder: Recorder, batch: _Batch, first: int, results: Sequence[Tensor | None]) -> None:
-        self._recorder, self._batch, self._first = recorder, batch, first
-        self._given = [None if one is None else _block_of(recorder, one) for one in results]
-        self._results = results
-
-    def of(self, begin: int, *, ends: bool) -> tuple[list[_Change], list[_Result | None]]:
-        """Return the changes since an event, and the results' places.
-
-        Args:
-            begin: The first event of the pass.
-            ends: It is the micro-batch's last one.
-        """
-        events = self._recorder.events[begin:]
-        alive = self._alive([event.block for event in events])
-        storages = self._held([one for one in alive if one not in self._given], events)
-        kept_before = {block: place for place, block in enumerate(self._batch.kept) if block is not None}
-        changes: list[_Change] = []
-        taken: set[int] = set()
-        for event in events:
-            block = event.block
-            takes = block >= self._first and block not in taken
-            if block in storages:
-                changes.append(_Change(_HELD, storages[block], takes, block))
-            elif block >= self._first:
-                place = self._place(block, alive, ends)
-                changes.append(_Change(*place, takes, block))
-            elif block in kept_before:
-                changes.append(_Change(_KEPT, kept_before[block], False, block))
-                self._batch.kept[kept_before[block]] = None
-            else:
-                raise DoesNotRepeat("a pass gives back what another one took")
-            taken.add(block)
-        if ends and any(block is not None and block not in self._given for block in self._batch.kept):
-            raise DoesNotRepeat("the backward pass leaves what the forward pass took")
-        placed = [self._placed(block, one) for block, one in zip(self._given, self._results, strict=True)]
-        return changes, placed
-
-    def _alive(self, blocks: Sequence[int]) -> set[int]:
-        """Blocks that the pass took and that are there after it. Workspaces are never given back."""
-        return {
-            block
-            for block, times in Counter(blocks).items()
-            if block >= self._first and times == 1 and self._recorder.kind_of(block) != "workspace"
-        }
-
-    def _place(self, block: int, alive: set[int], ends: bool) -> tuple[str, int]:
-        if block not in alive or (ends and block in self._given):
-            return _OWN, block
-        if ends:
-            raise DoesNotRepeat(f"a backward pass leaves memory behind: {self._recorder.maker_of(block)}")
-        self._batch.kept.append(block)
-        self._batch.signatures.append(self._recorder.signature(block))
-        return _KEPT, len(self._batch.kept) - 1
-
-    def _held(self, alive: Sequence[int], events: Sequence) -> dict[int, int]:
-        """Block -> storage, for blocks of storages that outlive passes: one given back, and one taken in its place."""
-        recorder = self._recorder
-        kept = {block for block in self._batch.kept if block is not None}
-        gone = [event.block for event in events if event.block < self._first and event.block not in kept]
-        storages: dict[int, int] = {}
-        left = list(alive)
-        for block in gone:
-            about, storage = recorder.signature(block), recorder.storage_of(block)
-            resized = (one for one in left if recorder.storage_of(one) == storage)
-            alike = (one for one in left if recorder.signature(one) == about)
-            same = next((one for one in resized if recorder.signature(one)[1:] == about[1:]), next(alike, None))
-            if same is not None:
-                left.remove(same)
-                storages[block] = storages[same] = recorder.storage_of(same)
-        return storages
-
-    def _placed(self, block: int | None, tensor: Tensor | None) -> _Result | None:
-        if block is None or tensor is None:
-            return None
-        if block in self._batch.kept:
-            of, number = _KEPT, self._batch.kept.index(block)
-            self._batch.kept[number] = None
-        elif block >= self._first:
-            of, number = _OWN, block
-        else:
-            raise DoesNotRepeat("a pass gives what was there before")
-        return _Result(of, number, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+    kept, signatures = {block: place for place, block in enumerate(batch.kept)}, list(batch.signatures)
+    placed = [one if one is None else _result_of(recorder, one) for one in results]
+    given = [one.block for one in placed if one is not None]
+    left = [block for block in stretch.leaving if block not in given]
+    held = [_held(recorder, block, left) for block in stretch.entering if block not in kept]
+    used = {block: kept[block] for block in (*stretch.entering, *given) if block in kept}
+    if not set(given) <= {*used, *stretch.leaving}:
+        raise DoesNotRepeat("a pass gives what was there before")
+    for place in used.values():
+        batch.kept[place] = None
+    if ends and left:
+        raise DoesNotRepeat(f"a backward pass leaves memory behind: {recorder.maker_of(left[0])}")
+    if ends and any(block is not None for block in batch.kept):
+        raise DoesNotRepeat("the backward pass leaves what the forward pass took")
+    batch.keep(left, recorder)
+    return _Memory(stretch, used, held, left, placed, signatures)
 
 
-def _block_of(recorder: Recorder, tensor: Tensor) -> int:
+def _held(recorder: Recorder, before: int, left: list[int]) -> _Held:
+    """Return the storage whose block a pass gives back, with the one that it takes in its place, which is taken out
+    of those that it leaves."""
+    about, storage = recorder.signature(before), recorder.storage_of(before)
+    resized = (one for one in left if recorder.storage_of(one) == storage and recorder.signature(one)[1:] == about[1:])
+    after = next(resized, None) or next((one for one in left if recorder.signature(one) == about), None)
+    if after is None:
+        raise DoesNotRepeat("a pass gives back what another one took")
+    left.remove(after)
+    return _Held(recorder.storage_of(after), before, after)
+
+
+def _result_of(recorder: Recorder, tensor: Tensor) -> _Result:
     try:
-        return recorder.block_of(getattr(tensor, "elem", tensor))  # of what a collective makes
+        block = recorder.block_of(getattr(tensor, "elem", tensor))  # of what a collective makes
     except KeyError:
         raise DoesNotRepeat("a pass gives what no operator made") from None
+    return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 def _moved(one: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:

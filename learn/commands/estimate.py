@@ -39,7 +39,7 @@ from learn.estimators import LEVEL
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from learn.estimation.estimating import Inputs, Job
+    from learn.estimation.estimating import AnyModel, Inputs
 
 FORMATS = ("table", "json")
 IMPORTANT, ALL = NOTES = ("important", "all")
@@ -372,7 +372,7 @@ class EstimateSettings(TrainingKeys):
 
 def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, here or by a service, and print it. Returns the exit code."""
-    from learn.workload import name_of
+    from learn.job import name_of
 
     if settings.server is not None:
         return entry_of_server(settings)
@@ -488,7 +488,7 @@ _WIDTH_WITH_ENERGY = 90  # characters
 
 
 def print_fits(
-    settings: EstimateSettings, title: str, job: Job, inputs: Inputs | None, options: Mapping[str, Any]
+    settings: EstimateSettings, title: str, job: AnyModel, inputs: Inputs | None, options: Mapping[str, Any]
 ) -> int:
     """Find what fits and print it. Returns the exit code.
 

@@ -11,7 +11,7 @@ from typing import Any
 from conf.errors import UsageError, shown
 from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
-from learn.workload import checked_shape, is_shape, torch_dtype
+from learn.job import checked_shape, is_shape, torch_dtype
 
 _TYPED = {"shape", "dtype"}  # the keys of a shape with a type of its own
 

@@ -26,6 +26,7 @@ from featurize.device_spec import DeviceSpec, UnsuitableDevice
 from featurize.disk_cache import keep, recall
 from featurize.machine import MACHINES, MachineProfile
 from featurize.model_flops import seconds_at_peak
+from featurize.replacing import without_collection
 from featurize.training_settings import TrainingSettings, training_of
 from featurize.version import is_current
 from learn.batch_sizes import batch_size_of, with_batch_size
@@ -37,10 +38,10 @@ from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PR
 from learn.estimation.on_machine import machine_for, placed, prepare_workspaces, workspace_notes
 from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, require_batch_of_file, talk_of, values_of_ranks
 from learn.estimators import LEVEL, TRAINING_FREE, get_estimator
+from learn.job import TrainingJob, as_a_training_script, of_config, of_module
 from learn.step_record import traced_column
 from learn.step_store import StepStore
 from learn.targets import get_target
-from learn.workload import Workload, as_a_training_script, of_config, of_module
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Question:
     own_runs          the data folder's measured runs of a trial config, where they may serve
     """
 
-    job: Workload
+    job: TrainingJob
     allocator: AllocatorSettings | None = None
     estimator: str | None = None
     data: Data | None = None
@@ -83,7 +84,7 @@ class Question:
             require_batch_of_file(self.job.parallel, size)
         return replace(self, job=_with_samples(self.job, size))
 
-    def _in_loop(self, job: Workload) -> Workload:
+    def _in_loop(self, job: TrainingJob) -> TrainingJob:
         return job if self.loop is None else replace(job, training_loop=self.loop == PIPELINE)
 
     @as_a_training_script()
@@ -97,6 +98,7 @@ class Question:
 
     @naming_the_extra()
     @as_a_training_script()
+    @without_collection()
     def answered(
         self, device: DeviceSpec, *, timeline: bool = False, traces: Traces | None = None
     ) -> tuple[Estimate, TracedStep | None]:
@@ -177,7 +179,7 @@ class Question:
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
 
     def _with_longest(
-        self, gathered: Gathered, mixed: TracedStep, alone: Workload, device: DeviceSpec, *, timeline: bool
+        self, gathered: Gathered, mixed: TracedStep, alone: TrainingJob, device: DeviceSpec, *, timeline: bool
     ) -> TracedStep:
         """Return the traced mix, or its longest batch alone where that takes more: the caches that the other batches
         leave can suit it better than its own, in the order that was given."""
@@ -200,7 +202,7 @@ class Question:
     def _placed(
         self,
         traced: TracedStep,
-        job: Workload,
+        job: TrainingJob,
         device: DeviceSpec,
         on: MachineProfile,
         *,
@@ -257,7 +259,7 @@ class Question:
 
         return moved(done, runs, trace_of, self.coverage, uncertainty_of(traced, device, on))
 
-    def _case(self, job: Workload, device: DeviceSpec) -> Case:
+    def _case(self, job: TrainingJob, device: DeviceSpec) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
         if job.config is not None:
             return Case(job.config, device.name, job.training_loop, described=device)
@@ -267,7 +269,7 @@ class Question:
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
 
-def _with_samples(job: Workload, size: int) -> Workload:
+def _with_samples(job: TrainingJob, size: int) -> TrainingJob:
     """Return the job with so many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
     if size == job.batch_size:
         return job
@@ -310,7 +312,7 @@ def _bound_by_causes(
     gathered.bound(bounds, coverage, uncertainty.at(coverage), least_card_mib, held)
 
 
-def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | None) -> SimulatedStep:
+def _priced(traced: TracedStep, job: TrainingJob, device: DeviceSpec, loop: str | None) -> SimulatedStep:
     """Return the traced step in the loop asked for: the trace itself prices the GPU's own work, without any input."""
     from featurize.simulate import simulate
 
@@ -321,7 +323,7 @@ def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | N
     return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
 
 
-def _note_of_host(step: SimulatedStep, job: Workload) -> Note:
+def _note_of_host(step: SimulatedStep, job: TrainingJob) -> Note:
     figures = f"{step.step_time_ms:,.2f} ms, up to {step.step_time_upper_ms:,.2f} on 9 of 10 machines"
     text = f"the host bounds the step: {figures}"
     if job.config is None:
@@ -331,7 +333,7 @@ def _note_of_host(step: SimulatedStep, job: Workload) -> Note:
 
 def _assembled(
     gathered: Gathered,
-    job: Workload,
+    job: TrainingJob,
     device: DeviceSpec,
     traced: TracedStep | None,
     failure: CommandError | None,
@@ -415,7 +417,7 @@ def _limit_mib(device: DeviceSpec, allocator: AllocatorSettings | None, traced: 
     return min(device.memory_mib, share * device.memory_mib + outside_mib)
 
 
-def _parameters(job: Workload) -> int | None:
+def _parameters(job: TrainingJob) -> int | None:
     """Counted on a model that is built but not traced; None where it can't be built either."""
     from featurize.skeleton import build_on_meta
 
@@ -604,11 +606,11 @@ def in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack, tr
     if case.module is not None:
         looped = replace(looped, module=replace(case.module, training_loop=True))
     with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
-        lent.enter_context(steps.lent(looped, step_of(looped.workload, case.spec, traces=traces)))
+        lent.enter_context(steps.lent(looped, step_of(looped.job, case.spec, traces=traces)))
     return looped
 
 
-def ask_method(gathered: Gathered, job: Workload, device: DeviceSpec, estimator: str) -> None:
+def ask_method(gathered: Gathered, job: TrainingJob, device: DeviceSpec, estimator: str) -> None:
     """Memory by a training-free method. `UsageError` with the method's reason."""
     from learn.peers.base import Peer, analyse
     from learn.traced import wants_values
@@ -655,7 +657,7 @@ def _merged(notes: list[Note]) -> list[Note]:
 def notes_of_trace(
     gathered: Gathered,
     traced: TracedStep,
-    job: Workload,
+    job: TrainingJob,
     device: DeviceSpec,
     limit_mib: float,
     torch_version: str | None,
@@ -776,7 +778,7 @@ def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
 
 
 def throughput_of(
-    traced: TracedStep, job: Workload, device: DeviceSpec, *, step_time_ms: float | None, power_w: float
+    traced: TracedStep, job: TrainingJob, device: DeviceSpec, *, step_time_ms: float | None, power_w: float
 ) -> dict[str, float | None]:
     """Return a job's samples and tokens a second, its model FLOPs utilization in [0, 1], and a step's energy in J.
 
@@ -813,7 +815,7 @@ def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings)
     return sum(one * count for one, count in known) / sum(count for _, count in known) if known else None
 
 
-def tokens_of(job: Workload, trace: StepTrace) -> int | None:
+def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
     """Return the tokens of one micro-step; None where the job has no sequences of them.
 
     Tokens are the elements of the first input of integers that has the shape [batch, length], padding included. A
@@ -837,15 +839,21 @@ MOST_ANSWERS = 5000
 _answers: dict[str, Estimate] = {}  # oldest first
 
 
-def answer(question: Question, device: DeviceSpec, traces: Traces | None = None) -> Estimate:
-    """Return the answer of `Question.answered`, made now where it was not given before. Raises as there."""
+def answer(
+    question: Question, device: DeviceSpec, traces: Traces | None = None, kept: dict[str, Any] | None = None
+) -> Estimate:
+    """Return the answer of `Question.answered`, made now where it was not given before. Raises as there.
+
+    A new one is left in the user's cache, or with `kept`, among what the caller leaves there at once.
+    """
     key, question = _key(question, device)
     if key is None:
         return question.answered(device, traces=traces)[0]
     known = _answers.get(key) or _from_disk(key)
     if known is None:
         known = question.answered(device, traces=traces)[0]
-        keep({f"answer {key}": known.to_mapping()})
+        fresh = {f"answer {key}": known.to_mapping()}
+        keep(fresh) if kept is None else kept.update(fresh)
     return _remembered(key, known)
 
 

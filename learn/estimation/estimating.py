@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from learn.estimation.answers import Data
 
     Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
-    Job: TypeAlias = Model | TrialConfig | Mapping[str, Any]
+    AnyModel: TypeAlias = Model | TrialConfig | Mapping[str, Any]
     Tensors: TypeAlias = torch.Tensor | Sequence[int | torch.Tensor | Sequence[int]]
     Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
     Batches: TypeAlias = Sequence[Inputs] | Sequence[int] | Mapping[int, float]
@@ -53,7 +53,7 @@ MANY = 100  # configs from which on it is worth naming the quick way
 
 
 def estimate(
-    model: Job,
+    model: AnyModel,
     inputs: Inputs | None = None,
     *,
     batches: Batches | None = None,
@@ -336,7 +336,7 @@ def checked(estimator: object, method: object, device: object, power_limit_w: fl
 
 
 def question_of(
-    model: Job,
+    model: AnyModel,
     inputs: Inputs | None = None,
     *,
     batches: Batches | None = None,
@@ -364,7 +364,7 @@ def question_of(
         UsageError: As in `estimate`; a keyword that is of one estimate only.
     """
     from featurize.cudnn.workspaces import require_release
-    from learn.workload import of_config, of_module
+    from learn.job import of_config, of_module
 
     job_of: Model | TrialConfig = config_from_mapping(model) if isinstance(model, Mapping) else model
     config = job_of if isinstance(job_of, TrialConfig) else None

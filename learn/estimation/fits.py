@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
 from featurize.device_spec import device_names
+from featurize.disk_cache import keep
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import answer, is_of_job, with_key
 from learn.estimation.estimating import checked, question_of
@@ -21,7 +22,7 @@ from learn.estimation.on_machine import release_workspaces
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.trace_cache import Traces
-    from learn.estimation.estimating import Inputs, Job, Tensors
+    from learn.estimation.estimating import AnyModel, Inputs, Tensors
 
 BOUND, POINT = BY = ("bound", "point")
 
@@ -85,7 +86,7 @@ class DeviceFit:
 
 
 def largest_batch(
-    model: Job,
+    model: AnyModel,
     inputs: Inputs | None = None,
     *,
     device: str | DeviceSpec = DEFAULT_DEVICE,
@@ -153,7 +154,7 @@ def largest_batch(
 
 
 def devices_that_fit(
-    model: Job,
+    model: AnyModel,
     inputs: Inputs | None = None,
     *,
     devices: Iterable[str | DeviceSpec] | None = None,
@@ -191,10 +192,11 @@ def devices_that_fit(
         )
     question = with_key(question)
     traces: Traces = {}
+    kept: dict[str, Any] = {}
     fits, problems = [], []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
         try:
-            done = answer(question, spec, traces)
+            done = answer(question, spec, traces, kept)
         except CommandError as error:
             if is_of_job(error):
                 raise
@@ -206,6 +208,7 @@ def devices_that_fit(
             fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
         finally:
             release_workspaces(question.workspaces, spec)
+    keep(kept)
     if problems and len(problems) == len(fits):
         raise problems[0]
     return tuple(fits)

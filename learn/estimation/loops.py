@@ -12,8 +12,8 @@ from conf.errors import unknown_name
 from featurize.training_settings import training_of
 
 if TYPE_CHECKING:
+    from learn.job import TrainingJob
     from learn.traced import TracedStep
-    from learn.workload import Workload
 
 RESIDENT, PIPELINE = LOOPS = ("resident", "pipeline")
 LEGEND = {
@@ -33,7 +33,7 @@ def loops_of_sources(sources: Iterable[str]) -> frozenset[str]:
 
 
 def loop_named(training_loop: bool) -> str:
-    """Return the name of the loop that `Workload.training_loop` means."""
+    """Return the name of the loop that `TrainingJob.training_loop` means."""
     return PIPELINE if training_loop else RESIDENT
 
 
@@ -50,7 +50,7 @@ def legend(loops: Iterable[str]) -> str:
     return "; ".join(f"loop {loop}: {LEGEND[loop]}" for loop in LOOPS if loop in named)
 
 
-def loading_ms(traced: TracedStep, job: Workload) -> float:
+def loading_ms(traced: TracedStep, job: TrainingJob) -> float:
     """Return how long a plain loop takes to load the batches of a step, in ms."""
     from featurize.input_pipeline import input_ms
 

@@ -16,7 +16,7 @@ from featurize.parallel.layout_text import parse_parallel
 from featurize.training_settings import Training, training_of
 from featurize.trial_config import sharing_problem
 from learn.estimation.notes import INFO, Note
-from learn.workload import Workload
+from learn.job import TrainingJob
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
@@ -44,7 +44,7 @@ class RankGroup:
     breakdown: Mapping[str, float]
 
 
-def parallel_job(job: Workload, given: object, *, estimator: str | None, others: Mapping[str, Any]) -> Workload:
+def parallel_job(job: TrainingJob, given: object, *, estimator: str | None, others: Mapping[str, Any]) -> TrainingJob:
     """Return the job with its ranks; as it is where it runs on one GPU.
 
     Args:
@@ -138,7 +138,7 @@ def _require_pipelined(training: Training) -> None:
         raise UsageError(f"{', '.join(given)} with parallel=pp is not estimated yet; leave either out")
 
 
-def buffers_mib(job: Workload, device: DeviceSpec, trace: StepTrace | None = None) -> float:
+def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = None) -> float:
     """Return what communication libraries keep on a GPU, in MiB; 0 of a job on one GPU. `UsageError` where the GPU
     model's description has no interconnect. A trace tells which groups of ranks the model made itself."""
     if job.parallel is None:
@@ -147,7 +147,7 @@ def buffers_mib(job: Workload, device: DeviceSpec, trace: StepTrace | None = Non
     return communicators_mib(device, job.parallel, axes)
 
 
-def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communication | None:
+def talk_of(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
     """Return what the step's communication takes; None of a job on one GPU. It is the same in any loop."""
     from featurize.parallel.overlap import communication_of
 
@@ -158,7 +158,7 @@ def talk_of(traced: TracedStep, job: Workload, device: DeviceSpec) -> Communicat
 
 def values_of_ranks(
     traced: TracedStep,
-    job: Workload,
+    job: TrainingJob,
     device: DeviceSpec,
     talk: Communication | None,
 ) -> tuple[dict[str, Any], list[Note]]:
@@ -189,7 +189,7 @@ def values_of_ranks(
 def _group(
     alike: RanksAlike,
     traced: TracedStep,
-    job: Workload,
+    job: TrainingJob,
     worst: RankGroup,
 ) -> RankGroup:
     """Ranks of a pipeline with the memory of the first of them."""

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from featurize.allocator_settings import AllocatorSettings
     from featurize.kernel_model.step_time import TimedStep
     from learn.estimation.job_estimate import Estimate
-    from learn.workload import Workload
+    from learn.job import TrainingJob
 
 TOP_TENSORS = 12
 
@@ -75,7 +75,7 @@ def checked_path(report: str | Path, key: str = "report", like: str = "out.html"
 
 def write_step_report(
     path: Path,
-    job: Workload,
+    job: TrainingJob,
     device: DeviceSpec,
     done: Estimate,
     traced: TracedStep | None,
@@ -87,7 +87,7 @@ def write_step_report(
 
 
 def step_page(
-    job: Workload,
+    job: TrainingJob,
     device: DeviceSpec,
     done: Estimate,
     traced: TracedStep | None,
@@ -137,7 +137,7 @@ def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
     )
 
 
-def _tiles(job: Workload, device: DeviceSpec, done: Estimate) -> Tiles:
+def _tiles(job: TrainingJob, device: DeviceSpec, done: Estimate) -> Tiles:
     used = done.peak_memory_mib / device.memory_mib
     share = f"{used:,.0%} of the card" if used >= 0.01 else "less than 1% of the card"
     tiles = [Tile(_named(done, "peak memory", "memory"), f"{done.peak_memory_mib:,.0f} MiB", share)]
@@ -251,7 +251,7 @@ def _breakdown(done: Estimate) -> Section | None:
     return Section("parts", f"What the peak consists of, by {by}", tuple(blocks))
 
 
-def _time(job: Workload, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
+def _time(job: TrainingJob, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
     """Show where the time of the traced step goes, in the loop that the estimate's step time speaks of."""
     from featurize.kernel_model.step_time import time_step
 
@@ -326,7 +326,7 @@ def _tensors(traced: TracedStep) -> Section:
 
 
 def _facts(
-    job: Workload, device: DeviceSpec, done: Estimate, traced: TracedStep | None, allocator: AllocatorSettings | None
+    job: TrainingJob, device: DeviceSpec, done: Estimate, traced: TracedStep | None, allocator: AllocatorSettings | None
 ) -> Section:
     settings: dict[str, object] = {}
     if job.config is not None:

@@ -49,7 +49,7 @@ def answer(job: PoolJob) -> Answer:
         if not isinstance(case, Case):
             case = Case(module=workload_of(case), described=job.device)
         if job.target == "memory":
-            return analyse(estimator, case.workload, job.device)
+            return analyse(estimator, case.job, job.device)
         estimator.target = get_target(job.target)
         figure = float(estimator.figure(case))
     except CannotEstimate as refusal:

@@ -198,8 +198,8 @@ def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
     """Return the case, and whether there is such a job. A row without one is asked all the same: its refusal says
     why."""
     from featurize.training import Training
+    from learn.job import TrainingJob
     from learn.published import config_of, workload_of
-    from learn.workload import Workload
     from warehouse.published import TORCH_VERSION
 
     try:
@@ -216,7 +216,7 @@ def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
             raise UsageError(reason)
 
         size = row.batch_size or 1
-        job = Workload(name=row.name, build=build, batch=build, settings=Training(), batch_size=size)
+        job = TrainingJob(name=row.name, build=build, batch=build, settings=Training(), batch_size=size)
     return Case(None, spec.name, True, TORCH_VERSION, module=job), is_able
 
 

@@ -222,10 +222,7 @@ class HybridEstimator(Estimator):
             return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
         # From traced to estimated memory, network by network: a curve through knots that never falls.
         knots, count = self._knots, len(self._knots)
-        at_knots = np.repeat(table, count, axis=0)
-        at_knots[:, -1] = np.tile(knots, len(table))
-        curve = knots * math.log(2) + trees.predict(at_knots).reshape(len(table), count)
-        curve = np.maximum.accumulate(curve, axis=1)
+        curve = np.maximum.accumulate(knots * math.log(2) + trees.predict_along(table, knots), axis=1)
         asked = np.log2(np.exp(base))
         place = np.clip(asked, knots[0], knots[-1])
         left = np.clip(np.searchsorted(knots, place, side="right") - 1, 0, count - 2)

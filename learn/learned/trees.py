@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 MEMBERS = 3  # fits that differ in their random choices; the mean of them is smoother than one
 _ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wrong
 _NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
-_CELLS = 60_000  # rows times trees that are followed at a time: their arrays stay in the processor's cache
+_CELLS = 20_000  # rows times trees that are followed at a time: their arrays stay in the processor's cache
 _DEEPEST = 1000
-_STEPS = 3  # taken at a time: looking who is at a leaf costs as much as one
+_STEPS = 3  # taken at a time: looking for those that are at a leaf costs as much as one
 _INFINITE = 1e300  # what LightGBM writes for an infinite threshold
 _KINDS: Mapping[str, type] = {
     "children": np.intp,
@@ -94,71 +94,71 @@ class Trees:
         """Return trees whose `members` are those of all forests, one after the other; they read the same table."""
         nodes = np.cumsum([0, *(len(one.value) for one in forests)])
         trees = np.cumsum([0, *(len(one.root) for one in forests)])
-        shifts = {"children": nodes, "root": nodes, "first": trees}
-        arrays = {
-            name: np.concatenate([getattr(one, name) + by for one, by in zip(forests, shifts[name], strict=False)])
-            if name in shifts
-            else np.concatenate([getattr(one, name) for one in forests])
-            for name in _KINDS
-            if name != "start"
-        }
-        return cls(**arrays, start=np.array(0.0))
+        arrays = {name: [getattr(one, name) for one in forests] for name in _KINDS if name != "start"}
+        for name, shift in (("children", nodes), ("root", nodes), ("first", trees)):
+            arrays[name] = [array + by for array, by in zip(arrays[name], shift, strict=False)]
+        return cls(**{name: np.concatenate(of_all) for name, of_all in arrays.items()}, start=np.array(0.0))
 
     def predict(self, table: np.ndarray) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64. Raises `ValueError` for too few columns."""
-        members = self.members(table)
-        return self.start + np.cumsum(members, axis=0)[-1] / len(members)
+        return self.predict_along(table, None)[:, 0]
 
-    def members(self, table: np.ndarray) -> np.ndarray:
-        """Return the members' own (members, n) sums, without the start. Errors as in `predict`."""
+    def predict_along(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
+        """Return (n, k) values for the rows with each of the (k,) values in their last column; None: the row's own.
+
+        Splits by other columns are the same for all k: each row follows them once.
+        """
+        members = self.members(table, last)
+        values = self.start + np.cumsum(members, axis=0)[-1] / len(members)
+        return values.reshape(len(table), 1 if last is None else len(last))
+
+    def members(self, table: np.ndarray, last: np.ndarray | None = None) -> np.ndarray:
+        """Return the members' own sums, (members, n * k), of the rows as `predict_along` takes them."""
         table = np.ascontiguousarray(table, dtype=np.float64)
         if table.shape[1] <= self._most:
             raise ValueError(f"the trees read {self._most + 1} columns, and the table has {table.shape[1]}")
-        rows = max(_CELLS // len(self.root), 1)
-        root, children = self.root, self.children
-        some_missing = bool(np.isnan(table).any())
-        if len(table) > rows:
-            same = (table == table[0]).all(axis=0) | np.isnan(table).all(axis=0)
-            root, children = self._past(same, table[0])
-            some_missing = bool(np.isnan(table[:, ~same]).any())
-        parts = [self._sums(table[at : at + rows], root, children, some_missing) for at in range(0, len(table), rows)]
+        rows = max(_CELLS // (len(self.root) * (1 if last is None else len(last))), 1)
+        parts = [self._sums(table[at : at + rows], last) for at in range(0, len(table), rows)]
         return np.concatenate(parts, axis=1) if parts else np.empty((len(self.first), 0))
 
     @cached_property
     def _most(self) -> int:
         return int(self.feature.max())
 
-    def _past(self, same: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the roots and children that are left where each node that asks for a column with the `same` value in
-        all rows gives way to the one that follows it."""
-        value = row.take(self.feature)
-        right = ~((value <= self.threshold) | (np.isnan(value) & self.missing_left))
-        nodes = np.arange(len(value))
-        goal = np.where(same.take(self.feature), self.children[nodes, right.astype(np.intp)], nodes)
-        while not np.array_equal(goal, further := goal.take(goal)):
-            goal = further
-        return goal.take(self.root), goal.take(self.children)
+    def _sums(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
+        held = None if last is None else table.shape[1] - 1
+        row = np.tile(np.arange(len(table)), len(self.root))  # in the first tree, then in the second one
+        node = self._followed(table, row, np.repeat(self.root, len(table)), held)
+        if last is not None:
+            table = np.repeat(table, len(last), axis=0)
+            table[:, -1] = np.tile(last, len(table) // len(last))
+            node = np.repeat(node, len(last))
+            node = self._followed(table, np.arange(len(node)) % len(table), node)
+        leaf = self.value.take(node).reshape(len(self.root), len(table))
+        # Added one after the other, as the libraries add them; `sum` adds in pairs.
+        ends = [*self.first[1:].tolist(), len(self.root)]
+        return np.stack([np.cumsum(leaf[low:high], axis=0)[-1] for low, high in zip(self.first, ends, strict=True)])
 
-    def _sums(self, table: np.ndarray, root: np.ndarray, children: np.ndarray, some_missing: bool) -> np.ndarray:
-        values, following = table.ravel(), children.ravel()
-        leaf = children[:, 0] == np.arange(len(children))
-        ends = np.repeat(root, len(table))  # the node reached by each row in the first tree, then in the second one
-        going = np.arange(ends.size)  # those that have not reached a leaf
-        node, of_row = ends, going % len(table) * table.shape[1]
+    def _followed(self, table: np.ndarray, row: np.ndarray, node: np.ndarray, held: int | None = None) -> np.ndarray:
+        """Return where each node leads for its row: a leaf, or a split by the column `held`."""
+        values, children = table.ravel(), self.children
+        if held is not None:  # such a split follows itself, as a leaf does
+            children = np.where((self.feature == held)[:, None], np.arange(len(children))[:, None], children)
+        followed, following, ends = children[:, 0], children.ravel(), node.copy()
+        some_missing = bool(np.isnan(values).any())
+        going = np.arange(len(node))  # those that are not at their end
+        first = row * table.shape[1]
         while going.size:
             for _ in range(_STEPS):
-                value = values.take(of_row + self.feature.take(node))
+                value = values.take(first + self.feature.take(node))
                 right = value > self.threshold.take(node)
                 if some_missing:
                     right |= np.isnan(value) & ~self.missing_left.take(node)
                 node = following.take(2 * node + right)
             ends[going] = node
-            on = ~leaf.take(node)
-            going, node, of_row = going[on], node[on], of_row[on]
-        reached = self.value.take(ends).reshape(len(self.root), len(table))
-        # Added one after the other, as the libraries add them; `sum` adds in pairs.
-        limits = [*self.first[1:].tolist(), len(self.root)]
-        return np.stack([reached[low:high].cumsum(axis=0)[-1] for low, high in zip(self.first, limits, strict=True)])
+            on = followed.take(node) != node
+            going, node, first = going[on], node[on], first[on]
+        return ends
 
     # ---- on disk
 
@@ -282,6 +282,12 @@ class Boosters:
     def predict(self, table: np.ndarray) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64."""
         return self.start + np.mean([booster.predict(table, num_threads=1) for booster in self.boosters], axis=0)
+
+    def predict_along(self, table: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """As `Trees.predict_along`."""
+        wide = np.repeat(table, len(last), axis=0)
+        wide[:, -1] = np.tile(last, len(table))
+        return self.predict(wide).reshape(len(table), len(last))
 
     def trees(self) -> Trees:
         """Return the trees, which predict the same figures."""

@@ -29,8 +29,8 @@ from learn.estimators import (
     to_space,
     write_state,
 )
+from learn.job import TrainingJob
 from learn.step_store import StepStore
-from learn.workload import Workload
 
 NO_BOUND = "no bound is calibrated: it gives a point, not a guarantee"
 
@@ -87,7 +87,7 @@ class Peer(Estimator):
         self.target = rows.target
         return self
 
-    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         """Return part -> MiB, which sum to the estimate of peak memory. Raises `CannotEstimate`, and lets no other
         error of the model's out."""
         raise NotImplementedError
@@ -122,7 +122,7 @@ class Peer(Estimator):
         return open_state(cls, Path(folder))[0]
 
 
-def analyse(peer: Peer, workload: Workload, device: DeviceSpec) -> Answer:
+def analyse(peer: Peer, workload: TrainingJob, device: DeviceSpec) -> Answer:
     """Return the estimator's answer for the memory of one job, timed."""
     began = time.monotonic_ns()
     try:
@@ -139,4 +139,4 @@ def analyse(peer: Peer, workload: Workload, device: DeviceSpec) -> Answer:
 @lru_cache(maxsize=100_000)
 def _answer(peer: type[Peer], case: Case) -> Answer:
     """Remembered: cross-validation asks for each case many times."""
-    return analyse(peer(), case.workload, described(case))
+    return analyse(peer(), case.job, described(case))

@@ -11,9 +11,9 @@ from typing import ClassVar
 from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from learn.job import TrainingJob
 from learn.peers.base import Peer, require_covered
 from learn.peers.modules import meta_model
-from learn.workload import Workload
 
 MIXED = ("bf16", "fp16")
 OPTIMIZERS = ("adam", "adamw")
@@ -47,7 +47,7 @@ class DeepSpeed(Peer):
             raise UsageError(f"gpus must be an integer >= 1, got {gpus!r}")
         self.stage, self.gpus = stage, gpus
 
-    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         settings = workload.settings
         require_covered(settings, "optimizer", OPTIMIZERS)
         mixed = settings.precision in MIXED

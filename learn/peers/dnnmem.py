@@ -15,9 +15,9 @@ from conf.units import MIB
 from featurize.batches import call, tensors_of
 from featurize.device_spec import DeviceSpec
 from featurize.trial_config import OPTIMIZERS
+from learn.job import TrainingJob
 from learn.peers.base import Peer
 from learn.peers.modules import batch_tensors, explained, loss_of, meta_model, unique_bytes
-from learn.workload import Workload
 
 BLOCK = 512  # PyTorch's allocator rounds every tensor up to this
 RESERVED_MIB = 64.0  # resident buffer of the framework's memory management, the published constant
@@ -41,7 +41,7 @@ class DNNMem(Peer):
 
     name: ClassVar[str] = "dnnmem"
 
-    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         model = meta_model(workload)
         with explained("the forward pass", model):
             inputs, targets = workload.batch("meta")
@@ -101,7 +101,7 @@ def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
     return peak
 
 
-def _record(workload: Workload, model, inputs, targets) -> list[_Operator]:
+def _record(workload: TrainingJob, model, inputs, targets) -> list[_Operator]:
     """The forward operators of model and loss, in order, from dispatch on meta tensors."""
     operators: list[_Operator] = []
     held = {}  # storage -> itself: what is kept alive keeps its identity, and meta storages cost nothing

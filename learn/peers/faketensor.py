@@ -16,9 +16,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from learn.job import TrainingJob
 from learn.peers.base import CannotEstimate, Peer
 from learn.peers.modules import PlainStep, batch_tensors, explained, meta_model, on_device
-from learn.workload import Workload
 
 
 class FakeTensor(Peer):
@@ -36,7 +36,7 @@ class FakeTensor(Peer):
     name: ClassVar[str] = "faketensor"
     warning: ClassVar[str] = f"{Peer.warning}; faketensor leaves the CUDA context out"
 
-    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         # A model may hold plain tensors besides its buffers.
         with _quiet_failures(), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
             model = _fake_model(workload)
@@ -69,7 +69,7 @@ def _quiet_failures() -> Iterator[None]:
         logger.disabled = before
 
 
-def _fake_model(workload: Workload):
+def _fake_model(workload: TrainingJob):
     """The model with fake tensors of the CPU, under the mode that the caller has entered.
 
     A model that reads figures from tensors while it is built (stochastic depth's rates, in timm) can't be built of fake

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from learn.job import TrainingJob
 from learn.peers.base import Peer
 from learn.peers.modules import leaf_outputs, meta_model
-from learn.workload import Workload
 
 FRAMEWORK_MIB = 800.0
 BYTES = 4  # the formula is of fp32, whatever the precision
@@ -33,7 +33,7 @@ class Horus(Peer):
 
     name: ClassVar[str] = "horus"
 
-    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         model = meta_model(workload)
         elements = sum(
             math.prod(shape)

@@ -12,9 +12,9 @@ from torch import nn
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from learn.job import TrainingJob
 from learn.peers.base import CannotEstimate, Peer, require_covered
 from learn.peers.modules import leaf_outputs, meta_model
-from learn.workload import Workload
 
 PAGE = 2 * 2**20  # bytes; CUDA's memory page
 CHUNK = 32 * 2**20  # elements; the least chunk that Colossal-AI's chunk manager takes by default
@@ -42,7 +42,7 @@ class LLMem(Peer):
 
     name: ClassVar[str] = "llmem"
 
-    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         settings = workload.settings
         require_covered(settings, "precision", PRECISIONS)
         require_covered(settings, "optimizer", OPTIMIZERS)
@@ -70,7 +70,7 @@ class LLMem(Peer):
 
 
 def _language_model(
-    workload: Workload, model: nn.Module
+    workload: TrainingJob, model: nn.Module
 ) -> tuple[list[nn.Embedding], nn.ModuleList, nn.Linear, tuple[int, ...]]:
     """Return a transformer language model's embeddings, its layers, its head, and the shape of its logits.
 

@@ -22,11 +22,11 @@ from featurize.batches import Inputs, call, own_loss, tensors_of
 from featurize.optimizers import make_optimizer
 from featurize.skeleton import build_on_meta, kept_results
 from featurize.training import AUTOCAST_DTYPES, cross_entropy, targets_for
+from learn.job import TrainingJob
 from learn.peers.base import CannotEstimate
-from learn.workload import Workload
 
 
-def meta_model(workload: Workload) -> nn.Module:
+def meta_model(workload: TrainingJob) -> nn.Module:
     """The workload's model on the meta device, in training mode: a copy, so that the caller's own stays as it is.
 
     Raises `CannotEstimate` where it can't be built.
@@ -35,7 +35,7 @@ def meta_model(workload: Workload) -> nn.Module:
         return build_on_meta(workload.build).train()
 
 
-def real_model(workload: Workload) -> nn.Module:
+def real_model(workload: TrainingJob) -> nn.Module:
     """The workload's model on real memory, in training mode; the caller's own is copied, so that it stays as it is.
 
     Raises `CannotEstimate` where it can't be built, or was given without memory.
@@ -75,7 +75,7 @@ def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
     return [t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()]
 
 
-def loss_of(workload: Workload, output: Any, targets: Tensor | None) -> Tensor:
+def loss_of(workload: TrainingJob, output: Any, targets: Tensor | None) -> Tensor:
     """The workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
     if targets is None and workload.loss is None and (own := own_loss(output)) is not None:
         return own
@@ -93,8 +93,8 @@ class PlainStep:
     """One training step, `step(inputs, targets)`, in the plain form of a training script: no TF32 flag, scaler or
     memory format is touched, since none of them changes a size that these analyses count."""
 
-    def __init__(self, workload: Workload, model: nn.Module, device: str) -> None:
-        self.workload, self.model = workload, model
+    def __init__(self, workload: TrainingJob, model: nn.Module, device: str) -> None:
+        self.job, self.model = workload, model
         self.optimizer = make_optimizer(workload.settings.optimizer, model.parameters(), foreach=None)
         self._dtype = AUTOCAST_DTYPES.get(workload.settings.precision)
         self._device = device
@@ -112,7 +112,7 @@ class PlainStep:
             if self._dtype is not None:
                 casts = torch.autocast(self._device, dtype=self._dtype)
             with casts:
-                loss = loss_of(self.workload, call(self.model, inputs), targets)
+                loss = loss_of(self.job, call(self.model, inputs), targets)
         with phase("backward"):
             loss.backward()
         with phase("optimizer"):
@@ -120,7 +120,7 @@ class PlainStep:
 
 
 def leaf_outputs(
-    workload: Workload, model: nn.Module, device: str = "meta"
+    workload: TrainingJob, model: nn.Module, device: str = "meta"
 ) -> list[tuple[nn.Module, list[tuple[torch.Size, int]]]]:
     """Run the forward pass without gradients, and return the shapes and bytes that each module puts out.
 

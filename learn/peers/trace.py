@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 from conf.errors import CommandError
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
+from learn.job import TrainingJob
 from learn.peers.base import CannotEstimate, Peer, described
-from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
@@ -32,7 +32,7 @@ class Trace(Peer):
     targets: ClassVar[tuple[str, ...] | None] = None
     warning: ClassVar[str] = NO_BOUND
 
-    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         from learn.traced import step_of
 
         try:
@@ -50,6 +50,6 @@ def _step(case: Case) -> SimulatedStep:
     from learn.traced import step_of
 
     try:
-        return step_of(case.workload, described(case)).step
+        return step_of(case.job, described(case)).step
     except CommandError as error:
         raise CannotEstimate(str(error)) from error

@@ -20,6 +20,7 @@ from conf.units import MIB
 from featurize.allocator import CachingAllocator
 from featurize.device_spec import DeviceSpec
 from featurize.trial import OPTIMIZERS
+from learn.job import TrainingJob
 from learn.peers.base import CannotEstimate, Peer
 from learn.peers.modules import (
     PlainStep,
@@ -30,7 +31,6 @@ from learn.peers.modules import (
     real_model,
     unique_bytes,
 )
-from learn.workload import Workload
 
 STEPS = 2
 PREFIX = "xmem::"  # of the marks that name a step's phases in the profile
@@ -79,7 +79,7 @@ class XMem(Peer):
     name: ClassVar[str] = "xmem"
     warning: ClassVar[str] = f"{Peer.warning}; xmem leaves the CUDA context out"
 
-    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         _require_memory(workload)
         static, batch, events = _profile(workload)
         blocks = pair(events)
@@ -152,7 +152,7 @@ def replay(
     return allocator.peak_reserved_bytes, at_top
 
 
-def _require_memory(workload: Workload) -> None:
+def _require_memory(workload: TrainingJob) -> None:
     """Raise `CannotEstimate` where the job is larger than this machine's free memory.
 
     A model that does not run on meta, since it computes with values, runs once for real, without a backward pass.
@@ -180,7 +180,7 @@ def _require_memory(workload: Workload) -> None:
     require(sum(nbytes for _, tensors in outputs for _, nbytes in tensors) / MIB)
 
 
-def _profile(workload: Workload) -> tuple[list[int], list[int], list[ProfilerEvent]]:
+def _profile(workload: TrainingJob) -> tuple[list[int], list[int], list[ProfilerEvent]]:
     """(bytes of each parameter and buffer, bytes of each tensor of the batch, the events of two steps)."""
     if torch.autograd._profiler_enabled():
         raise CannotEstimate("a torch profiler is running in this process, and there can be only one")

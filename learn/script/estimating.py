@@ -35,10 +35,10 @@ from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.on_machine import machine_for, require_workspaces
 from learn.estimation.on_ranks import parallel_job
 from learn.estimators import LEVEL
+from learn.job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
 from learn.script.records import BadRecord, ScriptRecord, read_record
-from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
@@ -264,7 +264,7 @@ def _recorded(
     return records.keep(key, record, began_ns)
 
 
-def _workload(record: ScriptRecord, name: str) -> Workload:
+def _workload(record: ScriptRecord, name: str) -> TrainingJob:
     def absent(*_: object) -> NoReturn:
         raise UsageError("a script has no module that could be built by itself")
 
@@ -272,7 +272,7 @@ def _workload(record: ScriptRecord, name: str) -> Workload:
     search = search_settings(benchmark=bool(chosen.get("cudnn_benchmark")))
     names = {field.name for field in fields(ScriptSettings)}
     settings: dict[str, Any] = {name: value for name, value in chosen.items() if name in names}
-    return Workload(
+    return TrainingJob(
         name=name,
         build=absent,
         batch=lambda _device: ((), None),  # which a report would list

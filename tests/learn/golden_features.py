@@ -24,8 +24,8 @@ from featurize.features import scalar_features
 from featurize.own_code import config_of_user
 from featurize.version import FEATURES_VERSION
 from learn.cases import Case
+from learn.job import TrainingJob, of_module
 from learn.step_store import compute
-from learn.workload import Workload, of_module
 
 GOLDEN = Path(__file__).with_name("golden_features.json")
 TOLERANCE = 1e-9  # relative: libraries of other machines may round the last digit in another way
@@ -58,7 +58,7 @@ def _attention() -> nn.Module:
     return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(64, 7))
 
 
-MODULES: Mapping[str, Callable[[], Workload]] = {
+MODULES: Mapping[str, Callable[[], TrainingJob]] = {
     "module_convolutions": lambda: of_module(_convolutions, (6, 3, 33, 33), name="convolutions"),
     "module_recurrent": lambda: of_module(_Recurrent, (5, 11, 24), name="recurrent"),
     "module_attention": lambda: of_module(_attention, (3, 17, 64), name="attention"),

@@ -10,6 +10,7 @@ from featurize.families import mlp, transformer
 from featurize.training import Training
 from learn import estimate
 from learn.estimators import get_estimator, make_estimator
+from learn.job import TrainingJob, of_config
 from learn.peers.base import CannotEstimate, analyse
 from learn.peers.deepspeed import DeepSpeed
 from learn.peers.dnnmem import DNNMem
@@ -17,7 +18,6 @@ from learn.peers.faketensor import FakeTensor
 from learn.peers.horus import Horus
 from learn.peers.llmem import LLMem
 from learn.peers.xmem import ProfiledBlock, ProfilerEvent, XMem, pair, replay
-from learn.workload import Workload, of_config
 
 MIB = 2**20
 DEVICE = describe_device("A100-SXM4-40GB")
@@ -35,7 +35,7 @@ def workload(build, shape=(B, WIDTH), dtype=torch.float32, **settings):
             shape[:1], dtype=torch.long, device=device
         )
 
-    return Workload("test", build, batch, Training(**settings), shape[0])
+    return TrainingJob("test", build, batch, Training(**settings), shape[0])
 
 
 PARAMETERS = WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES  # 1,057,800
@@ -228,7 +228,7 @@ def tokens_of(build, **settings):
         tokens = torch.zeros((4, 32), dtype=torch.long, device=device)
         return (tokens,), tokens
 
-    return Workload("lm", build, batch, Training(**settings), 4)
+    return TrainingJob("lm", build, batch, Training(**settings), 4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -334,7 +334,7 @@ def test_the_workloads_own_loss_is_taken(method):
         return output.square().mean()
 
     job = workload(small_mlp)
-    job = Workload(job.name, job.build, job.batch, job.settings, job.batch_size, loss=loss)
+    job = TrainingJob(job.name, job.build, job.batch, job.settings, job.batch_size, loss=loss)
     assert analyse(method(), job, DEVICE).mib > 0 and set(calls) == {(B, CLASSES)}
 
 

@@ -17,8 +17,8 @@ from featurize.families import cnn
 from featurize.trace import trace_step
 from learn import estimate
 from learn.estimation import answers
+from learn.job import of_module
 from learn.traced import key_of
-from learn.workload import of_module
 
 A100, V100 = load_device("A100-SXM4-40GB"), load_device("V100-SXM2-32GB")
 CONFIG = cnn.Config(batch_size=2, image_size=16, channels=3, classes=4, base_filters=8, depth=2)

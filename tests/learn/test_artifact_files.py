@@ -169,7 +169,6 @@ def test_a_damaged_model_of_the_projects_own_leaves_the_trace(data, tmp_path, mo
     home = tmp_path / "defaults"
     shutil.copytree(DEFAULT_MODELS, home)
     monkeypatch.setattr("learn.artifacts.DEFAULT_MODELS", home)
-    assert default_artifact("memory") is not None
     damaged(home, "memory/model/correction.npz", flipped)
     assert default_artifact("memory") is None
     assert "memory is damaged: model/correction" in capsys.readouterr().err

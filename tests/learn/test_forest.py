@@ -38,7 +38,7 @@ def test_device_features_are_among_the_columns(fitted, tmp_path):
 def test_a_module_is_refused_and_the_others_are_answered(name, rows):
     from torch import nn
 
-    from learn.workload import of_module
+    from learn.job import of_module
 
     job = of_module(lambda: nn.Linear(8, 2), inputs=(4, 8))
     answer = make_estimator(name).fit(rows).predict([rows.cases[0], Case(device=DEVICE, module=job)])

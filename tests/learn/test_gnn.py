@@ -10,9 +10,9 @@ from featurize.families import mlp
 from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import make_estimator
+from learn.job import of_module
 from learn.step_record import StepRecord
 from learn.step_store import StepStore
-from learn.workload import of_module
 
 STEPS = StepStore()  # of the cases that the tests share
 BATCH, WIDTH = 64, 512

@@ -13,8 +13,8 @@ from featurize.families import cnn, layers_of, mlp
 from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import make_estimator
+from learn.job import of_module
 from learn.peers.gpumemnet import MAX_TOKENS, BinnedPrediction, bin_edges, classes_of, tokens_of
-from learn.workload import of_module
 
 NAMES = ("gpumemnet_mlp", "gpumemnet_transformer")
 CEILING_MIB = 8000.0

@@ -8,9 +8,9 @@ import pytest
 from featurize.families import cnn, mlp, transformer
 from learn.cases import Case, of_configs
 from learn.data import make_rows
+from learn.job import of_config
 from learn.learned.hybrid import HybridEstimator
 from learn.step_store import StepStore
-from learn.workload import of_config
 
 STEPS = StepStore()  # of the cases that the tests share
 CARD = 40_960.0

@@ -27,9 +27,9 @@ from learn.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_
 from learn.cases import Case, of_configs
 from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
+from learn.job import of_module
 from learn.peers.base import analyse
 from learn.step_store import StepStore
-from learn.workload import of_module
 from warehouse.folder import DataFolder
 
 DEVICE = "A100-SXM4-40GB"

@@ -29,8 +29,8 @@ from learn.estimation.step_report import (
     time_text,
     tree_of,
 )
+from learn.job import name_of, of_module
 from learn.traced import step_of
-from learn.workload import name_of, of_module
 from tests.parsed_page import ParsedPage
 from warehouse.folder import DataFolder
 

@@ -14,10 +14,10 @@ from featurize.disk_cache import DiskCache
 from featurize.families import cnn, mlp, timm
 from learn import step_store
 from learn.cases import Case, of_configs
+from learn.job import of_module
 from learn.step_record import record_version
 from learn.step_store import StepStore
 from learn.traced import step_of
-from learn.workload import of_module
 
 ROOT = Path(__file__).resolve().parents[2]
 MLPS = [mlp.Config(batch_size=batch, input_size=30, classes=4, depth=2) for batch in range(2, 8)]
@@ -217,6 +217,6 @@ def test_a_module_is_known_by_itself_and_let_go_when_it_was_lent(steps, traced):
     parameters = [steps.record(case(width)).values["net_log_parameters"] for width in range(1, 40)]
     assert parameters == sorted(set(parameters)) and len(traced) == 39
     lent = case(50)
-    with steps.lent(lent, step_of(lent.workload, lent.spec)):
+    with steps.lent(lent, step_of(lent.job, lent.spec)):
         assert steps.features(lent)["net_log_parameters"] > parameters[-1] and len(traced) == 39
     assert steps.features(lent) is None

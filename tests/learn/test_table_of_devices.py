@@ -9,7 +9,7 @@ import learn.traced
 from featurize.device_spec import device_names, load_device
 from featurize.trace import trace_step
 from learn import devices_that_fit, estimate
-from learn.workload import of_module
+from learn.job import of_module
 
 NAMES = ("A100-SXM4-40GB", "H100-SXM5-80GB", "V100-SXM2-32GB", "T4", "RTX-4060", "P100-PCIE-16GB")
 

@@ -15,8 +15,8 @@ from learn import FitSettings, devices_that_fit, estimate, fit
 from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import LOOPS
+from learn.job import of_module
 from learn.traced import step_of
-from learn.workload import of_module
 
 BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 4, 1024, 768, 12, 50_257
 A100 = describe_device("A100-SXM4-40GB")

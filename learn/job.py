@@ -1,6 +1,6 @@
-"""A training job, as the estimators that need no training see it: how to build the model and its batch.
+"""A training job: how to build the model and its batch, how it trains, how it is spread over GPUs.
 
-Start reading at `Workload`; `of_config` and `of_module` make one. torch is imported on use.
+Start reading at `TrainingJob`; `of_config` and `of_module` make one. torch is imported on use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_ELEMENTS = 2**56  # of an input: 16 bytes each, and products of a few of th
 
 
 @dataclass(frozen=True)
-class Workload:
+class TrainingJob:
     """One training job. Building it costs nothing until `build` and `batch` are called.
 
     name        for people: a family, a model's name
@@ -65,7 +65,7 @@ class Workload:
     given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     key: str | None = field(default=None, compare=False, repr=False)
 
-    def alone(self, at: int) -> Workload:
+    def alone(self, at: int) -> TrainingJob:
         """Return the job with the batch at this place of `batches` in every step."""
         batch = self.batches[at]
         inputs, _target = batch("meta")
@@ -94,12 +94,12 @@ def as_a_training_script() -> Iterator[None]:
         yield
 
 
-def of_config(config: TrialConfig) -> Workload:
+def of_config(config: TrialConfig) -> TrainingJob:
     """The workload of a trial config, as the farm runs it."""
     from featurize.families import get_family, loss_of
 
     family = get_family(config.family)
-    return Workload(
+    return TrainingJob(
         name=name_of(config),
         build=lambda: family.build(config),
         batch=lambda device: family.batch(config, device),
@@ -129,7 +129,7 @@ def of_module(
     loss: Callable | None = None,
     name: str | None = None,
     batches: Sequence[Sequence[Any]] = (),
-) -> Workload:
+) -> TrainingJob:
     """The workload of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
 
     inputs       a tensor or shape, or a sequence of them, as positional arguments, or a mapping of keyword arguments;
@@ -162,7 +162,7 @@ def of_module(
             raise UsageError(f"the factory gave {type(made).__name__}, not a torch.nn.Module")
         return made
 
-    return Workload(
+    return TrainingJob(
         name=name or _name_of(model),
         build=build,
         batch=makers[at],
