@@ -7,10 +7,13 @@ Start reading at `linear`. FLOPs count matrix products and convolutions only, as
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from featurize.layers import Layer
 from featurize.trial_config import TrialConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
@@ -32,6 +35,27 @@ def activation(name: str, elements: int) -> Layer:
 def dropout(rate: float, elements: int) -> Layer:
     """Absent at rate 0: PyTorch then returns its input as it is."""
     return Layer("dropout", elements, present=rate > 0)
+
+
+def classified_images(config: Any, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
+    import torch
+
+    size = (config.batch_size, config.channels, config.image_size, config.image_size)
+    return (torch.randn(size, device=device),), torch.randint(config.classes, size[:1], device=device)
+
+
+def token_batch(
+    config: Any, device: str | torch.device, *, per_token: bool
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Token indices [N, sequence_length] int64; the next tokens' indices of the same shape, or class indices [N]."""
+    import torch
+
+    size = (config.batch_size, config.sequence_length)
+    tokens = torch.randint(config.vocabulary_size, size, device=device)
+    if per_token:
+        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
+    return (tokens,), torch.randint(config.classes, size[:1], device=device)
 
 
 def rates(config: TrialConfig, *names: str) -> list[str]:

@@ -13,7 +13,6 @@ from featurize.layers import Layer
 
 SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # of the search spaces, consumed by `repair`
 HEAD_SIZES = range(32, 129, 8)  # of sampled heads
-_STEP = HEAD_SIZES[0]  # sampled embeddings are multiples of it
 
 
 def layer_norm(width: int, length: int) -> Layer:
@@ -77,18 +76,20 @@ def heads_problems(heads: int, width: int) -> list[str]:
     return [f"heads must divide embedding_size, got {heads} heads for an embedding of {width}"]
 
 
-def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """The embedding becomes a multiple of 32 (or of a given `heads`), `heads` one of its divisors unless given, and
+def repair(
+    values: dict[str, Any], draw: Callable[[str], float], *, head_sizes: range = HEAD_SIZES, step: int = 32
+) -> dict[str, Any]:
+    """The embedding becomes a multiple of `step` (or of a given `heads`), `heads` one of its divisors unless given, and
     `feed_forward_multiple` the absolute `feed_forward`; consumes `use_dropout`."""
     values = parts.switch_dropout(values)
     multiple = values.pop("feed_forward_multiple", None)
     width, heads = values.get("embedding_size"), values.get("heads")
     if not parts.is_integer(width):
         return values
-    step = heads if parts.is_integer(heads) and heads > 0 else _STEP
+    step = heads if parts.is_integer(heads) and heads > 0 else step
     width = values["embedding_size"] = max(width // step, 1) * step
     if heads is None:
-        sizes = [size for size in HEAD_SIZES if width % size == 0]
+        sizes = [size for size in head_sizes if width % size == 0]
         values["heads"] = width // parts.pick(sizes, draw, "heads")
     if "feed_forward" not in values and isinstance(multiple, int | float):
         values["feed_forward"] = round(width * multiple)

@@ -247,11 +247,7 @@ def build(config: Config) -> torch.nn.Module:
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
-    import torch
-
-    size = (config.batch_size, config.channels, config.image_size, config.image_size)
-    images = torch.randn(size, device=device)
-    return (images,), torch.randint(config.classes, (config.batch_size,), device=device)
+    return parts.classified_images(config, device)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

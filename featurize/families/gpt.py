@@ -103,11 +103,7 @@ def build(config: Config) -> torch.nn.Module:
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices and the next tokens' indices, both [N, sequence_length] int64."""
-    import torch
-
-    size = (config.batch_size, config.sequence_length)
-    tokens = torch.randint(config.vocabulary_size, size, device=device)
-    return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
+    return parts.token_batch(config, device, per_token=True)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

@@ -169,13 +169,7 @@ def build(config: Config) -> torch.nn.Module:
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices [N, sequence_length] int64; the next tokens' indices of the same shape for a decoder, class indices
     [N] for an encoder."""
-    import torch
-
-    size = (config.batch_size, config.sequence_length)
-    tokens = torch.randint(config.vocabulary_size, size, device=device)
-    if config.topology == "decoder":
-        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
-    return (tokens,), torch.randint(config.classes, size[:1], device=device)
+    return parts.token_batch(config, device, per_token=config.topology == "decoder")
 
 
 def loss(config: Config) -> Callable:

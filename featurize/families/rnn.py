@@ -106,13 +106,7 @@ def build(config: Config) -> torch.nn.Module:
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices [N, sequence_length] int64; class indices [N], or the next tokens' [N, sequence_length]."""
-    import torch
-
-    size = (config.batch_size, config.sequence_length)
-    tokens = torch.randint(config.vocabulary_size, size, device=device)
-    if config.task == "language_model":
-        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
-    return (tokens,), torch.randint(config.classes, size[:1], device=device)
+    return parts.token_batch(config, device, per_token=config.task == "language_model")
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

@@ -118,33 +118,47 @@ class Trees:
         if table.shape[1] <= self._most:
             raise ValueError(f"the trees read {self._most + 1} columns, and the table has {table.shape[1]}")
         rows = max(_CELLS // (len(self.root) * (1 if last is None else len(last))), 1)
-        parts = [self._sums(table[at : at + rows], last) for at in range(0, len(table), rows)]
+        root, children = self.root, self.children
+        if last is None and len(table) > rows:
+            same = (table == table[0]).all(axis=0) | np.isnan(table).all(axis=0)
+            root, children = self._past(same, table[0])
+            table = np.where(same, 0.0, table)  # no split that is left asks for these
+        parts = [self._sums(table[at : at + rows], last, root, children) for at in range(0, len(table), rows)]
         return np.concatenate(parts, axis=1) if parts else np.empty((len(self.first), 0))
 
     @cached_property
     def _most(self) -> int:
         return int(self.feature.max())
 
-    def _sums(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
-        held = None if last is None else table.shape[1] - 1
-        row = np.tile(np.arange(len(table)), len(self.root))  # in the first tree, then in the second one
-        node = self._followed(table, row, np.repeat(self.root, len(table)), held)
-        if last is not None:
+    def _past(self, same: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the roots and children that are left without splits by columns with the `same` value in all rows."""
+        value, nodes = row.take(self.feature), np.arange(len(self.value))
+        right = (value > self.threshold) | (np.isnan(value) & ~self.missing_left)
+        goal = np.where(same.take(self.feature), self.children[nodes, right.astype(np.intp)], nodes)
+        while not np.array_equal(goal, further := goal.take(goal)):
+            goal = further
+        return goal.take(self.root), goal.take(self.children)
+
+    def _sums(self, table: np.ndarray, last: np.ndarray | None, root: np.ndarray, children: np.ndarray) -> np.ndarray:
+        row = np.tile(np.arange(len(table)), len(root))  # in the first tree, then in the second one
+        node = np.repeat(root, len(table))
+        if last is None:
+            node = self._followed(table, row, node, children)
+        else:
+            held = (self.feature == table.shape[1] - 1)[:, None]  # such a split follows itself, as a leaf does
+            node = self._followed(table, row, node, np.where(held, np.arange(len(children))[:, None], children))
             table = np.repeat(table, len(last), axis=0)
             table[:, -1] = np.tile(last, len(table) // len(last))
             node = np.repeat(node, len(last))
-            node = self._followed(table, np.arange(len(node)) % len(table), node)
-        leaf = self.value.take(node).reshape(len(self.root), len(table))
+            node = self._followed(table, np.arange(len(node)) % len(table), node, children)
+        leaf = self.value.take(node).reshape(len(root), len(table))
         # Added one after the other, as the libraries add them; `sum` adds in pairs.
-        ends = [*self.first[1:].tolist(), len(self.root)]
+        ends = [*self.first[1:].tolist(), len(root)]
         return np.stack([np.cumsum(leaf[low:high], axis=0)[-1] for low, high in zip(self.first, ends, strict=True)])
 
-    def _followed(self, table: np.ndarray, row: np.ndarray, node: np.ndarray, held: int | None = None) -> np.ndarray:
-        """Return where each node leads for its row: a leaf, or a split by the column `held`."""
-        values, children = table.ravel(), self.children
-        if held is not None:  # such a split follows itself, as a leaf does
-            children = np.where((self.feature == held)[:, None], np.arange(len(children))[:, None], children)
-        followed, following, ends = children[:, 0], children.ravel(), node.copy()
+    def _followed(self, table: np.ndarray, row: np.ndarray, node: np.ndarray, children: np.ndarray) -> np.ndarray:
+        """Return where each node leads for its row: a node that follows itself."""
+        values, following, ends = table.ravel(), children.ravel(), node.copy()
         some_missing = bool(np.isnan(values).any())
         going = np.arange(len(node))  # those that are not at their end
         first = row * table.shape[1]
@@ -156,7 +170,7 @@ class Trees:
                     right |= np.isnan(value) & ~self.missing_left.take(node)
                 node = following.take(2 * node + right)
             ends[going] = node
-            on = followed.take(node) != node
+            on = following.take(2 * node) != node
             going, node, first = going[on], node[on], first[on]
         return ends
 
