@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 MEMBERS = 3  # fits that differ in their random choices; the mean of them is smoother than one
 _ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wrong
 _NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
-_CELLS = 20_000  # rows times trees that are followed at a time: their arrays stay in the processor's cache
+_ROWS = 1000  # followed at a time
+_CELLS = 24_000  # rows times trees: these trees and their rows stay in the processor's cache
+_FEW = 50  # rows, of which it does not pay to look for what they have in common
+_STEPS = 4  # taken at a time: looking for those that are at a leaf costs as much as one
 _DEEPEST = 1000
-_STEPS = 3  # taken at a time: looking for those that are at a leaf costs as much as one
 _INFINITE = 1e300  # what LightGBM writes for an infinite threshold
 _KINDS: Mapping[str, type] = {
     "children": np.intp,
@@ -117,13 +119,8 @@ class Trees:
         table = np.ascontiguousarray(table, dtype=np.float64)
         if table.shape[1] <= self._most:
             raise ValueError(f"the trees read {self._most + 1} columns, and the table has {table.shape[1]}")
-        rows = max(_CELLS // (len(self.root) * (1 if last is None else len(last))), 1)
-        root, children = self.root, self.children
-        if last is None and len(table) > rows:
-            same = (table == table[0]).all(axis=0) | np.isnan(table).all(axis=0)
-            root, children = self._past(same, table[0])
-            table = np.where(same, 0.0, table)  # no split that is left asks for these
-        parts = [self._sums(table[at : at + rows], last, root, children) for at in range(0, len(table), rows)]
+        rows = max(_ROWS // (1 if last is None else len(last)), 1)
+        parts = [self._sums(table[at : at + rows], last) for at in range(0, len(table), rows)]
         return np.concatenate(parts, axis=1) if parts else np.empty((len(self.first), 0))
 
     @cached_property
@@ -139,22 +136,33 @@ class Trees:
             goal = further
         return goal.take(self.root), goal.take(self.children)
 
-    def _sums(self, table: np.ndarray, last: np.ndarray | None, root: np.ndarray, children: np.ndarray) -> np.ndarray:
-        row = np.tile(np.arange(len(table)), len(root))  # in the first tree, then in the second one
-        node = np.repeat(root, len(table))
-        if last is None:
-            node = self._followed(table, row, node, children)
-        else:
-            held = (self.feature == table.shape[1] - 1)[:, None]  # such a split follows itself, as a leaf does
-            node = self._followed(table, row, node, np.where(held, np.arange(len(children))[:, None], children))
-            table = np.repeat(table, len(last), axis=0)
-            table[:, -1] = np.tile(last, len(table) // len(last))
-            node = np.repeat(node, len(last))
-            node = self._followed(table, np.arange(len(node)) % len(table), node, children)
-        leaf = self.value.take(node).reshape(len(root), len(table))
+    def _sums(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
+        roots, children = self.root, self.children
+        if last is None and len(table) > _FEW:
+            same = (table == table[0]).all(axis=0) | np.isnan(table).all(axis=0)
+            roots, children = self._past(same, table[0])
+            table = np.where(same, 0.0, table)  # no split that is left asks for these
+        trees = max(_CELLS // len(table), 1)  # a few at a time
+        leaves = [self._leaves(table, last, roots[at : at + trees], children) for at in range(0, len(roots), trees)]
+        reached = self.value.take(np.concatenate(leaves))
         # Added one after the other, as the libraries add them; `sum` adds in pairs.
-        ends = [*self.first[1:].tolist(), len(root)]
-        return np.stack([np.cumsum(leaf[low:high], axis=0)[-1] for low, high in zip(self.first, ends, strict=True)])
+        ends = [*self.first[1:].tolist(), len(roots)]
+        return np.stack([np.cumsum(reached[low:high], axis=0)[-1] for low, high in zip(self.first, ends, strict=True)])
+
+    def _leaves(
+        self, table: np.ndarray, last: np.ndarray | None, roots: np.ndarray, children: np.ndarray
+    ) -> np.ndarray:
+        """Return the (trees, n * k) leaves that the rows reach from the roots."""
+        row = np.tile(np.arange(len(table)), len(roots))  # in the first tree, then in the second one
+        node = np.repeat(roots, len(table))
+        if last is None:
+            return self._followed(table, row, node, children).reshape(len(roots), -1)
+        held = (self.feature == table.shape[1] - 1)[:, None]  # such a split follows itself, as a leaf does
+        node = self._followed(table, row, node, np.where(held, np.arange(len(children))[:, None], children))
+        table = np.repeat(table, len(last), axis=0)
+        table[:, -1] = np.tile(last, len(table) // len(last))
+        row = np.tile(np.arange(len(table)), len(roots))
+        return self._followed(table, row, np.repeat(node, len(last)), children).reshape(len(roots), -1)
 
     def _followed(self, table: np.ndarray, row: np.ndarray, node: np.ndarray, children: np.ndarray) -> np.ndarray:
         """Return where each node leads for its row: a node that follows itself."""
