@@ -5,6 +5,7 @@ Start reading at `deeper`; `with_blocks` makes the shallow models, where `alike_
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -41,6 +42,19 @@ class _Item(NamedTuple):
     numbers: tuple[int, ...]
 
 
+class _Made(NamedTuple):
+    """One record of the deep trace.
+
+    like     place of its like in the longer trace
+    twin     place of the same record in the shallow one; None: of what is repeated
+    numbers  its own
+    """
+
+    like: int
+    twin: int | None
+    numbers: tuple[int, ...]
+
+
 def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
     """Return the trace of a model with `times` periods of blocks more than the shallow one.
 
@@ -56,26 +70,8 @@ def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
     Raises:
         CannotDeepen: What was added does not repeat, or memory would be given back that nobody took.
     """
-    names: dict[str, str] = {}
-
-    def module(path: str) -> str:
-        if path not in names:
-            names[path] = _NUMBER.sub("*", path)
-        return names[path]
-
-    blocks = [
-        longer.blocks[at]._replace(nbytes=nbytes)
-        for at, (nbytes,) in _extended(
-            [_of_block(one, module) for one in shallow.blocks],
-            [_of_block(one, module) for one in longer.blocks],
-            times,
-        )
-    ]
-    events = [
-        longer.events[at]._replace(block=block, nbytes=nbytes)
-        for at, (block, nbytes) in _extended(_of_events(shallow, module), _of_events(longer, module), times)
-    ]
-    _require_sound(events, blocks)
+    module = functools.cache(functools.partial(_NUMBER.sub, "*"))
+    events, blocks = _memory(shallow, longer, module, times)
     return replace(
         longer,
         events=tuple(events),
@@ -91,66 +87,77 @@ def _moved(first: int, second: int, times: int) -> int:
     return first + times * (second - first)
 
 
-def _of_block(block: Block, module: Callable[[str], str]) -> _Item:
-    loose = (block.kind, block.operator, module(block.module), block.call, block.pooled, block.stream)
-    return _Item((block.nbytes, loose), loose, (block.nbytes,))
+def _memory(
+    shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int
+) -> tuple[list[Event], list[Block]]:
+    """Return the deep trace's events, and its blocks: numbered in the order in which they are taken."""
 
+    def items(trace: StepTrace) -> list[_Item]:
+        made = []
+        for event in trace.events:
+            block = trace.blocks[event.block]
+            about = event.nbytes > 0, event.nbytes < 0, event.step, event.phase, block.kind, block.operator
+            loose = *about, module(block.module), block.call, block.pooled, block.stream
+            made.append(_Item((event.nbytes, block.nbytes, loose), loose, (event.block, event.nbytes)))
+        return made
 
-def _of_events(trace: StepTrace, module: Callable[[str], str]) -> list[_Item]:
-    blocks = [_of_block(one, module) for one in trace.blocks]
-    items = []
-    for event in trace.events:
-        block, about = blocks[event.block], (event.nbytes > 0, event.nbytes < 0, event.step, event.phase)
-        items.append(_Item((event.nbytes, about, block.exact), (about, block.loose), (event.block, event.nbytes)))
-    return items
+    events: list[Event] = []
+    blocks: list[Block] = []
+    alive: set[int] = set()
+    for like, _twin, (number, nbytes) in _extended(items(shallow), items(longer), times):
+        event = longer.events[like]._replace(block=number, nbytes=nbytes)
+        events.append(event)
+        if number == len(blocks) and nbytes >= 0:
+            alive.add(number)
+            blocks.append(longer.blocks[longer.events[like].block]._replace(nbytes=nbytes))
+        elif number in alive and blocks[number].nbytes == -nbytes:
+            alive.remove(number)
+        else:
+            raise CannotDeepen(f"block {number} is not taken once, and then given back")
+    return events, blocks
 
 
 def _operators(shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int) -> list[Operator]:
-    def item(one: Operator) -> _Item:
-        loose = (one.name, one.phase, one.dtype, module(one.module), one.recomputed, one.graphed)
-        numbers = (one.flops, one.bytes_read, one.bytes_written, one.launches)
-        return _Item((loose, one.input_shapes, one.output_shapes), loose, numbers)
+    def items(trace: StepTrace) -> list[_Item]:
+        made = []
+        for one in trace.operators:
+            loose = (one.name, one.phase, one.dtype, module(one.module), one.recomputed, one.graphed)
+            numbers = (one.flops, one.bytes_read, one.bytes_written, one.launches)
+            made.append(_Item((loose, one.input_shapes, one.output_shapes), loose, numbers))
+        return made
 
-    firsts, seconds = [item(one) for one in shallow.operators], [item(one) for one in longer.operators]
-    twins: dict[int, int] = {}
-    made = []
-    for at, (flops, read, written, launches) in _extended(firsts, seconds, times, twins):
-        one = longer.operators[at]._replace(
-            flops=flops, bytes_read=read, bytes_written=written, launches=launches, sources=()
-        )
-        if at in twins and firsts[twins[at]].exact != seconds[at].exact:  # of all parameters at once
-            before = shallow.operators[twins[at]]
-            one = one._replace(
-                input_shapes=_shapes(before.input_shapes, one.input_shapes, times),
-                output_shapes=_shapes(before.output_shapes, one.output_shapes, times),
+    operators = []
+    for like, twin, (flops, read, written, launches) in _extended(items(shallow), items(longer), times):
+        second = longer.operators[like]
+        deep = second._replace(flops=flops, bytes_read=read, bytes_written=written, launches=launches, sources=())
+        first = second if twin is None else shallow.operators[twin]
+        if (first.input_shapes, first.output_shapes) != (second.input_shapes, second.output_shapes):
+            deep = deep._replace(  # an operator on all parameters at once
+                input_shapes=_shapes(first.input_shapes, second.input_shapes, times),
+                output_shapes=_shapes(first.output_shapes, second.output_shapes, times),
             )
-            one = one._replace(launches=_launches(before, longer.operators[at], one))
-        made.append(one)
-    return made
+            if first.name.startswith(MULTI_TENSOR) and all(_launches(one) == one.launches for one in (first, second)):
+                deep = deep._replace(launches=_launches(deep))
+        operators.append(deep)
+    return operators
 
 
-def _launches(first: Operator, second: Operator, deep: Operator) -> int:
-    """Return the kernels of a for-each operator, which grow in jumps: by its own rule where that gives those of both
-    shallow ones."""
-
-    def by_rule(one: Operator) -> int:
-        shapes = one.input_shapes
-        for lists in range(5, 0, -1):  # parameters, gradients, state, ...: all of the same shapes
-            count, rest = divmod(len(shapes), lists)
-            if not rest and shapes == shapes[:count] * lists:
-                return foreach_launches(lists, [math.prod(shape) for shape in shapes[:count]])
-        return 0
-
-    if deep.name.startswith(MULTI_TENSOR) and all(by_rule(one) == one.launches for one in (first, second)):
-        return by_rule(deep)
-    return deep.launches
+def _launches(one: Operator) -> int:
+    """Return the kernels of a for-each operator, which grow in jumps, by its own rule; 0 where its tensors are in no
+    lists of the same shapes."""
+    shapes = one.input_shapes
+    for lists in range(5, 0, -1):  # parameters, gradients, state, ...
+        count, rest = divmod(len(shapes), lists)
+        if not rest and shapes == shapes[:count] * lists:
+            return foreach_launches(lists, [math.prod(shape) for shape in shapes[:count]])
+    return 0
 
 
 def _shapes(
     firsts: tuple[tuple[int, ...], ...], seconds: tuple[tuple[int, ...], ...], times: int
 ) -> tuple[tuple[int, ...], ...]:
     items = [[_Item(shape, len(shape), shape) for shape in shapes] for shapes in (firsts, seconds)]
-    return tuple(shape for _, shape in _extended(items[0], items[1], times))
+    return tuple(made.numbers for made in _extended(items[0], items[1], times))
 
 
 def _collectives(shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int) -> list[Collective]:
@@ -165,40 +172,38 @@ def _collectives(shallow: StepTrace, longer: StepTrace, module: Callable[[str], 
         return made
 
     return [
-        longer.collectives[at]._replace(after=after, before=before)
-        for at, (after, before) in _extended(items(shallow), items(longer), times)
+        longer.collectives[like]._replace(after=after, before=before)
+        for like, _twin, (after, before) in _extended(items(shallow), items(longer), times)
     ]
 
 
-def _extended(
-    firsts: Sequence[_Item], seconds: Sequence[_Item], times: int, twins: dict[int, int] | None = None
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the items of the deep trace: the place of each one's like in the longer trace, and its own numbers.
+def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> list[_Made]:
+    """Return the records of the deep trace.
 
     Args:
         firsts: Of the shallow trace.
         seconds: Of the longer one.
         times: As in `deeper`.
-        twins: Is filled: place in the longer trace -> that of the same item in the shallow one.
     """
-    made: list[tuple[int, tuple[int, ...]]] = []
+    first, second = ([*(item.exact for item in items), None] for items in (firsts, seconds))
+    made: list[_Made] = []
     numbers: dict[int, tuple[int, ...]] = {}  # place in the longer trace -> of the first one made of it
     place = other = alike = 0
     while other < len(seconds):
-        if place < len(firsts) and firsts[place].exact == seconds[other].exact:
-            alike, added = alike + 1, 0
-        else:
-            added = _period(firsts, seconds, place, other)
-            if not added and not (place < len(firsts) and firsts[place].loose == seconds[other].loose):
-                raise CannotDeepen(f"{seconds[other].exact} does not repeat")
+        is_same = first[place] == second[other]
+        added = 0 if is_same else _period(first, second, place, other)
         if not added:
+            if place == len(firsts) or firsts[place].loose != seconds[other].loose:
+                raise CannotDeepen(f"{second[other]} does not repeat")
             numbers[other] = tuple(map(_moved, firsts[place].numbers, seconds[other].numbers, itertools.repeat(times)))
-            made.append((other, numbers[other]))
-            if twins is not None:
-                twins[other] = place
-            place, other = place + 1, other + 1
+            made.append(_Made(other, place, numbers[other]))
+            place, other, alike = place + 1, other + 1, alike + is_same
             continue
-        back = _away_from_the_end(seconds, other, added, min(alike, added))
+        # The last block's numbers, such as when a collective is waited for, are its own: what is repeated is the one
+        # before, as far as it goes on alike.
+        back = 0
+        while back < min(alike, added, other - added) and second[other - back - 1] == second[other - back - 1 - added]:
+            back += 1
         place, other = place - back, other - back
         del made[len(made) - back :]
         for time in range(1, times + 1):
@@ -207,62 +212,29 @@ def _extended(
                 moved = tuple(b + time * (n - o) for b, n, o in zip(base, now, before, strict=True))
                 if time == 1:
                     numbers[at] = moved
-                made.append((at, moved))
+                made.append(_Made(at, None, moved))
         other, alike = other + added, 0
-        if twins is not None:
-            for at in range(other - added, other):
-                twins.pop(at, None)
     if place < len(firsts):
         raise CannotDeepen("the deeper model lacks what the shallow one has")
     return made
 
 
-def _away_from_the_end(seconds: Sequence[_Item], other: int, size: int, most: int) -> int:
-    """Return by how many items a repeated part can begin earlier, and go on alike. The last block's numbers, such as
-    when a collective is waited for, are its own: what is repeated is the block before."""
-    back = 0
-    while back < most and other - back - 1 >= size:
-        if seconds[other - back - 1].exact != seconds[other - back - 1 - size].exact:
-            break
-        back += 1
-    return back
+def _period(first: Sequence[Hashable], second: Sequence[Hashable], place: int, other: int) -> int:
+    """Return how many items of the longer trace repeat those before them, so that the two, whose ends are items too,
+    go on alike for the longest time; 0: there is no such number."""
 
+    def alike(size: int) -> int:
+        pairs = zip(first[place:], second[other + size :], strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-def _period(firsts: Sequence[_Item], seconds: Sequence[_Item], place: int, other: int) -> int:
-    """Return how many items of the longer trace repeat those before them, so that the two go on alike for the longest
-    time; 0: there is no such number."""
-    best, longest = 0, 0
-    for size in range(1, len(seconds) - other - (len(firsts) - place) + 1):
-        if size > other:
-            break
-        if seconds[other].exact != seconds[other - size].exact:
-            continue
-        if any(seconds[at].exact != seconds[at - size].exact for at in range(other + 1, other + size)):
-            continue
-        alike = 1  # the end of both, too
-        while (
-            place + alike <= len(firsts)
-            and other + size + alike <= len(seconds)
-            and firsts[place + alike - 1].exact == seconds[other + size + alike - 1].exact
-        ):
-            alike += 1
-        ended = place + alike > len(firsts) and other + size + alike > len(seconds)
-        if (alike > 1 or ended) and alike > longest:
-            best, longest = size, alike
-    return best
-
-
-def _require_sound(events: Sequence[Event], blocks: Sequence[Block]) -> None:
-    live: dict[int, int] = {}
-    for event in events:
-        if not 0 <= event.block < len(blocks):
-            raise CannotDeepen(f"there is no block {event.block}")
-        if event.nbytes > 0:
-            if event.block in live:
-                raise CannotDeepen(f"block {event.block} is taken twice")
-            live[event.block] = event.nbytes
-        elif event.nbytes < 0 and live.pop(event.block, 0) != -event.nbytes:
-            raise CannotDeepen(f"block {event.block} is given back, and was not taken")
+    most = min(other, len(second) - other - (len(first) - place))
+    sizes = {
+        size: alike(size)
+        for size in range(1, most + 1)
+        if second[other] == second[other - size] and second[other - size : other] == second[other : other + size]
+    }
+    best = max(sizes, key=lambda size: sizes[size], default=0)
+    return best if sizes.get(best) else 0
 
 
 def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:

@@ -1,13 +1,17 @@
 """Changes the process: attributes of modules and classes are others, no garbage is collected.
 
-Start reading at `replaced`, for a while, or at `replace_attribute`, for the rest of the process.
+Start reading at `replaced`, for a while, or at `stands_for`, for the rest of the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @contextlib.contextmanager
@@ -29,6 +33,29 @@ def replace_attribute(owner: object, name: str, value: object) -> None:
     """Set an attribute of a module or class, where the release has it."""
     if hasattr(owner, name):
         setattr(owner, name, value)
+
+
+def stands_for(name: str, *owners: object) -> Callable[[Function], Function]:
+    """Put the decorated function in the place of that name in modules or classes, where the release has it.
+
+    It is called with what was there before, then with its own arguments.
+    """
+
+    def install(function: Function) -> Function:
+        for owner in owners:
+            if hasattr(owner, name):
+                setattr(owner, name, _instead(getattr(owner, name), function))
+        return function
+
+    return install
+
+
+def _instead(before: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(before)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(before, *args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

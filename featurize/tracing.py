@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +20,20 @@ from featurize.compiled import CompiledRegions
 from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DeviceSpec
-from featurize.float8 import PRICED, is_converted, multiplies_8_bits, refuse_odd_tokens, require_8_bits
-from featurize.parallel.data_parallel import DataParallel, limits_of
+from featurize.float8 import PRICED, multiplies_8_bits, refuse_odd_tokens, require_8_bits
 from featurize.parallel.layout import Parallel
-from featurize.parallel.releases import require_traceable
-from featurize.parallel.zero import settings_of_ranks
-from featurize.parallel.zero3 import zero_rank
-from featurize.quantized import elements, replace_bitsandbytes
+from featurize.parallel.play_rank import played_rank, settings_of_ranks
+from featurize.parallel.rank import Rank
+from featurize.quantized import replace_bitsandbytes
 from featurize.recorder import Recorder
 from featurize.skeleton import BuiltOnMeta, build_on_meta, on_meta
 from featurize.step_mix import StepSequence
 from featurize.step_trace import BatchMix, StepTrace
 from featurize.steps_in_a_loop import StepsInALoop
 from featurize.training import AUTOCAST_DTYPES, TrainingStep, targets_for
-from featurize.training_settings import TrainingSettings, training_of
+from featurize.training_settings import TrainingSettings
 from featurize.values import name_tensor
 from featurize.wrappers import compiled_modules, remarks, unwrapped
-
-if TYPE_CHECKING:
-    from featurize.parallel.sharded_rank import ShardedRank
-    from featurize.parallel.zero import ZeroRank
-    from featurize.parallel.zero3 import ZeroShardedRank
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
@@ -72,38 +65,37 @@ class Tracing:
         self._notes: dict[str, None] = {}
         self._compiled: dict[str, None] = {}
         self._heads = [0]
-        self._sharded: ShardedRank | None = None
-        self._zero: ZeroRank | ZeroShardedRank | None = None
-        self._whole: int | None = None  # parameters of a model of which a rank keeps a part
 
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Build or copy the model on meta, with its training step. Raises what the model raises."""
-        self._play_rank(model)
+        training = self._training = settings_of_ranks(self.parallel, self.settings)
+        rank = played_rank(self.parallel, training, self.rank, every_pass=self.every_pass)
+        self._rank = self.entered.enter_context(rank)
+        if self._rank.needs_factory and isinstance(model, nn.Module):
+            raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
         built = self._on_meta(model)
         self._step = self._training_step(built)
         _require_trainable(self._step.model)  # quantized weights are frozen
         refuse_odd_tokens(self._step.model)
         recorder = self._recorder = self._regions.recorder = Recorder(self._step.model)
         recorder.graphs = self._graphs
-        if self._sharded is not None:
-            self._sharded.attach(recorder)
+        self._rank.attach(recorder)
 
     def run(self) -> None:
         """Wrap the model, and run its steps."""
         recorder = self._recorder
         # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
-        given = [batch_on_meta(one, self.target, self._sharded) for one in self.batches or (self.inputs,)]
+        given = [batch_on_meta(one, self.target, self._rank) for one in self.batches or (self.inputs,)]
         shapes: dict[Hashable, int] = {}
         self._order = [shapes.setdefault(shape_of(one), len(shapes)) for one in given]
         self._met_at = [self._order.index(shape) for shape in range(len(shapes))]
         heads = self._heads
         policy = as_on_cuda(
-            AUTOCAST_DTYPES.get(self.settings.precision), self.spec.architecture.attention,
+            AUTOCAST_DTYPES.get(self._training.precision), self.spec.architecture.attention,
             recorder.values.assume, attends=lambda width: heads.append(int(width)),
         )  # fmt: skip
         self.doing = "the model cannot be traced: it fails"
-        ranks = self._sharded.running() if self._sharded is not None else contextlib.nullcontext()
-        with recorder.modules(), policy as enter_policy, ranks:
+        with recorder.modules(), policy as enter_policy, self._rank.intercept():
             of_shape = []
             for made, wanted in (given[at] for at in self._met_at):
                 made_target = target_for(recorder, self._step, made, self.loss) if wanted is None else wanted
@@ -115,7 +107,6 @@ class Tracing:
     def result(self) -> StepTrace:
         """Return what the steps showed."""
         recorder, graphs = self._recorder, self._graphs
-        pipeline = self._sharded.part() if self._sharded is not None else None
         blocks = recorder.final_blocks()
         events, operators, mix = tuple(recorder.events), tuple(recorder.operators), None
         if self._sequence is not None:
@@ -130,7 +121,7 @@ class Tracing:
             operators=operators,
             events=events,
             blocks=blocks,
-            parameters=self._parameters(),
+            parameters=self._rank.parameters,
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=self.spec.compute_capability,
             widest_head=None if self._compiled else max(self._heads),  # a compiler need not call Python
@@ -138,28 +129,12 @@ class Tracing:
             notes=(*self._regions.notes(), *self._notes, *mixed),
             mix=mix,
             graph_input_bytes=graphs.input_bytes if graphs is not None else None,
-            collectives=self._wrapper.collectives() if self._wrapper is not None else (),
-            pipeline=pipeline,
+            collectives=self._rank.collectives(),
+            pipeline=self._rank.part(),
         )
         return trace if self._in_a_loop is None else replace(trace, in_a_loop=self._in_a_loop.looped(trace))
 
     # -- the model
-
-    def _play_rank(self, model: nn.Module | Callable[[], nn.Module]) -> None:
-        """Play a rank of a job on several GPUs from now on, with the settings that hold there."""
-        parallel = self.parallel
-        if parallel is None:
-            return
-        if not (parallel.shards or parallel.pp > 1):
-            self.settings = settings_of_ranks(parallel, self.settings)
-            return
-        require_traceable(parallel)
-        from featurize.parallel.play_rank import sharded_rank  # its imports take half a second
-
-        if parallel.own > 1 and isinstance(model, nn.Module):
-            raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
-        rank = sharded_rank(parallel, self.rank, every_pass=self.every_pass)
-        self._sharded = self.entered.enter_context(rank)
 
     def _on_meta(self, model: nn.Module | Callable[[], nn.Module]) -> Any:
         """Return the model on meta: without wrappers, whose remarks are noted."""
@@ -185,65 +160,39 @@ class Tracing:
         _require_trainable(built)
         built = unwrapped(built)
         replace_bitsandbytes(built)
-        return built if self._sharded is None else self._sharded.parts_of(built)
+        return self._rank.prepare(built)
 
     def _training_step(self, model: nn.Module) -> TrainingStep:
-        parallel, training = self.parallel, training_of(self.settings)
+        training = self._training
         if training.float8 is not None:
             require_8_bits(self.spec)
-        if training.float8_all_gather and (parallel is None or parallel.fsdp == 1 or parallel.flat):
-            raise UsageError("float8_all_gather is FSDP2's: it needs parallel=fsdp=N without fsdp_version=1")
-        if parallel is not None and parallel.cpu_offload:
-            self.settings = training = replace(training, offload_optimizer=True, implementation=None)
-        if parallel is not None and parallel.zero:
-            if any(map(is_converted, model.modules())):
-                raise UsageError(
-                    f"parallel: zero={parallel.zero} does not go with float8: the model holds linear layers that "
-                    "torchao converted; leave either out"
-                )
-            self._zero = self.entered.enter_context(zero_rank(parallel, self.rank, training))
         if training.compile:
             self._compiled[""] = None
         self._notes.update(dict.fromkeys([AUTOTUNED] * training.autotunes))
         self._graphs = CudaGraphs() if training.runs_graphs else None
-        # FSDP2's hooks divide a compiled model's graph, as checkpoints do.
-        alone = training.checkpointing is not None or self._sharded is not None
-        buckets = None if parallel is None or self._sharded is not None else limits_of(parallel.bucket_cap_mb)
-        self._regions = CompiledRegions(model, self._compiled, blocks_alone=alone, graphs=self._graphs, buckets=buckets)
+        alone = training.checkpointing is not None or self._rank.divides_graphs
+        self._regions = CompiledRegions(
+            model, self._compiled, blocks_alone=alone, graphs=self._graphs, buckets=self._rank.bucket_limits
+        )
         loss = self._regions.loss(self.loss)
-        return TrainingStep(model, self.settings, "meta", loss=loss, holds_output=self.training_loop)
+        return TrainingStep(model, training, "meta", loss=loss, holds_output=self.training_loop)
 
     # -- the steps
 
     def _wrap(self, inputs: Inputs, target: Tensor | None) -> None:
         """Wrap the model as its job does, and note what exists before the first step."""
-        parallel, recorder, step = self.parallel, self._recorder, self._step
-        if self._sharded is not None and parallel is not None:
-            self._whole = elements(step.model) // parallel.parts  # made once for each stage of the rank
-            wrapping, before = self._sharded, step.model
-            step.rewrap(lambda model: wrapping.wrapped(model, inputs))
-            if step.model is not before:
-                recorder.name_modules(step.model)  # a wrapper runs operators of its own
-        if self._zero is not None:
-            self._zero.attach(recorder)
-            step.rewrap(self._zero.wrapped, self._zero.update)
-        if self._sharded is not None and parallel is not None and parallel.cpu_offload:
-            recorder.hold_on_host(step.model.parameters())
+        recorder, step = self._recorder, self._step
+        self._rank.wrap(step, inputs)
         recorder.hold(step.model.parameters(), "parameter")
         recorder.hold(step.model.buffers(), "buffer")
         recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
-        self._wrapper: DataParallel | ShardedRank | ZeroRank | ZeroShardedRank | None = self._sharded or self._zero
-        if parallel is not None and self._wrapper is None:
-            self._wrapper = DataParallel(step.model, recorder, parallel, step.settings.accumulation)
-        if self._sharded is not None:
-            self._sharded.begin(step, inputs, target)
+        self._rank.begin(step, inputs, target)
         recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
 
     def _play(self, of_shape: Sequence[tuple[Inputs, Tensor | None]], enter_policy: Callable[[str], None]) -> None:
         """Run the steps: two on a batch, or those of a job whose batches have several shapes."""
         recorder, step = self._recorder, self._step
         self._enter_policy, self._trained = enter_policy, list(step.model.parameters())
-        self._pipeline = self._sharded.pipeline if self._sharded is not None else None
         self._in_a_loop = StepsInALoop(recorder) if len(of_shape) == 1 and self._shows_a_loop() else None
         step.on_phase = self._enter
         if self._in_a_loop is not None:
@@ -251,7 +200,7 @@ class Tracing:
         self._sequence: StepSequence | None = None
         if len(of_shape) == 1:
             for number in range(1, STEPS + 1):
-                self._run_step(number, *of_shape[0], keep_operators=number == STEPS or self._pipeline is not None)
+                self._run_step(number, *of_shape[0], keep_operators=number == STEPS or self._rank.keeps_operators)
             return
         self._sequence = StepSequence(
             recorder, lambda number, shape: self._run_step(number, *of_shape[shape], mixed=True)
@@ -262,8 +211,7 @@ class Tracing:
         """Tell all that follow the step of a phase that begins."""
         if self._in_a_loop is not None and phase == "backward":
             self._in_a_loop.dropped()
-        if self._wrapper is not None:
-            self._wrapper.begin_phase(phase)
+        self._rank.begin_phase(phase)
         self._recorder.begin_phase(phase)
         self._enter_policy(phase)
         if phase == "optimizer":
@@ -274,21 +222,17 @@ class Tracing:
     ) -> None:
         """Run one step. Each step of `mixed` shapes brings its own batch, whatever the loop."""
         recorder, step = self._recorder, self._step
-        run: Callable[[Inputs, Tensor | None], object] = step
-        batch = tuple(tensors_of((inputs, target)))
-        if self._pipeline is not None:
-            run, batch = self._pipeline.run, self._pipeline.held(inputs, target)
+        batch = self._rank.held(inputs, target)
         if self.training_loop:
             step.on_batch = lambda: recorder.new_batch(batch)
         recorder.begin_step(number, keep_operators=keep_operators)
-        if self._wrapper is not None:
-            self._wrapper.begin_step()
+        self._rank.begin_step()
         if self._in_a_loop is not None:
             self._in_a_loop.begin()
         if number == 1 or self.training_loop or mixed:
             recorder.new_batch(batch)
         with recorder:
-            run(inputs, target)
+            self._rank.run(inputs, target)
         if self._in_a_loop is not None:
             self._in_a_loop.dropped()
         recorder.name(step.optimizer_tensors(), "optimizer_state")
@@ -299,11 +243,6 @@ class Tracing:
         alone = self.parallel is None and training.accumulation == 1 and training.zero_grad != "after_forward"
         return not self.training_loop and alone and training.holds_output and not self._compiled
 
-    def _parameters(self) -> int:
-        if self._zero is not None:
-            return self._zero.elements
-        return elements(self._step.model) if self._whole is None else self._whole
-
 
 def _require_trainable(model: nn.Module) -> None:
     if not any(p.requires_grad for p in model.parameters()):
@@ -311,15 +250,14 @@ def _require_trainable(model: nn.Module) -> None:
 
 
 def batch_on_meta(
-    inputs: Tensor | Inputs | Callable | None, target: Tensor | None, sharded: ShardedRank | None
+    inputs: Tensor | Inputs | Callable | None, target: Tensor | None, rank: Rank
 ) -> tuple[Inputs, Tensor | None]:
     """Return inputs and target on meta, with names and small values; of ranks that share a batch, this one's part."""
     made: object = inputs
     if callable(inputs):
         with torch.device("meta"):
             made, target = inputs("meta")
-    if sharded is not None:
-        made, target = sharded.part_of(arguments(made), target)
+    made, target = rank.part_of(arguments(made), target)
     given, wanted = arguments(mapped(made, as_meta)), None if target is None else as_meta(target)
     for name, tensor in (*named_tensors(given), *named_tensors(wanted, "the target")):
         name_tensor(tensor, name)

@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,7 @@ from featurize.training_settings import TrainingSettings as TrainingSettings
 from featurize.training_settings import training_of
 from featurize.trial_config import OPTIMIZERS
 
-if TYPE_CHECKING:
-    from featurize.parallel.sharding import LocalOptimizer
-    from featurize.parallel.zero import ZeroUpdate
-    from featurize.parallel.zero3 import ZeroShardedUpdate
-
-    MakeOptimizer = Callable[..., torch.optim.Optimizer]
-    AnyUpdate = ZeroUpdate | ZeroShardedUpdate
-    AnyOptimizer = torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | LocalOptimizer | AnyUpdate
+MakeOptimizer: TypeAlias = Callable[..., torch.optim.Optimizer]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
@@ -70,6 +63,17 @@ class OwnUpdates(Protocol):
     def between_updates(self) -> contextlib.AbstractContextManager[object]: ...
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor: ...
+
+
+class OwnOptimizer(Protocol):
+    """An optimizer of a rank's parts of the parameters."""
+
+    @property
+    def state(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def step(self) -> None: ...
 
 
 class TrainingStep:
@@ -162,13 +166,13 @@ class TrainingStep:
             self.average.update()
 
     def rewrap(
-        self, wrapper: Callable[[nn.Module], nn.Module], update: Callable[[MakeOptimizer], AnyUpdate] | None = None
+        self, wrapper: Callable[[nn.Module], nn.Module], update: Callable[[MakeOptimizer], OwnOptimizer] | None = None
     ) -> None:
         """Wrap the model. The optimizer then takes the parameters that the wrapper leaves; `update` makes one that
         takes others."""
         self._take(wrapper(self.model), update)
 
-    def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], AnyUpdate] | None = None) -> None:
+    def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], OwnOptimizer] | None = None) -> None:
         self.model = model
         self.average = MovingAverage(model) if self.settings.ema else None
         self.optimizer = self._make_optimizer() if update is None else update(self._making())
@@ -187,7 +191,7 @@ class TrainingStep:
             weight_decay=settings.weight_decay,
         )
 
-    def _make_optimizer(self) -> AnyOptimizer:
+    def _make_optimizer(self) -> torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | OwnOptimizer:
         settings, make = self.settings, self._making()
         if settings.optimizer_in_backward:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)

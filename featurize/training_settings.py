@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, TypeAlias, TypedDict
 
 from conf.errors import UsageError, unknown_name
-from featurize.trial_config import FITTED_OPTIMIZERS, OPTIMIZERS, PRECISIONS, is_finite, weight_decay_problems
+from featurize.trial_config import (
+    FITTED_OPTIMIZERS,
+    OPTIMIZERS,
+    PRECISIONS,
+    TrialConfig,
+    is_finite,
+    weight_decay_problems,
+)
 
 # Weights, gradients and optimizer state in that type, without autocast.
 LOW_PRECISIONS = ("bf16-true", "fp16-true")
@@ -27,19 +34,6 @@ FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.floa
 # it, or the whole step as CUDA graphs.
 EAGER, COMPILED, MEGATRON, GRAPHS = FRAMEWORKS = ("eager", "compiled", "megatron", "graphs")
 QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
-
-
-class TrainingSettings(Protocol):
-    """Settings that every training job states besides its model; each `featurize.trial.TrialConfig` has it."""
-
-    @property
-    def optimizer(self) -> str: ...  # one of OPTIMIZERS
-    @property
-    def precision(self) -> str: ...  # one of ALL_PRECISIONS
-    @property
-    def cudnn_benchmark(self) -> bool: ...
-    @property
-    def channels_last(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +268,42 @@ _RULES: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
         "is a list of modules' names",
     ),
 )
+
+
+TrainingSettings: TypeAlias = Training | TrialConfig  # what a job trains with; the latter has the first four alone
+
+
+class TrainingKeywords(TypedDict, total=False):
+    """The fields of `Training` as keywords of a call; None stands for the default."""
+
+    optimizer: str | None
+    precision: str | None
+    cudnn_benchmark: bool | None
+    channels_last: bool | None
+    implementation: str | None
+    weight_decay: float | None
+    accumulation: int | None
+    clip_norm: float | None
+    clip_value: float | None
+    set_to_none: bool | None
+    zero_grad: str | None
+    holds_output: bool | None
+    grad_scaler: bool | None
+    ema: bool | None
+    optimizer_in_backward: bool | None
+    checkpointing: str | None
+    checkpoint_every: int | None
+    checkpoint_reentrant: bool | None
+    offload_activations: bool | None
+    offload_optimizer: bool | None
+    compile: bool | str | None
+    framework: str | None
+    float8: str | None
+    float8_skip: tuple[str, ...] | None
+    float8_all_gather: bool | None
+    quantize: str | None
+    quantize_skip: tuple[str, ...] | None
+    quantize_keeps_inputs: bool | None
 
 
 def training_of(settings: TrainingSettings) -> Training:

@@ -12,8 +12,7 @@ from numbers import Integral
 from typing import Any, TypeAlias
 
 from conf.errors import UsageError
-from learn.batch_sizes import resized
-from learn.job import is_shape, is_tensor
+from learn.inputs import is_shape, is_tensor, resized
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs and target
 

@@ -26,7 +26,7 @@ from featurize.machine import CURRENT, PARTS, MachineProfile, machine
 from featurize.row_config import config_of_one_gpu
 from featurize.trial import config_from_mapping
 from learn.commands.estimate import FORMATS, described_device
-from learn.estimation.on_machine import profile_path
+from learn.estimation.platforms import profile_path
 from learn.job import TrainingJob, of_config
 from warehouse.folder import DataFolder
 from warehouse.layout import write_bytes

@@ -183,12 +183,12 @@ def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
 def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return what a job of a module has besides; `quantized` are training settings that its configuration means."""
     from featurize.training_settings import Training
-    from learn.estimation.estimating import training_settings
+    from learn.estimation.requests import training_settings
 
     with _as_problem("/training"):
         if twice := sorted(quantized.keys() & request.training.keys()):
             raise UsageError(f"{', '.join(twice)}: quantization_config says it already; leave either out")
-        training = training_settings({**request.training, **quantized}, None)
+        training = training_settings({**request.training, **quantized})
         Training(**training)
     return {
         "inputs": request.inputs, "input_dtype": request.input_dtype, "batch_size": request.batch_size,

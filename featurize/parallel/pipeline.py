@@ -196,8 +196,8 @@ class PipelineRank(ShardedRank):
         every_pass: Each pass of each micro-batch runs; False: passes that are alike are repeated.
     """
 
+    keeps_operators = True
     passes: RepeatedPasses
-    _step: TrainingStep
 
     def __init__(
         self,
@@ -210,7 +210,6 @@ class PipelineRank(ShardedRank):
         every_pass: bool,
     ) -> None:
         super().__init__(parallel, mesh, streams, experts)
-        self.pipeline = self
         self._place, self._every_pass = rank // parallel.of_stage, every_pass
         self._numbers = [self._place + part * parallel.pp for part in range(parallel.parts)]
         self._stages: list[Stage] = []
@@ -219,15 +218,19 @@ class PipelineRank(ShardedRank):
 
     # -- making it
 
-    def parts_of(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module) -> nn.Module:
         """Return a model as many times as this rank has stages."""
         return model if len(self._numbers) == 1 else Parts(model, len(self._numbers))
 
-    def wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+    def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
+        super().wrap(step, inputs)
+        self.parameters //= self.parallel.parts  # each stage was made of all
+
+    def _wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         """Leave in a model what this rank's stages need, and wrap them as the layout says. Changes the model.
 
         Args:
-            model: What `parts_of` gave, with the types that it trains with.
+            model: What `prepare` gave, with the types that it trains with.
             inputs: Of the whole batch.
 
         Raises:
@@ -281,7 +284,7 @@ class PipelineRank(ShardedRank):
         """Make PyTorch's schedule of the stages, which `run` runs.
 
         Args:
-            step: Whose model `wrapped` gave.
+            step: Whose model `wrap` wrapped.
             inputs: Of the whole batch.
             target: Likewise; None where the model computes its loss itself.
         """

@@ -1,54 +1,69 @@
-"""Plays one rank of a job whose wrapper is PyTorch's own, in a trace. Start reading at `sharded_rank`."""
+"""Chooses what plays one rank of a job in a trace, and the settings that hold there. Start reading at `played_rank`."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
-import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
-from featurize.parallel.experts import expert_mesh
+from conf.errors import UsageError
 from featurize.parallel.layout import Parallel
-from featurize.parallel.sharded_rank import ShardedRank
-from featurize.parallel.shards_on_meta import shards_on_meta
-from featurize.parallel.streams import Streams
-from featurize.parallel.world import pretended_mesh
-
-_lock = threading.RLock()  # groups and replacements are the process's: one trace at a time
+from featurize.parallel.rank import Rank, ReplicatedRank
+from featurize.parallel.releases import require_traceable
+from featurize.training_settings import Training, TrainingSettings, training_of
 
 
 @contextlib.contextmanager
-def sharded_rank(parallel: Parallel, rank: int = 0, *, every_pass: bool = True) -> Iterator[ShardedRank]:
-    """Play one rank. Of unevenly sharded parameters the first one has the largest part.
+def played_rank(
+    parallel: Parallel | None, training: Training, rank: int = 0, *, every_pass: bool = True
+) -> Iterator[Rank]:
+    """Play one rank of a job, around whatever else changes what modules call.
 
     Args:
-        parallel: The job.
+        parallel: The job; None is on one GPU.
+        training: As `settings_of_ranks` returns it.
         rank: Which one, from 0.
         every_pass: As `featurize.parallel.pipeline.PipelineRank` takes it.
+
+    Raises:
+        EnvironmentProblem: The installed torch is too old for a mode.
     """
-    streams = Streams()
-    with _lock, pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
-        experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
-        if parallel.pp == 1:
-            yield ShardedRank(parallel, mesh, streams, experts)
-            return
-        from featurize.parallel.pipeline import PipelineRank, schedules_on_meta  # their imports take a second
+    with contextlib.ExitStack() as stack:
+        if parallel is None:
+            yield Rank()
+        elif parallel.zero:
+            from featurize.parallel.zero3 import zero_rank
 
-        with schedules_on_meta(streams):
+            yield stack.enter_context(zero_rank(parallel, rank, training))
+        elif parallel.shards or parallel.pp > 1:
+            require_traceable(parallel)
+            from featurize.parallel.sharded_rank import ShardedRank, pretended_ranks  # their imports take half a second
+
+            mesh, streams, experts = stack.enter_context(pretended_ranks(parallel, rank))
+            if parallel.pp == 1:
+                yield ShardedRank(parallel, mesh, streams, experts)
+                return
+            from featurize.parallel.pipeline import PipelineRank, schedules_on_meta  # their imports take a second
+
+            stack.enter_context(schedules_on_meta(streams))
             yield PipelineRank(parallel, mesh, streams, experts, rank, every_pass=every_pass)
+        else:
+            yield ReplicatedRank(parallel)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide warnings that the real job gives, too: of fully_shard on outputs that are views, of DTensor on reductions
-    one after the other."""
-    logger = logging.getLogger("torch.distributed")
-    level = logger.level
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
+def settings_of_ranks(parallel: Parallel | None, settings: TrainingSettings) -> Training:
+    """Return the settings as the ranks of a job train.
+
+    Raises:
+        UsageError: A setting that the job's wrapper does not have.
+    """
+    training = training_of(settings)
+    if parallel is not None and parallel.zero:
+        from featurize.parallel.zero import settings_of_stage
+
+        training = settings_of_stage(parallel, training)
+    if training.float8_all_gather and (parallel is None or parallel.fsdp == 1 or parallel.flat):
+        raise UsageError("float8_all_gather is FSDP2's: it needs parallel=fsdp=N without fsdp_version=1")
+    if parallel is not None and parallel.cpu_offload:
+        training = replace(training, offload_optimizer=True, implementation=None)
+    return training

@@ -1,13 +1,15 @@
 """One rank of a job whose wrapper is PyTorch's own, in a trace: `fully_shard` itself runs, on meta tensors.
 
-Start reading at `ShardedRank`, which `featurize.parallel.play_rank.sharded_rank` makes.
+Start reading at `ShardedRank`, which works within `pretended_ranks`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
+import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,23 +20,24 @@ from conf.plain_text import exception_line
 from featurize.batches import Inputs
 from featurize.module_stack import origin
 from featurize.optimizers import is_shared
-from featurize.parallel.data_parallel import DataParallel, Replica
+from featurize.parallel.experts import expert_mesh
 from featurize.parallel.layout import Parallel
+from featurize.parallel.rank import ReplicatedRank
 from featurize.parallel.ranks import Ranks
 from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_length, sequence_mesh
 from featurize.parallel.sharding import shard
+from featurize.parallel.shards_on_meta import shards_on_meta
 from featurize.parallel.streams import Streams
-from featurize.parallel.world import axes_of_groups
+from featurize.parallel.world import axes_of_groups, pretended_mesh
 from featurize.recorder import Recorder
-from featurize.step_trace import Collective, PipelinePart
+from featurize.step_trace import Collective
+from featurize.training import TrainingStep
 
-if TYPE_CHECKING:
-    from featurize.parallel.pipeline import PipelineRank
-    from featurize.training import TrainingStep
+_lock = threading.RLock()  # groups and replacements are the process's: one trace at a time
 
 
-class ShardedRank:
-    """A model's wrapper in a trace; made by `featurize.parallel.play_rank.sharded_rank`.
+class ShardedRank(ReplicatedRank):
+    """A rank of FSDP, tensor, context and expert parallelism, and of models that their own code spreads.
 
     Args:
         parallel: The job.
@@ -43,30 +46,27 @@ class ShardedRank:
         experts: As `featurize.parallel.experts.expert_mesh` returns it, where there is `ep`.
     """
 
-    recorder: Recorder
-    pipeline: PipelineRank | None = None  # what runs the step of a pipeline's rank
+    divides_graphs = True
 
     def __init__(
         self, parallel: Parallel, mesh: DeviceMesh, streams: Streams, experts: DeviceMesh | None = None
     ) -> None:
-        self.parallel, self._mesh, self._streams, self._experts = parallel, mesh, streams, experts
-        self._replicas: list[Replica] = []
+        super().__init__(parallel, axis="ddp")
+        self.bucket_limits, self.needs_factory = None, parallel.own > 1
+        self._mesh, self._streams, self._experts = mesh, streams, experts
         self._spreads = True
         self._length = 0  # of the sequence that ranks share
         self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
-        """Return what this rank has of the batch of those that share one. Raises `UsageError` where that is not a part
-        for each."""
         if self._sequence is None:
             return inputs, target
         self._length = sequence_length(inputs)
         return part_of_sequence(inputs, target, self._sequence, self.parallel)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """While entered, the model's steps run as those of one among several ranks. Raises `UsageError` for models that
-        do not."""
+    def intercept(self) -> Iterator[None]:
+        """While entered, attention is over the sequence of all ranks. Raises `UsageError` for models that fail then."""
         if self._sequence is None:
             yield
             return
@@ -84,23 +84,22 @@ class ShardedRank:
             ) from error
 
     def attach(self, recorder: Recorder) -> None:
-        """Tell a recorder of ranks and streams from now on. None is told before."""
-        self.recorder = self._streams.recorder = recorder
+        super().attach(recorder)
+        self._streams.recorder = recorder
         others = [mesh for mesh in (self._sequence, self._experts) if mesh is not None]
         # A group of all ranks has the name of the first mesh that it is part of.
         recorder.ranks = self._ranks = Ranks(self._streams, axes_of_groups(*others, self._mesh))
 
-    def parts_of(self, model: nn.Module) -> nn.Module:
-        """Return the model that trains, before anything is spread: it has all stages of a pipeline's rank."""
-        return model
+    def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
+        super().wrap(step, inputs)
+        before = step.model
+        step.rewrap(lambda model: self._wrapped(model, inputs))
+        if step.model is not before:
+            self.recorder.name_modules(step.model)  # a wrapper runs operators of its own
+        if self.parallel.cpu_offload:
+            self.recorder.hold_on_host(step.model.parameters())
 
-    def wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        """Return the model, whose parameters are this rank's part from now on.
-
-        Args:
-            model: That trains.
-            inputs: Of a step.
-        """
+    def _wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         if self.parallel.own == 1:
             return shard(model, self.parallel, self._mesh, self._experts)
         for module in model.modules():
@@ -109,27 +108,9 @@ class ShardedRank:
         self._spreads = any(is_shared(parameter) for parameter in model.parameters())
         return model
 
-    def begin(self, step: TrainingStep, inputs: Inputs, target: Tensor | None) -> None:
-        """Make ready for steps on a batch."""
-        if self.parallel.replicates:
-            micro_steps = step.settings.accumulation
-            self._replicas = [DataParallel(step.model, self.recorder, self.parallel, micro_steps, axis="ddp")]
-
-    def part(self) -> PipelinePart | None:
-        """Return what a pipeline's rank did in the last step; None of other jobs."""
-        return None
-
     def begin_step(self) -> None:
-        """Forget the step before."""
         self._ranks.begin_step()
-        for replica in self._replicas:
-            replica.begin_step()
-
-    def begin_phase(self, phase: str) -> None:
-        """Raise `UsageError` before the update where a parameter that replicas reduce has no gradient. Others may go
-        without one, as FSDP2 allows."""
-        for replica in self._replicas:
-            replica.begin_phase(phase)
+        super().begin_step()
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent in the last step. Raises `UsageError` for a model of `own` that has nothing to do
@@ -141,5 +122,36 @@ class ShardedRank:
                 f"ranks send nothing; spread it there, as in own={self.parallel.own} with fully_shard(model), or give "
                 f"fsdp={self.parallel.own}"
             )
-        reduced = [one for replica in self._replicas for one in replica.collectives()]
+        reduced = super().collectives()
         return tuple(sorted((*reduced, *sent), key=lambda one: one.after)) if reduced else sent
+
+
+@contextlib.contextmanager
+def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh, Streams, DeviceMesh | None]]:
+    """While entered, this process is one of a job's ranks, and PyTorch's wrappers work on meta tensors.
+
+    Args:
+        parallel: The job.
+        rank: Which one, from 0. Of unevenly sharded parameters the first one has the largest part.
+
+    Yields:
+        What `ShardedRank` takes: the mesh, the streams, and the mesh of experts.
+    """
+    streams = Streams()
+    with _lock, pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
+        yield mesh, streams, expert_mesh(mesh, parallel) if parallel.ep > 1 else None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings that the real job gives, too: of fully_shard on outputs that are views, of DTensor on reductions
+    one after the other."""
+    logger = logging.getLogger("torch.distributed")
+    level = logger.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

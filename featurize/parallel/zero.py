@@ -1,6 +1,6 @@
 """One rank of stages 1 and 2 of DeepSpeed's ZeRO in a trace: flat parameters, and an optimizer for a part of them.
 
-Start reading at `ZeroRank`. DeepSpeed wants several processes; its rules are followed here, with meta tensors
+Start reading at `PartitionedRank`. DeepSpeed wants several processes; its rules are followed here, with meta tensors
 (DeepSpeed 0.19, deepspeed/runtime/zero/stage_1_and_2.py). Real ranks are the test of it (tests/featurize/test_zero.py).
 """
 
@@ -16,15 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UsageError
+from featurize.batches import Inputs
+from featurize.float8 import is_converted
 from featurize.optimizers import run_step, state_tensors
 from featurize.parallel.collectives import ALL_GATHER, ALL_REDUCE
 from featurize.parallel.data_parallel import dense_parameters
 from featurize.parallel.layout import Parallel
+from featurize.parallel.rank import Rank
 from featurize.parallel.streams import OneStream, Streams
-from featurize.quantized import elements
 from featurize.recorder import Recorder
 from featurize.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
-from featurize.training_settings import Training, TrainingSettings, training_of
+from featurize.training import TrainingStep
+from featurize.training_settings import Training
 
 _ALIGNMENT = 2  # elements, of each rank's part: nccl_start_alignment_factor
 
@@ -72,20 +75,17 @@ _TRUE = {"bf16": "bf16-true", "fp16": "fp16-true"}
 _APT = {"bf16": ("fp32", "bf16", "bf16-true"), "fp16": ("fp32", "fp16", "fp16-true"), "fp32": ("fp32", "tf32")}
 
 
-def settings_of_ranks(parallel: Parallel, settings: TrainingSettings) -> TrainingSettings:
+def settings_of_stage(parallel: Parallel, training: Training) -> Training:
     """Return the settings as ZeRO's ranks train: with `param_dtype`, the whole model is of that type, and there is no
     autocast (DeepSpeed 0.19, deepspeed/runtime/engine.py: `_cast_module_mixed_precision`).
 
     Raises:
         UsageError: `param_dtype` contradicts the precision; a setting that DeepSpeed does not have.
     """
-    if not parallel.zero:
-        return settings
-    training = training_of(settings)
     _require_known(parallel, training)
     dtype = parallel.param_dtype
     if dtype is None:
-        return settings
+        return training
     if training.precision not in _APT[dtype]:
         raise UsageError(
             f"parallel: param_dtype={dtype} of zero contradicts precision={training.precision}; with it precision is "
@@ -109,35 +109,124 @@ def _require_known(parallel: Parallel, training: Training) -> None:
         raise UsageError(f"parallel: zero={parallel.zero} does not go with {', '.join(given)}; leave either out")
 
 
-class PartitionedGradients:
-    """A rank's gradients. All of a bucket's are reduced together, and each rank keeps those of its own parameters
-    (`reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`, `copy_grads_in_partition`).
+Make = Callable[..., torch.optim.Optimizer]
+NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
+
+
+class ZeroRank(Rank):
+    """A rank of any stage, which is the optimizer of its part, too: master weights in fp32 with an optimizer for each,
+    none where they are in host memory.
 
     Args:
-        parameters: Those that train, in the order of the flat buffer; all of one type.
-        partition: Of the buffer.
-        rank: Which one.
-        streams: Of its GPU.
         parallel: Stage and settings.
-        offloads: Gradients go to host memory.
+        rank: Which one, from 0.
+        settings: Of the training.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        partition: FlatPartition,
-        rank: int,
-        streams: Streams,
-        parallel: Parallel,
-        *,
-        offloads: bool,
-    ) -> None:
-        self.parameters, self._partition, self._rank = list(parameters), partition, rank
-        self._streams, self._parallel, self._offloads = streams, parallel, offloads
-        self.own = partition.of_rank(rank)
-        self._places = {id(p): place for place, p in enumerate(self.parameters)}
+    def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
+        self._parallel, self._rank, self._settings = parallel, rank, settings
+        self._streams = Streams()
+        self._passes = 0  # forward passes of the step so far
+        self._in_backward = False
+        # Says whether a micro-step is the last one of its step, where the settings do not.
+        self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
+        self._masters: list[nn.Parameter] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        if any(map(is_converted, model.modules())):
+            raise UsageError(
+                f"parallel: zero={self._parallel.zero} does not go with float8: the model holds linear layers that "
+                "torchao converted; leave either out"
+            )
+        return model
+
+    def attach(self, recorder: Recorder) -> None:
+        super().attach(recorder)
+        self._streams.recorder = recorder
+
+    def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
+        super().wrap(step, inputs)
+        step.rewrap(self.wrapped, self.update)
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Return the model as the rank has it from now on. Raises `UsageError` for parameters of several types."""
+        raise NotImplementedError
+
+    def update(self, make: Make) -> ZeroRank:
+        """Return the optimizer of the rank's part, after `wrapped`."""
+        with self.recorder:
+            self._make_masters(make)
+            self._streams.name(state_tensors(self), "optimizer_state")  # Adagrad makes its own at once
+        return self
+
+    def begin_step(self) -> None:
+        self._passes = 0
+        self._streams.begin_step()
+
+    def begin_phase(self, phase: str) -> None:
+        if self._in_backward:
+            self._end_backward()
+        self._passes += phase == "forward"
+        self._in_backward = phase == "backward"
+
+    def collectives(self) -> tuple[Collective, ...]:
+        return self._streams.collectives()
+
+    # -- as an optimizer
+
+    @property
+    def state(self) -> Any:
+        """The states of all optimizers."""
+        return {key: value for one in self._optimizers for key, value in one.state.items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: gradients were freed as they were reduced."""
+
+    def step(self) -> None:
+        """Check the gradients, take their norm, update the rank's part, and gather parameters."""
+        raise NotImplementedError
+
+    def _make_masters(self, make: Make) -> None:
+        raise NotImplementedError
+
+    def _end_backward(self) -> None:
+        raise NotImplementedError
+
+    def _add_master(self, make: Make, weights: Tensor) -> None:
+        master = nn.Parameter(weights)
+        self._streams.name([master], MASTER)
+        self._masters.append(master)
+        self._optimizers.append(make([master]))
+
+    def _update_master(self, number: int, gradients: list[Tensor], *, scales: bool) -> nn.Parameter:
+        """Update master weights, and return them with their gradient. Frees the gradients."""
+        master, flat = self._masters[number], flattened(gradients)
+        self._streams.name([flat], "gradient")
+        master.grad = flat.to(torch.float32)
+        self._streams.name([master.grad], "gradient")
+        del flat
+        gradients.clear()
+        if scales:
+            master.grad.mul_(1.0)
+        run_step(self._optimizers[number])
+        return master
+
+
+class PartitionedRank(ZeroRank):
+    """A rank of stages 1 and 2. Parameters are views of one flat buffer; gradients are reduced in buckets, and each
+    rank keeps those of its own parameters (`reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
+    `copy_grads_in_partition`). Arguments: as `ZeroRank`."""
+
+    @torch.no_grad()
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        trained, parallel, streams = one_type(model), self._parallel, self._streams
+        self._trained, self._places = trained, {id(p): place for place, p in enumerate(trained)}
+        self._partition = FlatPartition([p.numel() for p in trained], parallel.ddp)
+        self._own = self._partition.of_rank(self._rank)
+        self._offloads = self._settings.offload_optimizer  # so do gradients
+        self._contiguous = parallel.contiguous_gradients or self._offloads
         self._beside: OneStream | None = streams.Stream() if parallel.overlap_comm else None
-        self._contiguous = parallel.contiguous_gradients or offloads
         self._buffers: list[Tensor] = []
         self._turn = 0  # which of them
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
@@ -147,35 +236,48 @@ class PartitionedGradients:
         self._filled = 0
         self._summed: list[Tensor] | None = None  # own gradients of the micro-steps so far
         self._on_host: set[int] = set()  # places whose gradients of earlier micro-steps are in host memory
-        self._last = False  # the step's last backward pass runs
-        if offloads:
-            most, first = max(partition.sizes), parameters[0]
-            self._largest = torch.zeros(most, dtype=first.dtype, device=first.device)
-            streams.name([self._largest], COMMUNICATION)
-        self.averaged: list[Tensor] = []  # of the rank's partition, once the step's last backward pass is over
-        self.norms: list[Tensor] = []
+        self._averaged: list[Tensor] = []  # of the rank's partition, once the step's last backward pass is over
+        self._norms: list[Tensor] = []  # of those that are in host memory
+        self.recorder.hold(trained, "temporary")
+        with self.recorder:
+            padding = self._partition.padded - sum(self._partition.sizes)
+            rest = [torch.zeros(padding, dtype=trained[0].dtype, device=trained[0].device)] if padding else []
+            self._flat = flattened([*trained, *rest])
+            self.recorder.name([self._flat], "parameter")
+            for parameter, start in zip(trained, self._partition.starts, strict=True):
+                parameter.data = self._flat.narrow(0, start, parameter.numel()).view(parameter.shape)
+            if self._offloads:
+                most = max(self._partition.sizes)
+                self._largest = torch.zeros(most, dtype=trained[0].dtype, device=trained[0].device)
+                streams.name([self._largest], COMMUNICATION)
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+        return model
 
-    def arrived(self, parameter: Tensor, *, last: bool) -> None:
-        """Take a complete gradient.
+    def _make_masters(self, make: Make) -> None:
+        copy = self._part().detach().clone()
+        if not self._offloads:
+            self._add_master(make, copy.to(torch.float32))
 
-        Args:
-            parameter: Whose.
-            last: It is of the step's last backward pass.
-        """
-        self._last = last
+    def _part(self) -> Tensor:
+        """Return the rank's part of the parameters."""
+        return self._flat.narrow(0, self._rank * self._partition.size, self._partition.size)
+
+    # -- gradients
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Take a complete gradient."""
         self._take_buffers()
         self._streams.name([_gradient(parameter)], UNREDUCED)
-        if self._parallel.zero == 2 or (self._beside is not None and last):
+        if self._parallel.zero == 2 or (self._beside is not None and self.is_boundary()):
             self._add(parameter)
 
-    def finish(self, *, last: bool) -> None:
-        """End a backward pass."""
-        self._last = last
-        partitions = self._parallel.zero == 2
+    def _end_backward(self) -> None:
+        partitions, last = self._parallel.zero == 2, self.is_boundary()
         if not (partitions or last):
             return
         if not partitions and self._beside is None:
-            for parameter in self.parameters:
+            for parameter in self._trained:
                 if parameter.grad is not None:
                     self._add(parameter)
         self._reduce()
@@ -185,7 +287,7 @@ class PartitionedGradients:
         if not self._offloads:
             self._sum()
         self._buffers, self._kept, self._filled = [], None, 0
-        for parameter in self.parameters:
+        for parameter in self._trained:
             parameter.grad = None
         if last:
             self._on_host.clear()
@@ -210,7 +312,7 @@ class PartitionedGradients:
             return
         self._turn = 0
         for _ in range(2 if self._beside is not None else 1):
-            buffer = self._streams.empty(self._parallel.reduce_bucket_size, self.parameters[0], BUCKET)
+            buffer = self._streams.empty(self._parallel.reduce_bucket_size, self._trained[0], BUCKET)
             self._buffers.append(buffer)
 
     @torch.no_grad()
@@ -262,12 +364,12 @@ class PartitionedGradients:
                 tensor.copy_(summed.view(tensor.shape))
 
     def _leave(self, parameter: Tensor) -> None:
-        own = self._places[id(parameter)] in self.own
+        own = self._places[id(parameter)] in self._own
         if own and self._offloads:
             self._to_host(parameter)
         elif own and self._contiguous:  # out of the bucket, which will be filled again
             if self._kept is None:
-                size = sum(self._partition.sizes[place] for place in self.own)
+                size = sum(self._partition.sizes[place] for place in self._own)
                 self._kept = self._streams.empty(size, parameter, "gradient")
             _move_gradient(parameter, self._kept, self._filled)
             self._filled += parameter.numel()
@@ -284,12 +386,12 @@ class PartitionedGradients:
             back = self._largest.narrow(0, 0, parameter.numel())
             self._streams.copied(back)
             gradient.view(-1).add_(back)
-        if place in self._on_host or not self._last:
+        if place in self._on_host or not self.is_boundary():
             self._streams.copied(gradient)
             self._on_host.add(place)
-        if self._last:
-            piece = gradient.view(-1).narrow(0, *self.own[place])
-            self.norms.append(torch.linalg.vector_norm(piece.to(torch.float64)))
+        if self.is_boundary():
+            piece = gradient.view(-1).narrow(0, *self._own[place])
+            self._norms.append(torch.linalg.vector_norm(piece.to(torch.float64)))
             if gradient.dtype is not torch.float32:
                 look_for_overflow(gradient)
             self._streams.copied(piece.to(torch.float32))
@@ -297,28 +399,57 @@ class PartitionedGradients:
 
     @torch.no_grad()
     def _sum(self) -> None:
-        parameters = [self.parameters[place] for place in self.own]
+        parameters = [self._trained[place] for place in self._own]
         new = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         if self._summed is None:
             self._summed = new
         else:
             for total, more in zip(self._summed, new, strict=True):
                 total.add_(more)
-        if not self._last:
+        if not self.is_boundary():
             return
-        self.averaged = [
+        self._averaged = [
             total if count == total.numel() else total.reshape(-1).narrow(0, first, count)
-            for total, (first, count) in zip(self._summed, self.own.values(), strict=True)
+            for total, (first, count) in zip(self._summed, self._own.values(), strict=True)
         ]
-        if rest := self._partition.size - sum(count for _, count in self.own.values()):
-            first_one = self.parameters[0]
-            self.averaged.append(torch.zeros(rest, dtype=first_one.dtype, device=first_one.device))
+        if rest := self._partition.size - sum(count for _, count in self._own.values()):
+            first_one = self._trained[0]
+            self._averaged.append(torch.zeros(rest, dtype=first_one.dtype, device=first_one.device))
         self._summed = None
 
     def _free_late(self) -> None:
         for parameter in self._late:
             parameter.grad = None
         self._late.clear()
+
+    # -- the update
+
+    @torch.no_grad()
+    def step(self) -> None:
+        send, dtype = self._streams.send, self._flat.dtype
+        if dtype is not torch.float32:
+            for gradient in self._averaged:
+                look_for_overflow(gradient)
+            send(ALL_REDUCE, FLAG, "")
+        norm = self._norm()
+        send(ALL_REDUCE, NORM, "")
+        if self._masters:
+            scales = self._settings.clip_norm is not None or dtype is torch.float16
+            master = self._update_master(0, self._averaged, scales=scales)
+            master.grad = None
+            self._part().copy_(master)
+        else:
+            self._streams.copied(self._part())  # from host memory
+        del norm
+        send(ALL_GATHER, self._flat.nbytes, "")
+
+    def _norm(self) -> Tensor:
+        """Return the norm, in fp64: of one gradient after the other (`get_grad_norm_direct`)."""
+        if self._masters:
+            norms = norms_of(self._averaged[: len(self._own)])
+        else:
+            norms, self._norms = self._norms, []
+        return torch.stack(norms).pow(2.0).sum().float() if norms else torch.zeros((), device=self._flat.device)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -343,195 +474,6 @@ def look_for_overflow(tensor: Tensor) -> None:
     """Look for what is not finite (deepspeed/runtime/utils.py: `has_inf_or_nan`)."""
     tensor.amax()
     tensor.amin()
-
-
-Make = Callable[..., torch.optim.Optimizer]
-NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
-
-
-class ZeroRankBase:
-    """A model's wrapper in a trace, of any stage: where a step's passes begin and end, and what is sent.
-
-    Args:
-        parallel: Stage and settings.
-        rank: Which one, from 0.
-        settings: Of the training.
-    """
-
-    _recorder: Recorder
-
-    def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
-        self._parallel, self._rank, self._settings = parallel, rank, settings
-        self._streams = Streams()
-        self._passes = 0  # forward passes of the step so far
-        self._in_backward = False
-        self.elements = 0  # of the whole model's parameters
-        # Says whether a micro-step is the last one of its step, where the settings do not.
-        self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
-
-    def attach(self, recorder: Recorder) -> None:
-        """Tell a recorder of streams from now on."""
-        self._recorder = self._streams.recorder = recorder
-
-    def begin_step(self) -> None:
-        """Forget the step before."""
-        self._passes = 0
-        self._streams.begin_step()
-
-    def begin_phase(self, phase: str) -> None:
-        """Begin a phase, which ends a backward pass."""
-        if self._in_backward:
-            self._end_backward()
-        self._passes += phase == "forward"
-        self._in_backward = phase == "backward"
-
-    def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent in the last step."""
-        return self._streams.collectives()
-
-    def _end_backward(self) -> None:
-        raise NotImplementedError
-
-
-class ZeroRank(ZeroRankBase):
-    """A model's wrapper of stages 1 and 2. Arguments: as `ZeroRankBase`."""
-
-    _gradients: PartitionedGradients
-
-    @torch.no_grad()
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the model, whose parameters are views of one flat buffer from now on.
-
-        Raises:
-            UsageError: They are of several types.
-        """
-        trained, self.elements = one_type(model), elements(model)
-        self._partition = FlatPartition([p.numel() for p in trained], self._parallel.ddp)
-        self._recorder.hold(trained, "temporary")
-        with self._recorder:
-            padding = self._partition.padded - sum(self._partition.sizes)
-            rest = [torch.zeros(padding, dtype=trained[0].dtype, device=trained[0].device)] if padding else []
-            self._flat = flattened([*trained, *rest])
-            self._recorder.name([self._flat], "parameter")
-            for parameter, start in zip(trained, self._partition.starts, strict=True):
-                parameter.data = self._flat.narrow(0, start, parameter.numel()).view(parameter.shape)
-            offloads = self._settings.offload_optimizer
-            self._gradients = PartitionedGradients(
-                trained, self._partition, self._rank, self._streams, self._parallel, offloads=offloads
-            )
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(
-                lambda parameter: self._gradients.arrived(parameter, last=self.is_boundary())
-            )
-        return model
-
-    def update(self, make: Make) -> ZeroUpdate:
-        """Return the optimizer of the rank's part, after `wrapped`."""
-        own = self._flat.narrow(0, self._rank * self._partition.size, self._partition.size)
-        with self._recorder:
-            return ZeroUpdate(make, own, self._flat, self._gradients, self._streams, self._settings)
-
-    def _end_backward(self) -> None:
-        self._gradients.finish(last=self.is_boundary())
-
-
-class MasterWeights:
-    """Master weights in fp32 with an optimizer for each; none where they are in host memory.
-
-    Args:
-        streams: Of the rank's GPU.
-        settings: Of the training.
-    """
-
-    def __init__(self, streams: Streams, settings: Training) -> None:
-        self._streams, self._settings = streams, settings
-        self._masters: list[nn.Parameter] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-
-    @property
-    def state(self) -> Any:
-        """The states of all optimizers."""
-        return {key: value for one in self._optimizers for key, value in one.state.items()}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: gradients were freed as they were reduced."""
-
-    def _add(self, make: Make, weights: Tensor) -> None:
-        master = nn.Parameter(weights)
-        self._streams.name([master], MASTER)
-        self._masters.append(master)
-        self._optimizers.append(make([master]))
-
-    def _update(self, number: int, gradients: list[Tensor], *, scales: bool) -> nn.Parameter:
-        """Update master weights, and return them with their gradient. Frees the gradients."""
-        master, flat = self._masters[number], flattened(gradients)
-        self._streams.name([flat], "gradient")
-        master.grad = flat.to(torch.float32)
-        self._streams.name([master.grad], "gradient")
-        del flat
-        gradients.clear()
-        if scales:
-            master.grad.mul_(1.0)
-        run_step(self._optimizers[number])
-        return master
-
-
-class ZeroUpdate(MasterWeights):
-    """Updates a rank's part of the master weights in fp32, and gathers all ranks' parts of the parameters.
-
-    Args:
-        make: Gives the optimizer of some parameters.
-        own: The rank's part of `flat`.
-        flat: All parameters.
-        gradients: Which it frees.
-        streams: Of the rank's GPU.
-        settings: Of the training.
-    """
-
-    def __init__(
-        self,
-        make: Make,
-        own: Tensor,
-        flat: Tensor,
-        gradients: PartitionedGradients,
-        streams: Streams,
-        settings: Training,
-    ) -> None:
-        super().__init__(streams, settings)
-        self._own, self._flat, self._gradients = own, flat, gradients
-        copy = own.detach().clone()
-        if not settings.offload_optimizer:
-            self._add(make, copy.to(torch.float32))
-        streams.name(state_tensors(self), "optimizer_state")  # Adagrad makes its own at once
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Check the gradients, take their norm, update the rank's part, and gather the parameters."""
-        gradients, send, dtype = self._gradients, self._streams.send, self._flat.dtype
-        if dtype is not torch.float32:
-            for gradient in gradients.averaged:
-                look_for_overflow(gradient)
-            send(ALL_REDUCE, FLAG, "")
-        norm = self._norm()
-        send(ALL_REDUCE, NORM, "")
-        if self._masters:
-            scales = self._settings.clip_norm is not None or dtype is torch.float16
-            master = self._update(0, gradients.averaged, scales=scales)
-            master.grad = None
-            self._own.copy_(master)
-        else:
-            self._streams.copied(self._own)  # from host memory
-        del norm
-        send(ALL_GATHER, self._flat.nbytes, "")
-
-    def _norm(self) -> Tensor:
-        """Return the norm, in fp64: of one gradient after the other (`get_grad_norm_direct`)."""
-        gradients = self._gradients
-        if self._masters:
-            norms = norms_of(gradients.averaged[: len(gradients.own)])
-        else:
-            norms, gradients.norms = gradients.norms, []
-        return torch.stack(norms).pow(2.0).sum().float() if norms else torch.zeros((), device=self._flat.device)
 
 
 def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Parameters in stage 3 of DeepSpeed's ZeRO: each rank has a part of each, and gathers the whole while modules need it.
 
-Start reading at `Fetching.entered` (DeepSpeed 0.19, deepspeed/runtime/zero/partitioned_param_coordinator.py);
-`SharedParameters.gather` follows deepspeed/runtime/zero/partition_parameters.py (`all_gather_coalesced`,
-`AllGatherCoalescedHandle`, `_partition_param`).
+Start reading at `SharedParameters.follow` (DeepSpeed 0.19, deepspeed/runtime/zero/partitioned_param_coordinator.py).
+Gathering is that of deepspeed/runtime/zero/partition_parameters.py (`all_gather_coalesced`, `AllGatherCoalescedHandle`,
+`_partition_param`).
 """
 
 from __future__ import annotations
@@ -60,31 +60,59 @@ class Gathering:
     is_over: bool = False
 
 
+_LONG_AGO = -1
+Heard = Callable[[nn.Module, bool], None]
+
+
 class SharedParameters:
-    """All parameters of a model, which are gathered from all ranks and freed again.
+    """All parameters of a model, which are gathered from all ranks while its modules need them, and freed again.
+
+    Modules are followed forward and back. The first pass is recorded; later ones are fetched ahead.
 
     Args:
         model: Whose. Its parameters are empty from now on.
-        ranks: That share them.
-        threshold: Elements of the largest parameter that stays.
+        parallel: The ranks that share them, and stage 3's settings.
         streams: Of the rank's GPU.
-        on_host: Parts are in host memory.
+        stream: On which parameters are gathered.
     """
 
-    def __init__(self, model: nn.Module, ranks: int, threshold: int, streams: Streams, *, on_host: bool) -> None:
-        self._ranks, self._streams, self._on_host = ranks, streams, on_host
+    def __init__(self, model: nn.Module, parallel: Parallel, streams: Streams, stream: OneStream) -> None:
+        self._parallel, self._streams, self._stream = parallel, streams, stream
+        ranks, threshold = parallel.ddp, parallel.stage3_param_persistence_threshold
         self.all = [
             Shared(p, number, p.numel(), p.shape, -(-p.numel() // ranks), p.numel() <= threshold)
             for number, p in enumerate(model.parameters())
         ]
         self.by_parameter = {id(one.parameter): one for one in self.all}
+        self._taken: dict[int, list[Shared]] = {}  # module -> what it takes of others
+        self._running: list[nn.Module] = []
+        self._order: list[nn.Module] = []  # of the recorded pass
+        self._records = self._complete = False
+        self._before: list[int] = [0]  # place in the order -> elements of all modules before it
+        self._uses: dict[Shared, list[int]] = {}  # -> places of the modules that use it
+        self._to_come: deque[tuple[Shared, int]] = deque()
+        self._fetched_for: dict[Shared, int] = {}  # -> place of the last module that it was fetched for
+        self._at = 0  # place of the next module
+        self._gathered = 0  # elements
+        self._coming: dict[Shared, Gathering] = {}
+        self._backward: dict[nn.Module, set[Shared]] = {}  # modules whose backward pass runs -> what it computes again
         for one in self.all:
-            self.free(one)
+            self._free(one)
 
-    def gather(self, wanted: Iterable[Shared]) -> Gathering:
+    def follow(self, model: nn.Module) -> None:
+        """Follow the modules of a model from now on (DeepSpeed 0.19, deepspeed/runtime/zero/parameter_offload.py)."""
+        model.register_forward_pre_hook(lambda *_: self._begin_pass())
+        for module in list(model.modules()):
+            _hook(module, self._entered, self._left)
+        for module in model.modules():
+            module._parameters = LentParameters(module._parameters, self._took)
+
+    # -- gathering them
+
+    def _gather(self, wanted: Iterable[Shared]) -> Gathering:
         """Begin to gather parameters that are away, on the current stream."""
         several = sorted(wanted, key=lambda one: one.number)
-        first, ranks = several[0].parameter, self._ranks
+        first, ranks = several[0].parameter, self._parallel.ddp
         count = sum(one.count for one in several)
         sources = [self._source(one) for one in several]
         flat = torch.empty(count * ranks, dtype=first.dtype, device=first.device)
@@ -103,7 +131,7 @@ class SharedParameters:
             self._put(several[0], flat)
         return Gathering(sent, several, flat if together else None)
 
-    def finish(self, gathering: Gathering) -> None:
+    def _finish(self, gathering: Gathering) -> None:
         """Wait for parameters, and copy them out of their buffer."""
         if gathering.is_over:
             return
@@ -121,7 +149,8 @@ class SharedParameters:
         away = [one for one in wanted if one.state == AWAY]
         sources = [self._source(one) for one in away]
         wholes = [
-            torch.empty(one.count * self._ranks, dtype=one.parameter.dtype, device=one.parameter.device) for one in away
+            torch.empty(one.count * self._parallel.ddp, dtype=one.parameter.dtype, device=one.parameter.device)
+            for one in away
         ]
         for one, whole in zip(away, wholes, strict=True):
             self._streams.send(ALL_GATHER, whole.nbytes, "")
@@ -129,7 +158,7 @@ class SharedParameters:
             one.state = HERE
         del sources
 
-    def free(self, one: Shared) -> None:
+    def _free(self, one: Shared) -> None:
         """Leave a parameter without elements."""
         one.parameter.data = torch.empty(0, dtype=one.parameter.dtype, device=one.parameter.device)
         one.state = AWAY
@@ -140,45 +169,15 @@ class SharedParameters:
 
     def _source(self, one: Shared) -> Tensor | None:
         """Return the rank's part, which is copied from host memory where it lies there."""
-        if not self._on_host:
+        if not self._parallel.offload_param:
             return one.part
         copy = self._streams.empty(one.count, one.parameter, COMMUNICATION)
         self._streams.copied(copy)
         return copy
 
+    # -- following modules
 
-_LONG_AGO = -1
-
-
-class Fetching:
-    """Follows the modules of a pass forward and back. The first pass is recorded; later ones are fetched ahead.
-
-    Args:
-        shared: The parameters.
-        of_module: Parameters of a module itself, and those that it takes from others.
-        streams: Of the rank's GPU.
-        parallel: Stage 3's settings.
-        stream: On which parameters are gathered.
-    """
-
-    def __init__(
-        self, shared: SharedParameters, of_module: Callable[[nn.Module], Iterable[Shared]], streams: Streams,
-        parallel: Parallel, stream: OneStream,
-    ) -> None:  # fmt: skip
-        self._shared, self._of_module, self._streams = shared, of_module, streams
-        self._parallel, self._stream = parallel, stream
-        self._order: list[nn.Module] = []  # of the recorded pass
-        self._records = self._complete = False
-        self._before: list[int] = [0]  # place in the order -> elements of all modules before it
-        self._uses: dict[Shared, list[int]] = {}  # -> places of the modules that use it
-        self._to_come: deque[tuple[Shared, int]] = deque()
-        self._fetched_for: dict[Shared, int] = {}  # -> place of the last module that it was fetched for
-        self._at = 0  # place of the next module
-        self._gathered = 0  # elements
-        self._coming: dict[Shared, Gathering] = {}
-        self._backward: dict[nn.Module, set[Shared]] = {}  # modules whose backward pass runs -> what it computes again
-
-    def begin_pass(self) -> None:
+    def _begin_pass(self) -> None:
         """Begin a forward pass of the whole model."""
         self._wait_for_rest()
         if not self._complete and self._records:
@@ -189,15 +188,18 @@ class Fetching:
         self._fetched_for = {}
         self._at = self._gathered = 0
 
-    def entered(self, module: nn.Module, *, forward: bool) -> None:
+    @torch.no_grad()
+    def _entered(self, module: nn.Module, forward: bool) -> None:
         """Fetch what a module needs, and begin to fetch what comes after it."""
+        if forward:
+            self._running.append(module)
         self._compare(module)
         if self._records and not self._complete:
             self._order.append(module)
         if not forward:
             self._backward.setdefault(module, set())
         wanted = self._sorted(module)
-        self._gather([one for one in wanted if one.state == AWAY])
+        self._begin([one for one in wanted if one.state == AWAY])
         again = forward and torch._C._current_graph_task_id() != -1 and self._backward
         for one in wanted:
             one.users.add(id(module))
@@ -207,14 +209,17 @@ class Fetching:
                 one.users.add(id(last))
             if (gathering := self._coming.pop(one, None)) is not None:
                 with self._streams.stream(self._stream):
-                    self._shared.finish(gathering)
+                    self._finish(gathering)
         self._streams.current_stream().wait_stream(self._stream)
         if self._complete:
             self._fetch_ahead(wanted)
         self._at += 1
 
-    def left(self, module: nn.Module, *, forward: bool) -> None:
+    @torch.no_grad()
+    def _left(self, module: nn.Module, forward: bool) -> None:
         """Free what a module needed, but for what is used again soon."""
+        while forward and self._running and self._running.pop() is not module:
+            pass  # a checkpoint left it early
         wanted = set(self._sorted(module))
         freed = {one for one in wanted if not self._complete or self._can_go(one)}
         if not forward:
@@ -229,7 +234,7 @@ class Fetching:
     def end_backward(self) -> None:
         """Free what modules hold whose inputs need no gradient."""
         for module, again in reversed(self._backward.items()):
-            for one in {*self._sorted(module), *again}:
+            for one in dict.fromkeys((*self._sorted(module), *sorted(again, key=lambda one: one.number))):
                 one.users.discard(id(module))
                 if not one.stays:
                     self._release(one)
@@ -238,7 +243,7 @@ class Fetching:
     def free_all(self) -> None:
         """Free all parameters, before an update."""
         self._wait_for_rest()
-        for one in self._shared.all:
+        for one in self.all:
             one.users.clear()
             self._release(one)
 
@@ -286,49 +291,49 @@ class Fetching:
             if one.state == AWAY and one not in ahead:
                 ahead.append(one)
                 elements += one.numel
-        self._gather(ahead)
+        self._begin(ahead)
 
-    def _gather(self, several: list[Shared]) -> None:
+    def _begin(self, several: list[Shared]) -> None:
         if not several:
             return
         self._gathered += sum(one.numel for one in several)
         with self._streams.stream(self._stream):
-            gathering = self._shared.gather(several)
+            gathering = self._gather(several)
         for one in several:
             self._coming[one] = gathering
 
     def _release(self, one: Shared) -> None:
         if one.state == HERE and not one.users:
-            self._shared.free(one)
+            self._free(one)
             self._gathered -= one.numel
 
     def _wait_for_rest(self) -> None:
         coming, self._coming = self._coming, {}
         while coming:
             one, gathering = coming.popitem()
-            self._shared.finish(gathering)
+            self._finish(gathering)
             del gathering
             self._release(one)
 
     def _sorted(self, module: nn.Module) -> list[Shared]:
-        return sorted(set(self._of_module(module)), key=lambda one: one.number)
+        """Return the parameters of a module itself, and those that it takes from others, in their order."""
+        own = {self.by_parameter[id(p)] for p in dict.values(module._parameters) if p is not None}
+        return sorted(own.union(self._taken.get(id(module), ())), key=lambda one: one.number)
+
+    @torch.no_grad()
+    def _took(self, parameter: nn.Parameter) -> None:
+        """Fetch another module's parameter for the one that takes it, now and from now on."""
+        one = self.by_parameter.get(id(parameter))
+        if one is not None and one.state == AWAY and self._running:
+            self._taken.setdefault(id(self._running[-1]), []).append(one)
+            self.gather_each([one])
 
 
-Heard = Callable[[nn.Module, bool], None]
-
-
-def hook_modules(model: nn.Module, entered: Heard, left: Heard) -> None:
-    """Let `entered(module, forward)` and `left(module, forward)` be called around each module's passes (DeepSpeed 0.19,
-    deepspeed/runtime/zero/parameter_offload.py).
-
-    A module's backward pass begins with the gradient of its output; it is over when those of all inputs are there
-    that it was given by place.
-    """
-    for module in list(model.modules()):
-        _hook(module, entered, left)
-
-
-def _hook(module: nn.Module, entered: Heard, left: Heard) -> None:
+def _hook(
+    module: nn.Module, entered: Callable[[nn.Module, bool], None], left: Callable[[nn.Module, bool], None]
+) -> None:
+    """Let `entered(module, forward)` and `left(module, forward)` be called around a module's passes. Its backward pass
+    begins with the gradient of its output, and is over when those of all inputs are there that were given by place."""
     waiting = begun = 0  # inputs without a gradient so far, and passes whose backward pass is to come
 
     def begin() -> None:

@@ -277,7 +277,8 @@ def _estimates(
     """Return the estimates of a run, and operator -> ms of its kernels in a step where these are asked for."""
     from featurize.kernel_model.costs import operator_costs
     from featurize.row_config import config_of_row
-    from learn.estimation.estimating import question_of
+    from learn.estimation.answers import answered
+    from learn.estimation.requests import request_of
 
     config = config_of_row(run["config"])
     allocator = AllocatorSettings.parse(run["allocator_settings"] or "")
@@ -285,9 +286,11 @@ def _estimates(
         allocator = replace(allocator, per_process_memory_fraction=run["memory_fraction"])
     given = None if allocator == AllocatorSettings() else allocator
     traces: dict = {}
-    question = question_of(config, allocator=given, data=data, known=NONE)
-    shipped, _ = question.answered(device, traces=traces)
-    alone, traced = replace(question, estimator=TRACE, loop=RESIDENT).answered(device, traces=traces)
+    request = request_of(config, device=device, allocator=given, data=data, known=NONE)
+    shipped, _ = answered(request, traces=traces)
+    alone, traced = answered(
+        replace(request, options=replace(request.options, estimator=TRACE, loop=RESIDENT)), traces=traces
+    )
     by_operator: dict[str, float] = defaultdict(float)
     if is_profiled and traced is not None:
         costs = operator_costs(traced.trace, device, config)

@@ -35,9 +35,9 @@ from conf.reports.blocks import (
 )
 from conf.reports.page_text import count_of
 from conf.reports.render import render_page
-from featurize.block_comparison import BlockComparison
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from infra.offline import experiment_sections, probe_sections, run_sections
+from infra.offline.block_comparison import BlockComparison
 from infra.offline.estimated_runs import FIGURES, EstimatedRuns, by_family, estimated_runs, spread_of
 from infra.offline.probe_sections import Absent
 from infra.offline.refits import RULES, refits

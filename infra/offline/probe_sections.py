@@ -38,11 +38,11 @@ from conf.reports.blocks import (
 from conf.reports.page_text import MISSING, count_of, duration
 from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
 from conf.units import MIB
-from featurize.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, EAGER, PARTS, MachineProfile
+from infra.offline.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
 from learn.calibrate import Calibration, calibrate, measured_in_csv
-from learn.estimation.on_machine import machine_for
+from learn.estimation.platforms import machine_for
 from warehouse.explorer.plot import against
 
 _AREA = PlotArea(width=400, height=210, left=52, right=10, top=12, bottom=28)

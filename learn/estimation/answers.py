@@ -1,26 +1,23 @@
 """Answer what one training job takes before it runs: by the trace, a training-free method, fitted models.
 
-Start reading at `Question.answered`; `ask_fitted` and its neighbours are the sources.
+Start reading at `answered`; `_Answer` asks the sources one after the other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.extras import naming_the_extra
 from conf.units import MIB
-from featurize.allocator_settings import AllocatorSettings
 from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec, UnsuitableDevice
 from featurize.disk_cache import keep, recall
@@ -29,16 +26,15 @@ from featurize.model_flops import seconds_at_peak
 from featurize.replacing import without_collection
 from featurize.training_settings import TrainingSettings, training_of
 from featurize.version import is_current
-from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import Case
-from learn.estimation.job_estimate import Estimate, estimators_named
+from learn.estimation.job_estimate import Activity, Energy, Estimate, Memory, Timing, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loading_ms, loop_named, loops_of_sources
-from learn.estimation.memory_causes import COVERAGES, HELD_OUT, uncertainty_of, widest
+from learn.estimation.memory_causes import COVERAGES, HELD_OUT, bounded_by_causes, uncertainty_of, widest
 from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note, times
-from learn.estimation.on_machine import machine_for, placed, prepare_workspaces, workspace_notes
-from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, require_batch_of_file, talk_of, values_of_ranks
+from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of
+from learn.estimation.platforms import workspace_notes
 from learn.estimators import LEVEL, TRAINING_FREE, get_estimator
-from learn.job import TrainingJob, as_a_training_script, of_config, of_module
+from learn.job import TrainingJob, as_a_training_script
 from learn.step_record import traced_column
 from learn.step_store import StepStore
 from learn.targets import get_target
@@ -49,192 +45,519 @@ if TYPE_CHECKING:
     from featurize.step_trace import BatchMix, StepTrace
     from featurize.trace_cache import Traces
     from learn.artifacts import Artifact, Wanted
-    from learn.estimation.known_runs import KnownRun, OwnRuns
+    from learn.estimation.job_estimate import RankGroup
+    from learn.estimation.known_runs import KnownRun
+    from learn.estimation.requests import Request
     from learn.estimators import Prediction
     from learn.traced import TracedStep
 
-    Data: TypeAlias = str | os.PathLike[str] | DataFolder
-
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
+# Where the trace meets its own limits, these may still answer: what each of them does instead.
+WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A job and how its estimate is made, whatever the device. The fields are as in `learn.estimate`, checked.
+@naming_the_extra()
+@as_a_training_script()
+@without_collection()
+def answered(
+    request: Request, *, timeline: bool = False, traces: Traces | None = None
+) -> tuple[Estimate, TracedStep | None]:
+    """Return the estimate, and the traced step where there is one.
 
-    own_runs          the data folder's measured runs of a trial config, where they may serve
+    Args:
+        request: The job, what it runs on, and how the estimate is made.
+        timeline: Whether the traced step keeps the allocator's state after every event.
+        traces: As in `learn.traced.step_of`.
+
+    Raises:
+        UsageError: There is no answer: for peak memory, that is. Other figures may be missing.
+    """
+    began = time.monotonic_ns()
+    asked = _Answer(request, timeline, traces)
+    asked.trace()
+    asked.ask()
+    asked.place()
+    done = asked.moved(asked.estimate())
+    return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), asked.traced
+
+
+@as_a_training_script()
+def traces_of(request: Request) -> Traces:
+    """Return the job's trace alone, as `answered` takes it. Raises `UsageError` as `learn.traced.step_of`."""
+    from learn.traced import trace_of
+
+    traces: Traces = {}
+    trace_of(_in_loop(request, request.job), request.platform.device, traces)
+    return traces
+
+
+def _in_loop(request: Request, job: TrainingJob) -> TrainingJob:
+    return job if request.options.loop is None else replace(job, training_loop=request.options.loop == PIPELINE)
+
+
+def is_of_job(error: CommandError) -> bool:
+    """Return whether an error is of the job, whatever the GPU model: its step cannot be traced."""
+    return isinstance(error.__cause__, CommandError) and not isinstance(error.__cause__, UnsuitableDevice)
+
+
+class _Answer:
+    """Gathers the figures of one estimate.
+
+    traced      the step, where it can be traced; else `failure` says why it cannot
+    job         in the loop that is asked for; `alone`: with the longest of its batches in every step
+    case        what estimators are asked about
+    memory      the figure and its bound, by whoever is asked; None: nobody has answered
+    figures     column of each further target -> the figure
+    by, loops   target -> who gave it, and of which loop
+    beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
     """
 
-    job: TrainingJob
-    allocator: AllocatorSettings | None = None
-    estimator: str | None = None
-    data: Data | None = None
-    loop: str | None = None
-    machine: str | MachineProfile | None = None
-    workspaces: str | None = None
-    torch_version: str | None = None
-    coverage: float = LEVEL
-    known: tuple[KnownRun, ...] = ()
-    own_runs: OwnRuns | None = None
+    def __init__(self, request: Request, timeline: bool, traces: Traces | None) -> None:
+        self.request, self.platform, self._timeline, self._traces = request, request.platform, timeline, traces
+        self.device, self._on = request.platform.device, request.platform.machine
+        self._steps = StepStore(request.options.data)
+        self._lent = contextlib.ExitStack()
+        self.job = _in_loop(request, request.job)
+        self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
+        self.case = self._case()
+        self.traced: TracedStep | None = None
+        self.failure: CommandError | None = None
+        self.memory: Memory | None = None
+        self.figures: dict[str, float] = {}
+        self.by: dict[str, str] = {}
+        self.loops: dict[str, str] = {}
+        self.notes: list[Note] = []
+        self.beyond_fit = False
 
-    def with_samples(self, size: int) -> Question:
-        """Return what is asked of the job with another batch size. Raises `UsageError`."""
-        if self.job.parallel is not None:
-            require_batch_of_file(self.job.parallel, size)
-        return replace(self, job=_with_samples(self.job, size))
+    def _case(self) -> Case:
+        """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
+        job, device, named = self.alone, self.device, self.request.options.estimator
+        if job.config is not None:
+            return Case(job.config, device.name, job.training_loop, described=device)
+        if named is not None and named not in TRAINING_FREE and not get_estimator(named).needs_trace:
+            raise UsageError(f"estimator={named} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
+        return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
-    def _in_loop(self, job: TrainingJob) -> TrainingJob:
-        return job if self.loop is None else replace(job, training_loop=self.loop == PIPELINE)
-
-    @as_a_training_script()
-    def traced(self, device: DeviceSpec) -> Traces:
-        """Return the job's trace alone, as `answered` takes it. Raises `UsageError` as `learn.traced.step_of`."""
-        from learn.traced import trace_of
-
-        traces: Traces = {}
-        trace_of(self._in_loop(self.job), device, traces)
-        return traces
-
-    @naming_the_extra()
-    @as_a_training_script()
-    @without_collection()
-    def answered(
-        self, device: DeviceSpec, *, timeline: bool = False, traces: Traces | None = None
-    ) -> tuple[Estimate, TracedStep | None]:
-        """Return the estimate on one device, and the traced step where there is one.
-
-        Args:
-            device: The GPU model.
-            timeline: Whether the traced step keeps the allocator's state after every event.
-            traces: As in `learn.traced.step_of`.
-
-        Raises:
-            UsageError: There is no answer: for peak memory, that is. Other figures may be missing.
-        """
-        from learn.traced import CannotTrace, step_of
-
-        began = time.monotonic_ns()
-        on = machine_for(self.machine, device, self.data)
-        gathered, steps, estimator = Gathered(), StepStore(self.data), self.estimator
-        job = self._in_loop(self.job)
-        alone = job.alone(job.longest) if job.batches else job
-        case = self._case(alone, device)
-        buffers_mib(job, device)  # refuses a GPU model before anything is traced
-        traced = failure = None
-        prepare_workspaces(self.workspaces, device, cudnn_benchmark=job.settings.cudnn_benchmark, search=job.search)
-        try:
-            traced = step_of(job, device, allocator=self.allocator, timeline=timeline, traces=traces)
-        except CommandError as error:
-            failure = error
-            if case.config is not None:  # it may name code that nobody allowed to run: what was stored of it may answer
-                steps.recall([case, replace(case, training_loop=True)])
-        beyond = training_of(job.settings).beyond_fits()
-        if job.parallel is not None:
-            beyond = (*beyond, SEVERAL_GPUS)
-        if job.batches:
-            beyond = (*beyond, "batches of several shapes")
-            if traced is not None and traced.trace.mix is not None:
-                alone = job.alone(traced.trace.mix.longest)
-                case = self._case(alone, device)
-                traced = self._with_longest(gathered, traced, alone, device, timeline=timeline)
-            if estimator not in (None, "trace"):
-                text = f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
-                gathered.notes.append(Note("beyond-fit", WARNING, text))
-        if estimator in TRAINING_FREE and estimator != "trace":
-            ask_method(gathered, alone, device, estimator)
-        elif estimator is None and beyond:
-            text = f"no model was fitted on {', '.join(beyond)}: the trace answers"
-            gathered.notes.append(Note("beyond-fit", INFO, text))
-        elif estimator != "trace":
-            if beyond:
-                text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
-                gathered.notes.append(Note("beyond-fit", WARNING, text))
-            at_hand = traced if self.allocator is None and not job.batches else None
-            with steps.lent(case, at_hand), contextlib.ExitStack() as lent:
-                plain = functools.cache(functools.partial(in_a_plain_loop, case, steps, lent, traces))
-                ask_fitted(
-                    gathered, case, steps, plain, estimator, self.data, self.loop, self.coverage, traced is not None
-                )
-        if failure is not None and estimator in (None, "trace") and job.parallel is None:
-            ask_stored(gathered, case, steps)
-        if failure is not None and "peak_memory_mib" not in gathered.values:
-            advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
-            kind = UsageError if isinstance(failure, UsageError) else EnvironmentProblem
-            raise kind(f"{failure}{advice}") from failure
-        if traced is not None:
-            described_mib = traced.step.peak_memory_mib
-            traced = self._placed(traced, job, device, on, timeline=timeline)
-            gathered.move(traced.step.peak_memory_mib - described_mib)
-            if self.workspaces is not None:  # after what fitted models read: they know guessed workspaces only
-                guessed_mib = traced.step.peak_memory_mib
-                traced = self._placed(traced, job, device, on, timeline=timeline, workspaces=self.workspaces)
-                if gathered.beyond_fit:  # there the trace's own figure stands
-                    gathered.move(traced.step.peak_memory_mib - guessed_mib)
-            if gathered.beyond_fit or (estimator in (None, "trace") and "memory" not in gathered.by):
-                limit_mib = _limit_mib(device, self.allocator, traced)
-                _bound_by_causes(gathered, traced, device, on, self.coverage, limit_mib)
-        done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on, self.torch_version)
-        done = self._moved(done, traced, device, on)
-        return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
-
-    def _with_longest(
-        self, gathered: Gathered, mixed: TracedStep, alone: TrainingJob, device: DeviceSpec, *, timeline: bool
-    ) -> TracedStep:
-        """Return the traced mix, or its longest batch alone where that takes more: the caches that the other batches
-        leave can suit it better than its own, in the order that was given."""
+    def _step_of(self, job: TrainingJob, **options: Any) -> TracedStep:
         from learn.traced import step_of
 
-        longest = step_of(alone, device, allocator=self.allocator, timeline=timeline)
+        return step_of(job, self.device, allocator=self.platform.allocator, **options)
+
+    def trace(self) -> None:
+        """Trace the step, or keep why it cannot be traced."""
+        buffers_mib(self.job, self.device)  # refuses a GPU model before anything is traced
+        self.platform.prepare_workspaces(self.job)
+        try:
+            self.traced = self._step_of(self.job, timeline=self._timeline, traces=self._traces)
+        except CommandError as error:
+            self.failure = error
+            if self.case.config is not None:  # it may name code that nobody allowed to run: what was stored may answer
+                self._steps.recall([self.case, replace(self.case, training_loop=True)])
+        if self.traced is not None and self.traced.trace.mix is not None:
+            self.alone = self.job.alone(self.traced.trace.mix.longest)
+            self.case = self._case()
+            self.traced = self._with_longest(self.traced, self.traced.trace.mix)
+
+    def _with_longest(self, mixed: TracedStep, mix: BatchMix) -> TracedStep:
+        """Return the traced mix, or its longest batch alone where that takes more: the caches that the other batches
+        leave can suit it better than its own, in the order that was given."""
+        longest = self._step_of(self.alone, timeline=self._timeline)
         if longest.step.peak_memory_mib <= mixed.step.peak_memory_mib:
             return mixed
-        mix = mixed.trace.mix
-        assert mix is not None, "of several shapes"
         text = (
-            f"memory is of the longest batch alone, {alone.shape_text()}: the {mix.given} steps on batches of "
+            f"memory is of the longest batch alone, {self.alone.shape_text()}: the {mix.given} steps on batches of "
             f"{mix.shapes} shapes reserve {mixed.step.peak_reserved_mib:,.1f} MiB in their order, the longest alone "
             f"{longest.step.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
         )
-        gathered.notes.append(Note("batch-mix", INFO, text, ("memory",)))
-        gathered.notes += [Note("trace", WARNING, one) for one in mixed.trace.notes if one not in longest.trace.notes]
+        self.notes.append(Note("batch-mix", INFO, text, ("memory",)))
+        self.notes += [Note("trace", WARNING, one) for one in mixed.trace.notes if one not in longest.trace.notes]
         return longest
 
-    def _placed(
-        self,
-        traced: TracedStep,
-        job: TrainingJob,
-        device: DeviceSpec,
-        on: MachineProfile,
-        *,
-        timeline: bool = False,
-        workspaces: str | None = None,
-    ) -> TracedStep:
-        return placed(
-            traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
-            timeline=timeline, workspaces=workspaces, search=job.search, torch_version=self.torch_version,
-            communication_mib=buffers_mib(job, device, traced.trace),
+    def ask(self) -> None:
+        """Ask the estimator that was named, else the fitted models. Raises the trace's failure where nobody answers."""
+        from learn.traced import CannotTrace
+
+        estimator, job = self.request.options.estimator, self.job
+        beyond = training_of(job.settings).beyond_fits()
+        beyond += () if job.parallel is None else (SEVERAL_GPUS,)
+        if job.batches:
+            beyond += ("batches of several shapes",)
+            if estimator not in (None, "trace"):
+                text = f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
+                self.notes.append(Note("beyond-fit", WARNING, text))
+        if estimator in TRAINING_FREE and estimator != "trace":
+            self._ask_method(estimator)
+        elif estimator is None and beyond:
+            text = f"no model was fitted on {', '.join(beyond)}: the trace answers"
+            self.notes.append(Note("beyond-fit", INFO, text))
+        elif estimator != "trace":
+            if beyond:
+                text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
+                self.notes.append(Note("beyond-fit", WARNING, text))
+            at_hand = self.traced if self.platform.allocator is None and not job.batches else None
+            with self._steps.lent(self.case, at_hand), self._lent:
+                self._ask_fitted()
+        if self.failure is None:
+            return
+        if estimator in (None, "trace") and job.parallel is None:
+            self._ask_stored()
+        if self.memory is None:
+            advice = f"; {WITHOUT_TRACE}" if isinstance(self.failure, CannotTrace) and self.failure.limit else ""
+            kind = UsageError if isinstance(self.failure, UsageError) else EnvironmentProblem
+            raise kind(f"{self.failure}{advice}") from self.failure
+
+    def _take(self, target: str, figure: float, by: str, loop: str) -> None:
+        """Take a target's figure, with its source and its loop."""
+        self.by[target], self.loops[target] = by, loop
+        if target == "memory":
+            self.memory = Memory(peak_memory_mib=figure)
+        else:
+            self.figures[get_target(target).column] = figure
+
+    def _ask_method(self, estimator: str) -> None:
+        """Memory by a training-free method. `UsageError` with the method's reason."""
+        from learn.peers.base import Peer, analyse
+        from learn.traced import wants_values
+
+        if beyond := training_of(self.alone.settings).beyond_trials():
+            raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
+        known = get_estimator(estimator)
+        assert issubclass(known, Peer), estimator
+        by_method = analyse(known(), self.alone, self.device)
+        if by_method.mib is None:
+            stuck = wants_values(str(by_method.reason)) and f"estimator={estimator}" not in WITHOUT_TRACE
+            advice = f"; {WITHOUT_TRACE}" if stuck else ""
+            raise UsageError(f"estimator={estimator} has no answer: {by_method.reason}{advice}")
+        self._take("memory", by_method.mib, estimator, loop_named(self.alone.training_loop))
+        self.memory = Memory(peak_memory_mib=by_method.mib, breakdown=dict(by_method.parts))
+        self.notes.append(Note("estimator", WARNING, known.warning))
+
+    def _ask_stored(self) -> None:
+        """Take the trace's figures that were stored of a case that cannot be traced here, where there is no answer."""
+        if (features := self._steps.features(self.case)) is None:
+            return
+        for target in TARGETS:
+            if target not in self.by:
+                figure = features[traced_column(get_target(target))]
+                self._take(target, figure, "trace", loop_named(self.case.training_loop))
+        text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
+        self.notes.append(Note("stored-trace", INFO, text))
+
+    @cached_property
+    def _case_in_a_plain_loop(self) -> Case:
+        """The case in such a loop, its record at hand while models are asked."""
+        from learn.traced import step_of
+
+        case = self.case
+        if case.training_loop or case.spec is None:
+            return case
+        module = case.module and replace(case.module, training_loop=True)
+        looped = replace(case, training_loop=True, module=module)
+        with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
+            traced = step_of(looped.job, case.spec, traces=self._traces)
+            self._lent.enter_context(self._steps.lent(looped, traced))
+        return looped
+
+    def _ask_fitted(self) -> None:
+        """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
+        folder's, else the one that comes with the project.
+
+        Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
+        each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
+        answer; memory, which hardly depends on the loop, is answered by any.
+        """
+        from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
+
+        case, estimator = self.case, self.request.options.estimator
+        folder = DataFolder.resolve(self.request.options.data)
+        if self.request.options.data is not None:
+            folder.open()
+        family = None if case.config is None else case.family
+        wanted: Wanted = {
+            "estimator": estimator,
+            "family": family,
+            "device": case.device,
+            "for_modules": case.config is None,
+        }
+        learnt: Wanted = {**wanted, "learnt": True}
+        shipped = {target: default_artifact(target) for target in TARGETS}
+        shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
+        if estimator is not None and "memory" not in shipped:
+            load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
+        absent: list[str] = []
+        notes: list[Note] = []
+        for target in TARGETS:
+            own = None
+            try:
+                own = find_latest(folder, target, **learnt)
+            except StaleArtifact as error:
+                if estimator is not None:
+                    raise
+                notes.append(Note("stale-model", WARNING, str(error)))
+            artifact, passed_over = _of_loop(target, own, shipped.get(target), self.request.options.loop)
+            notes += passed_over
+            of_model = None if artifact is None else self._ask_model(target, artifact, artifact is not own)
+            if of_model is None:
+                absent.append(target)
+            else:
+                notes += of_model
+        self.notes += _merged(notes)
+        if absent:
+            text = (
+                f"no fitted model for {family or 'modules'} on {case.device} in {folder.models} for "
+                f"{', '.join(absent)}{': answered by the trace' if self.traced is not None else ''} "
+                f"(python -m learn.fit target={absent[0]} fits one)"
+            )
+            self.notes.insert(0, Note("not-fitted", INFO, text))
+
+    def _ask_model(self, target: str, artifact: Artifact, default: bool) -> list[Note] | None:
+        """Take the figure of one fitted model. Returns the notes on it; None where it has no answer.
+
+        Args:
+            target: Of the model.
+            artifact: The model.
+            default: It comes with the project.
+
+        Raises:
+            UsageError: The estimator that was named has no answer for memory.
+        """
+        sources = artifact.meta["rows"]["source"]
+        asked = self._case_in_a_plain_loop if loops_of_sources(sources) == {PIPELINE} else self.case
+        prediction = artifact.estimator.predict([asked], self._steps)
+        if prediction.refusals:
+            if target == "memory" and self.request.options.estimator is not None:
+                raise UsageError(f"estimator={self.request.options.estimator} has no answer: {prediction.refusals[0]}")
+            return None
+        point, name = float(prediction.point[0]), artifact.meta["estimator"]
+        by = f"{name} (default)" if default else f"{name} {artifact.version}"
+        self._take(target, point, by, loop_named(asked.training_loop))
+        if target == "memory":
+            coverage = self.request.options.coverage
+            if quantiles_mib := _quantiles(prediction, coverage):
+                held_out = _held_out(prediction, artifact) if coverage == LEVEL else {}
+                causes_mib = {HELD_OUT: quantiles_mib[coverage] - point}
+                self.memory = Memory(peak_memory_mib=point).bounded(
+                    quantiles_mib, coverage, causes_mib, held_out=held_out
+                )
+            self.beyond_fit = default and 0 in prediction.outside
+        of_target = (target,)
+        notes = [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
+        notes += [
+            Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", of_target)
+            for text in prediction.unfamiliar.get(0, ())
+        ]
+        of_loop = ", for a plain training loop with its input pipeline" if asked is not self.case else ""
+        notes.append(Note("fitted-rows", INFO, f"fitted on {', '.join(sources)} rows{of_loop}", of_target))
+        if default and not is_current(artifact.meta["feature_version"]):
+            text = (
+                "the model that comes with the project was fitted with features "
+                f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
+            )
+            notes.append(Note("stale-model", WARNING, text, of_target))
+        return notes
+
+    def place(self) -> None:
+        """Place the traced step on the machine, and bound memory that no fit can speak of by its causes."""
+        if self.traced is None:
+            return
+        described_mib = self.traced.step.peak_memory_mib
+        self.traced = self.platform.placed(self.traced, self.job, timeline=self._timeline)
+        self._move(self.traced.step.peak_memory_mib - described_mib)
+        if self.platform.workspaces is not None:  # after what fitted models read: they know guessed workspaces only
+            guessed_mib = self.traced.step.peak_memory_mib
+            self.traced = self.platform.placed(self.traced, self.job, timeline=self._timeline, workspaces=True)
+            if self.beyond_fit:  # there the trace's own figure stands
+                self._move(self.traced.step.peak_memory_mib - guessed_mib)
+        step = self.traced.step
+        if self.memory is None:
+            self._take("memory", step.peak_memory_mib, "trace", loop_named(self.alone.training_loop))
+        if self.beyond_fit or self.by["memory"] == "trace":
+            assert self.memory is not None
+            uncertainty = uncertainty_of(self.traced, self.platform)
+            centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
+            held = (
+                asdict(uncertainty.held)
+                if uncertainty.held is not None and self.request.options.coverage == LEVEL
+                else {}
+            )
+            limit_mib = self.platform.limit_mib(self.traced)
+            self.memory = bounded_by_causes(
+                self.memory, uncertainty, centre_mib, self.request.options.coverage, limit_mib, held
+            )
+
+    def _move(self, mib: float) -> None:
+        """Move memory that a model which comes along answered to another machine than its rows were measured on."""
+        if self.memory is not None and self.by["memory"].endswith("(default)"):
+            self.memory = self.memory.moved(mib)
+
+    def estimate(self) -> Estimate:
+        """Return what was gathered, and the trace's figures for the rest."""
+        traced, device = self.traced, self.device
+        limit_mib, timing, energy = self.platform.limit_mib(traced), Timing(), Energy()
+        ranks: tuple[RankGroup, ...] = ()
+        if traced is None:
+            missing = [target for target in TARGETS if target not in self.by]
+            unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
+            notes = [Note("not-traced", WARNING, f"{unknown}, since {self.failure}", tuple(missing))]
+            parameters = _parameters(self.alone)
+        else:
+            timing, energy, ranks, notes = self._by_trace(traced)
+            notes += self._notes_of_trace(traced, limit_mib)
+            parameters = traced.step.parameters
+        assert self.memory is not None, "it is answered"
+        first, of_memory = self._notes_of_memory(self.memory, limit_mib)
+        memory = replace(self.memory, device_memory_mib=device.memory_mib, limit_mib=limit_mib)
+        activity = Activity(**{name: self.figures.get(name) for name in vars(Activity())})
+        timing = replace(timing, step_time_ms=self.figures.get("step_time_ms"))
+        return Estimate(
+            **vars(memory), **vars(activity), **vars(timing), **vars(energy),
+            parameters=parameters,
+            device=device.name,
+            notes=(*first, *notes, *of_memory, *self.notes, *note_of_two_loops(self.loops)),
+            estimator=estimators_named(self.by),
+            answered_by=self.by,
+            loops=self.loops,
+            machine=self._on.name,
+            ranks=ranks,
+            seconds=0.0,
         )  # fmt: skip
 
-    def _moved(self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile) -> Estimate:
+    def _by_trace(self, traced: TracedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
+        """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
+        from featurize.parallel.overlap import lengthened
+
+        job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
+        talk = talk_of(traced, job, device)
+        step = lengthened(self._priced(traced, loop), talk, device)
+        of_step: dict[str, Any] = {}
+        notes: list[Note] = []
+        for target in TARGETS:
+            if target not in self.by:
+                self._take(target, getattr(step, get_target(target).column), "trace", loop)
+                if target == "step_time":
+                    of_step = {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
+                    notes += _note_of_host(step, job) if step.bound_by == "host" else []
+        timed = step if self.loops["step_time"] == loop else self._priced(traced, PIPELINE)
+        ranks, sent, assumed = ranks_of(traced, job, device, talk)
+        notes += [*assumed, *(Note("trace", WARNING, text) for text in traced.trace.notes)]
+        memory, largest = traced.memory, list(traced.memory.peak_modules.items())[:TOP_MODULES]
+        assert self.memory is not None, "it is answered"
+        self.memory = replace(
+            self.memory,
+            breakdown=dict(traced.breakdown),
+            trace_memory_mib=step.peak_memory_mib,
+            allocated_mib=step.peak_allocated_mib,
+            reserved_mib=step.peak_reserved_mib,
+            process_mib=step.peak_memory_mib - self._on.other_mib,
+            card_mib=step.peak_memory_mib,
+            peak_operator=memory.peak_operator,
+            peak_module=memory.peak_module,
+            peak_phase=memory.peak_phase,
+            activations={name: nbytes / MIB for name, nbytes in largest},
+        )
+        if not (step_time_ms := self.figures["step_time_ms"]):
+            return Timing(**of_step, **sent), Energy(), ranks, notes
+        step_s = step_time_ms / 1e3
+        micro_steps, tokens = training_of(job.settings).accumulation, tokens_of(job, traced.trace)
+        # All micro-steps and all replicas count, but for utilization and energy, which are of one GPU.
+        passes = micro_steps * (1 if job.parallel is None else job.parallel.replicas)
+        at_peak_s = _at_peak_s(traced.trace, device, job.settings)
+        timing = Timing(
+            **of_step,
+            **sent,
+            samples_per_s=passes * job.batch_size / step_s,
+            tokens_per_s=None if tokens is None else passes * tokens / step_s,
+            mfu=None if at_peak_s is None else at_peak_s / step_s,
+        )
+        return timing, Energy(energy_j=timed.power_w * step_s), ranks, notes
+
+    def _priced(self, traced: TracedStep, loop: str) -> SimulatedStep:
+        """Return the traced step in a loop: the trace itself prices the GPU's own work, without any input."""
+        from featurize.simulate import simulate
+
+        if loop != PIPELINE:
+            return traced.step
+        waits_ms, settings = loading_ms(traced, self.alone), self.alone.settings
+        timed = simulate(traced.trace, self.device, settings, memory=traced.memory, input_ms=waits_ms)
+        return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
+
+    def _notes_of_trace(self, traced: TracedStep, limit_mib: float) -> list[Note]:
+        """Return whether the traced step fits into `limit_mib`, and what was assumed of it."""
+        memory, by, device, job = traced.memory, self.by["memory"], self.device, self.alone
+        notes: list[Note] = []
+        more = f"the {limit_mib:,.0f} MiB {_room(device, limit_mib)}"
+        more = f"{device.name} has" if limit_mib >= device.memory_mib else more
+        if not memory.fits and by == "trace":
+            notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: the step needs more than {more}"))
+        elif not memory.fits:
+            notes.append(Note("trace-out-of-memory", WARNING, f"the trace finds that the step needs more than {more}"))
+        elif memory.retries:
+            text = f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}"
+            notes.append(Note("near-limit", WARNING, text))
+        notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
+        if (mix := traced.trace.mix) is not None:
+            notes.append(Note("batch-mix", INFO, _of_mix(mix, job.shape_text(), traced)))
+        notes += workspace_notes(memory.workspaces, self.platform.torch_version)
+        if device.architecture.vendor == AMD:
+            notes.append(Note(AMD_GPU, WARNING, _of_amd(traced.trace, self._on)))
+        if self.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > traced.step.step_time_ms:
+            text = (
+                "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. "
+                "Power and energy are of a GPU that waits; a loader with workers changes them"
+            )
+            notes.append(Note("input-bound", WARNING, text, ("step_time",)))
+        if memory.workspaces and by != "trace" and not self.beyond_fit:
+            text = f"workspaces= changes the trace's figures only; memory is answered by {by}"
+            notes.append(Note("without-effect", WARNING, text))
+        return notes
+
+    def _notes_of_memory(self, memory: Memory, limit_mib: float) -> tuple[list[Note], list[Note]]:
+        """Return the notes that come first, that the job does not fit, and those on what bounds its memory."""
+        from learn.peers.trace import NO_BOUND
+
+        device, by = self.device, self.by["memory"]
+        peak_mib, upper_mib, room = memory.peak_memory_mib, memory.upper_mib, _room(self.device, limit_mib)
+        first: list[Note] = []
+        notes: list[Note] = []
+        if upper_mib is not None and peak_mib <= limit_mib < upper_mib:
+            text = f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}"
+            notes.append(Note(MAY_RUN_OUT, PROBLEM, text))
+        if upper_mib is None and by == "trace":
+            notes.append(Note("no-bound", WARNING, NO_BOUND))
+        elif by != "trace" and peak_mib > device.memory_mib:
+            text = f"out of memory by {by}: {device.name} has {device.memory_mib:,.0f} MiB"
+            first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
+        elif by != "trace" and peak_mib > limit_mib:
+            text = f"out of memory by {by}: it may take {limit_mib:,.0f} MiB {room}"
+            first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
+        if (note := widest(memory.uncertain, (upper_mib or 0.0) - peak_mib)) is not None:
+            notes.append(note)
+        if self.platform.allocator is not None and by != "trace":
+            limits = "" if limit_mib >= device.memory_mib else f" and the limit of {limit_mib:,.0f} MiB"
+            text = f"allocator= changes the trace's figures{limits} only; memory is answered by {by}"
+            notes.append(Note("without-effect", WARNING, text))
+        return first, notes
+
+    def moved(self, done: Estimate) -> Estimate:
         """Return the estimate moved by the measured runs: the data folder's own, or else those of `known`.
 
         Raises:
             UsageError: There are runs, and the job is not traced.
         """
-        own = self.own_runs
-        if own is not None and (traced is not None or own.asked_for):
+        own, known, device = self.request.own_runs, self.request.options.known, self.device
+        if own is not None and (self.traced is not None or own.asked_for):
             runs, notes = own.of(self.job.batch_size, device)
         else:
-            own, runs = None, tuple(run for run in self.known if run.is_of(device))
-            notes = []
-            if self.known and not runs:
+            own, runs, notes = None, tuple(run for run in known if run.is_of(device)), []
+            if known and not runs:
                 notes.append(Note("no-known-run", WARNING, f"known: no run was measured on {device.name}"))
         if not runs:
             return replace(done, notes=(*done.notes, *notes))
-        if traced is None:
+        if self.traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
         try:
-            by_runs = self._moved_by(runs, done, traced, device, on)
+            by_runs = self._moved_by(runs, done, self.traced)
         except CommandError as error:
             if own is None or own.asked_for:
                 raise
@@ -243,178 +566,26 @@ class Question:
             return by_runs
         return replace(by_runs, notes=(own.note(runs), *by_runs.notes))
 
-    def _moved_by(
-        self, runs: Sequence[KnownRun], done: Estimate, traced: TracedStep, device: DeviceSpec, on: MachineProfile
-    ) -> Estimate:
+    def _moved_by(self, runs: Sequence[KnownRun], done: Estimate, traced: TracedStep) -> Estimate:
         """Return the estimate moved by runs, each traced at its batch size."""
         from learn.estimation.known_runs import moved
-        from learn.traced import step_of
 
         def trace_of(batch_size: int) -> TracedStep:
             if batch_size == self.job.batch_size:
                 return traced
-            job = self._in_loop(_with_samples(self.job, batch_size))
-            step = step_of(job, device, allocator=self.allocator)
-            return self._placed(step, job, device, on, workspaces=self.workspaces)
+            job = _in_loop(self.request, self.job.with_samples(batch_size))
+            workspaces = self.platform.workspaces is not None
+            return self.platform.placed(self._step_of(job), job, workspaces=workspaces)
 
-        return moved(done, runs, trace_of, self.coverage, uncertainty_of(traced, device, on))
-
-    def _case(self, job: TrainingJob, device: DeviceSpec) -> Case:
-        """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
-        if job.config is not None:
-            return Case(job.config, device.name, job.training_loop, described=device)
-        named = self.estimator
-        if named is not None and named not in TRAINING_FREE and not get_estimator(named).needs_trace:
-            raise UsageError(f"estimator={named} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
-        return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
+        return moved(done, runs, trace_of, self.request.options.coverage, uncertainty_of(traced, self.platform))
 
 
-def _with_samples(job: TrainingJob, size: int) -> TrainingJob:
-    """Return the job with so many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
-    if size == job.batch_size:
-        return job
-    if job.config is not None:
-        resized = of_config(replace(job.config, batch_size=size))
-    else:
-        model, input_dtype, loss, pairs = job.given
-        sizes = {batch_size_of(inputs): None for inputs, _ in pairs}
-        if len(sizes) > 1:
-            texts = ", ".join(map(str, sizes))
-            raise UsageError(f"the batches have {texts} samples: largest_batch scales batches of one size")
-        scaled = [
-            [None if part is None else with_batch_size(part, size, from_size=job.batch_size) for part in pair]
-            for pair in pairs
-        ]
-        resized = of_module(model, None, job.settings, input_dtype=input_dtype, loss=loss, batches=scaled)
-    return replace(resized, name=job.name, parallel=job.parallel, training_loop=job.training_loop)
-
-
-def is_of_job(error: CommandError) -> bool:
-    """Return whether an error is of the job, whatever the GPU model: its step cannot be traced."""
-    return isinstance(error.__cause__, CommandError) and not isinstance(error.__cause__, UnsuitableDevice)
-
-
-def _bound_by_causes(
-    gathered: Gathered,
-    traced: TracedStep,
-    device: DeviceSpec,
-    on: MachineProfile,
-    coverage: float,
-    limit_mib: float,
-) -> None:
-    """Bound memory that no fit can speak of by what is uncertain of the traced step."""
-    uncertainty = uncertainty_of(traced, device, on)
-    centre_mib = max(gathered.values.get("peak_memory_mib", 0.0), traced.step.peak_memory_mib)
-    levels = sorted({*COVERAGES, coverage})
-    bounds = {level: uncertainty.bound_mib(centre_mib, level, limit_mib) for level in levels}
-    held = asdict(uncertainty.held) if uncertainty.held is not None and coverage == LEVEL else {}
-    least_card_mib = uncertainty.least_card_mib(centre_mib, coverage)
-    gathered.bound(bounds, coverage, uncertainty.at(coverage), least_card_mib, held)
-
-
-def _priced(traced: TracedStep, job: TrainingJob, device: DeviceSpec, loop: str | None) -> SimulatedStep:
-    """Return the traced step in the loop asked for: the trace itself prices the GPU's own work, without any input."""
-    from featurize.simulate import simulate
-
-    if loop != PIPELINE:
-        return traced.step
-    waits_ms = loading_ms(traced, job)
-    timed = simulate(traced.trace, device, job.settings, memory=traced.memory, input_ms=waits_ms)
-    return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
-
-
-def _note_of_host(step: SimulatedStep, job: TrainingJob) -> Note:
+def _note_of_host(step: SimulatedStep, job: TrainingJob) -> list[Note]:
     figures = f"{step.step_time_ms:,.2f} ms, up to {step.step_time_upper_ms:,.2f} on 9 of 10 machines"
     text = f"the host bounds the step: {figures}"
     if job.config is None:
         text += "; for a module, framework= says what launches the kernels"
-    return Note("host-bound", INFO, text, ("step_time",))
-
-
-def _assembled(
-    gathered: Gathered,
-    job: TrainingJob,
-    device: DeviceSpec,
-    traced: TracedStep | None,
-    failure: CommandError | None,
-    allocator: AllocatorSettings | None,
-    loop: str | None,
-    on: MachineProfile,
-    torch_version: str | None,
-) -> Estimate:
-    """Return what was gathered, and the trace's figures for the rest."""
-    from featurize.parallel.overlap import lengthened
-
-    values, by = gathered.values, gathered.by
-    notes: list[Note] = []
-    limit_mib = _limit_mib(device, allocator, traced)
-    if traced is not None:
-        talk = talk_of(traced, job, device)
-        step = lengthened(_priced(traced, job, device, loop), talk, device)
-        for target in TARGETS:
-            column = get_target(target).column
-            if column not in values:
-                values[column], by[target] = getattr(step, column), "trace"
-                gathered.loops[target] = loop_named(job.training_loop) if target == "memory" else loop or RESIDENT
-                if target == "step_time":
-                    values |= {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
-                    if step.bound_by == "host":
-                        notes.append(_note_of_host(step, job))
-        timed = step if gathered.loops["step_time"] == (loop or RESIDENT) else _priced(traced, job, device, PIPELINE)
-        of_ranks, assumed = values_of_ranks(traced, job, device, talk)
-        values |= of_ranks
-        notes += assumed
-        values |= throughput_of(traced, job, device, step_time_ms=values["step_time_ms"], power_w=timed.power_w)
-        notes += [Note("trace", WARNING, text) for text in traced.trace.notes]
-        memory = traced.memory
-        largest = list(memory.peak_modules.items())[:TOP_MODULES]
-        values |= {
-            "parameters": traced.step.parameters,
-            "breakdown": dict(traced.breakdown),
-            "trace_memory_mib": step.peak_memory_mib,
-            "allocated_mib": step.peak_allocated_mib,
-            "reserved_mib": step.peak_reserved_mib,
-            "process_mib": step.peak_memory_mib - on.other_mib,
-            "card_mib": step.peak_memory_mib,
-            "peak_operator": memory.peak_operator,
-            "peak_module": memory.peak_module,
-            "peak_phase": memory.peak_phase,
-            "activations": {name: nbytes / MIB for name, nbytes in largest},
-        }
-        notes += notes_of_trace(gathered, traced, job, device, limit_mib, torch_version, on)
-    else:
-        missing = [target for target in TARGETS if target not in by]
-        unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
-        notes.append(Note("not-traced", WARNING, f"{unknown}, since {failure}", tuple(missing)))
-        values["parameters"] = _parameters(job)
-    first, of_memory = notes_of_memory(gathered, device, limit_mib, allocator)
-    notes = [*first, *notes, *of_memory]
-    known = dict.fromkeys(
-        ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
-         "trace_memory_mib")
-    )  # fmt: skip
-    return Estimate(
-        device_memory_mib=device.memory_mib,
-        limit_mib=limit_mib,
-        **{**known, "breakdown": {}, "activations": {}, **values},
-        device=device.name,
-        notes=(*notes, *gathered.notes, *note_of_two_loops(gathered.loops)),
-        estimator=estimators_named(by),
-        answered_by=by,
-        loops=gathered.loops,
-        machine=on.name,
-        seconds=0.0,
-    )
-
-
-def _limit_mib(device: DeviceSpec, allocator: AllocatorSettings | None, traced: TracedStep | None) -> float:
-    """Return what the figure of the whole card may reach. A share limits what the allocator reserves, to which comes
-    what lies outside of it."""
-    share = None if allocator is None else allocator.per_process_memory_fraction
-    if share is None:
-        return device.memory_mib
-    outside_mib = 0.0 if traced is None else traced.step.peak_memory_mib - traced.step.peak_reserved_mib
-    return min(device.memory_mib, share * device.memory_mib + outside_mib)
+    return [Note("host-bound", INFO, text, ("step_time",))]
 
 
 def _parameters(job: TrainingJob) -> int | None:
@@ -425,136 +596,6 @@ def _parameters(job: TrainingJob) -> int | None:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
     except Exception:  # a model may raise anything, and the trace's reason is told already
         return None
-
-
-# Where the trace meets its own limits, these may still answer: what each of them does instead.
-WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
-
-
-@dataclass
-class Gathered:
-    """Gathers figures: `values` by their field of `Estimate`, `by` target -> who gave it, `loops` target -> of which
-    loop."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    by: dict[str, str] = field(default_factory=dict)
-    loops: dict[str, str] = field(default_factory=dict)
-    notes: list[Note] = field(default_factory=list)
-    beyond_fit: bool = False
-
-    def bound(
-        self,
-        quantiles_mib: Mapping[float, float],
-        coverage: float,
-        causes_mib: Mapping[str, float],
-        least_card_mib: float | None = None,
-        held_out: Mapping[str, Any] = {},
-    ) -> None:
-        """Take a memory bound: its distribution, the causes' MiB at the coverage, the smallest card that has room,
-        where that is less than the bound, and what share of left-out rows it held, where that was measured."""
-        ascending = np.maximum.accumulate([quantiles_mib[p] for p in sorted(quantiles_mib)]).tolist()
-        self.values["distribution"] = tuple(zip(sorted(quantiles_mib), ascending, strict=True))
-        self.values |= {"upper_mib": quantiles_mib[coverage], "coverage": coverage, "uncertain": dict(causes_mib)}
-        self.values["bound_held_out"] = dict(held_out)
-        self.values["least_card_mib"] = self.values["upper_mib"] if least_card_mib is None else least_card_mib
-
-    def move(self, mib: float) -> None:
-        """Move memory that a model which comes along answered to another machine than its rows were measured on."""
-        if self.by.get("memory", "").endswith("(default)"):
-            for name in ("peak_memory_mib", "upper_mib", "least_card_mib"):
-                if self.values.get(name) is not None:
-                    self.values[name] += mib
-            self.values["distribution"] = tuple((p, at + mib) for p, at in self.values.get("distribution", ()))
-
-
-def ask_fitted(
-    gathered: Gathered,
-    case: Case,
-    steps: StepStore,
-    in_a_plain_loop: Callable[[], Case],
-    estimator: str | None,
-    data: Any,
-    loop: str | None,
-    coverage: float,
-    is_traced: bool,
-) -> None:
-    """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
-    folder's, else the one that comes with the project.
-
-    Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
-    each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
-    answer; memory, which hardly depends on the loop, is answered by any.
-    """
-    from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
-
-    folder = DataFolder.resolve(data)
-    if data is not None:
-        folder.open()
-    module = case.config is None
-    family = None if module else case.family
-    wanted: Wanted = {"estimator": estimator, "family": family, "device": case.device, "for_modules": module}
-    learnt: Wanted = {**wanted, "learnt": True}
-    shipped = {target: default_artifact(target) for target in TARGETS}
-    shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
-    if estimator is not None and "memory" not in shipped:
-        load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
-    absent: list[str] = []
-    notes: list[Note] = []
-    for target in TARGETS:
-        own = None
-        try:
-            own = find_latest(folder, target, **learnt)
-        except StaleArtifact as error:
-            if estimator is not None:
-                raise
-            notes.append(Note("stale-model", WARNING, str(error)))
-        artifact, note = _of_loop(target, own, shipped.get(target), loop)
-        notes += note
-        if artifact is None:
-            absent.append(target)
-            continue
-        default = artifact is not own
-        sources = artifact.meta["rows"]["source"]
-        asked = in_a_plain_loop() if loops_of_sources(sources) == {PIPELINE} else case
-        prediction = artifact.estimator.predict([asked], steps)
-        if prediction.refusals:
-            if target == "memory" and estimator is not None:
-                raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
-            absent.append(target)
-            continue
-        name = artifact.meta["estimator"]
-        gathered.values[get_target(target).column] = float(prediction.point[0])
-        gathered.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
-        gathered.loops[target] = loop_named(asked.training_loop)
-        if target == "memory":
-            quantiles_mib = _quantiles(prediction, coverage)
-            if quantiles_mib:
-                above_mib = quantiles_mib[coverage] - float(prediction.point[0])
-                held_out = _held_out(prediction, artifact) if coverage == LEVEL else {}
-                gathered.bound(quantiles_mib, coverage, {HELD_OUT: above_mib}, held_out=held_out)
-            gathered.beyond_fit = default and 0 in prediction.outside
-        of_target = (target,)
-        notes += [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
-        notes += [
-            Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", of_target)
-            for text in prediction.unfamiliar.get(0, ())
-        ]
-        of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
-        notes.append(Note("fitted-rows", INFO, f"fitted on {', '.join(sources)} rows{of_loop}", of_target))
-        if default and not is_current(artifact.meta["feature_version"]):
-            text = (
-                "the model that comes with the project was fitted with features "
-                f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
-            )
-            notes.append(Note("stale-model", WARNING, text, of_target))
-    gathered.notes += _merged(notes)
-    if absent:
-        text = (
-            f"no fitted model for {family or 'modules'} on {case.device} in {folder.models} for {', '.join(absent)}"
-            f"{': answered by the trace' if is_traced else ''} "
-            f"(python -m learn.fit target={absent[0]} fits one)"
-        )
-        gathered.notes.insert(0, Note("not-fitted", INFO, text))
 
 
 def _held_out(prediction: Prediction, artifact: Artifact) -> Mapping[str, Any]:
@@ -596,53 +637,6 @@ def _of_loop(
     return None, passed_over
 
 
-def in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack, traces: Traces | None) -> Case:
-    """The case in such a loop, its record at hand while `lent` is open."""
-    from learn.traced import step_of
-
-    if case.training_loop or case.spec is None:
-        return case
-    looped = replace(case, training_loop=True)
-    if case.module is not None:
-        looped = replace(looped, module=replace(case.module, training_loop=True))
-    with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
-        lent.enter_context(steps.lent(looped, step_of(looped.job, case.spec, traces=traces)))
-    return looped
-
-
-def ask_method(gathered: Gathered, job: TrainingJob, device: DeviceSpec, estimator: str) -> None:
-    """Memory by a training-free method. `UsageError` with the method's reason."""
-    from learn.peers.base import Peer, analyse
-    from learn.traced import wants_values
-
-    if beyond := training_of(job.settings).beyond_trials():
-        raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
-    known = get_estimator(estimator)
-    assert issubclass(known, Peer), estimator
-    by_method = analyse(known(), job, device)
-    if by_method.mib is None:
-        stuck = wants_values(str(by_method.reason)) and f"estimator={estimator}" not in WITHOUT_TRACE
-        advice = f"; {WITHOUT_TRACE}" if stuck else ""
-        raise UsageError(f"estimator={estimator} has no answer: {by_method.reason}{advice}")
-    gathered.values |= {"peak_memory_mib": by_method.mib, "breakdown": dict(by_method.parts)}
-    gathered.by["memory"], gathered.loops["memory"] = estimator, loop_named(job.training_loop)
-    gathered.notes.append(Note("estimator", WARNING, known.warning))
-
-
-def ask_stored(gathered: Gathered, case: Case, steps: StepStore) -> None:
-    """The trace's figures that were stored of a case that cannot be traced here, for targets without an answer."""
-
-    if (features := steps.features(case)) is None:
-        return
-    for target in TARGETS:
-        column = get_target(target).column
-        if column not in gathered.values:
-            gathered.values[column], gathered.by[target] = features[traced_column(get_target(target))], "trace"
-            gathered.loops[target] = loop_named(case.training_loop)
-    text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
-    gathered.notes.append(Note("stored-trace", INFO, text))
-
-
 def _merged(notes: list[Note]) -> list[Note]:
     """Return one note for those that say the same of several targets, whose names then begin its text."""
     targets: dict[Note, list[str]] = {}
@@ -652,92 +646,6 @@ def _merged(notes: list[Note]) -> list[Note]:
         replace(note, text=f"{', '.join(names)}: {note.text}", targets=tuple(names)) if names else note
         for note, names in targets.items()
     ]
-
-
-def notes_of_trace(
-    gathered: Gathered,
-    traced: TracedStep,
-    job: TrainingJob,
-    device: DeviceSpec,
-    limit_mib: float,
-    torch_version: str | None,
-    on: MachineProfile,
-) -> list[Note]:
-    """Return whether the traced step fits, and what was assumed of it.
-
-    Args:
-        gathered: The figures, with the source of each.
-        traced: The step, placed on its machine.
-        job: What was traced; of a mix of batches, the longest alone.
-        device: The GPU model.
-        limit_mib: What the job may take of the card, in MiB.
-        torch_version: The release of PyTorch that was asked for.
-        on: The machine.
-    """
-    memory, by = traced.memory, gathered.by["memory"]
-    notes: list[Note] = []
-    whole = limit_mib >= device.memory_mib
-    more = f"{device.name} has" if whole else f"the {limit_mib:,.0f} MiB {_room(device, limit_mib)}"
-    if not memory.fits and by == "trace":
-        notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: the step needs more than {more}"))
-    elif not memory.fits:
-        notes.append(Note("trace-out-of-memory", WARNING, f"the trace finds that the step needs more than {more}"))
-    elif memory.retries:
-        text = f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}"
-        notes.append(Note("near-limit", WARNING, text))
-    notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
-    if (mix := traced.trace.mix) is not None:
-        notes.append(Note("batch-mix", INFO, _of_mix(mix, job.shape_text(), traced)))
-    notes += workspace_notes(memory.workspaces, torch_version)
-    if device.architecture.vendor == AMD:
-        notes.append(Note(AMD_GPU, WARNING, _of_amd(traced.trace, on)))
-    if gathered.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > traced.step.step_time_ms:
-        text = (
-            "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. Power "
-            "and energy are of a GPU that waits; a loader with workers changes them"
-        )
-        notes.append(Note("input-bound", WARNING, text, ("step_time",)))
-    if memory.workspaces and by != "trace" and not gathered.beyond_fit:
-        text = f"workspaces= changes the trace's figures only; memory is answered by {by}"
-        notes.append(Note("without-effect", WARNING, text))
-    return notes
-
-
-def notes_of_memory(
-    gathered: Gathered, device: DeviceSpec, limit_mib: float, allocator: AllocatorSettings | None
-) -> tuple[list[Note], list[Note]]:
-    """Return the notes that come first, that the job does not fit, and those on what bounds its memory.
-
-    Args:
-        gathered: The figures, with the source of each.
-        device: The GPU model.
-        limit_mib: What the job may take of the card, in MiB.
-        allocator: The settings that were asked for.
-    """
-    from learn.peers.trace import NO_BOUND
-
-    peak_mib, upper_mib = gathered.values["peak_memory_mib"], gathered.values.get("upper_mib")
-    by, room = gathered.by["memory"], _room(device, limit_mib)
-    first: list[Note] = []
-    notes: list[Note] = []
-    if upper_mib is not None and peak_mib <= limit_mib < upper_mib:
-        text = f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}"
-        notes.append(Note(MAY_RUN_OUT, PROBLEM, text))
-    if upper_mib is None and by == "trace":
-        notes.append(Note("no-bound", WARNING, NO_BOUND))
-    elif by != "trace" and peak_mib > device.memory_mib:
-        text = f"out of memory by {by}: {device.name} has {device.memory_mib:,.0f} MiB"
-        first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
-    elif by != "trace" and peak_mib > limit_mib:
-        text = f"out of memory by {by}: it may take {limit_mib:,.0f} MiB {room}"
-        first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
-    if (note := widest(gathered.values.get("uncertain", {}), (upper_mib or 0.0) - peak_mib)) is not None:
-        notes.append(note)
-    if allocator is not None and by != "trace":
-        limits = "" if limit_mib >= device.memory_mib else f" and the limit of {limit_mib:,.0f} MiB"
-        text = f"allocator= changes the trace's figures{limits} only; memory is answered by {by}"
-        notes.append(Note("without-effect", WARNING, text))
-    return first, notes
 
 
 def note_of_two_loops(loops: Mapping[str, str]) -> list[Note]:
@@ -777,34 +685,6 @@ def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
     )
 
 
-def throughput_of(
-    traced: TracedStep, job: TrainingJob, device: DeviceSpec, *, step_time_ms: float | None, power_w: float
-) -> dict[str, float | None]:
-    """Return a job's samples and tokens a second, its model FLOPs utilization in [0, 1], and a step's energy in J.
-
-    Args:
-        traced: The job's traced step.
-        job: With its batch and its settings. All micro-steps of an optimizer step and all replicas of the model count,
-            but for utilization and energy, which are of one GPU.
-        device: The GPU model.
-        step_time_ms: Of one optimizer step, by any estimator. None or 0: unknown, and so is everything else.
-        power_w: The board's mean power in the loop that the step time is of.
-    """
-    if not step_time_ms:
-        return {}
-    step_s = step_time_ms / 1e3
-    micro_steps = training_of(job.settings).accumulation
-    tokens = tokens_of(job, traced.trace)
-    replicas = 1 if job.parallel is None else job.parallel.replicas
-    at_peak_s = _at_peak_s(traced.trace, device, job.settings)
-    return {
-        "samples_per_s": replicas * micro_steps * job.batch_size / step_s,
-        "tokens_per_s": None if tokens is None else replicas * micro_steps * tokens / step_s,
-        "mfu": None if at_peak_s is None else at_peak_s / step_s,
-        "energy_j": power_w * step_s,
-    }
-
-
 def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:
     """Seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the model."""
     groups = () if trace.pipeline is None else trace.pipeline.groups
@@ -839,33 +719,41 @@ MOST_ANSWERS = 5000
 _answers: dict[str, Estimate] = {}  # oldest first
 
 
-def answer(
-    question: Question, device: DeviceSpec, traces: Traces | None = None, kept: dict[str, Any] | None = None
-) -> Estimate:
-    """Return the answer of `Question.answered`, made now where it was not given before. Raises as there.
+def answer(request: Request, traces: Traces | None = None, kept: dict[str, Any] | None = None) -> Estimate:
+    """Return the answer of `answered`, made now where it was not given before. Raises as there.
 
     A new one is left in the user's cache, or with `kept`, among what the caller leaves there at once.
     """
-    key, question = _key(question, device)
-    if key is None:
-        return question.answered(device, traces=traces)[0]
-    known = _answers.get(key) or _from_disk(key)
+    key, request = _key(request)
+    known = _found(key)
     if known is None:
-        known = question.answered(device, traces=traces)[0]
-        fresh = {f"answer {key}": known.to_mapping()}
-        keep(fresh) if kept is None else kept.update(fresh)
+        known = answered(request, traces=traces)[0]
+        if key is not None:
+            fresh = {f"answer {key}": known.to_mapping()}
+            keep(fresh) if kept is None else kept.update(fresh)
     return _remembered(key, known)
 
 
-def cached_estimate(question: Question, device: DeviceSpec) -> Estimate | None:
+def cached_estimate(request: Request) -> Estimate | None:
     """Return the answer if it was given before; None: it is not yet known. Nothing is traced."""
-    key, _question = _key(question, device)
-    known = None if key is None else _answers.get(key) or _from_disk(key)
-    return None if key is None or known is None else _remembered(key, known)
+    key, _request = _key(request)
+    known = _found(key)
+    return None if known is None else _remembered(key, known)
 
 
-def _remembered(key: str, known: Estimate) -> Estimate:
+def _found(key: str | None) -> Estimate | None:
+    if key is None or key in _answers:
+        return None if key is None else _answers[key]
+    try:
+        return Estimate.from_mapping(recall(f"answer {key}"))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _remembered(key: str | None, known: Estimate) -> Estimate:
     """Keep an answer in memory. Returns a copy whose mappings are the caller's to change."""
+    if key is None:
+        return known
     _answers[key] = known
     if len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
@@ -873,12 +761,12 @@ def _remembered(key: str, known: Estimate) -> Estimate:
     return replace(known, **own)
 
 
-def with_key(question: Question) -> Question:
-    """Return the question with its job's key, for which a factory is built once for all that is asked of it."""
+def with_key(request: Request) -> Request:
+    """Return the request with its job's key, for which a factory is built once for all that is asked of it."""
     from learn.traced import key_of
 
-    job_key, build = key_of(question.job)
-    return replace(question, job=replace(question.job, build=build, key=job_key or ""))
+    job_key, build = key_of(request.job)
+    return replace(request, job=replace(request.job, build=build, key=job_key or ""))
 
 
 def clear() -> None:
@@ -886,29 +774,21 @@ def clear() -> None:
     _answers.clear()
 
 
-def _from_disk(key: str) -> Estimate | None:
-    try:
-        return Estimate.from_mapping(recall(f"answer {key}"))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def _key(question: Question, device: DeviceSpec) -> tuple[str | None, Question]:
-    """Return what tells the answer, and the question as it is then answered: its job is built once. No key with
+def _key(request: Request) -> tuple[str | None, Request]:
+    """Return what tells the answer, and the request as it is then answered: its job is built once. No key with
     workspaces, which depend on this process's cuDNN."""
-
-    if question.workspaces is not None:
-        return None, question
-    question = with_key(question)
-    if not question.job.key:
-        return None, question
-    job, folder, own = question.job, DataFolder.resolve(question.data), question.own_runs
+    if request.platform.workspaces is not None:
+        return None, request
+    request = with_key(request)
+    job, folder, own = request.job, DataFolder.resolve(request.options.data), request.own_runs
+    if not job.key:
+        return None, request
     identity = (
-        job.key, job.name, job.training_loop, device, device.interconnect, question.allocator, question.estimator,
-        question.loop, machine_for(question.machine, device, question.data), question.torch_version, question.coverage,
-        question.known, own and (own.asked_for, own.changed_ns), str(folder.root), tuple(_models_of(folder)),
+        job.key, job.name, job.training_loop, request.platform, request.platform.device.interconnect,
+        replace(request.options, data=None), own and (own.asked_for, own.changed_ns), str(folder.root),
+        tuple(_models_of(folder)),
     )  # fmt: skip
-    return hashlib.sha256(repr(identity).encode()).hexdigest(), question
+    return hashlib.sha256(repr(identity).encode()).hexdigest(), request
 
 
 def _models_of(folder: DataFolder) -> Iterator[tuple[str, int, int]]:

@@ -6,23 +6,23 @@ Start reading at `largest_batch`; `largest_fitting` decides which batch sizes ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
-from featurize.device_spec import device_names
+from featurize.device_spec import DEFAULT_DEVICE, device_names
 from featurize.disk_cache import keep
-from learn.cases import DEFAULT_DEVICE
+from featurize.machine import CURRENT
 from learn.estimation.answers import answer, is_of_job, with_key
-from learn.estimation.estimating import checked, question_of
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.on_machine import release_workspaces
+from learn.estimation.platforms import platform_of
+from learn.estimation.requests import PlatformKeywords, RequestKeywords, request_of
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.trace_cache import Traces
-    from learn.estimation.estimating import AnyModel, Inputs, Tensors
+    from learn.estimation.requests import AnyModel, Inputs
 
 BOUND, POINT = BY = ("bound", "point")
 
@@ -89,10 +89,8 @@ def largest_batch(
     model: AnyModel,
     inputs: Inputs | None = None,
     *,
-    device: str | DeviceSpec = DEFAULT_DEVICE,
     by: str = BOUND,
-    target: Tensors | None = None,
-    **options: Any,
+    **options: Unpack[RequestKeywords],
 ) -> LargestBatch:
     """Return the largest batch of a training job that fits a GPU model.
 
@@ -104,11 +102,10 @@ def largest_batch(
         model: A module, a factory of one, or a trial config, as in `estimate`.
         inputs: For modules: a batch of any size, as in `estimate`. The first dimension of every input is scaled, and so
             are lists of tensors that are as long as the batch. Rows of tensors with values are repeated.
-        device: A GPU model of `conf/device`, by name or as its description.
         by: The figure that has to fit: `bound`, which 99 of 100 jobs stay below (the point where the estimator has no
             bound), or `point`, the estimate itself.
-        target: For modules: a tensor or shape of class indices, for the batch that is given.
-        **options: Further keywords of `estimate`: training settings, `machine`, `allocator`, `estimator`, ...
+        **options: Further keywords of `estimate`: `device`, training settings, `machine`, ... A `target` is of the
+            batch that is given.
 
     Returns:
         The batch, with the estimates on both sides of the limit.
@@ -126,16 +123,16 @@ def largest_batch(
         >>> largest_batch(torchvision.models.resnet50, [8, 3, 224, 224], device="RTX-4090", precision="bf16").batch
     """
     _require_by(by)
-    spec = checked(options.get("estimator"), "full", device)
-    question = question_of(model, inputs, target=target, **options)
-    given = question.job.batch_size
-    unit = 1 if question.job.parallel is None else question.job.parallel.chunks
+    request = request_of(model, inputs, **options)
+    job, spec = request.job, request.platform.device
+    given = job.batch_size
+    unit = 1 if job.parallel is None else job.parallel.chunks
     estimates: dict[int, Estimate] = {}
 
     def card_needed_mib(units: int) -> float:
         batch = units * unit
         try:
-            done = estimates[batch] = answer(question.with_samples(batch), spec)
+            done = estimates[batch] = answer(replace(request, job=job.with_samples(batch)))
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         # The bound stays at the card's memory over many batches, and shows no slope there.
@@ -159,15 +156,14 @@ def devices_that_fit(
     *,
     devices: Iterable[str | DeviceSpec] | None = None,
     by: str = BOUND,
-    target: Tensors | None = None,
-    **options: Any,
+    **options: Unpack[RequestKeywords],
 ) -> tuple[DeviceFit, ...]:
     """Return for each GPU model whether a training job fits it, and the room that is left in MiB.
 
     The step is traced once where no GPU differs, in half precision with flash attention and without.
 
     Args:
-        model, inputs, target: As in `estimate`.
+        model, inputs: As in `estimate`.
         devices: GPU models, by name or as their descriptions; None: all of `conf/device`.
         by: As in `largest_batch`.
         **options: Further keywords of `estimate`: training settings, `machine`, `allocator`, `estimator`, ...
@@ -183,20 +179,27 @@ def devices_that_fit(
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
     """
     _require_by(by)
-    specs = [checked(options.get("estimator"), "full", one) for one in (device_names() if devices is None else devices)]
-    question = question_of(model, inputs, target=target, **options)
-    if any(run.device is None for run in question.known):
+    specs = [platform_of(one).device for one in (device_names() if devices is None else devices)]
+    given: dict[str, Any] = dict(options)
+    of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}
+    anywhere = {"device": DEFAULT_DEVICE, "machine": CURRENT, "power_limit_w": None}
+    request = request_of(model, inputs, **{**given, **of_platform, **anywhere})
+    if any(run.device is None for run in request.options.known):
         raise UsageError(
             "known: a run without a device would speak for every GPU model; name its own, as in "
             "known=[{batch_size: 32, memory_mib: 10240, device: A100-SXM4-40GB}]"
         )
-    question = with_key(question)
+    request = with_key(request)
     traces: Traces = {}
     kept: dict[str, Any] = {}
     fits, problems = [], []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
         try:
-            done = answer(question, spec, traces, kept)
+            here = replace(request, platform=platform_of(data=request.options.data, **{**of_platform, "device": spec}))
+            try:
+                done = answer(here, traces, kept)
+            finally:
+                here.platform.release_workspaces()
         except CommandError as error:
             if is_of_job(error):
                 raise
@@ -206,8 +209,6 @@ def devices_that_fit(
         else:
             room_mib = _limit_mib(done, spec) - needed_mib(done, by)
             fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
-        finally:
-            release_workspaces(question.workspaces, spec)
     keep(kept)
     if problems and len(problems) == len(fits):
         raise problems[0]

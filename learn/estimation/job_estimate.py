@@ -1,135 +1,88 @@
 """The estimate of one training job on one GPU model.
 
-Start reading at `Estimate`; `learn.estimation.answers` makes one.
+Start reading at `Estimate`, which consists of the parts above it; `learn.estimation.answers` makes one.
 """
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from conf.errors import UsageError
 from learn.estimation.memory_causes import COVERAGES
 from learn.estimation.notes import INFO, Note
-from learn.estimation.on_ranks import RankGroup
 from learn.estimators import LEVEL
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """One training job on one GPU model. MiB, ms, J; ratios lie in [0, 1]. None: nobody who was asked knows.
+class RankGroup:
+    """Ranks that hold and do the same. In a pipeline, those after the first one may need less: fewer micro-batches are
+    in flight there.
 
-    peak_memory_mib   of the whole card, by the estimator that `answered_by` names
+    first   the first of them, counted from 0
+    count   how many there are
+    peak_memory_mib, breakdown   of each, as in `Memory`
+    """
+
+    first: int
+    count: int
+    peak_memory_mib: float
+    breakdown: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """A job's peak memory: the figure, its bound, what it consists of, and the card it has to fit, in MiB.
+
+    peak_memory_mib   of the whole card, by the estimator that `Estimate.answered_by` names
     allocated_mib, reserved_mib, process_mib, card_mib   the same peak by the trace, as the four instruments show it:
                   `torch.cuda.max_memory_allocated`, `max_memory_reserved`, the process in nvidia-smi, the card there
-    machine       the profile that says what lies outside the allocator; see `featurize.machine`
     upper_mib     what a share `coverage` of jobs stay below, 99 of 100 by default; None where no bound is calibrated
                   (training-free estimators but the trace, figures of a trace that was stored)
+    least_card_mib   memory of the smallest card that the bound lets the job into: `upper_mib`, or less where the job
+                  runs on a smaller card without its caches and spare workspaces
     bound_held_out   of the bound: `share`, what part of rows that its fit had not seen it held, and `rows`, how many
                   these were. Where whole groups were left out, `groups` is their number, and `kind` names them
                   (families, sources, GPU models, configurations). Empty where it was not checked on such rows
-    notes         remarks, each with a code and a severity; see `learn.Note`. `warnings` are their texts
-    least_card_mib   memory of the smallest card that the bound lets the job into: `upper_mib`, or less where the job
-                  runs on a smaller card without its caches and spare workspaces
     uncertain     cause -> MiB by which the bound lies above `peak_memory_mib` for it; empty without a bound. Where the
                   sum is less than the causes' own, a card of that size is all that the job can take
     distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`
-    step_time_upper_ms  what 90 of 100 measured steps stay below, where the trace times the step; else None
-    bound_by      what takes the longest of the step time: `gpu`, `host` (which launches the kernels), `communication`
-                  or `input`; None where the trace does not time the step
-    samples_per_s, tokens_per_s   of the step time: all micro-steps of an optimizer step count, padding too. Tokens are
-                  those of integer inputs of shape [batch, length]. These two, `mfu` and `energy_j` need a trace
-    mfu           model FLOPs utilization: FLOPs of the matrix products, convolutions and attention, forward and
-                  backward, over what the GPU model does in a step time at the peak rate of the job's precision. What
-                  checkpoints compute again does not count (PaLM, arXiv:2204.02311, appendix B). None where the GPU
-                  model has no such rate. See `featurize.model_flops`
-    energy_j      of the board, a step: the step time times the mean power, of the GPU's own work and of idle power
-                  where it waits
     breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
                   which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
                   estimator itself tells apart
     peak_operator, peak_module, peak_phase   what took memory when the most was allocated, in the traced step
     activations   module -> MiB that the operators of its forward pass keep alive at that moment: the largest ones
-    answered_by   target -> estimator and version that gave the figure
-    loops         target -> the loop that the figure speaks of, a name of `learn.estimation.loops.LOOPS`
-    seconds       what the estimate itself took
-    ranks         of a job on several GPUs: its ranks, in groups that hold the same. All other figures are of the rank
-                  that needs the most memory, but for samples and tokens a second, which are of all ranks
-    communication_ms   what the ranks' collectives take in a step; `exposed_ms` of it is not hidden by computation, and
-                  part of the step time
-    bubble_ms     of a pipeline: part of the step time in which the rank waits for stages that compute
-    sent_mib      kind of collective -> MiB that a rank sends in a step
     device_memory_mib   what a job can use of the card
     limit_mib     what the job's figure may reach: the card's memory, or less where the allocator's settings limit the
                   process to a share of it (`per_process_memory_fraction`)
-    held_out_errors     of `method=fast`: target -> `median` and `p90` of the error on
-                        configurations held out; shares of memory and step time, absolute for ratios
     """
 
     peak_memory_mib: float
-    upper_mib: float | None
-    smact: float | None
-    smocc: float | None
-    drama: float | None
-    step_time_ms: float | None
-    parameters: int | None
-    breakdown: Mapping[str, float]
-    peak_operator: str | None
-    peak_module: str | None
-    peak_phase: str | None
-    activations: Mapping[str, float]
-    trace_memory_mib: float | None
-    device: str
-    notes: tuple[Note, ...]
-    estimator: str
-    answered_by: Mapping[str, str]
-    seconds: float
-    device_memory_mib: float | None = None
-    limit_mib: float | None = None
-    allocated_mib: float | None = None
-    reserved_mib: float | None = None
-    process_mib: float | None = None
-    card_mib: float | None = None
-    machine: str | None = None
-    held_out_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    loops: Mapping[str, str] = field(default_factory=dict)
+    upper_mib: float | None = None
+    least_card_mib: float | None = None
     coverage: float = LEVEL
     bound_held_out: Mapping[str, Any] = field(default_factory=dict)
     uncertain: Mapping[str, float] = field(default_factory=dict)
     distribution: tuple[tuple[float, float], ...] = ()
-    step_time_upper_ms: float | None = None
-    bound_by: str | None = None
-    samples_per_s: float | None = None
-    tokens_per_s: float | None = None
-    mfu: float | None = None
-    energy_j: float | None = None
-    least_card_mib: float | None = None
-    ranks: tuple[RankGroup, ...] = ()
-    communication_ms: float | None = None
-    exposed_ms: float | None = None
-    bubble_ms: float | None = None
-    sent_mib: Mapping[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        """Return the figures with their bound, what they rest on, and at most three notes, in fewer than 15 lines."""
-        from learn.estimation.estimate_view import estimate_text
-
-        return estimate_text(self)
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows: the same, and the breakdown as a bar."""
-        from learn.estimation.step_report import estimate_html
-
-        return estimate_html(self)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The texts of `notes`."""
-        return tuple(note.text for note in self.notes)
+    breakdown: Mapping[str, float] = field(default_factory=dict)
+    trace_memory_mib: float | None = None
+    allocated_mib: float | None = None
+    reserved_mib: float | None = None
+    process_mib: float | None = None
+    card_mib: float | None = None
+    peak_operator: str | None = None
+    peak_module: str | None = None
+    peak_phase: str | None = None
+    activations: Mapping[str, float] = field(default_factory=dict)
+    device_memory_mib: float | None = None
+    limit_mib: float | None = None
 
     def quantile_mib(self, p: float) -> float | None:
         """Return the MiB that the job's memory stays below with probability p; None where no bound is calibrated.
@@ -159,14 +112,165 @@ class Estimate:
         return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= limit_mib
 
     @property
+    def fits_device(self) -> bool | None:
+        """Return whether the job fits into the empty card; None where its memory is not known."""
+        return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
+
+    def bounded(
+        self,
+        quantiles_mib: Mapping[float, float],
+        coverage: float,
+        causes_mib: Mapping[str, float],
+        least_card_mib: float | None = None,
+        held_out: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Self:
+        """Return the memory with a bound: its distribution, the causes' MiB at the coverage, the smallest card that
+        has room, where that is less than the bound, and what share of left-out rows it held, where that was measured.
+        """
+        ascending = np.maximum.accumulate([quantiles_mib[p] for p in sorted(quantiles_mib)]).tolist()
+        return replace(
+            self,
+            distribution=tuple(zip(sorted(quantiles_mib), ascending, strict=True)),
+            upper_mib=quantiles_mib[coverage],
+            coverage=coverage,
+            uncertain=dict(causes_mib),
+            bound_held_out=dict(held_out),
+            least_card_mib=quantiles_mib[coverage] if least_card_mib is None else least_card_mib,
+        )
+
+    def moved(self, mib: float) -> Self:
+        """Return the memory with its figure and its bound so much higher."""
+        bound: dict[str, Any] = {name: None if (at := getattr(self, name)) is None else at + mib for name in _BOUND}
+        distribution = tuple((p, at + mib) for p, at in self.distribution)
+        return replace(self, peak_memory_mib=self.peak_memory_mib + mib, distribution=distribution, **bound)
+
+
+_BOUND = ("upper_mib", "least_card_mib")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """What a job keeps busy of the GPU, as shares in [0, 1]: SM activity, SM occupancy, DRAM activity."""
+
+    smact: float | None = None
+    smocc: float | None = None
+    drama: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How long a job's optimizer step takes, in ms, and what follows from that.
+
+    step_time_upper_ms  what 90 of 100 measured steps stay below, where the trace times the step; else None
+    bound_by      what takes the longest of the step time: `gpu`, `host` (which launches the kernels), `communication`
+                  or `input`; None where the trace does not time the step
+    samples_per_s, tokens_per_s   of the step time: all micro-steps of an optimizer step count, padding too. Tokens are
+                  those of integer inputs of shape [batch, length]. These two and `mfu` need a trace
+    mfu           model FLOPs utilization: FLOPs of the matrix products, convolutions and attention, forward and
+                  backward, over what the GPU model does in a step time at the peak rate of the job's precision. What
+                  checkpoints compute again does not count (PaLM, arXiv:2204.02311, appendix B). None where the GPU
+                  model has no such rate. See `featurize.model_flops`
+    communication_ms   what the ranks' collectives take in a step; `exposed_ms` of it is not hidden by computation, and
+                  part of the step time
+    bubble_ms     of a pipeline: part of the step time in which the rank waits for stages that compute
+    sent_mib      kind of collective -> MiB that a rank sends in a step
+    """
+
+    step_time_ms: float | None = None
+    step_time_upper_ms: float | None = None
+    bound_by: str | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    communication_ms: float | None = None
+    exposed_ms: float | None = None
+    bubble_ms: float | None = None
+    sent_mib: Mapping[str, float] = field(default_factory=dict)
+
+    @property
     def bubble_share(self) -> float | None:
         """Return the part of the step time that is a pipeline's bubble, in [0, 1]; None of other jobs."""
         return None if self.bubble_ms is None or not self.step_time_ms else self.bubble_ms / self.step_time_ms
 
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """The board's energy in a step, in J: the step time times the mean power, of the GPU's own work and of idle power
+    where it waits. None without a trace."""
+
+    energy_j: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate(Energy, Timing, Activity, Memory):
+    """One training job on one GPU model. MiB, ms, J; ratios lie in [0, 1]. None: nobody who was asked knows.
+
+    Its parts, by themselves: `memory`, `time`, `activity` and `energy`; their figures are also the estimate's own.
+
+    parameters    of the model
+    device        the GPU model's name
+    machine       the profile that says what lies outside the allocator; see `featurize.machine`
+    notes         remarks, each with a code and a severity; see `learn.Note`. `warnings` are their texts
+    estimator     those that gave the figures
+    answered_by   target -> estimator and version that gave the figure
+    loops         target -> the loop that the figure speaks of, a name of `learn.estimation.loops.LOOPS`
+    seconds       what the estimate itself took
+    ranks         of a job on several GPUs: its ranks, in groups that hold the same. All other figures are of the rank
+                  that needs the most memory, but for samples and tokens a second, which are of all ranks
+    held_out_errors     of `method=fast`: target -> `median` and `p90` of the error on
+                        configurations held out; shares of memory and step time, absolute for ratios
+    """
+
+    parameters: int | None
+    device: str
+    notes: tuple[Note, ...]
+    estimator: str
+    answered_by: Mapping[str, str]
+    seconds: float
+    machine: str | None = None
+    held_out_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    loops: Mapping[str, str] = field(default_factory=dict)
+    ranks: tuple[RankGroup, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the figures with their bound, what they rest on, and at most three notes, in fewer than 15 lines."""
+        from learn.estimation.estimate_view import estimate_text
+
+        return estimate_text(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the same, and the breakdown as a bar."""
+        from learn.estimation.step_report import estimate_html
+
+        return estimate_html(self)
+
     @property
-    def fits_device(self) -> bool | None:
-        """Return whether the job fits into the empty card; None where its memory is not known."""
-        return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
+    def memory(self) -> Memory:
+        """The peak memory, its bound and its parts."""
+        return self._part(Memory)
+
+    @property
+    def time(self) -> Timing:
+        """The step time, throughput and communication."""
+        return self._part(Timing)
+
+    @property
+    def activity(self) -> Activity:
+        """The activity of the GPU."""
+        return self._part(Activity)
+
+    @property
+    def energy(self) -> Energy:
+        """The energy of a step."""
+        return self._part(Energy)
+
+    def _part(self, kind: type[Part]) -> Part:
+        return kind(**{one.name: getattr(self, one.name) for one in fields(kind)})  # type: ignore[arg-type]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The texts of `notes`."""
+        return tuple(note.text for note in self.notes)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:

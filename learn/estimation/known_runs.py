@@ -23,7 +23,7 @@ from conf.plain_text import first_line
 from featurize.device_spec import DeviceSpec, device_names, known_device, plain_device
 from featurize.trial_config import TRAINING_FIELDS, TrialConfig
 from learn.estimation.job_estimate import Estimate, estimators_named
-from learn.estimation.memory_causes import COVERAGES, NEIGHBOUR, Uncertainty, widest
+from learn.estimation.memory_causes import NEIGHBOUR, Uncertainty, bounded_by_causes, widest
 from learn.estimation.notes import BOUND, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 from warehouse.folder import DataFolder
 
@@ -157,12 +157,6 @@ def _from_json(text: str) -> Any:
         raise UsageError(f"{_TAKES}; got text that is no JSON ({error}): {shown(text)}") from error
 
 
-def require_movable(known: object, estimator: str | None) -> None:
-    """Raise `UsageError` where another estimator than the trace is named beside measured runs."""
-    if known is not None and not leaves_out(known) and estimator not in (None, "trace"):
-        raise UsageError(f"known= moves the trace's figure; leave estimator={estimator} out")
-
-
 def moved(
     done: Estimate,
     runs: Sequence[KnownRun],
@@ -210,25 +204,13 @@ def moved(
         text = f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {done.device}"
         notes.insert(0, Note(OUT_OF_MEMORY, PROBLEM, text))
     card_mib = math.inf if limit_mib is None else limit_mib
-    bounds = {level: uncertain.bound_mib(peak_mib, level, card_mib) for level in sorted({*COVERAGES, coverage})}
-    causes = uncertain.at(coverage)
+    by_runs = bounded_by_causes(replace(done, peak_memory_mib=peak_mib), uncertain, peak_mib, coverage, card_mib)
+    notes += filter(None, [widest(by_runs.uncertain, (by_runs.upper_mib or 0.0) - peak_mib)])
     return replace(
-        done,
-        peak_memory_mib=peak_mib,
-        upper_mib=bounds[coverage],
-        least_card_mib=uncertain.least_card_mib(peak_mib, coverage),
-        coverage=coverage,
-        uncertain=causes,
-        distribution=tuple(bounds.items()),
+        by_runs,
         answered_by=by,
         estimator=estimators_named(by),
-        bound_held_out={},
-        notes=(
-            *of_another_job,
-            *contradictions,
-            *notes,
-            *filter(None, [widest(causes, bounds[coverage] - peak_mib)]),
-        ),
+        notes=(*of_another_job, *contradictions, *notes),
     )
 
 

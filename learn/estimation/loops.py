@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from conf.errors import unknown_name
 from featurize.training_settings import training_of
 
 if TYPE_CHECKING:
@@ -35,13 +34,6 @@ def loops_of_sources(sources: Iterable[str]) -> frozenset[str]:
 def loop_named(training_loop: bool) -> str:
     """Return the name of the loop that `TrainingJob.training_loop` means."""
     return PIPELINE if training_loop else RESIDENT
-
-
-def require_loop(loop: str | None) -> str | None:
-    """Return the loop as it is, None included. Raises `UsageError` for another name."""
-    if loop is not None and loop not in LOOPS:
-        raise unknown_name("loop", loop, LOOPS)
-    return loop
 
 
 def legend(loops: Iterable[str]) -> str:

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from conf.errors import UsageError
 from conf.units import MIB
 from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
-from featurize.machine import CURRENT, DESCRIBED, EAGER, MachineProfile
+from featurize.machine import CURRENT, DESCRIBED, EAGER
 from learn.bounds import Held, bound_shares, least_held
 from learn.estimation.notes import BOUND, INFO, Note
-from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
     from featurize.library_calls import LibraryCall
+    from learn.estimation.job_estimate import Memory
+    from learn.estimation.platforms import Platform
     from learn.traced import TracedStep
+
+    OfMemory = TypeVar("OfMemory", bound=Memory)
 
 WORKSPACES = "convolution workspaces"
 FRAGMENTATION = "fragmentation"
@@ -103,16 +106,35 @@ def score_at(coverage: float) -> float:
     return float(np.interp(coverage, list(scores), list(scores.values())))
 
 
-def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
-    """Return how far above its figure the memory of a traced step may lie.
+def bounded_by_causes(
+    memory: OfMemory,
+    uncertainty: Uncertainty,
+    centre_mib: float,
+    coverage: float,
+    card_mib: float,
+    held: Mapping[str, Any] = MappingProxyType({}),
+) -> OfMemory:
+    """Return memory with the bound that its causes give.
 
     Args:
-        traced: The step, placed on the machine.
-        device: The GPU model.
-        on: The machine.
+        memory: The figure; an estimate is one, too.
+        uncertainty: What is uncertain of it.
+        centre_mib: What the bound is above.
+        coverage: Share of jobs that stay below the bound.
+        card_mib: What the job can take of the card.
+        held: What such a bound held of left-out rows.
     """
+    levels = sorted({*COVERAGES, coverage})
+    bounds = {level: uncertainty.bound_mib(centre_mib, level, card_mib) for level in levels}
+    least_card_mib = uncertainty.least_card_mib(centre_mib, coverage)
+    return memory.bounded(bounds, coverage, uncertainty.at(coverage), least_card_mib, held)
+
+
+def uncertainty_of(traced: TracedStep, platform: Platform) -> Uncertainty:
+    """Return how far above its figure the memory of a traced step may lie, which is placed on the platform."""
     from featurize.workspace_scenarios import SETTLED, reserved_by_scenario
 
+    device, on = platform.device, platform.machine
     largest, most_live = _workspaces(traced, device)
     reserved_mib = traced.step.peak_reserved_mib
     outside_mib = traced.step.peak_memory_mib - reserved_mib
@@ -188,12 +210,3 @@ def widest(causes_mib: Mapping[str, float], above_mib: float) -> Note | None:
         text = "the bound is what can be taken of the card: without spare workspaces and caches the job surely fits it"
         return Note(BOUND, INFO, text)
     return Note(BOUND, INFO, f"the bound exceeds the estimate by {listed}; {NARROWED_BY[shares[0][1]]}")
-
-
-def require_coverage(coverage: object) -> float:
-    """Return the coverage of a bound. Raises `UsageError` unless it is a number above 0.5 and at most 0.99."""
-    if isinstance(coverage, int | float) and not isinstance(coverage, bool) and 0.5 < coverage <= LEVEL:
-        return float(coverage)
-    raise UsageError(
-        f"coverage is a number above 0.5 and at most {LEVEL}, got {coverage!r}: held-out errors carry no more"
-    )

@@ -1,20 +1,17 @@
-"""A job on several GPUs in an estimate: what it refuses, what its communication takes, what each rank holds.
+"""A job on several GPUs in an estimate: what its communication takes, what each rank holds.
 
-Start reading at `parallel_job`; `featurize.parallel` has the models.
+Start reading at `ranks_of`; `featurize.parallel` has the models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError
 from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of
 from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import parse_parallel
 from featurize.training_settings import Training, training_of
-from featurize.trial_config import sharing_problem
+from learn.estimation.job_estimate import RankGroup
 from learn.estimation.notes import INFO, Note
 from learn.job import TrainingJob
 
@@ -22,120 +19,9 @@ if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.parallel.overlap import Communication
     from featurize.step_trace import PipelinePart, RanksAlike, StepTrace
-    from featurize.trial_config import TrialConfig
     from learn.traced import TracedStep
 
 SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankGroup:
-    """Ranks that hold and do the same. In a pipeline, those after the first one may need less: fewer micro-batches are
-    in flight there.
-
-    first   the first of them, counted from 0
-    count   how many there are
-    peak_memory_mib, breakdown   of each, as in `Estimate`
-    """
-
-    first: int
-    count: int
-    peak_memory_mib: float
-    breakdown: Mapping[str, float]
-
-
-def parallel_job(job: TrainingJob, given: object, *, estimator: str | None, others: Mapping[str, Any]) -> TrainingJob:
-    """Return the job with its ranks; as it is where it runs on one GPU.
-
-    Args:
-        job: What one rank does, with its own batch.
-        given: As `featurize.parallel.layout_text.parse_parallel` takes it.
-        estimator: The one that was asked for.
-        others: Keywords of `estimate` that are of jobs on one GPU only.
-
-    Raises:
-        UsageError: What several ranks do not go with.
-    """
-    parallel = parse_parallel(given)
-    if parallel is None:
-        return job
-    if estimator not in (None, "trace"):
-        raise UsageError(f"estimator={estimator} knows one GPU; with parallel= the trace answers, leave estimator out")
-    if given_too := [name for name, value in others.items() if value is not None]:
-        raise UsageError(f"{', '.join(given_too)}: of jobs on one GPU only; leave it out, or leave parallel out")
-    training = training_of(job.settings)
-    if training.optimizer_in_backward:
-        raise UsageError("optimizer_in_backward frees gradients before ranks reduce them: not estimated with parallel")
-    if parallel.pp > 1:
-        _require_pipelined(training)
-    if parallel.ep > 1 and training.compile:
-        raise UsageError("compile with parallel=ep is not estimated yet; leave either out")
-    if problem := sharing_problem(training.optimizer, parallel):
-        raise UsageError(problem)
-    require_batch_of_file(parallel, job.batch_size)
-    if (parallel.tp > 1 or parallel.cp > 1) and training.offload_activations:
-        mode = "tp" if parallel.tp > 1 else "cp"
-        raise UsageError(f"offload_activations cannot move activations that {mode} splits; leave either out")
-    return replace(job, parallel=parallel)
-
-
-def require_batch_of_file(parallel: Parallel, batch_size: int) -> None:
-    """Raise `UsageError` where the layout's DeepSpeed file has another batch size."""
-    if (file := parallel.deepspeed) is not None and file.micro_batch not in (None, batch_size):
-        raise UsageError(
-            f"the DeepSpeed file has train_micro_batch_size_per_gpu={file.micro_batch}, and the inputs hold "
-            f"{batch_size} samples"
-        )
-
-
-def require_whole(model: object) -> None:
-    """Raise `UsageError` for a module whose parameters are spread over ranks already: FSDP2 makes no copies of such a
-    one, and its steps would run in the caller's own process groups."""
-    parameters = None if isinstance(model, type) else getattr(model, "parameters", None)  # a class is a factory
-    meshes = (getattr(one, "device_mesh", None) for one in (parameters() if callable(parameters) else ()))
-    if (mesh := next((one for one in meshes if one is not None), None)) is not None:
-        ranks = mesh.size()
-        raise UsageError(
-            f"the model's parameters are spread over {ranks} ranks already (DTensor); give the factory that makes and "
-            "spreads it, as in def build(): model = Net(); fully_shard(model); return model, and "
-            f"estimate(build, inputs, parallel='own={ranks}')"
-        )
-
-
-def training_of_file(
-    layout: Parallel | None, training: Mapping[str, Any], config: TrialConfig | None
-) -> dict[str, Any]:
-    """Return training settings with those of the DeepSpeed file that a layout names.
-
-    Args:
-        layout: Of the job's ranks.
-        training: Settings that were given, by name.
-        config: A trial config, which has its own.
-
-    Raises:
-        UsageError: Both say something else of the same setting.
-    """
-    if layout is None or layout.deepspeed is None:
-        return dict(training)
-    own = dict(training) if config is None else {**vars(training_of(config)), **training}
-    file = layout.deepspeed.training
-    if others := [name for name, value in file.items() if own.get(name, value) != value]:
-        raise UsageError(
-            f"the DeepSpeed file has {', '.join(f'{name}={file[name]}' for name in others)}, and the job "
-            f"{', '.join(f'{name}={own[name]}' for name in others)}; change either, or leave the job's out"
-        )
-    return {**training, **file} if config is None else dict(training)
-
-
-def _require_pipelined(training: Training) -> None:
-    """Raise `UsageError` for what the stages of a pipeline do not go with."""
-    refused = {
-        "compile": training.compile,
-        "offload_activations": training.offload_activations,
-        "zero_grad=after_forward": training.zero_grad == "after_forward",
-    }
-    if given := [name for name, value in refused.items() if value]:
-        raise UsageError(f"{', '.join(given)} with parallel=pp is not estimated yet; leave either out")
 
 
 def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = None) -> float:
@@ -156,23 +42,20 @@ def talk_of(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communi
     return communication_of(traced.trace, device, job.settings, job.parallel, traced.step.step_time_ms)
 
 
-def values_of_ranks(
-    traced: TracedStep,
-    job: TrainingJob,
-    device: DeviceSpec,
-    talk: Communication | None,
-) -> tuple[dict[str, Any], list[Note]]:
-    """Return the fields of `Estimate` that speak of ranks, and what was assumed of them; none of a job on one GPU."""
+def ranks_of(
+    traced: TracedStep, job: TrainingJob, device: DeviceSpec, talk: Communication | None
+) -> tuple[tuple[RankGroup, ...], dict[str, Any], list[Note]]:
+    """Return the ranks of a job, the fields of `Timing` that speak of their communication, and what was assumed of
+    them; none of a job on one GPU."""
     parallel = job.parallel
     if parallel is None or talk is None:
-        return {}, []
+        return (), {}, []
     whole = RankGroup(
         first=0, count=parallel.ranks, peak_memory_mib=traced.step.peak_memory_mib, breakdown=dict(traced.breakdown)
     )
     part = traced.trace.pipeline
-    groups = [_group(group, traced, job, whole) for group in (() if part is None else part.groups)]
-    values = {
-        "ranks": tuple(groups) or (whole,),
+    groups = tuple(_group(group, traced, job, whole) for group in (() if part is None else part.groups))
+    sent = {
         "communication_ms": talk.busy_ms,
         "exposed_ms": talk.exposed_ms,
         "sent_mib": talk.sent_mib,
@@ -183,7 +66,7 @@ def values_of_ranks(
     training = training if job.recorded is None else replace(training, accumulation=1)
     texts = _notes(parallel, device, traced.communication_mib, training)
     texts += [] if part is None else _notes_of_stages(parallel, part)
-    return values, [Note("several-gpus", INFO, text) for text in texts]
+    return groups or (whole,), sent, [Note("several-gpus", INFO, text) for text in texts]
 
 
 def _group(

@@ -57,9 +57,9 @@ from learn.traced import TracedStep
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
-    from featurize.allocator_settings import AllocatorSettings
     from featurize.kernel_model.step_time import TimedStep
     from learn.estimation.job_estimate import Estimate
+    from learn.estimation.platforms import Platform
     from learn.job import TrainingJob
 
 TOP_TENSORS = 12
@@ -76,25 +76,24 @@ def checked_path(report: str | Path, key: str = "report", like: str = "out.html"
 def write_step_report(
     path: Path,
     job: TrainingJob,
-    device: DeviceSpec,
+    platform: Platform,
     done: Estimate,
     traced: TracedStep | None,
-    allocator: AllocatorSettings | None,
 ) -> None:
     """Write the page in one step, in place of what was there. `traced` with its timeline, None: there is no trace."""
-    page = render_page(step_page(job, device, done, traced, allocator))
+    page = render_page(step_page(job, platform, done, traced))
     write_output(path, page.encode("utf-8", errors="replace"), key="report")
 
 
 def step_page(
     job: TrainingJob,
-    device: DeviceSpec,
+    platform: Platform,
     done: Estimate,
     traced: TracedStep | None,
-    allocator: AllocatorSettings | None,
 ) -> Page:
     """Return the page's contents. `traced` has its timeline; None: the model could not be traced."""
-    breakdown, facts = _breakdown(done), _facts(job, device, done, traced, allocator)
+    device = platform.device
+    breakdown, facts = _breakdown(done), _facts(job, platform, done, traced)
     sections: tuple[Section | None, ...] = (breakdown, facts)
     if traced is not None:
         timeline, time = _timeline(device, done, traced), _time(job, device, done, traced)
@@ -325,9 +324,8 @@ def _tensors(traced: TracedStep) -> Section:
     return Section("tensors", "Largest tensors at the peak", (tensors,))
 
 
-def _facts(
-    job: TrainingJob, device: DeviceSpec, done: Estimate, traced: TracedStep | None, allocator: AllocatorSettings | None
-) -> Section:
+def _facts(job: TrainingJob, platform: Platform, done: Estimate, traced: TracedStep | None) -> Section:
+    device, allocator = platform.device, platform.allocator
     settings: dict[str, object] = {}
     if job.config is not None:
         settings |= job.config.to_mapping()

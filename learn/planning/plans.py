@@ -17,11 +17,9 @@ from conf.errors import UsageError, shown, unknown_name
 from conf.reports.page_text import count_of
 from featurize.training_settings import CHECKPOINTING, Training, training_of
 from featurize.trial import TrialConfig
-from learn.batch_sizes import batch_size_of, with_batch_size
-from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Question
-from learn.estimation.estimating import checked, question_of, split_options
+from learn.estimation.answers import answered
 from learn.estimation.job_estimate import Estimate
+from learn.estimation.requests import Request, platform_and_options, request_of
 from learn.estimators import LEVEL
 from learn.planning.meshes import (
     apt_for_training,
@@ -40,10 +38,9 @@ from learn.planning.search import Findings, LayoutSearch, MicroBatches
 if TYPE_CHECKING:
     import torch
 
-    from featurize.device_spec import DeviceSpec
     from featurize.parallel.layout import Parallel
     from featurize.trace_cache import Traces
-    from learn.estimation.estimating import Inputs, Model, Tensors
+    from learn.estimation.requests import Inputs, Model
 
 NONE = "none"
 WAYS = (NONE, *reversed(CHECKPOINTING))  # in the order of what is recomputed
@@ -58,12 +55,10 @@ def plan(
     inputs: Inputs,
     *,
     gpus: int | Sequence[int],
-    device: str | DeviceSpec = DEFAULT_DEVICE,
     global_batch: int | None = None,
     checkpointing: str | Sequence[str] | None = None,
     parallel: Mapping[str, Any] | str | None = None,
     modes: str | Sequence[str] | None = None,
-    target: Tensors | None = None,
     report: str | os.PathLike[str] | None = None,
     progress: Progress = lambda _layout, _done, _of: None,
     **options: Any,
@@ -77,7 +72,6 @@ def plan(
         model: A module or a factory of one, as in `estimate`.
         inputs: A rank's batch of any size, as in `estimate`: it is doubled while it fits, or halved until it does.
         gpus: GPUs of the job, or several numbers of them.
-        device: A GPU model of `conf/device`, by name or as its description.
         global_batch: Samples of a step of all ranks. Micro-batches are then powers of two, and gradients are
             accumulated over as many as it takes. None: any micro-batch, with `accumulation` micro-steps.
         checkpointing: Names of `WAYS` that are tried; by default `none` and `full`.
@@ -85,10 +79,10 @@ def plan(
         modes: Names of the modes whose degrees are tried, of pp, ddp, fsdp, cp, tp and ep. By default pp, ddp, fsdp and
             tp, and beside fsdp alone: cp where samples have 32,768 tokens or more, ep where the model has experts. A
             pipeline whose bubble alone makes it slower than a layout without one is not traced.
-        target: For the batch that is given.
         report: A file to write: one HTML page with the layouts' memory over their throughput.
         progress: Is called with a layout, the number of those done, and their total.
-        **options: Further keywords of `estimate`: training settings, `machine`, `allocator`, `coverage`, ...
+        **options: Further keywords of `estimate`: `device`, training settings, `machine`, ... A `target` is of the
+            batch that is given.
 
     Raises:
         UsageError: As in `estimate`; no layout can be.
@@ -104,13 +98,13 @@ def plan(
         from learn.estimation.step_report import checked_path
 
         page = checked_path(Path(report), like="plan.html")
-    spec = checked(options.get("estimator"), "full", device)
+    spec = platform_and_options(options)[0].device
     counts = checked_gpus(gpus)
-    job = _PlannedJob.of(model, inputs, target, spec, global_batch, options)
-    ways = _ways(checkpointing, job.training)
+    job = _planned(model, inputs, global_batch, options)
+    ways = _ways(checkpointing, job.settings)
     searches = _Searches(job, ways)
     layouts, notes = [], []
-    chosen = modes_of_job(modes, job.arguments, lambda: searches.model)
+    chosen = modes_of_job(modes, job.request.job.batch("meta")[0], lambda: searches.model)
     for count in counts:
         given, aside = apt_for_training(layout_settings(count, parallel, chosen.names), count, job.settings)
         several, left_out = meshes_of(count, given, chosen)
@@ -127,7 +121,7 @@ def plan(
     refused = [f"checkpointing={way} is left out: {why}" for way, why in searches.refused.items()]
     warnings = searches.estimates[best].warnings if best.fits else ()
     done = LayoutPlan(
-        name=job.name, device=spec.name, limit_mib=limit_mib, coverage=options.get("coverage", LEVEL),
+        name=job.request.job.name, device=spec.name, limit_mib=limit_mib, coverage=options.get("coverage", LEVEL),
         global_batch=global_batch, rows=ordered,
         notes=tuple(dict.fromkeys([*notes, *refused, *searches.notes(), *warnings])),
         seconds=(time.monotonic_ns() - began) / 1e9,
@@ -139,81 +133,49 @@ def plan(
     return done
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _PlannedJob:
-    """Settings that all layouts have in common.
+    """What all layouts have in common: the request, on one GPU, and the samples of a step of all ranks."""
 
-    arguments  the model's, of the batch that was given
-    given     samples of the inputs
-    training  settings by name, without checkpointing; `others` are keywords of `question_of`
-    """
-
-    name: str
-    build: Callable[[], torch.nn.Module]
-    settings: Training
-    model: Model
-    inputs: Inputs
-    arguments: object
-    target: Tensors | None
-    given: int
-    spec: DeviceSpec
+    request: Request
     global_batch: int | None
-    training: Mapping[str, Any]
-    others: Mapping[str, Any]
 
-    @staticmethod
-    def of(
-        model: object,
-        inputs: Inputs | None,
-        target: Tensors | None,
-        spec: DeviceSpec,
-        global_batch: object,
-        options: Mapping[str, Any],
-    ) -> _PlannedJob:
-        """Return the job, checked. Raises `UsageError`."""
-        if isinstance(model, TrialConfig | Mapping) or not callable(model):
-            raise UsageError(
-                f"plan takes an nn.Module or a factory of one, and no trial config; got {type(model).__name__}"
-            )
-        if inputs is None:
-            raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
-        training, others = split_options(options)
-        samples = _checked_global_batch(global_batch)
-        if samples is not None and training.get("accumulation", 1) != 1:
-            raise UsageError("global_batch decides how many micro-steps a step has: leave accumulation out")
-        given = batch_size_of(inputs)
-        for one in (inputs, target):
-            if one is not None:
-                with_batch_size(one, 2 * given, from_size=given)  # refuses what cannot be scaled
-        question = question_of(model, inputs, target=target, **training, **others)
-        return _PlannedJob(
-            name=question.job.name, build=question.job.build, settings=training_of(question.job.settings), model=model,
-            inputs=inputs, arguments=question.job.batch("meta")[0], target=target, given=given,
-            spec=spec, global_batch=samples, training=training, others=others,
-        )  # fmt: skip
+    @property
+    def settings(self) -> Training:
+        return training_of(self.request.job.settings)
 
     def batches(self, layout: Parallel) -> MicroBatches | None:
         """Return the micro-batches of a layout; None where its replicas do not divide the global batch."""
+        given = self.request.job.batch_size
         if self.global_batch is None:
-            micro_steps = self.training.get("accumulation", 1)
-            return MicroBatches(given=self.given, micro_steps=micro_steps, pipelined=layout.pp)
+            return MicroBatches(given=given, micro_steps=self.settings.accumulation, pipelined=layout.pp)
         if self.global_batch % layout.replicas:
             return None
-        return MicroBatches(given=self.given, per_replica=self.global_batch // layout.replicas, pipelined=layout.pp)
+        return MicroBatches(given=given, per_replica=self.global_batch // layout.replicas, pipelined=layout.pp)
 
-    def question(self, layout: Parallel, size: int, count: int, way: str | None) -> Question:
+    def of(self, layout: Parallel, size: int, count: int, way: str | None) -> Request:
         """Return what is asked of one layout with one micro-batch."""
-        training = {
-            name: value for name, value in self.training.items() if way is not None or not name.startswith("checkpoint")
-        }
         if layout.pp > 1:  # its micro-steps are micro-batches of one schedule
             layout, size, count = replace(layout, micro_batches=count), size * count, 1
-        training |= {"accumulation": count, "checkpointing": way}
-        inputs, target = (
-            None if one is None else with_batch_size(one, size, from_size=self.given)
-            for one in (self.inputs, self.target)
+        without: dict[str, Any] = {} if way is not None else {"checkpoint_every": 1, "checkpoint_reentrant": False}
+        settings = replace(self.settings, accumulation=count, checkpointing=way, **without)
+        job = replace(self.request.job.with_samples(size), settings=settings, parallel=layout)
+        return replace(self.request, job=job)
+
+
+def _planned(model: object, inputs: Inputs | None, global_batch: object, options: Mapping[str, Any]) -> _PlannedJob:
+    """Return the job, checked. Raises `UsageError`."""
+    if isinstance(model, TrialConfig | Mapping) or not callable(model):
+        raise UsageError(
+            f"plan takes an nn.Module or a factory of one, and no trial config; got {type(model).__name__}"
         )
-        return question_of(self.model, inputs, target=target, **{**self.others, **training, "parallel": layout})
+    if inputs is None:
+        raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
+    job = _PlannedJob(request_of(model, inputs, **options), _checked_global_batch(global_batch))
+    if job.global_batch is not None and job.settings.accumulation != 1:
+        raise UsageError("global_batch decides how many micro-steps a step has: leave accumulation out")
+    job.request.job.with_samples(2 * job.request.job.batch_size)  # refuses what cannot be scaled
+    return job
 
 
 @dataclass
@@ -232,8 +194,9 @@ class _Searches:
     """
 
     def __init__(self, job: _PlannedJob, ways: Sequence[str | None]) -> None:
-        self._job, self._ways, self._findings = job, ways, Findings(job.spec.memory_mib)
-        self._screening = Screening(job.build)
+        self._card_mib = job.request.platform.device.memory_mib
+        self._job, self._ways, self._findings = job, ways, Findings(self._card_mib)
+        self._screening = Screening(job.request.job.build)
         self.rows: list[PlanRow] = []
         self.estimates: dict[PlanRow, Estimate] = {}
         self.refused: dict[str | None, str] = {}
@@ -268,13 +231,13 @@ class _Searches:
         extrapolated: set[tuple[int, str | None]] = set()
 
         def estimated(size: int, count: int, way: str | None) -> Estimate:
-            kept, question = traces.setdefault((size, count, way), _Kept()), job.question(layout, size, count, way)
+            kept, request = traces.setdefault((size, count, way), _Kept()), job.of(layout, size, count, way)
             if not kept.traces:
-                kept.traces = self._screening.traces(question, job.spec)
+                kept.traces = self._screening.traces(request)
                 kept.extrapolated = bool(kept.traces)
             if kept.extrapolated:
                 extrapolated.add((size, way))
-            return question.answered(job.spec, traces=kept.traces)[0]
+            return answered(request, traces=kept.traces)[0]
 
         ways = [way for way in self._ways if way not in self.refused]
         search = LayoutSearch(layout, batches, ways, self._findings, estimated)
@@ -312,9 +275,9 @@ class _Searches:
         assert batches is not None and size is not None, "it fits"
 
         def traced(size: int, count: int, way: str | None) -> Estimate:
-            return job.question(layout, size, count, way).answered(job.spec)[0]
+            return answered(job.of(layout, size, count, way))[0]
 
-        search = LayoutSearch(layout, batches, (row.checkpointing,), Findings(job.spec.memory_mib), traced)
+        search = LayoutSearch(layout, batches, (row.checkpointing,), Findings(self._card_mib), traced)
         whole = search.row(size, row.checkpointing)
         self.rows.remove(row)
         self._keep(replace(whole, known=TRACED), search.estimates.get(whole))
@@ -338,9 +301,9 @@ def _refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:
     return {way: row.why or "" for way, row in firsts.items() if row.fits is None and way is not None}
 
 
-def _ways(given: str | Sequence[str] | None, training: Mapping[str, Any]) -> tuple[str | None, ...]:
+def _ways(given: str | Sequence[str] | None, settings: Training) -> tuple[str | None, ...]:
     """Return the checkpointing that is tried, as `Training` has it, the one that recomputes least first."""
-    own = training.get("checkpointing")
+    own = settings.checkpointing
     if given is None:
         given = _TRIED if own is None else own
     elif own is not None:

@@ -15,9 +15,8 @@ from featurize.training_settings import training_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from featurize.device_spec import DeviceSpec
     from featurize.trace_cache import Traces
-    from learn.estimation.answers import Question
+    from learn.estimation.requests import Request
 
 FEWEST = 8  # blocks: shallower models are traced whole
 SHALLOW = 4  # blocks of the shallow copy: the first and the last, and two between to compare
@@ -53,16 +52,11 @@ class Screening:
             self._blocks = self._counted()
         return self._blocks
 
-    def traces(self, question: Question, device: DeviceSpec) -> Traces:
-        """Return the traces of a job, as `Question.answered` takes them; none where the job is to be traced whole.
-
-        Args:
-            question: The job.
-            device: The GPU model.
-        """
+    def traces(self, request: Request) -> Traces:
+        """Return the traces of a job, as `learn.estimation.answers` takes them; none where it is to be traced whole."""
         from featurize.deeper import CannotDeepen, deeper
 
-        parallel, training = question.job.parallel, training_of(question.job.settings)
+        parallel, training = request.job.parallel, training_of(request.job.settings)
         # Buckets of gradients hold parts of several blocks, stages of a pipeline have blocks of their own, and FSDP1's
         # host waits for those before.
         if parallel is None or not parallel.shards or parallel.flat or parallel.pp > 1:
@@ -73,7 +67,7 @@ class Screening:
         if self.blocks < FEWEST * period or rest or kind in self._whole:
             return {}
         try:
-            shallow, longer = (self._traced(question, device, count * period) for count in (SHALLOW, SHALLOW + 1))
+            shallow, longer = (self._traced(request, count * period) for count in (SHALLOW, SHALLOW + 1))
             return {kernels: deeper(trace, longer[kernels], times) for kernels, trace in shallow.items()}
         except (CommandError, CannotDeepen):  # what is wrong with the job itself, its own trace says
             self._whole.add(kind)
@@ -88,11 +82,12 @@ class Screening:
             return 0
         return 0 if self._model is None else alike_blocks(self._model)
 
-    def _traced(self, question: Question, device: DeviceSpec, count: int) -> Traces:
+    def _traced(self, request: Request, count: int) -> Traces:
         from featurize.deeper import with_blocks
+        from learn.estimation.answers import traces_of
 
         assert self._model is not None, "it has blocks"
         if count not in self._short:
             self._short[count] = with_blocks(self._model, count)
         short = self._short[count]
-        return replace(question, job=replace(question.job, build=lambda: short)).traced(device)
+        return traces_of(replace(request, job=replace(request.job, build=lambda: short)))

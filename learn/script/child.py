@@ -18,14 +18,15 @@ def main(request_path: str) -> None:
     """Run the script of a request, as `learn.script.estimating` writes it."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if request["launch"] is None:  # wrappers of several ranks import it in any case
+    variables = request["command"]["variables"]
+    if not variables:  # wrappers of several ranks import it in any case
         without_compiler()
     from learn.script.containment import leave_out_distributed
     from learn.script.run import ScriptRun
 
     leave_out_distributed()
-    os.environ.update(request["environment"])
-    ScriptRun(request).run()
+    os.environ.update(variables)
+    ScriptRun(**request).run()
 
 
 if __name__ == "__main__":

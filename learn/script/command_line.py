@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,48 +26,42 @@ FORM = "python SCRIPT.py ARGUMENTS or python -m MODULE ARGUMENTS"
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
 _PORT = "29500"
 _ACCELERATE_S = 120.0
-_GPUS = Parallel.gpus_per_node  # of a node that is not full
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The processes of a job, one GPU each.
-
-    ranks         all processes
-    per_node      those of a node
-    environment   variables that the launcher sets for the first one
-    """
-
-    ranks: int
-    per_node: int
-    environment: Mapping[str, str]
-
-    def __post_init__(self) -> None:
-        Parallel(own=self.ranks, gpus_per_node=self.gpus_per_node)  # refuses what is out of range
-
-    @property
-    def gpus_per_node(self) -> int:
-        """GPUs of a node: several nodes are full."""
-        return max(self.per_node, _GPUS) if self.ranks == self.per_node else self.per_node
 
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """`python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS`, and how a launcher starts several of it.
+    """`python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS`, and in how many processes a launcher starts it.
 
-    environment   of its process
-    launch        None: it is started once, by itself
+    environment   of its process, before a launcher adds to it
+    nodes         computers
+    per_node      processes of each, one GPU each
+    variables     that the launcher sets for the first process; empty: the script is started once, by itself
     """
 
     script: str
     module: bool
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
-    launch: Launch | None = None
+    nodes: int = 1
+    per_node: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layout()  # refuses what is out of range
 
     @property
     def name(self) -> str:
         return self.script if self.module else Path(self.script).name
+
+    def layout(self, ranks: int | None = None) -> Parallel:
+        """Return how the processes share the GPUs of nodes: several nodes are full.
+
+        Args:
+            ranks: All processes; None: those that the launcher starts.
+        """
+        ranks = ranks or self.nodes * self.per_node
+        full = self.per_node if self.nodes > 1 else max(ranks, Parallel.gpus_per_node)
+        return Parallel(own=ranks, gpus_per_node=full)
 
 
 def parse_command(command: Sequence[str]) -> ScriptCommand:
@@ -180,17 +174,19 @@ def _torchrun(launcher: str, words: list[str], before: Mapping[str, str]) -> Scr
             f"{launcher} --nnodes {options.nnodes} leaves the number of nodes open; give the one to estimate"
         )
     nodes = _count_of(fewest, f"{launcher} --nnodes")
-    variables = _variables_of_torchrun(nodes, per_node, options.role, options.rdzv_id, options.max_restarts)
-    launch = Launch(nodes * per_node, per_node, {**variables, **_thread_limit(per_node, before)})
     first = ["--local-rank=0"] if is_old and not options.use_env else []
     arguments = (*first, *options.training_script_args)
-    return ScriptCommand(options.training_script, options.module, arguments, before, launch)
+    variables = _variables_of_torchrun(nodes, per_node, before, options.role, options.rdzv_id, options.max_restarts)
+    return ScriptCommand(options.training_script, options.module, arguments, before, nodes, per_node, variables)
 
 
-def _variables_of_torchrun(nodes: int, per_node: int, role: str, run_id: str, restarts: int) -> dict[str, str]:
+def _variables_of_torchrun(
+    nodes: int, per_node: int, before: Mapping[str, str], role: str, run_id: str, restarts: int
+) -> dict[str, str]:
     """Return what torchrun sets for a worker (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
     ranks = str(nodes * per_node)
     return {
+        **_thread_limit(per_node, before),
         "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "ROLE_NAME": role,
         "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": str(per_node), "GROUP_WORLD_SIZE": str(nodes),
         "ROLE_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT,
@@ -219,21 +215,20 @@ def _accelerate(launcher: str, words: list[str], before: Mapping[str, str]) -> S
     nodes, per_node = read["nodes"], read["per_node"]
     variables = dict(read["environment"])
     if nodes * per_node > 1:
-        usual = _variables_of_torchrun(nodes, per_node, "default", "none", 0)
-        variables = {**usual, **_thread_limit(per_node, before), **variables}
-    launch = Launch(nodes * per_node, per_node, variables)
-    return ScriptCommand(read["script"], read["module"], tuple(read["arguments"]), before, launch)
+        variables = {**_variables_of_torchrun(nodes, per_node, before, "default", "none", 0), **variables}
+    return ScriptCommand(read["script"], read["module"], tuple(read["arguments"]), before, nodes, per_node, variables)
 
 
 # -- DeepSpeed
 
 _TEXTS = (
     "--master_port", "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--enable_each_rank_log",
-    "--bind_core_list", "--ssh_port", "--venv_script", "--log_level", "--num_nodes",
+    "--bind_core_list", "--ssh_port", "--venv_script", "--log_level", "--num_nodes", "--autotuning", "--hostfile -H",
+    "--include -i", "--exclude -e", "--num_gpus --num_accelerators",
 )  # fmt: skip
 _FLAGS = (
     "--module", "--no_python", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid", "--bind_cores_to_rank",
-    "--no_local_rank",
+    "--no_local_rank", "--quiet -q",
 )  # fmt: skip
 _REFUSED = {
     "no_python": "--no_python is not followed; give a Python script, or a module with --module",
@@ -244,15 +239,10 @@ _REFUSED = {
 
 def _deepspeed(launcher: str, words: list[str], before: Mapping[str, str]) -> ScriptCommand:
     parser = argparse.ArgumentParser()
-    for short, name in (("-H", "--hostfile"), ("-i", "--include"), ("-e", "--exclude")):
-        parser.add_argument(short, name)
-    parser.add_argument("--num_gpus", "--num_accelerators")
-    parser.add_argument("--autotuning")
-    for name in _TEXTS:
-        parser.add_argument(name)
-    for name in _FLAGS:
-        parser.add_argument(name, action="store_true")
-    parser.add_argument("-q", "--quiet", action="store_true")
+    for names in _TEXTS:
+        parser.add_argument(*names.split())
+    for names in _FLAGS:
+        parser.add_argument(*names.split(), action="store_true")
     parser.add_argument("user_script")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
     options = _options(parser, launcher, words)
@@ -276,9 +266,7 @@ def _deepspeed(launcher: str, words: list[str], before: Mapping[str, str]) -> Sc
         **_thread_limit(per_node, before),
     }
     arguments = (*([] if options.no_local_rank else ["--local_rank=0"]), *options.user_args)
-    return ScriptCommand(
-        options.user_script, options.module, arguments, before, Launch(nodes * per_node, per_node, variables)
-    )
+    return ScriptCommand(options.user_script, options.module, arguments, before, nodes, per_node, variables)
 
 
 def _gpus_of_nodes(options: argparse.Namespace, launcher: str) -> list[int]:

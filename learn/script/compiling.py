@@ -16,7 +16,7 @@ from torch._inductor import list_mode_options
 
 from featurize.compiled import CompiledRegions
 from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
-from featurize.replacing import replace_attribute
+from featurize.replacing import replace_attribute, stands_for
 from featurize.training_settings import GRAPH_MODES
 from learn.script.device_mode import PretendCuda
 from learn.script.script_recorder import ScriptRecorder
@@ -55,12 +55,11 @@ class ScriptCompiler:
     def install(self) -> None:
         """Replace torch.compile and `nn.Module.compile` in this process."""
 
-        def compile_any(model: Any = None, **kwargs: Any) -> Any:
+        @stands_for("compile", torch)
+        def compile_any(_compile: Any, model: Any = None, **kwargs: Any) -> Any:
             if model is None:
-                return lambda given: compile_any(given, **kwargs)
+                return lambda given: torch.compile(given, **kwargs)
             return self._module(model, kwargs) if isinstance(model, nn.Module) else self._function(model)
-
-        replace_attribute(torch, "compile", compile_any)
 
         def state_of(module: nn.Module) -> dict[str, Any]:
             """Return what is copied and saved of a module: a copy of a compiled one runs as it is written."""

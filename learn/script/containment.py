@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from featurize.replacing import replace_attribute
+from featurize.replacing import replace_attribute, stands_for
 from learn.script.saved_files import SavedFiles
 from learn.script.saved_tensors import install_saving
 
@@ -78,14 +78,14 @@ def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
     files.install()
     _refuse_connections(note)
     _run_eagerly(note)
-    replace_attribute(torch, "inference_mode", _NoGrad)
+    replace_attribute(torch, "inference_mode", _without_gradients)
     _load_in_this_process(note)
     sys.meta_path.insert(0, SilentLoggers(note))
 
-    def always_step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+    @stands_for("_maybe_opt_step", torch.amp.GradScaler)
+    def always_step(_maybe_step: Any, _scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)  # nobody knows of an infinite gradient
 
-    replace_attribute(torch.amp.GradScaler, "_maybe_opt_step", always_step)
     return files
 
 
@@ -119,41 +119,24 @@ def _run_eagerly(note: Callable[[str], None]) -> None:
         replace_attribute(torch.jit, name, not_scripted)
 
 
-class _NoGrad(torch.no_grad):
-    """Stands for `torch.inference_mode`, in which composite operators reach a dispatch mode undivided."""
-
-    def __new__(cls, mode: Any = True) -> Any:
-        return object.__new__(cls) if isinstance(mode, bool) else cls()(mode)
-
-    def __init__(self, mode: bool = True) -> None:
-        super().__init__()
-        self.mode = mode
-
-    def __enter__(self) -> None:
-        if self.mode:
-            super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self.mode:
-            super().__exit__(*error)
-
-    def clone(self) -> _NoGrad:
-        return type(self)(self.mode)
+def _without_gradients(mode: Any = True) -> Any:
+    """Stand for `torch.inference_mode`, in which composite operators reach a dispatch mode undivided. Switched off, it
+    records gradients (c10/core/InferenceMode.h)."""
+    if callable(mode):  # the decorated function
+        return torch.no_grad()(mode)
+    return torch.no_grad() if mode else torch.enable_grad()
 
 
 def _load_in_this_process(note: Callable[[str], None]) -> None:
-    made = DataLoader.__init__
-    signature = inspect.signature(made)
+    signature = inspect.signature(DataLoader.__init__)
 
-    @functools.wraps(made)
-    def init(*args: Any, **kwargs: Any) -> None:
+    @stands_for("__init__", DataLoader)
+    def init(make: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("num_workers"):
             note("data loaders run in the script's own process: num_workers was put to 0")
         given.arguments.update({name: value for name, value in _WITHOUT_WORKERS.items() if name in given.arguments})
-        made(*given.args, **given.kwargs)
-
-    replace_attribute(DataLoader, "__init__", init)
+        make(*given.args, **given.kwargs)
 
 
 def leave_out_distributed() -> None:

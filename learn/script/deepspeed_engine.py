@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from featurize.optimizers import make_optimizer, state_tensors
 from featurize.parallel.deepspeed_config import DeepSpeedFile, read_deepspeed, settings_of
+from featurize.quantized import elements
 from featurize.training_settings import Training
 from learn.script.containment import is_ready_for_its_absence
 from learn.script.device_mode import CUDA
@@ -149,7 +150,7 @@ class DeepSpeedEngine(nn.Module):
             job.note(_ONE_GROUP)
         _place(model, _TYPES.get(layout.param_dtype or ""), rank.recorder, in_parts=layout.zero == 3)
         whole = {name: (p.shape, p.numel()) for name, p in model.named_parameters()}
-        played = rank.play(layout, training)
+        played = rank.play(layout, training, elements(model))
         self.module = played.wrapped(model)
         if layout.zero == 3:  # parameters say what they are as a whole
             for number, (name, parameter) in enumerate(model.named_parameters()):

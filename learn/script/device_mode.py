@@ -18,7 +18,7 @@ from torch.utils import _device as default_device
 from torch.utils import checkpoint
 
 from conf.own_packages import ROOT
-from featurize.replacing import replace_attribute
+from featurize.replacing import replace_attribute, stands_for
 
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
@@ -183,25 +183,22 @@ def enter_everywhere(unless: Callable[[], bool]) -> None:
     """Enter the mode around autograd's engine: it is left when `backward` is called, and forward passes that are
     recomputed, hooks and custom functions run inside the engine. Take a bare index for a GPU where no mode is asked.
     `unless` says whether a compiler runs the engine on tensors of its own, which a mode would confuse."""
-    engine = torch.autograd._engine_run_backward
 
-    def run_inside(*args: Any, **kwargs: Any) -> Any:
+    @stands_for("_engine_run_backward", torch.autograd)
+    def run_inside(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_function_stack() or unless():
             return engine(*args, **kwargs)
         with PretendCuda():
             return engine(*args, **kwargs)
 
-    replace_attribute(torch.autograd, "_engine_run_backward", run_inside)
-    parse = torch._C._nn._parse_to
-
-    def parse_to(*args: Any, **kwargs: Any) -> Any:  # of `module.to(0)`
+    @stands_for("_parse_to", torch._C._nn)
+    def parse_to(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # of `module.to(0)`
         if args and type(args[0]) is int:
             args = (torch.device("cuda", args[0]), *args[1:])
         if type(kwargs.get("device")) is int:
             kwargs["device"] = torch.device("cuda", kwargs["device"])
         return parse(*args, **kwargs)
 
-    replace_attribute(torch._C._nn, "_parse_to", parse_to)
     replace_attribute(torch.UntypedStorage, "data_ptr", _storage_ptr)
     # A checkpoint compares devices that it read below the mode, in the forward pass, and inside it.
     checks = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})

@@ -9,32 +9,24 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
-from conf.errors import UsageError, shown
+from conf.errors import UsageError, shown, unknown_name
 from conf.plain_text import one_line
-from featurize.allocator_settings import AllocatorSettings
-from featurize.cudnn.workspaces import require_release, search_settings
-from featurize.device_spec import device_of_user
-from featurize.machine import MachineProfile
+from featurize.cudnn.workspaces import search_settings
 from featurize.parallel.collectives import fabric_of
 from featurize.parallel.layout import Parallel
 from featurize.parallel.layout_text import named_settings, names_network_only
 from featurize.training_settings import Training
-from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Question, answer, cached_estimate
+from learn.estimation.answers import answer, answered, cached_estimate
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
-from learn.estimation.loops import require_loop
-from learn.estimation.memory_causes import require_coverage
+from learn.estimation.known_runs import RUNS, KnownRun
 from learn.estimation.notes import INFO, WARNING, Note
-from learn.estimation.on_machine import machine_for, require_workspaces
-from learn.estimation.on_ranks import parallel_job
-from learn.estimators import LEVEL
+from learn.estimation.requests import Request, ScriptKeywords, platform_and_options
 from learn.job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
@@ -42,7 +34,6 @@ from learn.script.records import BadRecord, ScriptRecord, read_record
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from learn.estimation.answers import Data
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
@@ -63,23 +54,13 @@ class ScriptSettings(Training):
 def estimate_script(
     command: Sequence[str],
     *,
-    device: str | DeviceSpec = DEFAULT_DEVICE,
-    power_limit_w: float | None = None,
-    allocator: str | AllocatorSettings | None = None,
-    estimator: str | None = None,
-    data: Data | None = None,
-    loop: str | None = None,
-    machine: str | MachineProfile | None = None,
-    workspaces: str | None = None,
-    torch_version: str | None = None,
-    coverage: float = LEVEL,
-    known: Sequence[KnownRun | Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
     parallel: Parallel | Mapping[str, Any] | str | None = None,
     report: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     memory_limit_gib: float | None = None,
     show_output: bool = False,
+    **options: Unpack[ScriptKeywords],
 ) -> Estimate:
     """Estimate the memory (MiB), GPU activity (0 to 1) and step time (ms) of an unmodified training script.
 
@@ -121,61 +102,45 @@ def estimate_script(
     """
     began = time.monotonic_ns()
     parsed = parse_command(command)
-    loop, coverage = require_loop(loop), require_coverage(coverage)
-    spec = device_of_user(device, power_limit_w)
-    if estimator is not None and estimator not in ESTIMATORS:
+    for keyword in options:
+        if keyword not in ScriptKeywords.__annotations__:
+            raise unknown_name("keyword", keyword, ScriptKeywords.__annotations__)
+    if (estimator := options.get("estimator")) not in (None, *ESTIMATORS):
         raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
-    if isinstance(allocator, str):
-        allocator = AllocatorSettings.parse(allocator)
-    runs = _known_runs(known, estimator)
-    on = machine_for(machine, spec, data)
-    workspaces, torch_version = require_workspaces(workspaces), require_release(torch_version)
+    if options.get("known") == RUNS:
+        raise UsageError("known=runs is for trial configs; for a script give its measured runs")
+    platform, answer_options = platform_and_options(options)
+    spec = platform.device
     network = _network_of(parallel)
-    if (launch := parsed.launch) is not None and launch.ranks > 1:  # refuses a GPU model that nothing is known to join
-        fabric_of(spec, Parallel(own=launch.ranks, gpus_per_node=launch.gpus_per_node))
+    if (layout := parsed.layout()).own > 1:
+        fabric_of(spec, layout)  # refuses a GPU model that nothing is known to join
     page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
 
         page = checked_path(Path(report))
 
-    def question_of(record: ScriptRecord) -> Question:
-        job = parallel_job(
-            _workload(record, name or parsed.name),
-            _in_network(record.parallel, network),
-            estimator=estimator,
-            others={"known": runs or None},
-        )
-        _require_batch_of_script(runs, job.batch_size)
-        return Question(
-            job=job,
-            allocator=allocator,
-            estimator=estimator,
-            data=data,
-            loop=loop,
-            machine=on,
-            workspaces=workspaces,
-            coverage=coverage,
-            known=runs,
-            torch_version=torch_version,
-        )
+    def request_of(record: ScriptRecord) -> Request:
+        job = replace(_job(record, name or parsed.name), parallel=_in_network(record.parallel, network))
+        _require_batch_of_script(answer_options.known, job.batch_size)
+        return Request(job=job, platform=platform, options=answer_options)
 
     key = records.key_of(parsed, spec)
     record = None if show_output else records.find(key)
     done = None
     if record is not None and page is None:
-        done = cached_estimate(question_of(record), spec)
+        done = cached_estimate(request_of(record))
     if record is None or done is None:
         record = record and records.with_trace(record)
         record = record or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
-        question = question_of(record)
+        request = request_of(record)
         if page is None:
-            done = answer(question, spec)
+            done = answer(request)
         else:
-            done, traced = question.answered(spec, timeline=True)
+            done, traced = answered(request, timeline=True)
     done = replace(done, notes=(*_notes(record), *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
-        write_step_report(page, question.job, spec, done, traced, allocator)
+        write_step_report(page, request.job, platform, done, traced)
     return done
 
 
@@ -197,13 +162,6 @@ def _in_network(layout: Parallel | None, network: Mapping[str, Any]) -> Parallel
     return layout and replace(layout, **network)
 
 
-def _known_runs(known: object, estimator: str | None) -> tuple[KnownRun, ...]:
-    if known == RUNS:
-        raise UsageError("known=runs is for trial configs; for a script give its measured runs")
-    require_movable(known, estimator)
-    return known_runs(known)
-
-
 def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
     """Raise `UsageError` for a measured run at another batch size, at which nothing is recorded."""
     for at, run in enumerate(runs):
@@ -223,20 +181,15 @@ def _recorded(
     show_output: bool,
 ) -> ScriptRecord:
     """Run the script, read what it left, and keep that. Raises `UsageError` where it did not reach two steps."""
-    launch, began_ns = command.launch, time.time_ns()
+    began_ns = time.time_ns()
     if memory_limit_gib is None:
         memory_limit_gib = _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     with ChildRunner(command.environment) as child:
-        record_path, request_path = child.folder / "record.json", child.folder / "request.json"
+        request_path = child.folder / "request.json"
         request = {
-            "record": str(record_path),
-            "saved": str(child.folder / "saved"),
+            "command": asdict(replace(command, environment={})),
             "device": spec.to_mapping(),
-            "script": command.script,
-            "module": command.module,
-            "arguments": command.arguments,
-            "launch": None if launch is None else {"launched": launch.ranks, "gpus_per_node": launch.gpus_per_node},
-            "environment": {} if launch is None else dict(launch.environment),
+            "folder": str(child.folder),
         }
         request_path.write_text(json.dumps(request), encoding="utf-8")
         ended = child.run(
@@ -245,7 +198,11 @@ def _recorded(
             memory_limit_bytes=int(memory_limit_gib * 2**30),
             shows_output=show_output,
         )
-        if not record_path.exists():
+        try:
+            record = read_record(child.folder)
+        except BadRecord as error:
+            raise UsageError(f"{command.name} left a record that cannot be read: {error}") from error
+        if record is None:
             limits = {
                 TIME: f"has not done two optimizer steps in {time_limit_s:g} s (time_limit_s= sets the limit)",
                 MEMORY: f"takes more than {memory_limit_gib:,.1f} GiB of this machine's memory (memory_limit_gib= sets "
@@ -255,16 +212,12 @@ def _recorded(
             lines = [one_line(line.strip()) for line in ended.output.splitlines() if line.strip()]
             output = f"; its output ends: {' | '.join(lines[-_LAST_LINES:])}" if lines else ""
             raise UsageError(f"{command.name} {limits[ended.limit]}{output}")
-        try:
-            record = read_record(record_path)
-        except BadRecord as error:
-            raise UsageError(f"{command.name} left a record that cannot be read: {error}") from error
     if record.trace is None:
         raise UsageError(f"{command.name} cannot be followed: {record.problem}")
     return records.keep(key, record, began_ns)
 
 
-def _workload(record: ScriptRecord, name: str) -> TrainingJob:
+def _job(record: ScriptRecord, name: str) -> TrainingJob:
     def absent(*_: object) -> NoReturn:
         raise UsageError("a script has no module that could be built by itself")
 

@@ -5,6 +5,7 @@ Start reading at `install_cuda`. What it replaces belongs to the process that ru
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import types
 from collections import OrderedDict
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
-from featurize.replacing import replace_attribute
+from featurize.replacing import replace_attribute, stands_for
 from learn.script.device_mode import CUDA, names_cuda, on_the_gpu
 from learn.script.script_recorder import ScriptRecorder
 
@@ -82,6 +83,16 @@ class _DeviceContext(contextlib.nullcontext):
         self.idx, self.prev_idx = 0, 0
 
 
+# Classes and functions of torch.cuda that something else stands for.
+_KINDS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("Stream", "ExternalStream"), FakeStream),
+    "Event": FakeEvent,
+    **dict.fromkeys(("device", "device_of"), _DeviceContext),
+    **dict.fromkeys(("stream", "StreamContext"), contextlib.nullcontext),
+    "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+}
+
+
 def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, gpus: int = 1) -> None:
     """Make this process's torch look like one with a GPU.
 
@@ -96,7 +107,7 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
     torch.version.cuda, torch.version.hip = build.cuda, build.hip
     for name, value in {**_OF_CUDA_BUILDS, "_cuda_getDeviceCount": gpus}.items():
         setattr(torch._C, name, giving(value))
-    answers: dict[Any, dict[str, Any]] = {
+    constants: dict[Any, dict[str, Any]] = {
         cuda: {
             **dict.fromkeys(_NOTHING),
             "is_available": True, "is_initialized": True, "_is_in_bad_fork": False, "_is_compiled": True,
@@ -125,33 +136,20 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
         torch._C: {"_get_accelerator": device},  # of meshes by default
         torch.Tensor: {"record_stream": None},  # its C++ takes torch's own streams, before a mode is asked
     }  # fmt: skip
-    for owner, values in answers.items():
-        for name, value in values.items():
-            replace_attribute(owner, name, giving(value))
-    functions = _memory_functions(spec, recorder)
-    kinds = {
-        "Stream": FakeStream,
-        "ExternalStream": FakeStream,
-        "Event": FakeEvent,
-        "device": _DeviceContext,
-        "device_of": _DeviceContext,
-        "stream": contextlib.nullcontext,
-        "StreamContext": contextlib.nullcontext,
-        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-    }
-    random = {name: getattr(cuda, name) for name in cuda.random.__all__}  # transformers and others call them there
-    for owner, names in (
-        (cuda, functions),
-        (cuda.memory, functions),
-        (accelerator, functions),
-        (cuda, kinds),
-        (cuda.random, {**random, "get_rng_state": kinds["get_rng_state"]}),
+    memory = _memory_functions(spec, recorder)
+    for owner, functions in (
+        *((owner, {name: giving(value) for name, value in values.items()}) for owner, values in constants.items()),
+        (cuda, memory),
+        (cuda.memory, memory),
+        (accelerator, memory),
+        (cuda, _KINDS),
         (torch.nn.DataParallel, {"scatter": _to_one_device}),
     ):
-        for name, function in names.items():
+        for name, function in functions.items():
             replace_attribute(owner, name, function)
-    kernels = _foreach_utils._get_foreach_kernels_supported_devices
-    replace_attribute(_foreach_utils, kernels.__name__, lambda: [*kernels(), "cuda", "meta"])
+    for name in cuda.random.__all__:  # transformers and others call them there
+        replace_attribute(cuda.random, name, getattr(cuda, name))
+    stands_for("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
     _install_generator()
     _install_default_device(recorder)
     _install_dtypes(autocast)
@@ -236,66 +234,52 @@ def _memory_functions(spec: DeviceSpec, recorder: ScriptRecorder) -> dict[str, C
     }
 
 
-class _InstancesOf(type):
-    """Instances of the class that another one stands in for are instances of that."""
-
-    made_as: type
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.made_as)
-
-
 def _install_generator() -> None:
     original = torch.Generator
 
-    class Generator(metaclass=_InstancesOf):
-        made_as = original
+    def make(_cls: type, device: Any = "cpu") -> Any:
+        return original("cpu" if names_cuda(device) else device)
 
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return original("cpu" if names_cuda(device) else device)
-
-    replace_attribute(torch, "Generator", Generator)
+    generator = abc.ABCMeta("Generator", (), {"__new__": make})
+    generator.register(original)  # those are instances of it
+    replace_attribute(torch, "Generator", generator)
 
 
 def _install_default_device(recorder: ScriptRecorder) -> None:
     """Put what is made while the default device is a GPU there. What is made on meta takes nothing, until it is moved
     or emptied onto a GPU."""
-    context = default_device.DeviceContext
-    making, calling = context.__init__, context.__torch_function__
 
-    def with_default(self: Any, device: Any) -> None:
-        making(self, torch.device("meta") if names_cuda(device) else device)
+    @stands_for("__init__", default_device.DeviceContext)
+    def with_default(make: Callable[..., None], self: Any, device: Any) -> None:
+        make(self, torch.device("meta") if names_cuda(device) else device)
         self.takes_nothing = not names_cuda(device) and self.device.type == "meta"
 
-    def call(self: Any, *function: Any) -> Any:  # `with torch.device` is C++, and calls no `__enter__`
+    # `with torch.device` is C++, and calls no `__enter__`.
+    @stands_for("__torch_function__", default_device.DeviceContext)
+    def call(calling: Callable[..., Any], self: Any, *function: Any) -> Any:
         recorder.nowhere += self.takes_nothing
         try:
             return calling(self, *function)
         finally:
             recorder.nowhere -= self.takes_nothing
 
-    replace_attribute(context, "__init__", with_default)
-    replace_attribute(context, "__torch_function__", call)
-
 
 def _install_dtypes(autocast: Any) -> None:
     """Answer for the GPU what asks whether autocast is on."""
-    enabled, dtype_of, any_enabled = (
-        torch.is_autocast_enabled,
-        torch.get_autocast_dtype,
-        torch._C._is_any_autocast_enabled,
-    )
 
-    def is_enabled(device_type: Any = "cuda") -> bool:
+    @stands_for("is_autocast_enabled", torch)
+    def is_enabled(enabled: Callable[..., bool], device_type: Any = "cuda") -> bool:
         return autocast.dtype is not None if device_type in ("cuda", "meta") else enabled(device_type)
 
-    def dtype(device_type: str = "cuda") -> torch.dtype:
+    @stands_for("get_autocast_dtype", torch)
+    def dtype(dtype_of: Callable[..., torch.dtype], device_type: str = "cuda") -> torch.dtype:
         return autocast.dtype or torch.float16 if device_type in ("cuda", "meta") else dtype_of(device_type)
 
-    replace_attribute(torch, "is_autocast_enabled", is_enabled)
-    replace_attribute(torch, "get_autocast_dtype", dtype)
-    replace_attribute(torch, "get_autocast_gpu_dtype", dtype)
-    replace_attribute(torch._C, "_is_any_autocast_enabled", lambda: autocast.dtype is not None or any_enabled())
+    @stands_for("_is_any_autocast_enabled", torch._C)
+    def is_any_enabled(any_enabled: Callable[..., bool]) -> bool:
+        return autocast.dtype is not None or any_enabled()
+
+    replace_attribute(torch, "get_autocast_gpu_dtype", torch.get_autocast_dtype)
 
 
 def _to_one_device(_model: Any, inputs: Any, kwargs: Any, _device_ids: Any) -> tuple[tuple[Any], tuple[Any]]:

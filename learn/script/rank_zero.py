@@ -6,6 +6,7 @@ Start reading at `RankZero.begin`.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from featurize.releases import complete_collectives
 from featurize.step_trace import Collective
 from featurize.training_settings import Training
 from featurize.values import remember
+from learn.script.command_line import ScriptCommand
 from learn.script.device_mode import CUDA
 from learn.script.script_recorder import ScriptRecorder
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from featurize.parallel.ranks import Ranks
     from featurize.parallel.streams import Streams
     from featurize.parallel.zero import ZeroRank
-    from featurize.parallel.zero3 import ZeroShardedRank
 
 
 class RankZero:
@@ -33,14 +34,15 @@ class RankZero:
 
     Args:
         recorder: Of the script.
-        launched: How many there are. A script that starts them by itself changes it.
-        gpus_per_node: GPUs of a node, as its launcher has them; None: one node holds all.
+        command: How its processes are started.
+
+    `launched` is how many there are. A script that starts them by itself changes it.
     """
 
-    def __init__(self, recorder: ScriptRecorder, launched: int = 1, gpus_per_node: int | None = None) -> None:
-        self.launched, self.recorder, self._of_node = launched, recorder, gpus_per_node
-        self._wrappers: list[Replica | ZeroRank | ZeroShardedRank] = []
-        self._zero: ZeroRank | ZeroShardedRank | None = None
+    def __init__(self, recorder: ScriptRecorder, command: ScriptCommand) -> None:
+        self.recorder, self._command, self.launched = recorder, command, command.nodes * command.per_node
+        self._wrappers: list[Replica | ZeroRank] = []
+        self._zero: ZeroRank | None = None
         self._wrapper: Parallel | None = None  # of the first replica
         self._streams: Streams | None = None
         self._ranks: Ranks | None = None
@@ -66,24 +68,21 @@ class RankZero:
 
     def settings(self, **given: Any) -> Parallel:
         """Return the layout of a replica with these settings of DistributedDataParallel, or of ZeRO."""
-        return Parallel(ddp=self.launched, gpus_per_node=self._gpus_per_node, **given)
-
-    @property
-    def _gpus_per_node(self) -> int:
-        return self._of_node or max(Parallel.gpus_per_node, self.launched)
+        return replace(self._command.layout(self.launched), own=1, ddp=self.launched, **given)
 
     def add(self, replica: Replica, settings: Parallel | None) -> None:
         """Add a wrapped model; replicas on some of the ranks come with None."""
         self._wrappers.append(replica)
         self._wrapper = self._wrapper or settings
 
-    def play(self, layout: Parallel, settings: Training) -> ZeroRank | ZeroShardedRank:
-        """Return what plays a rank of ZeRO from now on, with the script's recorder."""
+    def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
+        """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of so many elements."""
         from featurize.parallel.zero3 import zero_rank
 
         self._wrapper = layout
         self._zero = self._entered.enter_context(zero_rank(layout, 0, settings))
         self._zero.attach(self.recorder)
+        self._zero.parameters = parameters
         self._wrappers.append(self._zero)
         return self._zero
 
@@ -100,7 +99,7 @@ class RankZero:
 
     def parameters(self) -> int:
         """Return the elements of the model's parameters, also of those that the rank holds a part of."""
-        return self.recorder.parameters() if self._zero is None else self._zero.elements
+        return self.recorder.parameters() if self._zero is None else self._zero.parameters
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""
@@ -128,7 +127,7 @@ class RankZero:
         """Return how the job is spread; None for one process, or for several that never meet."""
         if self.launched == 1 or self._streams is None:
             return None
-        return self._wrapper or Parallel(own=self.launched, gpus_per_node=self._gpus_per_node)
+        return self._wrapper or self._command.layout(self.launched)
 
     def remarks(self) -> list[str]:
         """Return what is taken for granted of the ranks."""

@@ -32,6 +32,7 @@ from featurize.stored_trace import LARGEST_INT, BadRecord, count_of, fields_of, 
 from learn.script.command_line import ScriptCommand
 
 Setting: TypeAlias = str | bool | int | float
+SAVED, _RECORD = "saved", "record.json"  # in the folder of a run: what the script saves, and the record
 LARGEST_FILE_BYTES = 2**30
 # What a script is seen to choose: names of `featurize.training_settings.Training`, the precision as a reader needs it,
 # and how cuDNN searches.
@@ -74,22 +75,25 @@ class ScriptRecord:
     key: str | None = None
 
 
-def write_record(path: Path, record: ScriptRecord) -> None:
-    """Write the record in one step."""
-    partial = path.with_suffix(".partial")
+def write_record(folder: Path, record: ScriptRecord) -> None:
+    """Write the record of a run into its folder, in one step."""
+    partial = folder / "partial.json"
     partial.write_text(json.dumps(record_to_json(record)), encoding="utf-8")
-    partial.replace(path)
+    partial.replace(folder / _RECORD)
 
 
-def read_record(path: Path) -> ScriptRecord:
-    """Read a record. Raises `BadRecord` for anything else."""
+def read_record(folder: Path) -> ScriptRecord | None:
+    """Read the record that a run has left in its folder; None where it has left none. Raises `BadRecord`."""
+    path = folder / _RECORD
+    if not os.path.lexists(path):
+        return None
     try:
         if path.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST_FILE_BYTES:
             raise BadRecord("not a plain file of a reasonable size")
         return record_of_json(json.loads(path.read_text(encoding="utf-8")))
     except BadRecord:
         raise
-    except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+    except (OSError, *_DAMAGED) as error:
         raise BadRecord(f"{type(error).__name__}: {error}") from error
 
 
@@ -133,8 +137,7 @@ def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
     content = b"" if command.module else Path(command.script).read_bytes()
     variables = sorted((name, value) for name, value in command.environment.items() if name not in _NO_MATTER)
     installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns
-    launch = None if command.launch is None else vars(command.launch)
-    identity = (command.script, content, command.arguments, variables, launch, installed, spec.to_mapping())
+    identity = ({**vars(command), "environment": variables}, content, installed, spec.to_mapping())
     return f"script {hashlib.sha256(repr((identity, code_version())).encode()).hexdigest()}"
 
 

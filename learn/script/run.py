@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -30,12 +30,13 @@ from featurize.device_spec import device_from_mapping
 from featurize.model_flops import precision_in_words
 from featurize.module_stack import origin
 from featurize.releases import complete
-from featurize.replacing import replace_attribute
+from featurize.replacing import stands_for
 from featurize.step_trace import StepTrace
 from featurize.tf32 import matmul_allows_tf32
 from featurize.tracing import STEPS
 from featurize.training import AUTOCAST_DTYPES
 from featurize.vision import mend_torchvision
+from learn.script.command_line import ScriptCommand
 from learn.script.compiling import ScriptCompiler
 from learn.script.containment import DISTRIBUTED, contain
 from learn.script.deepspeed_engine import install_deepspeed
@@ -43,7 +44,7 @@ from learn.script.device_mode import PretendCuda, enter_everywhere
 from learn.script.fake_cuda import install_cuda
 from learn.script.process_group import install_process_group
 from learn.script.rank_zero import RankZero
-from learn.script.records import ScriptRecord, Setting, write_record
+from learn.script.records import SAVED, ScriptRecord, Setting, write_record
 from learn.script.script_recorder import ScriptRecorder
 from learn.script.step_watch import StepWatch
 
@@ -59,18 +60,17 @@ class ScriptRun:
     """One run of one script.
 
     Args:
-        request: As `learn.script.estimating` writes it.
+        command: The fields of its `ScriptCommand`.
+        device: The mapping of a `DeviceSpec`.
+        folder: For its record, and for what it saves.
     """
 
-    def __init__(self, request: Mapping[str, Any]) -> None:
-        self._record_path, self._saved, self._folder = Path(request["record"]), Path(request["saved"]), os.getcwd()
-        self._script, self._is_module, self._arguments = request["script"], request["module"], request["arguments"]
-        self._spec = device_from_mapping(request["device"])
+    def __init__(self, command: Mapping[str, Any], device: Mapping[str, Any], folder: str) -> None:
+        self._command, self._spec = ScriptCommand(**command), device_from_mapping(device)
+        self._script, self._from, self._folder = self._command.script, os.getcwd(), Path(folder)
         self._recorder, self._own_packages = ScriptRecorder(), OwnPackages()
         self._notes: dict[str, None] = {}  # in order, each once
-        launch = request["launch"] or {"launched": 1, "gpus_per_node": None}
-        self._rank = RankZero(self._recorder, **launch)
-        self._gpus = min(launch["launched"], launch["gpus_per_node"] or 1)
+        self._rank = RankZero(self._recorder, self._command)
         self._precisions: list[str] = []
         self._watch = StepWatch(self._recorder, self._rank, self.finish)
         self._compiler = ScriptCompiler(self._recorder, self._note)
@@ -79,7 +79,7 @@ class ScriptRun:
         """Run the script until its steps are done, and leave the record. Never returns."""
         complete()
         mend_torchvision()
-        self._files = contain(self._note, self._saved)
+        self._files = contain(self._note, self._folder / SAVED)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter that moves stays the same object
         problem = None
         assume = self._recorder.values.assume
@@ -87,7 +87,7 @@ class ScriptRun:
             assert isinstance(enter_policy, types.MethodType) and isinstance(enter_policy.__self__, Autocast)
             autocast = enter_policy.__self__
             self._note_precisions(autocast)
-            install_cuda(self._spec, self._recorder, autocast, gpus=self._gpus)
+            install_cuda(self._spec, self._recorder, autocast, gpus=self._command.per_node)
             self._watch.install(enter_policy)
             install_process_group(self._rank, self._note)
             install_deepspeed(self._rank, self._watch, self._note)
@@ -108,39 +108,35 @@ class ScriptRun:
         self.finish(problem)
 
     def _execute(self) -> None:
-        sys.argv = [self._script, *self._arguments]
-        sys.path[0] = os.getcwd() if self._is_module else str(Path(self._script).resolve().parent)
+        sys.argv = [self._script, *self._command.arguments]
+        sys.path[0] = self._from if self._command.module else str(Path(self._script).resolve().parent)
         if (ROOT / "pyproject.toml").is_file():  # a checkout, whose other folders a script must not take for packages
             sys.path[1:] = [path for path in sys.path[1:] if not path or Path(path).resolve() != ROOT.resolve()]
         self._own_packages.make_way()
-        if self._is_module:
+        if self._command.module:
             runpy.run_module(self._script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(self._script, run_name="__main__")
 
     def _follow_threads(self) -> None:
         """Enter the modes, which belong to threads, in those that the script starts to load data ahead."""
-        run = threading.Thread.run
 
-        def run_inside(thread: threading.Thread) -> None:
+        @stands_for("run", threading.Thread)
+        def run_inside(run: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
             if self._compiler.capturing:
                 run(thread)
                 return
             with self._recorder, PretendCuda():
                 run(thread)
 
-        replace_attribute(threading.Thread, "run", run_inside)
-
     def _note_precisions(self, autocast: Any) -> None:
         names = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
-        switched = autocast.switched
 
-        def noting(dtype: Any) -> Any:
+        @stands_for("switched", autocast)
+        def noting(switched: Callable[[Any], Any], dtype: Any) -> Any:
             if dtype in names and self._recorder.step:
                 self._precisions.append(names[dtype])
             return switched(dtype)
-
-        autocast.switched = noting
 
     def finish(self, problem: str | None = None) -> None:
         """Leave the record and end the process at once, with whatever threads the script has."""
@@ -164,7 +160,7 @@ class ScriptRun:
             parallel=self._rank.layout(),
             files=self._files_looked_at(),
         )
-        write_record(self._record_path, record)
+        write_record(self._folder, record)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -223,9 +219,9 @@ class ScriptRun:
         modules = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
         own = {os.path.abspath(path) for path in modules if isinstance(path, str) and not is_installed(path)}
         own |= self._files.looked_at()
-        if not self._is_module:
+        if not self._command.module:
             own.discard(os.path.abspath(self._script))  # known by its bytes
-        return tuple(sorted(path.removeprefix(self._folder + os.sep) for path in own if not is_installed(path)))
+        return tuple(sorted(path.removeprefix(self._from + os.sep) for path in own if not is_installed(path)))
 
 
 class OwnPackages(MetaPathFinder):

@@ -235,12 +235,10 @@ class SavedFiles:
 
     def _borrow(self, place: str, kept: str) -> None:
         """Give a kept path the content of a file, or of the files of a folder, which stay where they are."""
-        if not self._is_folder(place):
+        if self._is_folder(place):
+            shutil.copytree(place, kept, copy_function=self._os["symlink"], dirs_exist_ok=True)
+        else:
             self._os["symlink"](place, kept)
-            return
-        self._make_folders(kept)
-        for name in self._os["listdir"](place):
-            self._borrow(os.path.join(place, name), os.path.join(kept, name))
 
     def _point(self, function: Callable[..., None], source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         if not self.takes(target):

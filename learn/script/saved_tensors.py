@@ -6,7 +6,6 @@ Start reading at `install_saving`. A file that is read back gives tensors of the
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.util
 import io
 import json
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from featurize.replacing import replace_attribute, replaced
+from featurize.replacing import replace_attribute, replaced, stands_for
 from learn.script.device_mode import names_cuda
 from learn.script.saved_files import NOTE, SavedFiles
 
@@ -46,10 +45,9 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
     """
     _install_pickling()
     lost: dict[str, str] = {}  # where a file is kept whose content could not be -> why
-    save, load = torch.save, torch.load
 
-    @functools.wraps(save)
-    def save_kept(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    @stands_for("save", torch)
+    def save_kept(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(f, str | os.PathLike):
             save(obj, f, *args, **kwargs)
             return
@@ -61,8 +59,8 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
         except Exception as error:  # of whatever the script saves
             lost[place] = f"{type(error).__name__}: {error}"
 
-    @functools.wraps(load)
-    def load_kept(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    @stands_for("load", torch)
+    def load_kept(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(f, str | os.PathLike):
             place = files.at(f)
             if (why := lost.get(os.fspath(place))) is not None:
@@ -79,16 +77,11 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
             return content
         return tree_map(lambda value: value.to("cuda") if isinstance(value, Tensor | nn.Module) else value, content)
 
-    load_states, future = nn.Module.load_state_dict, torch.__future__
+    @stands_for("load_state_dict", nn.Module)
+    def load_states_in_place(load_states: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with replaced(torch.__future__, "_swap_module_params_on_conversion", False):  # trained, it cannot be swapped
+            return load_states(*args, **kwargs)
 
-    @functools.wraps(load_states)
-    def load_states_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with replaced(future, "_swap_module_params_on_conversion", False):  # a trained parameter cannot be swapped
-            return load_states(module, *args, **kwargs)
-
-    replace_attribute(nn.Module, "load_state_dict", load_states_in_place)
-    replace_attribute(torch, "save", save_kept)
-    replace_attribute(torch, "load", load_kept)
     _install_torchscript()
     if importlib.util.find_spec("safetensors") is not None:
         _install_safetensors(files, note)
@@ -98,27 +91,24 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
 
 def _install_torchscript() -> None:
     """Save a module that was not scripted as it is, and load it as it was then, from memory."""
-    load = torch.jit.load
     modules: dict[str, Any] = {}
 
-    def save(module: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    @stands_for("save", torch.jit)
+    def save(_save: Callable[..., None], module: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         torch.save(module, f)
         if isinstance(f, str | os.PathLike):
             modules[os.path.abspath(f)] = copy.deepcopy(module)
 
-    def load_kept(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    @stands_for("load", torch.jit)
+    def load_kept(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(f, str | os.PathLike) and (kept := modules.get(os.path.abspath(f))) is not None:
             module = copy.deepcopy(kept)
             return module if map_location is None else module.to(map_location)
         return load(f, map_location, *args, **kwargs)
 
-    replace_attribute(torch.jit, "save", save)
-    replace_attribute(torch.jit, "load", load_kept)
-
 
 def _install_pickling() -> None:
     """Pickle a tensor without values as its shape."""
-    reduce = Tensor.__reduce_ex__
 
     def rebuild(dtype: torch.dtype, size: tuple, stride: tuple, requires_grad: bool, on_gpu: bool) -> Tensor:
         device = "cuda" if on_gpu and _Loading.back_on_gpu else "cpu"
@@ -127,7 +117,8 @@ def _install_pickling() -> None:
             made.zero_()
         return made.requires_grad_(requires_grad)
 
-    def reduce_to_shape(tensor: Tensor, protocol: Any) -> Any:
+    @stands_for("__reduce_ex__", Tensor)
+    def reduce_to_shape(reduce: Callable[..., Any], tensor: Tensor, protocol: Any) -> Any:
         with torch._C.DisableTorchFunction():
             without_values = tensor.is_meta or (tensor.numel() >= _LARGE and tensor.is_floating_point())
             if type(tensor) is not Tensor or not without_values or tensor.layout is not torch.strided:
@@ -139,32 +130,27 @@ def _install_pickling() -> None:
     rebuild.__module__, rebuild.__name__, rebuild.__qualname__ = "torch._utils", _REBUILD, _REBUILD
     vars(torch._utils)[_REBUILD] = rebuild
     torch.serialization.add_safe_globals([rebuild])
-    replace_attribute(Tensor, "__reduce_ex__", reduce_to_shape)
 
 
 def _install_safetensors(files: SavedFiles, note: Callable[[str], None]) -> None:
     import safetensors
     import safetensors.torch
 
-    opened = safetensors.safe_open
-
-    def save_file(tensors: Mapping[str, Tensor], filename: Any, metadata: Mapping[str, str] | None = None) -> None:
+    @stands_for("save_file", safetensors.torch)
+    def save_file(_save: Any, tensors: Mapping[str, Tensor], filename: Any, metadata: Any = None) -> None:
         note(NOTE)
         with open(files.into(filename), "wb") as target:
             write_safetensors(tensors, target, metadata)
 
-    def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    @stands_for("save", safetensors.torch)
+    def save(_save: Any, tensors: Mapping[str, Tensor], metadata: Any = None) -> bytes:
         target = io.BytesIO()
         size = write_safetensors(tensors, target, metadata)
         return target.getvalue().ljust(size, b"\0")
 
-    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+    @stands_for("safe_open", safetensors, safetensors.torch)
+    def safe_open(opened: Callable[..., Any], filename: Any, *args: Any, **kwargs: Any) -> Any:
         return opened(files.at(filename), *args, **kwargs)
-
-    for module in (safetensors, safetensors.torch):
-        replace_attribute(module, "safe_open", safe_open)
-    replace_attribute(safetensors.torch, "save_file", save_file)
-    replace_attribute(safetensors.torch, "save", save)
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], target: BinaryIO, metadata: Mapping[str, str] | None) -> int:
@@ -199,15 +185,14 @@ def _install_tokenizers(files: SavedFiles) -> None:
     import tokenizers
     from tokenizers import models
 
-    read, save, save_model = tokenizers.Tokenizer.from_file, tokenizers.Tokenizer.save, models.Model.save
-
-    def save_kept(tokenizer: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+    @stands_for("save", tokenizers.Tokenizer)
+    def save_kept(save: Callable[..., None], tokenizer: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         save(tokenizer, files.into(path), *args, **kwargs)
 
-    def save_model_kept(model: Any, folder: Any, *args: Any, **kwargs: Any) -> list[str]:
+    @stands_for("save", models.Model)
+    def save_model_kept(save: Callable[..., list], model: Any, folder: Any, *args: Any, **kwargs: Any) -> list[str]:
         kept = os.path.dirname(files.into(os.path.join(folder, "vocabulary")))
-        return [os.path.join(folder, os.path.basename(path)) for path in save_model(model, kept, *args, **kwargs)]
+        return [os.path.join(folder, os.path.basename(path)) for path in save(model, kept, *args, **kwargs)]
 
-    replace_attribute(tokenizers.Tokenizer, "save", save_kept)
+    read = tokenizers.Tokenizer.from_file
     replace_attribute(tokenizers.Tokenizer, "from_file", staticmethod(lambda path: read(files.at(path))))
-    replace_attribute(models.Model, "save", save_model_kept)

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from featurize.flat_parameters import whole_elements
 from featurize.operator_record import Traits
 from featurize.recorder import Recorder
-from featurize.replacing import replace_attribute
+from featurize.replacing import stands_for
 from featurize.step_trace import BATCH
 from featurize.tensor_parts import local_tensor, wrap_others
 from featurize.values import ALL_KEPT, READ, UnknownValue
@@ -60,14 +60,12 @@ class ScriptRecorder(Recorder):
 
     def follow_calls(self) -> None:
         """See the keyword arguments of modules, which hooks of all modules do not get, from now on in this process."""
-        called = nn.Module.__call__
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        @stands_for("__call__", nn.Module)
+        def call(called: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.stack.running:
                 self._keywords = kwargs
             return called(module, *args, **kwargs)
-
-        replace_attribute(nn.Module, "__call__", call)
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         with torch._C.DisableTorchFunction():

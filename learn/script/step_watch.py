@@ -6,7 +6,6 @@ Start reading at `StepWatch.install`. After `STEPS` steps the next forward pass 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils import checkpoint
 
-from featurize.replacing import replace_attribute
+from featurize.replacing import stands_for
 from featurize.tracing import STEPS
 from learn.script.rank_zero import RankZero
 from learn.script.records import Setting
@@ -64,13 +63,14 @@ class StepWatch:
         self._watch_settings()
         optimizers.register_optimizer_step_pre_hook(self._before_step)
         optimizers.register_optimizer_step_post_hook(self._after_step)
-        made, zero_grad, backward = Optimizer.__init__, Optimizer.zero_grad, torch.autograd.backward
 
-        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            made(optimizer, *args, **kwargs)
+        @stands_for("__init__", Optimizer)
+        def init(make: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            make(optimizer, *args, **kwargs)
             self._optimizers.add(optimizer)
 
-        def run_backward(*args: Any, **kwargs: Any) -> None:
+        @stands_for("backward", torch.autograd)
+        def run_backward(backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             if self._in_backward:  # of a checkpoint that is recomputed
                 backward(*args, **kwargs)
                 return
@@ -84,48 +84,34 @@ class StepWatch:
             self._rank.end_backward()
             self._after_backward()
 
-        @functools.wraps(zero_grad)
-        def watched_zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        @stands_for("zero_grad", Optimizer)
+        def watched_zero_grad(zero_grad: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             if self._in_forward and not self._backwards:
                 with torch._C.DisableTorchFunction():
                     if any(p.grad is not None and p.is_meta for p in _parameters(optimizer)):
                         self.seen["zero_grad"] = "after_forward"
             zero_grad(optimizer, *args, **kwargs)
 
-        replace_attribute(Optimizer, "__init__", init)
-        replace_attribute(Optimizer, "zero_grad", watched_zero_grad)
-        replace_attribute(torch.autograd, "backward", run_backward)
-
     def _watch_settings(self) -> None:
         """Watch the functions that clip gradients and checkpoint activations."""
 
-        def clipping(clip: Any, setting: str, keyword: str) -> Any:
-            @functools.wraps(clip)
-            def watched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        def clips(name: str, setting: str, keyword: str) -> None:
+            @stands_for(name, torch.nn.utils, clip_grad)
+            def watched(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
                 limit = args[0] if args else kwargs.get(keyword)
                 if isinstance(limit, int | float) and math.isfinite(limit):  # an infinite one measures the norm only
                     self.seen[setting] = float(limit)
                 return clip(parameters, *args, **kwargs)
 
-            return watched
+        clips("clip_grad_norm_", "clip_norm", "max_norm")
+        clips("clip_grad_value_", "clip_value", "clip_value")
 
-        for name, setting, keyword in (
-            ("clip_grad_norm_", "clip_norm", "max_norm"),
-            ("clip_grad_value_", "clip_value", "clip_value"),
-        ):
-            watched = clipping(getattr(clip_grad, name), setting, keyword)
-            replace_attribute(torch.nn.utils, name, watched)
-            replace_attribute(clip_grad, name, watched)
-        recompute = checkpoint.checkpoint
-
-        @functools.wraps(recompute)
-        def watched_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        @stands_for("checkpoint", checkpoint)
+        def watched_checkpoint(recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self.seen["checkpointing"] = "selective" if "context_fn" in kwargs else "full"
             if kwargs.get("use_reentrant"):
                 self.seen["checkpoint_reentrant"] = True
-            return recompute(function, *args, **kwargs)
-
-        replace_attribute(checkpoint, "checkpoint", watched_checkpoint)
+            return recompute(*args, **kwargs)
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Note the name of the first optimizer, and the implementation that the script asked of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,38 +14,56 @@ import pytest
 from test_serving import MLP
 from test_serving import service as service
 
+from conf.cli import run
 from conf.errors import UsageError
+from farm import slurm
 from farm.sbatch import SbatchSettings, entry, parted, training_command
 from farm.slurm import read_table
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "learn" / "training_scripts"
 DEVICES = "devices={A100-SXM4-40GB: a100, L4: l4}"
+TRAINING = """
+import torch
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(100):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
 
 
-def run(module: str, *arguments: str, place: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=place)
+@pytest.fixture
+def handlers():
+    """The handlers of signals that a daemon in this process replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def answered(service, place: Path, *directives: str) -> dict:
-    table = place / "a'; echo foo.tsv"
-    Path(f"{table}.wanted").write_bytes(os.fsencode("".join(f"{one}\n" for one in directives)))
-    done = run("farm.slurm", DEVICES, f"server={service.url}", f"table={table}", "once=true", place=place)
-    assert done.returncode == 0, done.stderr
-    assert not Path(f"{table}.wanted").read_text()
-    return read_table(table)
+@pytest.fixture
+def answered(service, tmp_path, handlers):
+    def answered(*directives: str) -> dict:
+        table = tmp_path / "a'; echo foo.tsv"
+        Path(f"{table}.wanted").write_bytes(os.fsencode("".join(f"{one}\n" for one in directives)))
+        assert run("slurm", slurm.entry, [DEVICES, f"server={service.url}", f"table={table}", "once=true"]) == 0
+        assert not Path(f"{table}.wanted").read_text()
+        return read_table(table)
+
+    return answered
 
 
-def test_wanted_directives_are_answered_once_and_kept(service, tmp_path):
+def test_wanted_directives_are_answered_once_and_kept(answered):
     small = json.dumps({"config": MLP})
     large = json.dumps({"config": {**MLP, "input_size": 40_000, "classes": 40_000, "batch_size": 4096}})
     several = json.dumps({"model": "torchvision.models:resnet18", "inputs": [4, 3, 64, 64], "parallel": "ddp=2"})
-    rows = answered(service, tmp_path, small, large, small, several)
+    rows = answered(small, large, small, several)
     assert (rows[small].gpus, rows[small].fits, rows[small].features) == (1, "yes", "a100|l4")
     assert rows[small].comment.startswith("gpufarm: ") and "MiB, bound" in rows[small].comment
     assert rows[large].fits == "no" and "fits no GPU of this cluster" in rows[large].comment
     assert rows[several].gpus == 2 and rows[several].fits == "yes"
-    again = answered(service, tmp_path, json.dumps({"config": {**MLP, "depth": 1}}))
+    again = answered(json.dumps({"config": {**MLP, "depth": 1}}))
     assert set(again) > set(rows)
 
 
@@ -61,8 +80,8 @@ def test_wanted_directives_are_answered_once_and_kept(service, tmp_path):
         '{"model": "\\ud800:x"}',
     ],
 )
-def test_a_directive_that_makes_no_sense_says_why_and_changes_no_job(service, tmp_path, directive):
-    ((noted, row),) = answered(service, tmp_path, directive).items()
+def test_a_directive_that_makes_no_sense_says_why_and_changes_no_job(answered, directive):
+    ((noted, row),) = answered(directive).items()
     assert noted == directive
     assert row.fits == "unknown" and row.comment.startswith("gpufarm: ") and not row.features
 
@@ -76,11 +95,12 @@ def test_a_table_stays_small_enough_for_slurmctld_to_read(tmp_path):
     assert list(rows) == newest
 
 
-def test_a_service_that_does_not_answer_loses_no_directive(tmp_path):
+def test_a_service_that_does_not_answer_loses_no_directive(tmp_path, handlers, capsys):
     (tmp_path / "t.tsv.wanted").write_text("{}\n")
-    arguments = (DEVICES, "server=http://127.0.0.1:1", f"table={tmp_path}/t.tsv", "once=true")
-    done = run("farm.slurm", *arguments, place=tmp_path)
-    assert done.returncode == 2 and "does not answer" in done.stderr and done.stderr.count("\n") == 1
+    arguments = [DEVICES, "server=http://127.0.0.1:1", f"table={tmp_path}/t.tsv", "once=true"]
+    assert run("slurm", slurm.entry, arguments) == 2
+    problem = capsys.readouterr().err
+    assert "does not answer" in problem and problem.count("\n") == 1
     assert (tmp_path / "t.tsv.wanted").read_text() == "{}\n"
 
 
@@ -178,8 +198,9 @@ def test_sbatchs_options_end_at_the_script():
 
 @pytest.fixture
 def batch_script(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING)
     script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/bash\n#SBATCH --time=1\npython {shlex.quote(str(SCRIPTS / 'plain_amp.py'))}\n")
+    script.write_text(f"#!/bin/bash\n#SBATCH --time=1\npython {shlex.quote(str(tmp_path / 'train.py'))}\n")
     return script
 
 
@@ -187,7 +208,8 @@ def test_a_batch_script_is_estimated_and_submitted_with_what_it_needs(tmp_path, 
     fake = tmp_path / "fake_sbatch"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 3\n')
     fake.chmod(0o755)
-    done = run("farm.sbatch", DEVICES, f"sbatch={fake}", "--", "-p", "gpu", str(batch_script), "x", place=tmp_path)
+    command = [sys.executable, "-m", "farm.sbatch", DEVICES, f"sbatch={fake}", "--", "-p", "gpu", batch_script, "x"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 3, done.stderr  # sbatch's own
     *added, option, partition, script, argument = done.stdout.splitlines()
     assert [option, partition, script, argument] == ["-p", "gpu", str(batch_script), "x"]
@@ -195,11 +217,11 @@ def test_a_batch_script_is_estimated_and_submitted_with_what_it_needs(tmp_path, 
     assert "A100-SXM4-40GB: " in done.stderr and "fits" in done.stderr
 
 
-def test_what_the_script_says_itself_stays(tmp_path, batch_script):
+def test_what_the_script_says_itself_stays(batch_script, capsys):
     text = batch_script.read_text().replace("--time=1", "--time=1 --gres=gpu:2 -C v100 --comment=mine")
     batch_script.write_text(text)
-    done = run("farm.sbatch", "devices={L4: l4}", "dry_run=true", "--", str(batch_script), place=tmp_path)
-    assert done.returncode == 0 and shlex.split(done.stdout) == ["sbatch", str(batch_script)]
+    assert entry(SbatchSettings(devices={"L4": "l4"}, dry_run=True), [str(batch_script)]) == 0
+    assert shlex.split(capsys.readouterr().out) == ["sbatch", str(batch_script)]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +252,7 @@ def test_a_script_that_cannot_be_followed_is_submitted_as_it_is(tmp_path, monkey
 
 def test_a_script_is_estimated_in_the_folder_that_it_goes_to(tmp_path, monkeypatch, capsys):
     (tmp_path / "above" / "below").mkdir(parents=True)
-    (tmp_path / "above" / "below" / "train.py").write_text((SCRIPTS / "plain_amp.py").read_text())
+    (tmp_path / "above" / "below" / "train.py").write_text(TRAINING)
     directives = "#SBATCH --job-name=it's\n#SBATCH --chdir=nowhere\n"
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{directives}cd $SLURM_SUBMIT_DIR/below\npython train.py\n")
     monkeypatch.chdir(tmp_path)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from featurize.allocator import CachingAllocator, OutOfMemory
+from featurize.allocator_history import replay_history
 from featurize.allocator_settings import AllocatorSettings
-from featurize.block_comparison import replay_history
 
 MIB = 2**20
 

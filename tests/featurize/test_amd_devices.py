@@ -192,6 +192,6 @@ def test_a_record_of_a_script_keeps_that_there_is_no_compute_capability(tmp_path
     record = ScriptRecord(
         trace=trace, problem=None, settings=settings, batch_size=8, backwards=1, notes=()
     )  # fmt: skip
-    write_record(tmp_path / "record.json", record)
-    assert read_record(tmp_path / "record.json").trace.compute_capability is None
+    write_record(tmp_path, record)
+    assert read_record(tmp_path).trace.compute_capability is None
     assert torch.version.hip is None  # nothing here is imitated outside a script's own process

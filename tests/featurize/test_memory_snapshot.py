@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.cuda import _memory_viz
 
+from featurize.allocator_history import replay_history
 from featurize.allocator_settings import AllocatorSettings
-from featurize.block_comparison import replay_history
 from featurize.device_spec import DeviceSpec, load_device
 from featurize.replay import MemoryProfile, replay
 from featurize.step_trace import StepTrace

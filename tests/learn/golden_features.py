@@ -59,9 +59,9 @@ def _attention() -> nn.Module:
 
 
 MODULES: Mapping[str, Callable[[], TrainingJob]] = {
-    "module_convolutions": lambda: of_module(_convolutions, (6, 3, 33, 33), name="convolutions"),
-    "module_recurrent": lambda: of_module(_Recurrent, (5, 11, 24), name="recurrent"),
-    "module_attention": lambda: of_module(_attention, (3, 17, 64), name="attention"),
+    "module_convolutions": lambda: of_module(_convolutions, [((6, 3, 33, 33), None)], name="convolutions"),
+    "module_recurrent": lambda: of_module(_Recurrent, [((5, 11, 24), None)], name="recurrent"),
+    "module_attention": lambda: of_module(_attention, [((3, 17, 64), None)], name="attention"),
 }
 
 

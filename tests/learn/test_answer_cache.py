@@ -58,8 +58,8 @@ def net():
     return nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
 
 
-def key(model, inputs=(2, 4), **more):
-    return key_of(of_module(model, inputs, **more))[0]
+def key(model, inputs=(2, 4), target=None, **more):
+    return key_of(of_module(model, [(inputs, target)], **more))[0]
 
 
 @pytest.mark.parametrize("job", [lambda: {"model": CONFIG}, lambda: {"model": net, "inputs": (2, 4)}])

@@ -388,7 +388,8 @@ def test_the_jobs_convolutions_allow_tf32_whatever_the_estimating_process_has_se
     import torch
 
     from featurize.cudnn import oracle
-    from learn.estimation.on_machine import prepare_workspaces
+    from learn.estimation.platforms import CUDNN, platform_of
+    from learn.estimation.requests import job_of
 
     searches = []
 
@@ -398,7 +399,7 @@ def test_the_jobs_convolutions_allow_tf32_whatever_the_estimating_process_has_se
 
     monkeypatch.setattr(oracle, "oracle_for", lambda device: Asked())
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    prepare_workspaces("cudnn", load_device("A100-SXM4-40GB"), cudnn_benchmark=False)
+    dataclasses.replace(platform_of(), workspaces=CUDNN).prepare_workspaces(job_of(MLP))
     assert searches[0].allow_tf32
 
 

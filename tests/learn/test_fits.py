@@ -13,8 +13,8 @@ from conf.errors import UsageError
 from featurize.device_spec import device_names, load_device
 from featurize.families import mlp
 from learn import devices_that_fit, estimate, largest_batch
-from learn.batch_sizes import with_batch_size
 from learn.estimation.fits import MOST_SAMPLES, largest_fitting
+from learn.inputs import with_batch_size
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 
 A100 = load_device("A100-SXM4-40GB")

@@ -40,7 +40,7 @@ def test_a_module_is_refused_and_the_others_are_answered(name, rows):
 
     from learn.job import of_module
 
-    job = of_module(lambda: nn.Linear(8, 2), inputs=(4, 8))
+    job = of_module(lambda: nn.Linear(8, 2), [((4, 8), None)])
     answer = make_estimator(name).fit(rows).predict([rows.cases[0], Case(device=DEVICE, module=job)])
     assert list(answer.refusals) == [1] and "module" in answer.refusals[1]
     assert np.isfinite(answer.point[0]) and np.isnan(answer.point[1])

@@ -43,7 +43,7 @@ def module_case(depth=2):
         inner = [part for _ in range(depth) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
         return nn.Sequential(*inner, nn.Linear(WIDTH, 10))
 
-    return Case(device=DEVICE, training_loop=True, module=of_module(build, inputs=(BATCH, WIDTH)))
+    return Case(device=DEVICE, training_loop=True, module=of_module(build, [((BATCH, WIDTH), None)]))
 
 
 def test_sizes_are_learnt(fitted, rows):

@@ -127,7 +127,7 @@ def test_bound_covers_new_rows(fitted):
 
 def test_an_unseen_family_and_a_module_are_refused_by_row(rows):
     estimator = make_estimator("gpumemnet_mlp").fit(rows.subset(rows.family == "mlp"))
-    module = of_module(lambda: nn.Linear(8, 2), inputs=(4, 8))
+    module = of_module(lambda: nn.Linear(8, 2), [((4, 8), None)])
     unseen = cnn.Config(batch_size=2, image_size=32, channels=3, classes=10, base_filters=8, depth=2)
     answer = estimator.predict([Case(unseen), rows.cases[1], Case(device=DEVICE, module=module)])
     assert "mlp" in answer.refusals[0] and "module" in answer.refusals[2] and len(answer.refusals) == 2

@@ -473,7 +473,7 @@ def test_an_estimate_names_what_takes_memory_at_the_peak():
 @pytest.mark.parametrize("name", sorted(TRAINING_FREE))
 def test_every_training_free_estimator_answers_modules(name):
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    job = of_module(module, (128, 64))
+    job = of_module(module, [((128, 64), None)])
     if name == "llmem":
         with pytest.raises(UsageError, match="estimator=llmem has no answer: precision=fp32 is not covered"):
             estimate(module, (128, 64), estimator=name)

@@ -151,8 +151,8 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         RECORD, parallel=Parallel(ddp=8, bucket_cap_mb=2.5), trace=dataclasses.replace(TRACE, collectives=sent)
     )
     for record in (RECORD, of_ranks):
-        write_record(tmp_path / "record.json", record)
-        assert read_record(tmp_path / "record.json") == record
+        write_record(tmp_path, record)
+        assert read_record(tmp_path) == record
 
 
 @pytest.mark.parametrize(
@@ -182,14 +182,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 )
 def test_a_record_that_the_script_has_written_over_is_refused(tmp_path, damage):
     path = tmp_path / "record.json"
-    write_record(path, RECORD)
+    write_record(tmp_path, RECORD)
     content = json.loads(path.read_text())
     damage(content)
     path.write_text(json.dumps(content))
     with pytest.raises(BadRecord):
-        read_record(path)
+        read_record(tmp_path)
 
 
 def test_texts_of_a_record_reach_no_terminal_as_they_are(tmp_path):
-    write_record(tmp_path / "record.json", dataclasses.replace(RECORD, notes=("\x1b[31mred\n",)))
-    assert re.fullmatch(r"\\x1b\[31mred\\n", read_record(tmp_path / "record.json").notes[0])
+    write_record(tmp_path, dataclasses.replace(RECORD, notes=("\x1b[31mred\n",)))
+    assert re.fullmatch(r"\\x1b\[31mred\\n", read_record(tmp_path).notes[0])

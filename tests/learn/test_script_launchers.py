@@ -65,7 +65,7 @@ def parsed(text):
 def test_torchrun_starts_as_many_ranks_as_its_options_say(command, ranks, per_node, script, arguments):
     read = parsed(command)
     assert (read.script, read.arguments, read.module) == (script, arguments, script == "mine.train")
-    assert (read.launch.ranks, read.launch.per_node) == (ranks, per_node)
+    assert (read.nodes * read.per_node, read.per_node) == (ranks, per_node)
 
 
 @pytest.mark.parametrize(
@@ -82,20 +82,20 @@ def test_torchrun_starts_as_many_ranks_as_its_options_say(command, ranks, per_no
 def test_deepspeed_starts_as_many_ranks_as_its_options_say(command, ranks, per_node, arguments):
     read = parsed(command)
     assert (read.script, read.arguments, read.module) == ("train.py", arguments, False)
-    assert (read.launch.ranks, read.launch.per_node) == (ranks, per_node)
+    assert (read.nodes * read.per_node, read.per_node) == (ranks, per_node)
     wanted = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(per_node)}
-    assert wanted.items() <= read.launch.environment.items()
+    assert wanted.items() <= read.variables.items()
 
 
 def test_the_first_rank_gets_the_variables_of_torchrun():
-    environment = parsed("torchrun --nnodes 2 --nproc-per-node 4 --rdzv-id job7 --max-restarts 3 train.py").launch
+    variables = parsed("torchrun --nnodes 2 --nproc-per-node 4 --rdzv-id job7 --max-restarts 3 train.py").variables
     wanted = {
         "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
         "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_MAX_RESTARTS": "3",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    assert wanted.items() <= environment.environment.items()
-    assert {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"} <= environment.environment.keys()
+    assert wanted.items() <= variables.items()
+    assert {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"} <= variables.keys()
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,12 @@ def test_accelerate_reads_its_own_options_and_file():
     before = dict(os.environ)
     read = parsed("accelerate launch --config_file fsdp.yaml train.py --epochs 3")
     assert (read.script, read.arguments) == ("train.py", ("--epochs", "3"))
-    assert (read.launch.ranks, read.launch.per_node) == (8, 4)
+    assert (read.nodes, read.per_node) == (2, 4)
     wanted = {
         "WORLD_SIZE": "8", "RANK": "0", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
         "ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
     }  # fmt: skip
-    assert wanted.items() <= read.launch.environment.items()
+    assert wanted.items() <= read.variables.items()
     assert dict(os.environ) == before
 
 
@@ -159,12 +159,12 @@ def test_accelerate_reads_its_own_options_and_file():
     ],
 )
 def test_accelerate_starts_as_many_ranks_as_its_options_say(command, ranks):
-    launch = parsed(command).launch
-    assert launch.ranks == ranks
-    assert ("WORLD_SIZE" in launch.environment) == (ranks > 1)
+    read = parsed(command)
+    assert read.nodes * read.per_node == ranks
+    assert ("WORLD_SIZE" in read.variables) == (ranks > 1)
     if "zero2" in command:
-        assert launch.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
-        assert "mixed_precision" in launch.environment["ACCELERATE_CONFIG_DS_FIELDS"].split(",")
+        assert read.variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
+        assert "mixed_precision" in read.variables["ACCELERATE_CONFIG_DS_FIELDS"].split(",")
 
 
 @pytest.mark.slow
@@ -191,9 +191,9 @@ def test_env_sets_and_removes_variables_of_the_script_before_its_launcher_looks(
     read = parsed("env -u RANK A=b=c /usr/bin/python train.py C=d")
     assert read.arguments == ("C=d",) and read.environment["A"] == "b=c" and "RANK" not in read.environment
     assert "A" not in os.environ and os.environ["RANK"] == "3"
-    assert "OMP_NUM_THREADS" in parsed("env A=b torchrun --nproc-per-node 2 train.py").launch.environment
+    assert "OMP_NUM_THREADS" in parsed("env A=b torchrun --nproc-per-node 2 train.py").variables
     kept = parsed("env OMP_NUM_THREADS=4 torchrun --nproc-per-node 2 train.py")
-    assert "OMP_NUM_THREADS" not in kept.launch.environment and kept.environment["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in kept.variables and kept.environment["OMP_NUM_THREADS"] == "4"
 
 
 @pytest.mark.parametrize(

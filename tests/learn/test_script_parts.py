@@ -11,8 +11,10 @@ from featurize.cudnn import oracle
 from featurize.device_spec import describe_device
 from learn.commands import estimate_script
 from learn.commands.estimate import EstimateSettings
-from learn.estimation import estimate_view
-from learn.estimation.answers import Question
+from learn.estimation import answers, estimate_view
+from learn.estimation.known_runs import known_runs
+from learn.estimation.platforms import platform_of
+from learn.estimation.requests import AnswerOptions, Request
 from learn.script import estimating
 from learn.script.containment import SilentLoggers
 from learn.script.run import explained
@@ -21,10 +23,12 @@ from tests.learn.test_script_failures import RECORD
 DEVICE = describe_device("A100-SXM4-40GB")
 
 
-def answered(settings, **more):
+def answered(settings, known=(), workspaces=None):
     record = dataclasses.replace(RECORD, settings=settings)
-    job = estimating._workload(record, "train.py")
-    return Question(job=job, **more).answered(DEVICE)[0], tuple(estimating._notes(record))
+    platform = dataclasses.replace(platform_of(DEVICE), workspaces=workspaces)
+    options = AnswerOptions(known=known)
+    request = Request(job=estimating._job(record, "train.py"), platform=platform, options=options)
+    return answers.answered(request)[0], tuple(estimating._notes(record))
 
 
 def test_an_optimizer_that_nobody_knows_fails_no_answer():
@@ -58,17 +62,19 @@ def test_a_scripts_convolutions_are_asked_about_with_its_own_search(monkeypatch)
 
 def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_refused():
     here, elsewhere = ([{"batch_size": size, "memory_mib": 700.0}] for size in (2, 8))
-    runs = estimating._known_runs(here, None)
+    runs = known_runs(here)
     estimating._require_batch_of_script(runs, 2)
     done, _notes = answered({"optimizer": "adam", "precision": "fp32"}, known=runs)
     assert done.process_mib < 700 and done.answered_by["memory"] == "trace with 1 measured run"
-    for known, estimator, message in (
-        (elsewhere, None, r"known\[0\] is of batch_size=8, and the script"),
-        (here, "hybrid", "leave estimator=hybrid out"),
-        ("runs", None, "known=runs is for trial configs"),
+    with pytest.raises(UsageError, match=r"known\[0\] is of batch_size=8, and the script"):
+        estimating._require_batch_of_script(known_runs(elsewhere), 2)
+    for given, message in (
+        ({"known": here, "estimator": "hybrid"}, "leave estimator=hybrid out"),
+        ({"known": "runs"}, "known=runs is for trial configs"),
+        ({"batch_size": 8}, "unknown keyword 'batch_size'; known: allocator, coverage"),
     ):
         with pytest.raises(UsageError, match=message):
-            estimating._require_batch_of_script(estimating._known_runs(known, estimator), 2)
+            estimating.estimate_script(["python", __file__], **given)
 
 
 def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkeypatch):

@@ -14,6 +14,7 @@ from featurize.compiled import MODELLED
 from featurize.parallel.layout import Parallel
 from learn import estimate, estimate_script
 from learn.commands.estimate_script import entry_of_script
+from learn.script.command_line import ScriptCommand
 from learn.script.rank_zero import RankZero
 from learn.script.script_recorder import ScriptRecorder
 from tests.learn import test_script_kinds as kinds
@@ -379,7 +380,7 @@ def test_bad_options_of_a_launcher_end_the_command_with_exit_code_2(capsys):
 
 
 def test_reduced_values_are_those_of_ranks_that_all_have_the_same():
-    rank = RankZero(ScriptRecorder(), launched=4)
+    rank = RankZero(ScriptRecorder(), ScriptCommand("train.py", False, (), {}, per_node=4))
     counted, measured = torch.tensor([3, 5]), torch.tensor(2.0)
     rank.reduced(counted, torch.distributed.ReduceOp.SUM, 4)
     rank.reduced(measured, torch.distributed.ReduceOp.MAX, 4)

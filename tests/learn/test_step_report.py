@@ -180,7 +180,7 @@ def test_command_writes_the_page_and_says_where(tmp_path, capsys, monkeypatch):
 def test_the_page_shows_where_the_steps_time_goes(tmp_path):
     done = estimate(net, (8, 3, 64, 64), loop="pipeline", report=tmp_path / "r.html")
     page = page_of(tmp_path / "r.html")
-    traced = step_of(of_module(net, (8, 3, 64, 64)), DEVICE)
+    traced = step_of(of_module(net, [((8, 3, 64, 64), None)]), DEVICE)
     waits_ms = input_ms(traced.trace, 8)
     parts = time_parts(time_step(traced.trace, DEVICE, Training(), input_ms=waits_ms), waits_ms)
     assert sum(part.ms for part in parts) == pytest.approx(done.step_time_ms)
@@ -201,7 +201,7 @@ def test_bars_sum_to_the_step_time_with_its_small_parts_as_one(slowness):
         return nn.Sequential(nn.Conv2d(64, 256, 3), nn.BatchNorm2d(256), nn.ReLU(), nn.Conv2d(256, 64, 3, groups=4))
 
     spec = replace(DEVICE, launch_overhead_us=slowness * DEVICE.launch_overhead_us)
-    timed = time_step(step_of(of_module(wide, (64, 64, 64, 64)), spec).trace, spec, Training())
+    timed = time_step(step_of(of_module(wide, [((64, 64, 64, 64), None)]), spec).trace, spec, Training())
     parts = {part.name: part.ms for part in time_parts(timed)}
     assert sum(parts.values()) == pytest.approx(timed.step_time_ms)
     assert all(ms >= 0.01 * timed.step_time_ms for name, ms in parts.items() if name != OTHER)
@@ -215,7 +215,7 @@ def test_bars_sum_to_the_step_time_with_its_small_parts_as_one(slowness):
 
 @pytest.mark.parametrize("most", [20, 300, 10**6])
 def test_columns_keep_the_peak_and_what_is_reserved_whatever_their_number(most):
-    traced = step_of(of_module(net, (16, 3, 64, 64)), DEVICE, timeline=True)
+    traced = step_of(of_module(net, [((16, 3, 64, 64), None)]), DEVICE, timeline=True)
     columns, timeline = columns_of(traced, most), traced.memory.timeline
     assert sum(column.moments for column in columns) == len(timeline)
     assert len(columns) <= most + 8  # phases end columns early

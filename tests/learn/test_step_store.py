@@ -177,7 +177,7 @@ def test_without_a_folder_to_read_a_case_is_traced_when_it_is_asked_for(steps, t
 def test_a_modules_features_are_at_hand_and_never_written(data, steps, traced):
     from torch import nn
 
-    case = Case(module=of_module(nn.Linear(8, 3), (4, 8)))
+    case = Case(module=of_module(nn.Linear(8, 3), [((4, 8), None)]))
     assert steps.prepare([case], workers=0) == 0 and not data.exists()
     assert steps.record(case) is steps.record(case) and len(traced) == 1
 
@@ -212,7 +212,7 @@ def test_a_module_is_known_by_itself_and_let_go_when_it_was_lent(steps, traced):
     from torch import nn
 
     def case(width):
-        return Case(module=of_module(nn.Linear(8, width), (4, 8)))
+        return Case(module=of_module(nn.Linear(8, width), [((4, 8), None)]))
 
     parameters = [steps.record(case(width)).values["net_log_parameters"] for width in range(1, 40)]
     assert parameters == sorted(set(parameters)) and len(traced) == 39

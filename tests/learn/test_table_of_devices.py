@@ -64,7 +64,7 @@ def test_what_is_kept_of_a_trace_ends_with_it():
     calls = []
 
     def traced():
-        return learn.traced.step_of(of_module(nn.Linear(4, 4), (2, 4)), load_device("T4")).trace
+        return learn.traced.step_of(of_module(nn.Linear(4, 4), [((2, 4), None)]), load_device("T4")).trace
 
     one, other = traced(), traced()
     for asked in (one, other, one):

@@ -160,7 +160,7 @@ def test_each_type_counts_at_its_own_rate():
         def forward(self, x):
             return self.linear(self.conv(x).mean((2, 3)))
 
-    traced = step_of(of_module(Net, (4, 3, 34, 34)), A100)
+    traced = step_of(of_module(Net, [((4, 3, 34, 34), None)]), A100)
     # PyTorch's default lets convolutions take TF32, and no products. The first layer's input has no gradient.
     conv, linear = 2 * 2 * 4 * 32 * 32 * 32 * 27, 3 * 2 * 4 * 32 * 8
     expected_s = conv / (A100.tflops("tf32") * 1e12) + linear / (A100.tflops("fp32") * 1e12)

@@ -17,9 +17,9 @@ from recorded_nvml import A100_UUID, FakeGpmNvml, RecordedNvml
 from standing_in_gpu import standing_in
 
 from conf.errors import UsageError
-from featurize.block_comparison import compare_blocks
 from featurize.device_spec import load_device
 from featurize.trial import config_from_mapping
+from infra.offline.block_comparison import compare_blocks
 from learn.calibrate import calibrate, measured_in_csv
 from workers.devices import Slot
 from workers.probes import children, contexts, histories, questions, workspaces

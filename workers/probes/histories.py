@@ -1,6 +1,6 @@
 """Allocator histories of twelve jobs, recorded as trials of the farm run them, for the comparison block by block.
 
-Start reading at `measure`; `featurize.block_comparison` compares each with our trace of the same job.
+Start reading at `measure`; `infra.offline.block_comparison` compares each with our trace of the same job.
 """
 
 from __future__ import annotations

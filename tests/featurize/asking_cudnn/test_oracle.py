@@ -90,7 +90,6 @@ def test_a_table_of_gpu_models_leaves_no_process_behind(oracle_of, monkeypatch):
     from torch import nn
 
     from learn import devices_that_fit
-    from learn.estimation import on_machine
 
     oracle, devices = oracle_of(), ["A100-SXM4-40GB", "A100-SXM4-80GB"]
     started = []
@@ -102,7 +101,6 @@ def test_a_table_of_gpu_models_leaves_no_process_behind(oracle_of, monkeypatch):
 
     monkeypatch.setattr(module, "_CudnnProcess", process)
     monkeypatch.setattr(module, "oracle_for", lambda device: oracle)
-    monkeypatch.setattr(on_machine, "require_workspaces", lambda given: given)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 14**2, 4))
     fits = devices_that_fit(net, [8, 3, 16, 16], devices=devices, workspaces="auto")
     assert all("cuDNN 9.28.0 for" in " ".join(one.estimate.warnings) for one in fits)

@@ -8,7 +8,7 @@ import pytest
 from planted_histories import CNN, planted_history
 
 from conf.errors import UsageError
-from featurize.block_comparison import compare_blocks, read_history
+from infra.offline.block_comparison import compare_blocks, read_history
 
 MIB = 2**20
 

@@ -1,0 +1,281 @@
+"""What is asked for: a training job, what it runs on, and how the answer is wanted; made of the keywords of `estimate`.
+
+Start reading at `Request`; `request_of` makes one, `learn.estimation.answers` answers it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
+
+from conf.errors import UsageError, kept_from_exit, unknown_name
+from featurize.own_code import parse_trust, trusting
+from featurize.parallel.deepspeed_config import hidden_size_of
+from featurize.parallel.layout_text import parse_parallel
+from featurize.training_settings import Training, TrainingKeywords, training_of
+from featurize.trial import TrialConfig, config_from_mapping
+from featurize.trial_config import TRAINING_FIELDS
+from learn.batch_lengths import batches_of
+from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs
+from learn.estimation.loops import LOOPS
+from learn.estimation.platforms import Platform, platform_of
+from learn.estimators import ESTIMATORS, LEVEL
+from learn.job import TrainingJob, of_config, of_module
+from warehouse.folder import DataFolder
+
+if TYPE_CHECKING:
+    import torch
+
+    from featurize.allocator_settings import AllocatorSettings
+    from featurize.device_spec import DeviceSpec
+    from featurize.machine import MachineProfile
+    from featurize.parallel.layout import Parallel
+
+    Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
+    AnyModel: TypeAlias = Model | TrialConfig | Mapping[str, Any]
+    Tensors: TypeAlias = torch.Tensor | Sequence[int | torch.Tensor | Sequence[int]]
+    Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
+    Batches: TypeAlias = Sequence[Inputs] | Sequence[int] | Mapping[int, float]
+    Data: TypeAlias = str | os.PathLike[str] | DataFolder
+
+
+class JobKeywords(TrainingKeywords, total=False):
+    """Keywords that say what the job is; `learn.estimate` describes them, and `Training` those that it inherits."""
+
+    batches: Batches | None
+    settings: Training | None
+    input_dtype: str
+    target: Tensors | None
+    loss: Callable[..., torch.Tensor] | None
+    name: str | None
+    trust: Sequence[str]
+    parallel: Parallel | Mapping[str, Any] | str | None
+
+
+class PlatformKeywords(TypedDict, total=False):
+    """Keywords that say what the job runs on."""
+
+    device: str | DeviceSpec
+    power_limit_w: float | None
+    machine: str | MachineProfile | None
+    allocator: str | AllocatorSettings | None
+    workspaces: str | None
+    torch_version: str | None
+
+
+class AnswerKeywords(TypedDict, total=False):
+    """Keywords that say how the answer is wanted."""
+
+    estimator: str | None
+    data: Data | None
+    loop: str | None
+    coverage: float
+    known: Sequence[KnownRun | Mapping[str, Any]] | Mapping[str, Any] | str | None
+
+
+class ScriptKeywords(PlatformKeywords, AnswerKeywords, total=False):
+    """Keywords of a job that says itself what it is."""
+
+
+class RequestKeywords(JobKeywords, ScriptKeywords, total=False):
+    """All keywords of a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How an answer is wanted, as `learn.estimate` describes it. Raises `UsageError` for a value that cannot be."""
+
+    estimator: str | None = None
+    data: Data | None = None
+    loop: str | None = None
+    coverage: float = LEVEL
+    known: tuple[KnownRun, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.estimator is not None and not (isinstance(self.estimator, str) and self.estimator in ESTIMATORS):
+            raise unknown_name("estimator", self.estimator, ESTIMATORS)
+        if self.loop is not None and self.loop not in LOOPS:
+            raise unknown_name("loop", self.loop, LOOPS)
+        coverage = self.coverage
+        if not isinstance(coverage, int | float) or isinstance(coverage, bool) or not 0.5 < coverage <= LEVEL:
+            raise UsageError(
+                f"coverage is a number above 0.5 and at most {LEVEL}, got {coverage!r}: held-out errors carry no more"
+            )
+        if self.known:
+            self.require_movable()
+
+    def require_movable(self) -> None:
+        """Raise `UsageError` where another estimator than the trace is named beside measured runs."""
+        if self.estimator not in (None, "trace"):
+            raise UsageError(f"known= moves the trace's figure; leave estimator={self.estimator} out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A job, what it runs on, and how its estimate is wanted. Raises `UsageError` for what does not go together.
+
+    own_runs    the data folder's measured runs of a trial config, where they may serve
+    """
+
+    job: TrainingJob
+    platform: Platform
+    options: AnswerOptions
+    own_runs: OwnRuns | None = None
+
+    def __post_init__(self) -> None:
+        estimator, moves = self.options.estimator, bool(self.options.known)
+        if self.own_runs is not None and self.own_runs.asked_for:
+            self.options.require_movable()
+            moves = True
+        if self.job.parallel is not None and estimator not in (None, "trace"):
+            raise UsageError(
+                f"estimator={estimator} knows one GPU; with parallel= the trace answers, leave estimator out"
+            )
+        if self.job.parallel is not None and moves:
+            raise UsageError("known: of jobs on one GPU only; leave it out, or leave parallel out")
+        if self.job.batches and moves:
+            raise UsageError("known= holds runs of one batch shape each; leave batches= out")
+
+
+def platform_and_options(options: Mapping[str, Any]) -> tuple[Platform, AnswerOptions]:
+    """Return what a job runs on and how its answer is wanted, of the keywords of `learn.estimate` that say so. Raises
+    `UsageError`."""
+    of_platform = {name: options[name] for name in PlatformKeywords.__annotations__ if name in options}
+    of_answer = {name: options[name] for name in AnswerKeywords.__annotations__ if name in options}
+    answer_options = AnswerOptions(**{**of_answer, "known": known_runs(options.get("known"))})
+    return platform_of(data=answer_options.data, **of_platform), answer_options
+
+
+def request_of(model: AnyModel, inputs: Inputs | None = None, **options: Unpack[RequestKeywords]) -> Request:
+    """Return what `learn.estimate` is asked with these arguments, checked; nothing is traced.
+
+    Raises:
+        UsageError: As in `learn.estimate`.
+    """
+    elsewhere = (*PlatformKeywords.__annotations__, *AnswerKeywords.__annotations__)
+    of_job: dict[str, Any] = {name: value for name, value in options.items() if name not in elsewhere}
+    platform, answer_options = platform_and_options(options)
+    job, known = job_of(model, inputs, **of_job), options.get("known")
+    if known == RUNS and job.config is None:
+        raise UsageError("known=runs is for trial configs; for a module give its measured runs")
+    others = (answer_options.estimator, platform.allocator, platform.torch_version, job.parallel)
+    own = None
+    if job.config is not None and (known == RUNS or (known is None and not any(one is not None for one in others))):
+        own = OwnRuns(data=answer_options.data, config=job.config, asked_for=known == RUNS)
+    return Request(job=job, platform=platform, options=answer_options, own_runs=own)
+
+
+def job_of(
+    model: AnyModel,
+    inputs: Inputs | None = None,
+    *,
+    batches: Batches | None = None,
+    target: Tensors | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    input_dtype: str = "float32",
+    name: str | None = None,
+    trust: Sequence[str] = (),
+    parallel: Parallel | Mapping[str, Any] | str | None = None,
+    settings: Training | None = None,
+    **training: Any,
+) -> TrainingJob:
+    """Return the training job that these keywords of `learn.estimate` describe. Raises `UsageError`."""
+    given_model: Model | TrialConfig = config_from_mapping(model) if isinstance(model, Mapping) else model
+    chosen = training_settings(training, settings)
+    layout = parse_parallel(parallel, files=True, hidden_size=lambda: _hidden_size_of(given_model))
+    if isinstance(given_model, TrialConfig):
+        _with_file(layout, vars(training_of(given_model)) | chosen)
+        require_same(given_model, chosen)
+        of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
+        if given_too := [key for key, value in of_modules.items() if value is not None]:
+            raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
+        job = of_config(trusting(given_model, parse_trust(trust)))
+        layout = given_model.layout if parallel is None else layout
+        return replace(job, name=name or job.name, parallel=layout)
+    if not callable(given_model):
+        raise UsageError(
+            f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
+        )
+    _require_whole(given_model)
+    of_steps = Training(**_with_file(layout, chosen))
+    pairs = [(inputs, target)] if batches is None else batches_of(batches, inputs, target)
+    job = of_module(given_model, pairs, of_steps, input_dtype=input_dtype, loss=loss, name=name)
+    return replace(job, parallel=layout)
+
+
+def training_settings(given: Mapping[str, Any], settings: object = None) -> dict[str, Any]:
+    """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
+    names = [one.name for one in fields(Training)]
+    single = {name: value for name, value in given.items() if value is not None}
+    if of_one := [name for name in _OF_ONE_ESTIMATE if name in single]:
+        raise UsageError(f"{', '.join(of_one)}: of one estimate only; leave it out")
+    for name in given:
+        if name not in (*names, *_OF_ONE_ESTIMATE):
+            known = {*JobKeywords.__annotations__, *PlatformKeywords.__annotations__, *AnswerKeywords.__annotations__}
+            raise unknown_name("keyword", name, sorted({*known, *_OF_ONE_ESTIMATE, "inputs"}))
+    if settings is None:
+        return single
+    if not isinstance(settings, Training):
+        raise UsageError(f"settings is a featurize.training.Training, got {type(settings).__name__}")
+    if single:
+        raise UsageError(f"{', '.join(single)} and settings= exclude each other: give either")
+    return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+
+
+_OF_ONE_ESTIMATE = ("method", "report")  # keywords of `estimate` that calls with several estimates do not take
+
+
+def require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a training setting that a trial config does not have, or has with another value."""
+    for key, value in given.items():
+        if key not in TRAINING_FIELDS:
+            raise UsageError(f"{key} is for modules; a trial config has its own training settings")
+        if value != getattr(config, key):
+            raise UsageError(f"the trial config has {key}={getattr(config, key)}; change it there, not by {key}=")
+
+
+def _with_file(layout: Parallel | None, training: Mapping[str, Any]) -> dict[str, Any]:
+    """Return training settings with those of the DeepSpeed file that a layout names. Raises `UsageError` where both say
+    something else of the same setting."""
+    file = {} if layout is None or layout.deepspeed is None else layout.deepspeed.training
+    if others := [name for name, value in file.items() if training.get(name, value) != value]:
+        raise UsageError(
+            f"the DeepSpeed file has {', '.join(f'{name}={file[name]}' for name in others)}, and the job "
+            f"{', '.join(f'{name}={training[name]}' for name in others)}; change either, or leave the job's out"
+        )
+    return {**training, **file}
+
+
+def _require_whole(model: object) -> None:
+    """Raise `UsageError` for a module whose parameters are spread over ranks already: FSDP2 makes no copies of such a
+    one, and its steps would run in the caller's own process groups."""
+    parameters = None if isinstance(model, type) else getattr(model, "parameters", None)  # a class is a factory
+    meshes = (getattr(one, "device_mesh", None) for one in (parameters() if callable(parameters) else ()))
+    if (mesh := next((one for one in meshes if one is not None), None)) is not None:
+        ranks = mesh.size()
+        raise UsageError(
+            f"the model's parameters are spread over {ranks} ranks already (DTensor); give the factory that makes and "
+            "spreads it, as in def build(): model = Net(); fully_shard(model); return model, and "
+            f"estimate(build, inputs, parallel='own={ranks}')"
+        )
+
+
+def _hidden_size_of(model: Model | TrialConfig) -> int | None:
+    """The width of a model that Hugging Face's libraries would find; a factory is built for it, without memory."""
+    if isinstance(model, TrialConfig):
+        return None
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        from featurize import attention
+        from featurize.skeleton import build_on_meta
+
+        factory = model
+        try:
+            with kept_from_exit():
+                model = attention.building(lambda: build_on_meta(factory))
+        except Exception:  # a factory may raise anything, and raises it again where the model is traced
+            return None
+    return hidden_size_of(getattr(model, "config", None))
