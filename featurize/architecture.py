@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conf.errors import unknown_name
 from conf.units import MIB
 
 NVIDIA, AMD = "NVIDIA", "AMD"
@@ -60,41 +59,49 @@ _FP32_LANES = (((8, 6), 128), ((7, 0), 64), ((6, 1), 128), ((6, 0), 64), ((5, 0)
 _WATTS_PER_TFLOP = (((8, 9), 8.0), ((8, 0), 11.0), ((7, 0), 16.0), ((6, 0), 20.0), ((0, 0), 25.0))
 
 
-class _Target(NamedTuple):
-    """Figures that differ between AMD's architectures.
+def _of_amd(
+    name: str, *, lanes: int, blas_mib: int, fallback_mib: int, widest_head: int, capability: tuple[int, int]
+) -> Architecture:
+    """Wavefronts of CDNA have 64 lanes. MIOpen does not take TF32 (PyTorch's pull request 162943), matrix products do.
+    What power a chip takes at full load is not known.
 
-    lanes         such that two FLOP each make up the data sheet's rate of vectors; packed FP32 counts twice on gfx942
-    blas_mib      of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a and gfx942), else of hipBLAS
-                  (CublasHandlePool.cpp)
-    fallback_mib  of hipBLAS, where hipBLASLt comes first
-    widest_head   of AOTriton's kernels, flash and memory-efficient alike (sdp_utils.cpp: from AOTriton 0.9 on)
-    capability    as PyTorch reports it
+    Args:
+        name: The LLVM target.
+        lanes: Such that two FLOP each make up the data sheet's rate of vectors; packed FP32 counts twice on gfx942.
+        blas_mib: Of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a and gfx942), else of hipBLAS
+            (CublasHandlePool.cpp).
+        fallback_mib: Of hipBLAS, where hipBLASLt comes first.
+        widest_head: Of AOTriton's kernels, flash and memory-efficient alike (sdp_utils.cpp: from AOTriton 0.9 on).
+        capability: As PyTorch reports it.
     """
+    return Architecture(
+        title=f"{AMD} {name}",
+        vendor=AMD,
+        fp32_lanes=lanes,
+        warp_size=64,
+        watts_per_tflop=None,
+        blas_workspace_bytes=blas_mib * MIB,
+        blas_fallback_bytes=fallback_mib * MIB,
+        attention=AttentionKernels(widest_head, widest_head),
+        tf32_convolutions=False,
+        torch_capability=capability,
+    )
 
-    lanes: int
-    blas_mib: int
-    fallback_mib: int
-    widest_head: int
-    capability: tuple[int, int]
 
-
-_TARGETS: Mapping[str, _Target] = {
-    "gfx908": _Target(64, 32, 0, 0, (9, 0)),
-    "gfx90a": _Target(64, 76, 32, 512, (9, 0)),
-    "gfx942": _Target(128, 76, 128, 512, (9, 4)),
+_TARGETS: Mapping[str, Architecture] = {
+    "gfx908": _of_amd("gfx908", lanes=64, blas_mib=32, fallback_mib=0, widest_head=0, capability=(9, 0)),
+    "gfx90a": _of_amd("gfx90a", lanes=64, blas_mib=76, fallback_mib=32, widest_head=512, capability=(9, 0)),
+    "gfx942": _of_amd("gfx942", lanes=128, blas_mib=76, fallback_mib=128, widest_head=512, capability=(9, 4)),
 }
 LLVM_TARGETS = tuple(_TARGETS)
 
 
 @functools.cache
 def architecture_of(compute_capability: tuple[int, int] | None, llvm_target: str | None) -> Architecture:
-    """Return the architecture of NVIDIA's compute capability, or of AMD's LLVM target. Exactly one is given.
-
-    Raises:
-        UsageError: An unknown LLVM target; the message lists the known ones.
-    """
+    """Return the architecture of NVIDIA's compute capability, or of AMD's LLVM target, one of `LLVM_TARGETS`. Exactly
+    one is given."""
     if llvm_target is not None:
-        return _of_amd(llvm_target)
+        return _TARGETS[llvm_target]
     assert compute_capability is not None, "a description has either"
     return _of_nvidia(compute_capability)
 
@@ -114,24 +121,4 @@ def _of_nvidia(capability: tuple[int, int]) -> Architecture:
         attention=AttentionKernels(256 if capability >= (8, 0) else 0, _ANY_WIDTH),
         tf32_convolutions=True,
         torch_capability=capability,
-    )
-
-
-def _of_amd(name: str) -> Architecture:
-    """Wavefronts of CDNA have 64 lanes. MIOpen does not take TF32 (PyTorch's pull request 162943), matrix products do.
-    What power a chip takes at full load is not known."""
-    if name not in _TARGETS:
-        raise unknown_name("llvm_target", name, LLVM_TARGETS)
-    target = _TARGETS[name]
-    return Architecture(
-        title=f"{AMD} {name}",
-        vendor=AMD,
-        fp32_lanes=target.lanes,
-        warp_size=64,
-        watts_per_tflop=None,
-        blas_workspace_bytes=target.blas_mib * MIB,
-        blas_fallback_bytes=target.fallback_mib * MIB,
-        attention=AttentionKernels(target.widest_head, target.widest_head),
-        tf32_convolutions=False,
-        torch_capability=target.capability,
     )

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -23,11 +23,12 @@ from conf.errors import UsageError
 from featurize.architecture import AttentionKernels
 from featurize.autocast import Autocast
 from featurize.optimizers import is_shared
-from featurize.replacing import replaced
+from featurize.replacing import replaced, replaced_if_imported
 
 _IMPLEMENTATION = "flash_attention_2"
 _HALF = (torch.float16, torch.bfloat16)
 _XFORMERS_RUN = "_memory_efficient_attention"  # which each of xFormers' public functions calls
+_LIBRARY, _MODELS = "transformers.modeling_flash_attention_utils", "transformers.modeling_utils"
 # What transformers remembers of the package that it has imported.
 _STATE = (
     "_loaded_implementation",
@@ -65,7 +66,12 @@ def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[
         attends: Called with the width of a head of each call of PyTorch's own function.
     """
     own = functools.partial(_scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
-    with as_installed(), _xformers(), replaced(F, "scaled_dot_product_attention", own):
+    xformers = functools.partial(functools.partial, _attend_xformers)
+    with (
+        as_installed(),
+        replaced_if_imported("xformers.ops.fmha", _XFORMERS_RUN, xformers),
+        replaced(F, "scaled_dot_product_attention", own),
+    ):
         yield
 
 
@@ -84,17 +90,15 @@ def as_installed() -> Iterator[None]:
             return imports(implementation, *args, **kwargs)
         return flash_attn_func, flash_attn_varlen_func, None, vars(library)["_pad_input"], vars(library)["_unpad_input"]
 
-    described: Mapping[str, object] = {**matrix[2], "general_availability_check": lambda *_, **__: True}
+    described = {**matrix, 2: {**matrix[2], "general_availability_check": lambda *_, **__: True}}
+    instead: list[tuple[str, str, object]] = [
+        *((module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", described) for module in (_LIBRARY, _MODELS)),
+        (_LIBRARY, "_lazy_imports", lazy_imports),
+        *((_LIBRARY, name, None) for name in _STATE),
+    ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(library, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {**matrix, 2: described}))
-        models = sys.modules.get("transformers.modeling_utils")
-        if models is not None and hasattr(models, "FLASH_ATTENTION_COMPATIBILITY_MATRIX"):
-            table = vars(library)["FLASH_ATTENTION_COMPATIBILITY_MATRIX"]
-            stack.enter_context(replaced(models, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", table))
-        stack.enter_context(replaced(library, "_lazy_imports", lazy_imports))
-        for name in _STATE:
-            if hasattr(library, name):
-                stack.enter_context(replaced(library, name, None))
+        for module, name, value in instead:
+            stack.enter_context(replaced_if_imported(module, name, functools.partial(lambda given, _: given, value)))
         yield
 
 
@@ -154,42 +158,37 @@ def _attend(
 ) -> Tensor:
     if q.dtype not in _HALF:
         raise RuntimeError("FlashAttention only supports fp16 and bf16")
-    width = q.shape[-1]
-    scale = scale if scale is not None else width**-0.5
-    if width % 8:
-        q, k, v = (F.pad(t, (0, 8 - width % 8)) for t in (q, k, v))
     sides = {"window_size_left": window[0], "window_size_right": window[1]} if window != (-1, -1) else {}
-    kernel = torch.ops.aten._flash_attention_forward
-    out = kernel(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout, causal, False, scale=scale, **sides)[0]
+    more = starts_q, starts_k, longest_q, longest_k, dropout, causal, False
+    return _flash(torch.ops.aten._flash_attention_forward, (q, k, v), *more, scale=scale, **sides)
+
+
+def _flash(
+    kernel: Callable[..., tuple[Tensor, ...]],
+    heads: tuple[Tensor, Tensor, Tensor],
+    *more: Any,
+    scale: float | None,
+    **sides: int,
+) -> Tensor:
+    """Run flash attention, which pads the head of query, key and value to a multiple of 8."""
+    width = heads[0].shape[-1]
+    scale = scale if scale is not None else width**-0.5
+    out = kernel(*(F.pad(t, (0, -width % 8)) if width % 8 else t for t in heads), *more, scale=scale, **sides)[0]
     return out[..., :width] if width % 8 else out
 
 
 def _transformers() -> ModuleType | None:
-    library = sys.modules.get("transformers.modeling_flash_attention_utils")
+    library = sys.modules.get(_LIBRARY)
     return library if library is not None and inspect.isfunction(getattr(library, "_lazy_imports", None)) else None
 
 
-@contextlib.contextmanager
-def _xformers() -> Iterator[None]:
-    """Within, `xformers.ops.memory_efficient_attention` takes meta tensors, if xFormers is imported."""
-    library = sys.modules.get("xformers.ops.fmha")
-    run = getattr(library, _XFORMERS_RUN, None)
-    if library is None or run is None:
-        yield
-        return
-
-    def attend(inp: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return _attend_xformers(inp) if inp.query.is_meta else run(inp, *args, **kwargs)
-
-    with replaced(library, _XFORMERS_RUN, attend):
-        yield
-
-
-def _attend_xformers(inp: Any) -> Tensor:
-    """Attend [N, L, E], [N, L, heads, E] or [N, L, groups, heads of each, E].
+def _attend_xformers(run: Callable[..., Tensor], inp: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Attend [N, L, E], [N, L, heads, E] or [N, L, groups, heads of each, E], on meta as `run` does on a GPU.
 
     In half precision xFormers runs FlashAttention, else its CUTLASS kernel.
     """
+    if not inp.query.is_meta:
+        return run(inp, *args, **kwargs)
     query, key, value, bias = inp.query, inp.key, inp.value, inp.attn_bias
     shape = (*query.shape[:-1], value.shape[-1])
     query, key, value = (_four_dimensions(x) for x in (query, key, value))
@@ -234,12 +233,8 @@ def _scaled_dot_product(
     same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     square = not is_causal or query.shape[-2] == key.shape[-2]  # flash aligns the causal mask differently
     if fused and half and attn_mask is None and same_width and square and width <= kernels.flash:
-        if width % 8:  # flash pads the head to a multiple of 8
-            scale = scale if scale is not None else width**-0.5
-            query, key, value = (F.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        out = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        return out[..., :width] if width % 8 else out
+        return _flash(kernel, (query, key, value), dropout_p, is_causal, scale=scale)
     grouped = fused and query.shape[1] != key.shape[1]
     if fused and aligned and not grouped and width <= kernels.efficient:
         if attn_mask is not None:

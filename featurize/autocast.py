@@ -56,9 +56,9 @@ class Autocast:
 
     def lower(self, value):
         """As a product's argument."""
-        return value if self.dtype is None else self.cast(value, self.dtype)
+        return self.cast(value, self.dtype)
 
-    def cast(self, value, dtype: torch.dtype):
+    def cast(self, value, dtype: torch.dtype | None):
         """Floating tensors, also those in lists, in that type; without autocast as they are."""
         if self.dtype is None:
             return value
@@ -95,11 +95,11 @@ class Autocast:
             yield
             return
         with contextlib.ExitStack() as stack:
-            for names, wrap in ((_LOWER, self._wrap_lower), (_FP32, self._wrap_fp32)):
+            for names, wide in ((_LOWER, None), (_FP32, torch.float32)):
                 for owner, listed in names.items():
                     for name in listed.split():
                         if function := getattr(owner, name, None):
-                            wrapped = wrap(function)
+                            wrapped = self._wrap(function, wide)
                             if name in _HALF_TO_FLOAT:
                                 wrapped = self._wrap_softmax(function, _HALF_TO_FLOAT[name])
                             stack.enter_context(replaced(owner, name, wrapped))
@@ -112,18 +112,13 @@ class Autocast:
             finally:
                 self._installed = False
 
-    def _wrap_lower(self, function: Callable) -> Callable:
+    def _wrap(self, function: Callable, dtype: torch.dtype | None) -> Callable:
+        """Cast the arguments to a type; None: to autocast's."""
+
         @functools.wraps(function)
         def call(*args, **kwargs):
-            return function(*map(self.lower, args), **{k: self.lower(v) for k, v in kwargs.items()})
-
-        return call
-
-    def _wrap_fp32(self, function: Callable) -> Callable:
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            wide = torch.float32
-            return function(*(self.cast(a, wide) for a in args), **{k: self.cast(v, wide) for k, v in kwargs.items()})
+            into = dtype or self.dtype
+            return function(*(self.cast(a, into) for a in args), **{k: self.cast(v, into) for k, v in kwargs.items()})
 
         return call
 
@@ -141,7 +136,7 @@ class Autocast:
 
     def _wrap_softmax(self, function: Callable, kernel: Callable) -> Callable:
         """In fp16 the kernel that reads halves and gives floats; else a copy in fp32 first."""
-        otherwise = self._wrap_fp32(function)
+        otherwise = self._wrap(function, torch.float32)
 
         @functools.wraps(function)
         def call(x, dim=None, *args, **kwargs):
@@ -157,11 +152,8 @@ class Autocast:
 def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
     """Within, meta tensors are cast as by CUDA's autocast of that type (None: by none), and by what a model itself asks
     of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass."""
-    with _lock:
-        yield from _casting(Autocast(dtype))
+    autocast = Autocast(dtype)
 
-
-def _casting(autocast: Autocast) -> Iterator[Autocast]:
     class OfAModel(torch.autocast):
         """Meta stands for CUDA, which PyTorch's own context refuses or knows to be absent."""
 
@@ -184,7 +176,7 @@ def _casting(autocast: Autocast) -> Iterator[Autocast]:
     def of_cuda(enabled=True, dtype=torch.float16, cache_enabled=True):
         return OfAModel("cuda", dtype, enabled, cache_enabled)
 
-    with contextlib.ExitStack() as stack:
+    with _lock, contextlib.ExitStack() as stack:
         for owner in (torch, torch.amp, torch.amp.autocast_mode):
             stack.enter_context(replaced(owner, "autocast", OfAModel))
         # Asked for the type of a tensor's device, which PyTorch knows no autocast of.

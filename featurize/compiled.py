@@ -32,8 +32,8 @@ from conf.plain_text import exception_line
 from featurize.checkpointing import repeated_blocks
 from featurize.compiled_graph import GraphReplay
 from featurize.cuda_graphs import GRAPHED, CudaGraphs
-from featurize.quantized import DEQUANTIZATIONS
-from featurize.replacing import replaced
+from featurize.own_operators import DEQUANTIZATIONS
+from featurize.replacing import replaced, replaced_if_imported
 from featurize.wrappers import compiled_function, compiled_functions, is_compiled, uncompiled_copy
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ AS_EAGER = (
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 _KNOWN = (Tensor, *_PLAIN)
 _MOST_REASONS = 2
+_Capture = Callable[[list[Tensor]], Any]  # the graphs of one region, called with parameters, buffers and inputs
 
 
 class CompiledRegions:
@@ -89,10 +90,9 @@ class CompiledRegions:
             if not (blocks_alone and blocks):
                 chosen[module] = None
             chosen |= dict.fromkeys(blocks)  # also for where the whole cannot be captured
-        self._any = bool(chosen)
-        for module in chosen:
-            region = _Region(self, module, module.forward, _named(paths[module]))
-            vars(module)["forward"] = region.as_function()  # shadows the class's method
+        self._any = False
+        for module in chosen:  # shadows the class's method
+            vars(module)["forward"] = self._region(module, module.forward, _named(paths[module]))
         for path, module in model.named_modules():
             for name, function in compiled_functions(module).items():
                 vars(module)[name] = self._function(function, f"function {name!r} of {_named(path)}")
@@ -105,18 +105,76 @@ class CompiledRegions:
             vars(inner).update(
                 {n: self._function(f, f"function {n!r} of the loss") for n, f in compiled_functions(inner).items()}
             )
-            if not whole:
-                return inner
-            self._any = True
-            return _Region(self, inner, inner.forward, "the loss").as_function()
+            return self._region(inner, inner.forward, "the loss") if whole else inner
         if loss is not None and (original := compiled_function(loss)) is not None:
             return self._function(original, "the loss")
         return loss
 
     def _function(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        self._any = True
         owner = getattr(function, "__self__", None)
-        return _Region(self, owner if isinstance(owner, nn.Module) else nn.Module(), function, name).as_function()
+        return self._region(owner if isinstance(owner, nn.Module) else nn.Module(), function, name)
+
+    def _region(self, module: nn.Module, forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return what stands in the place of a forward pass: its graphs by the shapes, types and constants of its
+        inputs."""
+        self._any = True
+        holder = _Holder(module, forward)
+        captured: dict[Hashable, _Capture | None] = {}
+
+        @functools.wraps(forward)
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            recorder = self.recorder_now()
+            if recorder is None or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            held = {**dict(holder.named_parameters()), **dict(holder.named_buffers())}
+            tensors = [*held.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+            code = getattr(forward, "__func__", forward)
+            key = (code, str(structure), _repeats(tensors), *held, *map(_signature, (*leaves, *held.values())))
+            if key not in captured:
+                captured[key] = self._capture(holder, name, key, list(held), leaves, structure, tensors)
+            capture = captured[key]
+            if capture is None:
+                return forward(*args, **kwargs)
+            # Its graphs run without gradients and below no module's hooks: they do not tell a checkpoint's second pass.
+            with recorder.computing_again(recorder.phase == "backward"):
+                return capture(tensors)
+
+        return compiled
+
+    def _capture(
+        self,
+        holder: _Holder,
+        name: str,
+        key: Hashable,
+        names: list[str],
+        leaves: list[Any],
+        structure: pytree.TreeSpec,
+        tensors: list[Tensor],
+    ) -> _Capture | None:
+        """The graphs for these inputs; None where there are none, which is noted."""
+        known = self.known.setdefault(key, [])
+        capture = next((capture for reads, capture in known if reads.alike(holder.module)), None)
+        if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
+            capture = f"it takes a {type(unknown[0]).__name__}, which is no tensor"
+        elif capture is None:
+            reads = AttributeReads(holder.module)
+            self.capturing = True
+            try:
+                # Saved-tensor hooks (of a checkpoint around this) and dispatch modes belong to threads: none of them
+                # here.
+                with ThreadPoolExecutor(1) as thread, _capturable(), reads.noted():
+                    capture = thread.submit(_captured, holder, names, leaves, structure, self, tensors).result()
+            except Exception as error:  # the compiler and a model may raise anything
+                capture = exception_line(error)
+            finally:
+                self.capturing = False
+            known.append((reads, capture))
+        if isinstance(capture, str):
+            self.failed.setdefault(name, capture)
+            return None
+        self.followed.add(name)
+        return capture
 
     def recorder_now(self) -> Recorder | None:
         """Return the recorder of what runs; None while a graph is captured."""
@@ -131,90 +189,6 @@ class CompiledRegions:
         return (MODELLED if self.followed else AS_EAGER, *[GRAPHED] * graphed, *reasons[:_MOST_REASONS])
 
 
-class _Region:
-    """One compiled module: its graphs by the shapes, types and constants of its inputs."""
-
-    def __init__(self, regions: CompiledRegions, module: nn.Module, forward: Callable[..., Any], name: str) -> None:
-        self._regions = regions
-        self._forward = forward
-        self._holder = _Holder(module, self._forward)
-        self._name = name
-        self._captured: dict[Hashable, _Capture | None] = {}
-
-    def as_function(self) -> Callable[..., Any]:
-        """Return what stands in the place of the module's forward pass."""
-
-        @functools.wraps(self._forward)
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            regions = self._regions
-            recorder = regions.recorder_now()
-            if recorder is None or not torch.is_grad_enabled():
-                return self._forward(*args, **kwargs)
-            leaves, structure = pytree.tree_flatten((args, kwargs))
-            held = {**dict(self._holder.named_parameters()), **dict(self._holder.named_buffers())}
-            tensors = [*held.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-            code = getattr(self._forward, "__func__", self._forward)
-            key = (code, str(structure), _repeats(tensors), *held, *map(_signature, (*leaves, *held.values())))
-            if key not in self._captured:
-                self._captured[key] = self._capture(key, list(held), leaves, structure, tensors)
-            capture = self._captured[key]
-            if capture is None:
-                return self._forward(*args, **kwargs)
-            # Its graphs run without gradients and below no module's hooks: they do not tell a checkpoint's second pass.
-            with recorder.computing_again(recorder.phase == "backward"):
-                return capture(tensors)
-
-        return compiled
-
-    def _capture(
-        self,
-        key: Hashable,
-        names: list[str],
-        leaves: list[Any],
-        structure: pytree.TreeSpec,
-        tensors: list[Tensor],
-    ) -> _Capture | None:
-        """The graphs for these inputs; None where there are none, which is noted."""
-        regions, module = self._regions, self._holder.module
-        unknown = [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]
-        if unknown:
-            regions.failed.setdefault(self._name, f"it takes a {type(unknown[0]).__name__}, which is no tensor")
-            return None
-        known = regions.known.setdefault(key, [])
-        capture = next((capture for reads, capture in known if reads.alike(module)), None)
-        if capture is None:
-            reads = AttributeReads(module)
-            capture = self._new_capture(reads, names, leaves, structure, tensors)
-            known.append((reads, capture))
-        if isinstance(capture, str):
-            regions.failed.setdefault(self._name, capture)
-            return None
-        regions.followed.add(self._name)
-        return capture
-
-    def _new_capture(
-        self,
-        reads: AttributeReads,
-        names: list[str],
-        leaves: list[Any],
-        structure: pytree.TreeSpec,
-        tensors: list[Tensor],
-    ) -> _Capture | str:
-        """The graphs, or why there are none."""
-        regions = self._regions
-        regions.capturing = True
-        try:
-            capture = _Capture(self._holder, names, leaves, structure, regions)
-            # Saved-tensor hooks (of a checkpoint around this) and dispatch modes belong to threads: none of them here.
-            with ThreadPoolExecutor(1) as thread, _capturable(), reads.noted():
-                capture.first_call(thread, tensors)
-        except Exception as error:  # the compiler and a model may raise anything
-            return exception_line(error)
-        finally:
-            regions.capturing = False
-        return capture
-
-
 class _Holder(nn.Module):
     """The module as it was, for `torch.func.functional_call`."""
 
@@ -227,93 +201,76 @@ class _Holder(nn.Module):
         return self._as_it_was(*args, **kwargs)
 
 
-class _Capture:
-    """The compiled function of one region for inputs of one kind. The first call captures its graphs."""
+def _captured(
+    holder: nn.Module,
+    names: list[str],
+    leaves: list[Any],
+    structure: pytree.TreeSpec,
+    regions: CompiledRegions,
+    tensors: list[Tensor],
+) -> _Capture:
+    """Return the compiled function of one region for inputs of one kind, its graphs captured and run once. Raises what
+    the model and the compiler raise."""
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
 
-    def __init__(
-        self,
-        holder: nn.Module,
-        names: list[str],
-        leaves: list[Any],
-        structure: pytree.TreeSpec,
-        regions: CompiledRegions,
-    ) -> None:
-        from torch._functorch.aot_autograd import aot_function
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
-        from torch._inductor.decomposition import select_decomp_table
-        from torch._inductor.fx_passes.replace_random import replace_random_passes
+    # From 2.7 on; before, the partitioner asks nobody which inputs live on.
+    takes_alive = "static_lifetime_input_indices" in signature(min_cut_rematerialization_partition).parameters
+    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+    results: dict[str, Any] = {}  # of the last call of `forward`
 
-        # From 2.7 on; before, the partitioner asks nobody which inputs live on.
-        takes_alive = "static_lifetime_input_indices" in signature(min_cut_rematerialization_partition).parameters
-        constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+    def forward(*tensors: Tensor) -> list[Tensor]:
+        given = iter(tensors[len(names) :])
+        pairs = zip(constants, is_tensor, strict=True)
+        args, kwargs = pytree.tree_unflatten([next(given) if is_one else c for c, is_one in pairs], structure)
+        weights = dict(zip(names, tensors, strict=False))
+        with disable_saved_tensors_hooks("a compiled module with saved-tensor hooks in it"):
+            result = functional_call(holder, weights, args, kwargs)
+        outputs, results["structure"] = pytree.tree_flatten(result)
+        results["leaves"] = [(leaf, list(_tensors_in(leaf, {}))) for leaf in outputs]
+        return [tensor for _, inside in results["leaves"] for tensor in inside]
 
-        def forward(*tensors: Tensor) -> list[Tensor]:
-            given = iter(tensors[len(names) :])
-            pairs = zip(constants, is_tensor, strict=True)
-            args, kwargs = pytree.tree_unflatten([next(given) if is_one else c for c, is_one in pairs], structure)
-            weights = dict(zip(names, tensors, strict=False))
-            with disable_saved_tensors_hooks("a compiled module with saved-tensor hooks in it"):
-                result = functional_call(holder, weights, args, kwargs)
-            outputs, self._outer = pytree.tree_flatten(result)
-            self._results = [(leaf, list(_tensors_in(leaf, {}))) for leaf in outputs]
-            return [tensor for _, tensors in self._results for tensor in tensors]
+    def partition(alive: list[int], joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes):
+            replace_random_passes(joint)  # as Inductor does: a seed is saved instead of random numbers
+        mark_cheap(joint, DEQUANTIZATIONS)
+        known = {"static_lifetime_input_indices": alive} if takes_alive else {}
+        return min_cut_rematerialization_partition(joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, **known)
 
-        def partition(alive: list[int], joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-            if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes):
-                replace_random_passes(joint)  # as Inductor does: a seed is saved instead of random numbers
-            mark_cheap(joint, DEQUANTIZATIONS)
-            known = {"static_lifetime_input_indices": alive} if takes_alive else {}
-            return min_cut_rematerialization_partition(
-                joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, **known
-            )
+    def compiled(function: Callable[..., Any], weights: int) -> Callable[..., Any]:
+        alive = list(range(weights))  # anyhow: saving them costs nothing
+        return aot_function(
+            function,
+            lambda graph, _inputs: GraphReplay(graph, regions),
+            partition_fn=functools.partial(partition, alive),
+            decompositions=dict(select_decomp_table()),
+            num_params_buffers=weights,
+            keep_inference_input_mutations=True,  # as Inductor's: the graph's kernels write running statistics
+            enable_log=False,  # which prints the graphs, also where no one reads them
+        )
 
-        def replay(gm: GraphModule, example_inputs: Any) -> GraphReplay:
-            return GraphReplay(gm, regions)
+    function = None
+    if regions.buckets is not None:
+        function = in_pieces(forward, tensors, len(names), regions.buckets, compiled)
+    function = function or compiled(forward, len(names))
+    outputs = [output for output in function(*tensors) if output.requires_grad]
+    inputs = [tensor for tensor in tensors if tensor.requires_grad]
+    if inputs and not outputs:
+        raise RuntimeError("the graph loses the gradient")
+    if inputs:
+        gradients = [torch.empty_like(output) for output in outputs]
+        with _without_hooks(inputs):
+            torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
 
-        def compiled(function: Callable[..., Any], weights: int) -> Callable[..., Any]:
-            alive = list(range(weights))  # anyhow: saving them costs nothing
-            return aot_function(
-                function,
-                replay,
-                replay,
-                functools.partial(partition, alive),
-                dict(select_decomp_table()),
-                num_params_buffers=weights,
-                keep_inference_input_mutations=True,  # as Inductor's: the graph's kernels write running statistics
-                enable_log=False,  # which prints the graphs, also where no one reads them
-            )
+    def capture(tensors: list[Tensor]) -> Any:
+        outputs = iter(function(*tensors))
+        leaves = [copy.deepcopy(leaf, {id(one): next(outputs) for one in inside}) for leaf, inside in results["leaves"]]
+        return pytree.tree_unflatten(leaves, results["structure"])
 
-        self._forward, self._weights, self._compiled, self._buckets = forward, len(names), compiled, regions.buckets
-        self._function: Callable[..., Any] | None = None  # until the first call
-
-    def first_call(self, thread: ThreadPoolExecutor, tensors: list[Tensor]) -> None:
-        """Capture the graphs and run both once. Raises what the model and the compiler raise."""
-
-        def run() -> None:
-            if self._buckets is not None:
-                self._function = in_pieces(self._forward, tensors, self._weights, self._buckets, self._compiled)
-            if self._function is None:
-                self._function = self._compiled(self._forward, self._weights)
-            outputs = [output for output in self._function(*tensors) if output.requires_grad]
-            inputs = [tensor for tensor in tensors if tensor.requires_grad]
-            if inputs and not outputs:
-                raise RuntimeError("the graph loses the gradient")
-            if inputs:
-                gradients = [torch.empty_like(output) for output in outputs]
-                with _without_hooks(inputs):
-                    torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
-
-        thread.submit(run).result()
-
-    def __call__(self, tensors: list[Tensor]) -> Any:
-        assert self._function is not None, "captured"
-        outputs = iter(self._function(*tensors))
-        leaves = []
-        for result, inside in self._results:
-            memo: dict[int, Any] = {id(tensor): next(outputs) for tensor in inside}
-            leaves.append(copy.deepcopy(result, memo))
-        return pytree.tree_unflatten(leaves, self._outer)
+    return capture
 
 
 @contextlib.contextmanager
@@ -360,17 +317,17 @@ def _capturable() -> Iterator[None]:
         made = made_of_data(*args, **kwargs)
         return torch.empty(made.shape, dtype=made.dtype, device="meta") if made.is_meta else made
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(functions, "cross_entropy_loss", cross_entropy))
-        stack.enter_context(replaced(functions, "nll_loss_nd", nll_loss))
-        stack.enter_context(replaced(torch, "tensor", tensor))
-        stack.enter_context(replaced(torch.compiler, "_is_compiling_flag", True))
-        if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
-            # Without a GPU, CUDA builds of 2.11 keep a guard of the thread that captures, and the next one's use of it
-            # crashes the process. Graphs of meta tensors need none.
-            stack.enter_context(replaced(torch._C, "_ensureCUDADeviceGuardSet", lambda: None))
-        stack.enter_context(marked())
-        stack.enter_context(_use_lazy_graph_module(True))  # no one runs the Python code of the graphs
+    with (
+        replaced(functions, "cross_entropy_loss", cross_entropy),
+        replaced(functions, "nll_loss_nd", nll_loss),
+        replaced(torch, "tensor", tensor),
+        replaced(torch.compiler, "_is_compiling_flag", True),
+        # Without a GPU, CUDA builds of 2.11 keep a guard of the thread that captures, and the next one's use of it
+        # crashes the process. Graphs of meta tensors need none.
+        replaced_if_imported("torch._C", "_ensureCUDADeviceGuardSet", lambda _: lambda: None),
+        marked(),
+        _use_lazy_graph_module(True),  # no one runs the Python code of the graphs
+    ):
         yield
 
 
@@ -608,16 +565,10 @@ class _Piece(nn.Module):
         super().__init__()
         self._order = order
         back = sorted(range(len(order)), key=order.__getitem__)
-
-        def function(*sorted_arguments: Any) -> list[Any]:
-            self._alone = not isinstance(results := graph(*(sorted_arguments[at] for at in back)), list | tuple)
-            return [results] if self._alone else list(results)
-
-        self._compiled = compiled(function, weights)
+        self._compiled = compiled(lambda *given: graph(*(given[at] for at in back)), weights)
 
     def forward(self, *arguments: Any) -> Any:
-        results = self._compiled(*(arguments[at] for at in self._order))
-        return results[0] if self._alone else results
+        return self._compiled(*(arguments[at] for at in self._order))
 
 
 class _GradModes(TorchDispatchMode):
@@ -639,23 +590,14 @@ def marked() -> Iterator[None]:
 
     def without_hooks(
         _function: Callable[..., Any],
-        _preserve: bool = True,
-        context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
+        _preserve_or_args: Any = (),
+        given: Any = noop_context_fn,  # from 2.15 on the function's keyword arguments
         *_: Any,
+        context_fn: Callable[[], tuple[Any, Any]] | None = None,
         **__: Any,
     ) -> Iterator[None]:
-        with _computed_again(next(numbers), context_fn):
+        with _computed_again(next(numbers), context_fn or (given if callable(given) else noop_context_fn)):
             yield
-
-    def without_hooks_by_name(
-        function: Callable[..., Any],
-        _args: Any,
-        _kwargs: Any,
-        *,
-        context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
-        **_: Any,
-    ) -> Iterator[None]:
-        return without_hooks(function, context_fn=context_fn)
 
     class Reentrant:
         @staticmethod
@@ -666,9 +608,7 @@ def marked() -> Iterator[None]:
     name, newer = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
     with (
         # From 2.15 on `checkpoint` calls the newer one, whose settings have names.
-        replaced(library, newer, without_hooks_by_name)
-        if hasattr(library, newer)
-        else replaced(library, name, without_hooks),
+        replaced(library, newer if hasattr(library, newer) else name, without_hooks),
         replaced(library, "CheckpointFunction", Reentrant),
         # Keeps the state of a GPU's random numbers, some bytes, and knows no meta tensors.
         replaced(

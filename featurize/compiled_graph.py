@@ -19,14 +19,14 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from featurize.operators import GATHERS
+from featurize.operators import GATHERS, INDEXING, POINTWISE, REDUCTION, SCATTER, VIEW, fused_part
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -36,86 +36,11 @@ if TYPE_CHECKING:
 # torch/_inductor/config.py: realize_reads_threshold, of a value with several readers; realize_acc_reads_threshold.
 _MOST_READS_SHARED = 4
 _MOST_READS = 8
-# Besides the operators that torch tags as pointwise.
-_POINTWISE = frozenset(
-    {
-        "aten::_to_copy",
-        "aten::arange",
-        "aten::clone",
-        "aten::constant_pad_nd",
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_strided",
-        "aten::fill",
-        "aten::full",
-        "aten::full_like",
-        "aten::lift_fresh_copy",
-        "aten::masked_fill",
-        "aten::new_full",
-        "aten::new_ones",
-        "aten::new_zeros",
-        "aten::ones",
-        "aten::ones_like",
-        "aten::scalar_tensor",
-        "aten::tril",
-        "aten::triu",
-        "aten::where",
-        "aten::zeros",
-        "aten::zeros_like",
-        "prims::_inductor_bucketize",
-        "prims::convert_element_type",
-        "prims::iota",
-    }
-)
-# Fused kernels whose result has memory of its own: these, and the two sets below.
-_REDUCTIONS = frozenset(
-    {
-        "aten::all",
-        "aten::amax",
-        "aten::amin",
-        "aten::any",
-        "aten::argmax",
-        "aten::argmin",
-        "aten::max",
-        "aten::mean",
-        "aten::min",
-        "aten::prod",
-        "aten::sum",
-        "aten::var",
-        "aten::var_mean",
-        "prims::prepare_softmax_online",
-        "prims::sum",
-        "prims::var",
-    }
-)
-# What reduces nothing.
-_NO_REDUCTIONS = frozenset(
-    {
-        "aten::cat",
-        "aten::copy",
-        "aten::copy_",
-        "aten::embedding",
-        "aten::gather",
-        "aten::index",
-        "aten::index_select",
-        "aten::rand",
-        "aten::rand_like",
-        "aten::randn",
-        "aten::randn_like",
-        "prims::inductor_random",
-        "aten::select_scatter",
-        "aten::slice_scatter",
-    }
-)
-# Add into places that others add into: kernels of their own.
-_SCATTERS = frozenset({"aten::index_put", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce"})
-_VIEWS = frozenset({"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "prims::broadcast_in_dim"})
 _INPUT, _VIEW, _INLINE, _KERNEL, _EXTERN = "input", "view", "inline", "kernel", "extern"
 
 MAX_FUSED = 64  # torch/_inductor/config.py: max_fusion_size
 # A reduction of more elements to one value is two kernels (torch/_inductor/ir.py: Reduction.num_splits).
 _SPLIT_FROM = 8192
-Buffer = TypeVar("Buffer", bound=Hashable)
 
 
 class GraphReplay:
@@ -136,25 +61,24 @@ class GraphReplay:
         """Decide what has memory, what each kernel reads and which values end with it."""
         self._roles = {node: _role(node) for node in self._nodes}
         self._bases: dict[Node, Node] = {}  # value -> the one whose memory it shares
-        for node in self._nodes:
-            shares = self._roles[node] == _VIEW or (self._roles[node] == _KERNEL and _mutates(node))
-            self._bases[node] = self._bases[node.all_input_nodes[0]] if shares else node
+        self._views: dict[Node, list[Node]] = {}  # the other way round
         users: dict[Node, set[Node]] = {node: set() for node in self._nodes}
         for node in self._nodes:
-            for source in node.all_input_nodes:
-                if self._roles[node] != _VIEW:
-                    users[self._bases[source]].add(node)
-        for node in self._nodes:
-            if self._roles[node] in (_EXTERN, "output"):
-                for source in node.all_input_nodes:
-                    self._realize(source)
-            elif self._roles[node] == _KERNEL and _mutates(node):
-                self._realize(node.all_input_nodes[0])
+            role, sources = self._roles[node], node.all_input_nodes
+            writes = role == _KERNEL and _mutates(node)
+            self._bases[node] = base = self._bases[sources[0]] if role == _VIEW or writes else node
+            if base is not node:
+                self._views.setdefault(base, []).append(node)
+            for source in sources if role != _VIEW else ():
+                users[self._bases[source]].add(node)
+            for source in sources if role in (_EXTERN, "output") else sources[:1] if writes else ():
+                if self._roles[self._bases[source]] == _INLINE:
+                    self._roles[self._bases[source]] = _KERNEL
         # What a value is computed from: buffers alone. In order, since what reads too many becomes a buffer itself.
         self._reads: dict[Node, dict[Node, None]] = {}  # without order, two replays would free in different ones
+        last: dict[Node, Node] = {}
         for node in self._nodes:
-            role = self._roles[node]
-            if role in (_INPUT, _VIEW):
+            if self._roles[node] in (_INPUT, _VIEW):
                 continue
             reads: dict[Node, None] = {}
             for source in node.all_input_nodes:
@@ -162,23 +86,15 @@ class GraphReplay:
                 reads |= self._reads[base] if self._roles[base] == _INLINE else {base: None}
             self._reads[node] = reads
             most = _MOST_READS_SHARED if len(users[node]) > 1 else _MOST_READS
-            if role == _INLINE and len(reads) > most:
+            if self._roles[node] == _INLINE and len(reads) > most:
                 self._roles[node] = _KERNEL
-        last: dict[Node, Node] = {}
-        for node in self._nodes:
-            if self._roles[node] in (_KERNEL, _EXTERN, "output"):
-                last.update(dict.fromkeys(self._reads[node], node))
+            if self._roles[node] != _INLINE:
+                last.update(dict.fromkeys(reads, node))
         self._ends: dict[Node, list[Node]] = {node: [] for node in self._nodes}
         for base, node in last.items():
             self._ends[node].append(base)
         self._unread = {n for n in self._nodes if self._bases[n] is n and self._roles[n] != _INLINE and n not in last}
-        self._views: dict[Node, list[Node]] = {}
-        for node in self._nodes:
-            if self._bases[node] is not node:
-                self._views.setdefault(self._bases[node], []).append(node)
-
         self._plan_kernels(users)
-        self._meant = {n: _meant(n.meta["val"]) for n in self._nodes if self._roles[n] == _KERNEL and not _mutates(n)}
 
     def _plan_kernels(self, users: dict[Node, set[Node]]) -> None:
         """Decide which values one kernel computes, and which of them only that kernel reads."""
@@ -192,12 +108,12 @@ class GraphReplay:
             and all(self._group.get(user) == self._group[node] for user in readers)
         }
 
-    def _work(self, node: Node) -> Work[Node]:
+    def _work(self, node: Node) -> Work:
         reads = tuple(self._reads[node])
-        if self._roles[node] == _EXTERN or _name(node) in _SCATTERS:
+        if self._roles[node] == _EXTERN or fused_part(_name(node)) == SCATTER:
             return Work(places=0, fusible=False, reads=reads, makes=self._made(node))
         places = _elements(node)
-        whole = _elements(node.all_input_nodes[0]) if _name(node) in _REDUCTIONS and node.all_input_nodes else places
+        whole = _elements(node.all_input_nodes[0]) if _reduces(node) and node.all_input_nodes else places
         return Work(
             places=places,
             depth=max(1, whole // max(1, places)),
@@ -211,11 +127,6 @@ class GraphReplay:
         parts = (user for user in node.users if user.target is operator.getitem and self._roles[user] == _INPUT)
         return (self._bases[node], *parts)
 
-    def _realize(self, node: Node) -> None:
-        base = self._bases[node]
-        if self._roles[base] == _INLINE:
-            self._roles[base] = _KERNEL
-
     def __call__(self, args: list[Any]) -> list[Any]:
         recorder, graphs = self._regions.recorder_now(), self._regions.graphs
         if recorder is None or graphs is None:
@@ -224,34 +135,26 @@ class GraphReplay:
             return self._run(args)
 
     def _run(self, args: list[Any]) -> list[Any]:
-        values: dict[Node, Any] = {}
         noted: dict[int, _Noted] = {}
-        given = iter(args)
-        for node in self._nodes:
-            if node.op == "placeholder":
-                values[node] = next(given)
-        del given
+        inputs = [node for node in self._nodes if node.op == "placeholder"]
+        values: dict[Node, Any] = dict(zip(inputs, args, strict=True))
         args.clear()
         for node in self._nodes:
             role = self._roles[node]
             if role == "output":
                 return [values.get(one) if isinstance(one, torch.fx.Node) else one for one in node.args[0]]
-            if role == _VIEW:
-                self._run_view(node, values)
+            if role == _VIEW and node.all_input_nodes[0] in values and node not in values:
+                with torch._C._DisableTorchDispatch():
+                    values[node] = _call(node, values)
             elif role == _KERNEL:
                 self._run_fused(node, values, noted)
             elif role == _EXTERN:
                 self._run_extern(node, values)
-            elif role == _INPUT and node.op == "get_attr":
+            elif node.op == "get_attr":
                 values[node] = operator.attrgetter(str(node.target))(self._constants)
             if node in self._unread and role != _EXTERN:
                 values.pop(node, None)
         raise AssertionError("a graph ends with its output")
-
-    def _run_view(self, node: Node, values: dict[Node, Any]) -> None:
-        if node.all_input_nodes[0] in values and node not in values:
-            with torch._C._DisableTorchDispatch():
-                values[node] = _call(node, values)
 
     def _run_extern(self, node: Node, values: dict[Node, Any]) -> None:
         recorder = self._regions.recorder_now()
@@ -273,7 +176,7 @@ class GraphReplay:
         else:
             made = self._taken_over(node, sources, values)
             with torch._C._DisableTorchDispatch():
-                made = _like(self._meant[node]) if made is None else made
+                made = _like(node.meta["val"]) if made is None else made
             self._keep(node, made, values)
         if (recorder := self._regions.recorder_now()) is not None:
             assert isinstance(node.target, torch._ops.OpOverload)  # `_role` calls nothing else a kernel
@@ -288,7 +191,7 @@ class GraphReplay:
                 into=kernel.operator,
                 again=again,
                 kept=node not in self._local,
-                leads=_name(node) in _REDUCTIONS,
+                leads=_reduces(node),
             )
             kernel.buffers.update(sources, self._made(node))
             del again, results
@@ -297,17 +200,17 @@ class GraphReplay:
 
     def _taken_over(self, node: Node, sources: list[Node], values: dict[Node, Any]) -> Tensor | None:
         """The result in the memory of a buffer of this graph that ends here, if there is one of its size."""
-        meant = self._meant[node]
-        if not isinstance(meant, _Meant) or meant.device.type != "meta":
+        meant = node.meta["val"]
+        if not isinstance(meant, Tensor) or meant.device.type != "meta":
             return None
-        nbytes = meant.nbytes
+        nbytes = meant.untyped_storage().nbytes()
         for base in sources:
             if base in self._ends[node] and base.op != "placeholder" and base.op != "get_attr":
                 storage = values[base].untyped_storage()
                 if storage.nbytes() == nbytes:
                     with torch._C._DisableTorchDispatch():
                         empty = torch.empty(0, dtype=meant.dtype, device="meta")
-                        return empty.set_(storage, 0, meant.shape, meant.strides)
+                        return empty.set_(storage, 0, meant.shape, meant.stride())
         return None
 
     def _keep(self, node: Node, result: Any, values: dict[Node, Any]) -> None:
@@ -341,10 +244,14 @@ def _elements(node: Node) -> int:
     return value.numel() if isinstance(value, Tensor) else 1
 
 
+def _reduces(node: Node) -> bool:
+    return fused_part(_name(node)) == REDUCTION
+
+
 def _reduces_last(node: Node) -> bool:
     """Return whether a reduction is over the last dimensions of what it reduces."""
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if _name(node) not in _REDUCTIONS or dims is None or dims == []:
+    if not _reduces(node) or dims is None or dims == []:
         return True
     if not isinstance(dims, int | list | tuple) or not node.all_input_nodes:
         return False
@@ -365,14 +272,14 @@ def _role(node: Node) -> str:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return _EXTERN
-    name = target._schema.name
-    if target.is_view or name in _VIEWS:
+    part = fused_part(target._schema.name)
+    if target.is_view or part == VIEW:
         return _VIEW
-    if name == "aten::scatter" and _into_constant(node):
+    if target._schema.name == "aten::scatter" and _into_constant(node):
         return _INLINE
-    if name in _REDUCTIONS or name in _NO_REDUCTIONS or name in _SCATTERS:
+    if part in (REDUCTION, INDEXING, SCATTER):
         return _KERNEL
-    if name in _POINTWISE or torch.Tag.pointwise in target.tags:
+    if part == POINTWISE or torch.Tag.pointwise in target.tags:
         return _INLINE if not _mutates(node) else _KERNEL
     return _EXTERN
 
@@ -405,32 +312,15 @@ def _call(node: Node, values: dict[Node, Any]) -> Any:
     return node.target(*args, **kwargs)
 
 
-class _Meant(NamedTuple):
-    """A new tensor."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    nbytes: int
-
-
-def _meant(result: Any) -> Any:
-    """Return an operator's result, without the compiler's own tensors."""
-    if isinstance(result, Tensor):
-        storage = result.untyped_storage().nbytes()
-        return _Meant(tuple(result.shape), result.stride(), result.dtype, result.device, storage)
-    return list(map(_meant, result)) if isinstance(result, tuple | list) else result
-
-
 def _like(meant: Any) -> Any:
-    if isinstance(meant, _Meant):
-        return torch.empty_strided(meant.shape, meant.strides, dtype=meant.dtype, device=meant.device)
-    return tuple(map(_like, meant)) if isinstance(meant, list) else meant
+    """Return new tensors like the compiler's own."""
+    if isinstance(meant, Tensor):
+        return torch.empty_strided(meant.shape, meant.stride(), dtype=meant.dtype, device=meant.device)
+    return tuple(map(_like, meant)) if isinstance(meant, tuple | list) else meant
 
 
 @dataclass(frozen=True)
-class Work(Generic[Buffer]):
+class Work:
     """One kernel, in the order in which the graph computes its values.
 
     places    elements of its result, or rows that it reduces
@@ -445,39 +335,37 @@ class Work(Generic[Buffer]):
     depth: int = 1
     trailing: bool = True
     fusible: bool = True
-    reads: tuple[Buffer, ...] = ()
-    makes: tuple[Buffer, ...] = ()
+    reads: tuple[Hashable, ...] = ()
+    makes: tuple[Hashable, ...] = ()
 
 
 @dataclass
-class _Group(Generic[Buffer]):
+class _Group:
     """Kernels that run as one."""
 
     members: list[int] = field(default_factory=list)
-    work: list[Work[Buffer]] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
     after: int = 0  # bits of the groups that have to run before, directly or not
 
-    @property
-    def fusible(self) -> bool:
-        return self.work[0].fusible
 
-
-def fused_groups(kernels: Sequence[Work[Buffer]]) -> list[tuple[int, ...]]:
+def fused_groups(kernels: Sequence[Work]) -> list[tuple[int, ...]]:
     """Return which of the kernels run as one, each group in order.
 
     A kernel joins the group with which it shares a buffer, if they iterate over the same places and no other kernel
     has to run between them. Of several groups it joins the one that shares most.
     """
-    groups: list[_Group[Buffer]] = []
-    made_by: dict[Buffer, int] = {}
-    of_buffer: dict[Buffer, dict[int, None]] = {}  # groups that read or make it
+    groups: list[_Group] = []
+    made_by: dict[Hashable, int] = {}
+    of_buffer: dict[Hashable, dict[int, None]] = {}  # groups that read or make it
     for index, kernel in enumerate(kernels):
         waits_for = [made_by[buffer] for buffer in kernel.reads if buffer in made_by]
         waits_for += [group for buffer in kernel.makes for group in of_buffer.get(buffer, ())]  # what it changes
-        before = _bits(waits_for)
+        before = sum(1 << group for group in set(waits_for))
         shared: Counter[int] = Counter()
         for buffer in dict.fromkeys((*kernel.reads, *kernel.makes)):
-            shared.update(group for group in of_buffer.get(buffer, ()) if kernel.fusible and groups[group].fusible)
+            shared.update(
+                group for group in of_buffer.get(buffer, ()) if kernel.fusible and groups[group].work[0].fusible
+            )
         ranked = sorted(shared, key=lambda group: (-shared[group], -group))
         place = next((group for group in ranked if _joins(kernel, group, groups, before)), len(groups))
         if place == len(groups):
@@ -494,7 +382,7 @@ def _joins(kernel: Work, place: int, groups: Sequence[_Group], before: int) -> b
     group, here = groups[place], 1 << place
     # What the group iterates over is its reduction's rows and depth, where it has one.
     leader = next((one for one in group.work if one.depth != 1), group.work[0])
-    if len(group.members) >= MAX_FUSED or not _same_bit_places(kernel, leader) or _waits_for_whole(kernel, group):
+    if len(group.members) >= MAX_FUSED or not _same_places(kernel, leader) or _waits_for_whole(kernel, group):
         return False
     return not any(groups[one].after & here for one in _bit_places(before & ~here))
 
@@ -506,7 +394,7 @@ def _waits_for_whole(kernel: Work, group: _Group) -> bool:
     return any(buffer in kernel.reads for one in group.work if one.places == 1 for buffer in one.makes)
 
 
-def _same_bit_places(one: Work, other: Work) -> bool:
+def _same_places(one: Work, other: Work) -> bool:
     if one.depth == other.depth:
         return one.places == other.places and (one.depth == 1 or one.trailing == other.trailing)
     if one.depth != 1 and other.depth != 1:
@@ -525,13 +413,6 @@ def _join(groups: list[_Group], place: int, index: int, kernel: Work, before: in
     for other in groups:
         if other.after & here:
             other.after |= group.after
-
-
-def _bits(places: Iterable[int]) -> int:
-    bits = 0
-    for place in places:
-        bits |= 1 << place
-    return bits
 
 
 def _bit_places(bits: int) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -24,18 +23,13 @@ GRAPHED = (
 AUTOTUNED = "torch.compile: kernels of max-autotune are estimated as those of the default mode; no search is modelled"
 
 
-@dataclass
-class _Replay:
-    launched: bool = False
-
-
 class CudaGraphs:
     """The graphs of one trace. `Recorder` asks it of each operator and block while a graph runs."""
 
     def __init__(self) -> None:
         self.blocks: set[int] = set()  # that lie in the pool
         self._input_bytes: dict[Hashable, int] = {}
-        self._running: _Replay | None = None
+        self._launched: bool | None = None  # the graph that runs; None: none does
 
     @contextlib.contextmanager
     def replay(self, graph: Hashable, recorder: Recorder, given: list[object]) -> Iterator[None]:
@@ -49,23 +43,23 @@ class CudaGraphs:
         copied = [one for one in given if isinstance(one, Tensor) and not recorder.stays(one, self.blocks)]
         self._input_bytes[graph] = recorder.copied(copied)
         del copied  # a reference here would keep them for as long as the graph runs
-        before, self._running = self._running, _Replay()
+        before, self._launched = self._launched, False
         try:
             yield
         finally:
-            self._running = before
+            self._launched = before
 
     def took(self, block: int) -> None:
         """Note a block that is allocated: while a graph runs, it lies in the pool."""
-        if self._running is not None:
+        if self._launched is not None:
             self.blocks.add(block)
 
     def is_launched(self) -> bool:
         """Return whether the operator that is noted now is launched with one before it."""
-        if self._running is None:
-            return False
-        launched, self._running.launched = self._running.launched, True
-        return launched
+        launched = self._launched
+        if launched is not None:
+            self._launched = True
+        return bool(launched)
 
     @property
     def input_bytes(self) -> int | None:

@@ -33,14 +33,16 @@ def as_on_cuda(
     """Within, meta tensors take CUDA's paths, which are ROCm's but for attention. Yields a function to call with each
     phase that begins. `kernels` are PyTorch's for fused attention. `assume` hears what is taken for granted of values
     that only computing the step would give, `attends` the width of a head of each call of attention."""
-    with contextlib.ExitStack() as stack:
-        autocast = stack.enter_context(casting(autocast_dtype))  # holds a lock: one trace at a time
-        stack.enter_context(fused_kernels())
-        stack.enter_context(detection.as_trained(autocast, assume))
-        stack.enter_context(attention.as_on_gpu(autocast, kernels, attends))
-        stack.enter_context(liger.as_on_gpu())
-        stack.enter_context(replaced(F, "dropout", functools.partial(_dropout, F.dropout)))
-        stack.enter_context(replaced(torch, "dropout", functools.partial(_dropout, torch.dropout)))
+    with (
+        casting(autocast_dtype) as autocast,  # holds a lock: one trace at a time
+        fused_kernels(),
+        detection.as_trained(autocast, assume),
+        attention.as_on_gpu(autocast, kernels, attends),
+        liger.as_on_gpu(),
+        replaced(F, "dropout", functools.partial(_dropout, F.dropout)),
+        replaced(torch, "dropout", functools.partial(_dropout, torch.dropout)),
+        contextlib.ExitStack() as stack,
+    ):
         for name in cudnn_rnn.MODES:
             recurrent = functools.partial(_recurrent, name, getattr(_VF, name), autocast)
             stack.enter_context(replaced(_VF, name, recurrent))
@@ -56,17 +58,11 @@ def fused_kernels() -> Iterator[None]:
     try:
         implementations = library.m
         assert implementations is not None, "a new library has them"
-        # Not `library.impl`, which wants composite operators left composite.
-        implementations.impl("mish_backward", "Meta", lambda grad, x: torch.empty_like(x), False)
-        implementations.impl("convolution", "Meta", _convolution, False)
-        implementations.impl("convolution_backward", "Meta", _convolution_backward, False)
-        implementations.impl("embedding", "Meta", _embedding, False)
-        implementations.impl("_grouped_mm", "Meta", _grouped_product, False)
-        implementations.impl("_cudnn_rnn", "Meta", cudnn_rnn.forward, False)
-        implementations.impl("_cudnn_rnn_backward", "Meta", cudnn_rnn.backward, False)
-        if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
-            implementations.impl("_fused_rms_norm", "Meta", _rms_norm, False)
-            implementations.impl("_fused_rms_norm_backward", "Meta", _rms_norm_backward, False)
+        has_rms_norm = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+        for name, kernel in _META.items():
+            if has_rms_norm or "rms_norm" not in name:
+                # Not `library.impl`, which wants composite operators left composite.
+                implementations.impl(name, "Meta", kernel, False)
         yield
     finally:
         library._destroy()
@@ -143,6 +139,19 @@ def _rms_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     of_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
     return of_input, torch.empty_like(weight) if wanted[1] and weight is not None else None
+
+
+_META: dict[str, Callable] = {
+    "mish_backward": lambda grad, x: torch.empty_like(x),
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "embedding": _embedding,
+    "_grouped_mm": _grouped_product,
+    "_cudnn_rnn": cudnn_rnn.forward,
+    "_cudnn_rnn_backward": cudnn_rnn.backward,
+    "_fused_rms_norm": _rms_norm,
+    "_fused_rms_norm_backward": _rms_norm_backward,
+}
 
 
 def _layout(x: Tensor, weight: Tensor) -> torch.memory_format:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules.utils import _pair
 
 from featurize.autocast import Autocast
-from featurize.replacing import replaced
+from featurize.replacing import replaced_if_imported
 
 PROPOSALS = "a detector keeps as many proposals as its limits allow"
 MATCHES = "every other box that a detector proposes matches an object, so that its samples reach their limits"
@@ -29,22 +28,23 @@ _EVERY = 2
 def as_trained(autocast: Autocast, assume: Callable[[str], None]) -> Iterator[None]:
     """Within, torchvision's detectors run on meta tensors, if torchvision's operators are imported at all. `assume`
     hears what is taken for granted."""
+    instead: list[tuple[str, str, Callable[[Any], Any]]] = [
+        *((one, "nms", lambda original: functools.partial(_nms, original, assume)) for one in ("ops.boxes", "ops")),
+        *(
+            (one, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
+            for one in ("ops.poolers", "ops", "models.detection.roi_heads")
+        ),
+        ("models.detection.transform", "paste_masks_in_image", lambda original: functools.partial(_paste, original)),
+        ("ops.poolers", "LevelMapper.__call__", lambda original: functools.partialmethod(_levels, original)),
+        (
+            "models.detection._utils",
+            "Matcher.__call__",
+            lambda original: functools.partialmethod(_matches, original, assume),
+        ),
+    ]
     with contextlib.ExitStack() as stack:
-
-        def stand_in(module: str, owner: str | None, name: str, make: Callable) -> None:
-            place = sys.modules.get(f"torchvision.{module}")
-            if place is not None and owner is not None:
-                place = getattr(place, owner, None)
-            if place is not None and (original := getattr(place, name, None)) is not None:
-                stack.enter_context(replaced(place, name, make(original)))
-
-        for module in ("ops.boxes", "ops"):
-            stand_in(module, None, "nms", lambda original: functools.partial(_nms, original, assume))
-        for module in ("ops.poolers", "ops", "models.detection.roi_heads"):
-            stand_in(module, None, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
-        stand_in("models.detection.transform", None, "paste_masks_in_image", _paste)
-        stand_in("ops.poolers", "LevelMapper", "__call__", _levels)
-        stand_in("models.detection._utils", "Matcher", "__call__", lambda original: _matches(original, assume))
+        for module, path, make in instead:
+            stack.enter_context(replaced_if_imported(f"torchvision.{module}", path, make))
         yield
 
 
@@ -98,45 +98,30 @@ class _RoiAlign(torch.autograd.Function):
         return grads[0].new_zeros(ctx.shape), None, None
 
 
-def _paste(original: Callable) -> Callable:
+def _paste(original: Callable, masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1) -> Tensor:
     """In an evaluation each mask becomes an image, wherever its box lies."""
-
-    @functools.wraps(original)
-    def call(masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1) -> Tensor:
-        if not masks.is_meta or not len(masks):
-            return original(masks, boxes, img_shape, padding)
-        height, width = (int(size) for size in img_shape)
-        return torch.stack([masks.new_zeros(height, width) for _ in range(len(masks))])[:, None]
-
-    return call
+    if not masks.is_meta or not len(masks):
+        return original(masks, boxes, img_shape, padding)
+    height, width = (int(size) for size in img_shape)
+    return torch.stack([masks.new_zeros(height, width) for _ in range(len(masks))])[:, None]
 
 
-def _levels(original: Callable) -> Callable:
+def _levels(mapper: Any, original: Callable, boxlists: list[Tensor]) -> Tensor:
     """The regions are spread evenly over the pyramid's levels."""
-
-    @functools.wraps(original)
-    def call(self, boxlists: list[Tensor]) -> Tensor:
-        levels = original(self, boxlists)
-        if not levels.is_meta:
-            return levels
-        return torch.arange(levels.shape[0], device=levels.device) % (self.k_max - self.k_min + 1)
-
-    return call
+    levels = original(mapper, boxlists)
+    if not levels.is_meta:
+        return levels
+    return torch.arange(levels.shape[0], device=levels.device) % (mapper.k_max - mapper.k_min + 1)
 
 
-def _matches(original: Callable, assume: Callable[[str], None]) -> Callable:
+def _matches(matcher: Any, original: Callable, assume: Callable[[str], None], match_quality_matrix: Tensor) -> Tensor:
     """Every other candidate matches, the objects in turn; the rest is background."""
-
-    @functools.wraps(original)
-    def call(self, match_quality_matrix: Tensor) -> Tensor:
-        if not match_quality_matrix.is_meta or not match_quality_matrix.numel():
-            return original(self, match_quality_matrix)
-        assume(MATCHES)
-        objects, candidates = match_quality_matrix.shape
-        best, _ = match_quality_matrix.max(dim=0)
-        below = best < self.low_threshold
-        number = torch.arange(candidates, device=best.device)
-        del below
-        return torch.where(number % _EVERY == 0, number // _EVERY % objects, self.BELOW_LOW_THRESHOLD)
-
-    return call
+    if not match_quality_matrix.is_meta or not match_quality_matrix.numel():
+        return original(matcher, match_quality_matrix)
+    assume(MATCHES)
+    objects, candidates = match_quality_matrix.shape
+    best, _ = match_quality_matrix.max(dim=0)
+    below = best < matcher.low_threshold
+    number = torch.arange(candidates, device=best.device)
+    del below
+    return torch.where(number % _EVERY == 0, number // _EVERY % objects, matcher.BELOW_LOW_THRESHOLD)

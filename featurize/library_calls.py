@@ -1,10 +1,11 @@
 """Memory that kernels and CUDA's libraries take for their own use while an operator runs.
 
-Start reading at `library_calls` (what a trace notes of an operator) and `workspace_bytes` (what a replay takes for it).
+Start reading at `LIBRARY_CALLS` (what a trace notes of an operator) and `workspace_bytes` (what a replay takes for it).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from featurize import cudnn_rnn
 from featurize.architecture import AMD
 from featurize.cudnn.signature import DTYPES, ConvolutionSignature
 from featurize.device_spec import DeviceSpec
+from featurize.operators import ATTENTION, AttentionCall
 
 CUBLAS = "cublas"
 # On ROCm: fp32 values that AOTriton's backward passes take for each row of queries (ATen/native/transformers:
@@ -55,17 +57,6 @@ class LibraryCall(NamedTuple):
     def loads_cudnn(self) -> bool:
         """Return whether the call is cuDNN's."""
         return self.spare or self.kind == "recurrent"
-
-
-def library_calls(name: str, args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """The calls of one dispatched ATen operator, in their order; none for most. cuBLAS's are noted once a thread."""
-    calls_of = _CALLS.get(name)
-    return calls_of(args, outputs) if calls_of is not None else ()
-
-
-def has_library_calls(name: str) -> bool:
-    """Return whether `library_calls` finds any for the operator."""
-    return name in _CALLS
 
 
 def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:
@@ -124,33 +115,41 @@ def channels_last(x: Tensor, weight: Tensor) -> bool:
     return x.dim() == 4 and x.dtype is not torch.float64 and (_is_channels_last(x) or _is_channels_last(weight))
 
 
+# Which operation of cuDNN a convolution becomes: ATen/native/Convolution.cpp, ATen/native/cudnn/ConvShared.cpp.
+
+
 def _convolution(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    x, weight = args[:2]
-    shapes = (tuple(x.shape), tuple(weight.shape), tuple(outputs[0].shape))
-    return (_conv("conv_forward", shapes, x, weight, args[8], _forward_operation(args, outputs[0])),)
+    x, weight, _bias, *geometry, transposed, _padding, groups = args[:9]
+    operation = "data_gradient" if transposed else "forward"
+    return (_conv("conv_forward", operation, (x, weight, outputs[0]), geometry, transposed, groups),)
 
 
 def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    grad, x, weight = args[:3]
-    shapes = (tuple(x.shape), tuple(weight.shape), tuple(grad.shape))
-    wanted = zip(("conv_backward_data", "conv_backward_weight"), args[10], strict=False)
+    grad, x, weight, _sizes, *geometry, transposed, _padding, groups, wanted = args[:11]
+    operations = {
+        "conv_backward_data": "forward" if transposed else "data_gradient",
+        "conv_backward_weight": "weight_gradient",
+    }
     return tuple(
-        _conv(kind, shapes, x, weight, args[9], _backward_operation(args, kind == "conv_backward_weight"))
-        for kind, needed in wanted
+        _conv(kind, operation, (x, weight, grad), geometry, transposed, groups)
+        for (kind, operation), needed in zip(operations.items(), wanted, strict=False)
         if needed
     )
 
 
 def _conv(
     kind: str,
-    shapes: tuple[tuple[int, ...], ...],
-    x: Tensor,
-    weight: Tensor,
+    operation: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    geometry: Sequence[Sequence[int]],
+    transposed: bool,
     groups: int,
-    convolution: ConvolutionSignature | None,
 ) -> LibraryCall:
-    last = channels_last(x, weight)
-    return LibraryCall(kind, shapes, x.element_size(), last, groups, convolution=convolution)
+    """Return one operation on input, weight and output or its gradient, of stride, padding and dilation."""
+    x, weight, y = tensors
+    shapes = tuple(x.shape), tuple(weight.shape), tuple(y.shape)
+    asked = _signature(operation, x, weight, shapes, geometry, transposed, groups)
+    return LibraryCall(kind, shapes, x.element_size(), channels_last(x, weight), groups, convolution=asked)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
@@ -158,41 +157,22 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=memory_format) and not tensor.is_contiguous()
 
 
-# Which operation of cuDNN a convolution becomes: ATen/native/Convolution.cpp, ATen/native/cudnn/ConvShared.cpp.
-
-
-def _forward_operation(args: Sequence, output: Tensor) -> ConvolutionSignature | None:
-    """Return what `aten::convolution` asks cuDNN for; None where PyTorch runs a kernel of its own."""
-    x, weight, _bias, stride, padding, dilation, transposed = args[:7]
-    operation = "data_gradient" if transposed else "forward"
-    return _operation(operation, x, weight, output, stride, padding, dilation, transposed, args[8])
-
-
-def _backward_operation(args: Sequence, of_weight: bool) -> ConvolutionSignature | None:
-    """Return what one gradient of `aten::convolution_backward` asks cuDNN for; None as `_forward_operation`."""
-    grad, x, weight, _sizes, stride, padding, dilation, transposed = args[:8]
-    of_input = "forward" if transposed else "data_gradient"
-    operation = "weight_gradient" if of_weight else of_input
-    return _operation(operation, x, weight, grad, stride, padding, dilation, transposed, args[9])
-
-
-def _operation(
+def _signature(
     operation: str,
     x: Tensor,
     weight: Tensor,
-    y: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    shapes_given: Sequence[tuple[int, ...]],
+    geometry_given: Sequence[Sequence[int]],
     transposed: bool,
     groups: int,
 ) -> ConvolutionSignature | None:
+    """Return what the operation asks cuDNN for; None where PyTorch runs a kernel of its own."""
     spatial = weight.dim() - 2
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in DTYPES or spatial not in (1, 2, 3) or weight.dtype != x.dtype:
         return None
-    shapes = [tuple(x.shape), tuple(weight.shape), tuple(y.shape)]
-    geometry = [tuple(v) if len(v) == spatial else tuple(v) * spatial for v in (stride, padding, dilation)]
+    shapes = list(shapes_given)
+    geometry = [tuple(v) if len(v) == spatial else tuple(v) * spatial for v in geometry_given]
     if spatial == 1:  # a dimension of one element is put before the only one
         shapes = [(*shape[:2], 1, *shape[2:]) for shape in shapes]
         geometry = [(neutral, *values) for neutral, values in zip((1, 0, 1), geometry, strict=True)]
@@ -232,35 +212,36 @@ def _cudnn_takes_depthwise(
     return batch == 1 or channels >= 512 or (channels >= 256 and width >= 28)
 
 
-def _flash_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """The fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd."""
-    batch, heads, length, width = args[1].shape
-    nbytes = _flash_backward_bytes(batch, heads, length, width) + _expanded_bytes(args[2], args[1].shape[1], 1)
-    return (LibraryCall("flash_backward", (tuple(args[1].shape),), args[1].element_size(), nbytes=nbytes),)
+def _attention(kernel: AttentionCall, kind: str, args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    query, nbytes = args[kernel.query], _ATTENTION_BYTES[kind](kernel, args)
+    return (LibraryCall(kind, (tuple(query.shape),), query.element_size(), nbytes=nbytes),)
 
 
-def _package_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """The same where heads come before the width; texts one behind the other are padded by 128 each
-    (mha_varlen_bwd)."""
+def _flash_backward_bytes(kernel: AttentionCall, args: Sequence) -> int:
+    """The fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd; texts one behind the
+    other are padded by 128 each (mha_varlen_bwd). Then gradients of keys and values for every head of the queries,
+    where several share one, which are summed up afterwards."""
     query, key = args[1:3]
-    heads, width = query.shape[-2:]
+    heads, length, _ = kernel.sizes(query.shape, key.shape)
     if query.dim() == 3:
-        texts = args[6].numel() - 1
-        nbytes = _flash_backward_bytes(1, heads, query.shape[0] + 128 * texts, width)
-    else:
-        nbytes = _flash_backward_bytes(query.shape[0], heads, query.shape[1], width)
-    nbytes += _expanded_bytes(key, heads, key.dim() - 2)
-    return (LibraryCall("flash_backward", (tuple(query.shape),), query.element_size(), nbytes=nbytes),)
+        length += 128 * (args[6].numel() - 1)
+    rows = heads * (-(-length // 128) * 128)
+    nbytes = 4 * rows * (-(-query.shape[-1] // 32) * 32) + 4 * rows
+    own, shared = (tensor.shape[-2 if kernel.length_first else -3] for tensor in (query, key))
+    return nbytes if own == shared else nbytes + 2 * key.nbytes // shared * own
 
 
-def _flash_backward_bytes(batch: int, heads: int, length: int, width: int) -> int:
-    rows = batch * heads * (-(-length // 128) * 128)
-    return 4 * rows * (-(-width // 32) * 32) + 4 * rows
+def _efficient_backward_bytes(kernel: AttentionCall, args: Sequence) -> int:
+    """The queries' gradient is summed up in fp32, in tiles (csrc .../mem_eff_attention/kernel_backward.h:
+    kNeedsAccumGradQ). Tiles of 64 x 64 are assumed. Before that, unless the type is a half one, the gradient times the
+    output (attention_backward.cu: kKernelComputesDelta)."""
+    query, key = args[1:3]
+    heads, length, _ = kernel.sizes(query.shape, key.shape)
+    nbytes = heads * -(-length // 64) * -(-query.shape[-1] // 64) * (64 * 64 * 4 + 16)
+    return max(nbytes, args[0].nbytes) if args[0].element_size() >= 4 else nbytes
 
 
-def _expanded_bytes(key: Tensor, heads: int, at: int) -> int:
-    """Gradients of keys and values for every head of the queries, where several share one; summed up afterwards."""
-    return 0 if key.shape[at] == heads else 2 * _nbytes(key) // key.shape[at] * heads
+_ATTENTION_BYTES = {"flash_backward": _flash_backward_bytes, "efficient_backward": _efficient_backward_bytes}
 
 
 def _recurrent(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
@@ -268,30 +249,14 @@ def _recurrent(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, 
     return (LibraryCall("recurrent", (tuple(args[0].shape),), args[0].element_size(), nbytes=nbytes),)
 
 
-def _efficient_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """The queries' gradient is summed up in fp32, in tiles (csrc .../mem_eff_attention/kernel_backward.h:
-    kNeedsAccumGradQ). Tiles of 64 x 64 are assumed. Before that, unless the type is a half one, the gradient times the
-    output (attention_backward.cu: kKernelComputesDelta)."""
-    batch, heads, length, width = args[1].shape
-    tiles = batch * heads * -(-length // 64) * -(-width // 64)
-    nbytes = tiles * (64 * 64 * 4 + 16)
-    if args[0].element_size() >= 4:
-        nbytes = max(nbytes, _nbytes(args[0]))
-    return (LibraryCall("efficient_backward", (tuple(args[1].shape),), args[1].element_size(), nbytes=nbytes),)
-
-
 def _softmax_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     """The gradient times the output, before the kernel (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
-    return _temporary(_nbytes(args[1]))
+    return _temporary(args[1].nbytes)
 
 
-def _contiguous_input(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+def _contiguous_copy(of: int, args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     """A contiguous copy of an input that is not (cuda/SoftMax.cu: host_softmax; cuda/layer_norm_kernel.cu)."""
-    return _temporary(0 if args[0].is_contiguous() else _nbytes(args[0]))
-
-
-def _layer_norm_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    return _temporary(0 if args[1].is_contiguous() else _nbytes(args[1]))
+    return _temporary(0 if args[of].is_contiguous() else args[of].nbytes)
 
 
 def _embedding_bag_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
@@ -307,38 +272,27 @@ def _embedding_bag_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[
 
 def _roll(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     """Rolled dimension by dimension, the first time from a contiguous copy (cuda/TensorTransformations.cu)."""
-    return _temporary(_nbytes(args[0]) if len(args[1]) > 1 or not args[0].is_contiguous() else 0)
+    return _temporary(args[0].nbytes if len(args[1]) > 1 or not args[0].is_contiguous() else 0)
 
 
 def _temporary(nbytes: int) -> tuple[LibraryCall, ...]:
     return (LibraryCall("temporary", nbytes=nbytes),) if nbytes else ()
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _cublas(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    return (LibraryCall(CUBLAS),)
-
-
-_CALLS: dict[str, Callable] = {
-    "aten::_grouped_mm": _cublas,
-    "aten::_scaled_mm": _cublas,
-    "aten::mm": _cublas,
-    "aten::addmm": _cublas,
-    "aten::bmm": _cublas,
-    "aten::baddbmm": _cublas,
+# Name of an ATen operator -> what gives its calls, in their order, by its arguments and outputs.
+LIBRARY_CALLS: dict[str, Callable[[Sequence, Sequence[Tensor]], tuple[LibraryCall, ...]]] = {
+    **{name: functools.partial(_attention, one, one.workspace) for name, one in ATTENTION.items() if one.workspace},
+    **{
+        f"aten::{name}": lambda args, outputs: (LibraryCall(CUBLAS),)  # noted once a thread
+        for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+    },
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
-    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "aten::_flash_attention_backward": _package_backward,
-    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "aten::_softmax": _contiguous_input,
-    "aten::_log_softmax": _contiguous_input,
+    "aten::_softmax": functools.partial(_contiguous_copy, 0),
+    "aten::_log_softmax": functools.partial(_contiguous_copy, 0),
     "aten::_softmax_backward_data": _softmax_backward,
-    "aten::native_layer_norm": _contiguous_input,
-    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::native_layer_norm": functools.partial(_contiguous_copy, 0),
+    "aten::native_layer_norm_backward": functools.partial(_contiguous_copy, 1),
     "aten::roll": _roll,
     "aten::_embedding_bag_backward": _embedding_bag_backward,
     "aten::_cudnn_rnn": _recurrent,

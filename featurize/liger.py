@@ -8,8 +8,9 @@ to apply the package: its modules, its functions, and `apply_liger_kernel_to_...
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-import sys
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,54 +18,38 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from featurize.replacing import replaced
+from featurize.own_operators import OPS
+from featurize.replacing import replaced_if_imported
 
 # Rows of partial sums of a norm's weight gradient: one for each multiprocessor, 108 on an A100 and 132 on an H100.
 MULTIPROCESSORS = 128
-
-_library = torch.library.Library("gpufarm", "FRAGMENT")
-_library.define("liger_norm(Tensor x, Tensor? weight, ScalarType statistics) -> (Tensor, Tensor)")
-_library.define("liger_gated(Tensor a, Tensor b) -> Tensor")
-_library.define("liger_write_(Tensor(a!) written, Tensor[] read) -> ()")
-_library.define("liger_write_both_(Tensor(a!) first, Tensor(b!) second, Tensor[] read) -> ()")
-
-_library.define("liger_add_product_(Tensor(a!) sums, Tensor a, Tensor b) -> ()")
-
-
-def _norm(x: Tensor, weight: Tensor | None, statistics: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty(x.shape[:-1], dtype=statistics, device=x.device)
-
-
-_library.impl("liger_norm", _norm, "Meta")
-_library.impl("liger_gated", lambda a, b: torch.empty_like(a), "Meta")
-_library.impl("liger_write_", lambda written, read: None, "Meta")
-_library.impl("liger_add_product_", lambda sums, a, b: None, "Meta")
-_library.impl("liger_write_both_", lambda first, second, read: None, "Meta")
 
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
     """Within, Liger's autograd functions run on meta tensors, if the package is imported."""
     with contextlib.ExitStack() as stack:
-        for (module, name), run in _FUNCTIONS.items():
-            function = getattr(sys.modules.get(f"liger_kernel.ops.{module}"), name, None)
-            if function is not None:
-                stack.enter_context(replaced(function, "apply", _applied(function, run)))
+        for (module, name), (instead, arguments) in _FUNCTIONS.items():
+            applied = functools.partial(_applied, instead=instead, arguments=arguments)
+            stack.enter_context(replaced_if_imported(f"liger_kernel.ops.{module}", f"{name}.apply", applied))
         yield
 
 
-def _applied(function: type[Function], run: Callable[[dict[str, Any], int], Any]) -> Callable[..., Any]:
-    """`apply` of one of the package's classes: arguments by their names there, for its number of results."""
+def _applied(
+    apply: Callable[..., Any], *, instead: type[Function], arguments: Callable[[dict[str, Any]], tuple[Any, ...]]
+) -> Callable[..., Any]:
+    """Return the `apply` of one of the package's classes on meta tensors. Results of a loss beside itself are None."""
+    function: Any = getattr(apply, "__self__")  # noqa: B009 -- a bound method of the class
     signature = inspect.signature(function.forward)
     results = len(inspect.signature(function.backward).parameters) - 1
-    apply = function.apply
 
     def applied(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(value, Tensor) and value.is_meta for value in args):
             return apply(*args, **kwargs)
         bound = signature.bind(None, *args, **kwargs)
         bound.apply_defaults()
-        return run(bound.arguments, results)
+        made = instead.apply(*arguments(bound.arguments))
+        return (made, *[None] * (results - 1)) if results > 1 and isinstance(made, Tensor) else made
 
     return applied
 
@@ -76,7 +61,7 @@ class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, wide: bool, in_place: bool) -> Tensor:
         x = x.contiguous()
-        out, statistics = torch.ops.gpufarm.liger_norm(x, weight, torch.float32 if wide else x.dtype)
+        out, statistics = OPS.liger_norm(x, weight, torch.float32 if wide else x.dtype)
         ctx.save_for_backward(x, weight, bias, statistics)
         ctx.in_place = in_place
         return out
@@ -86,7 +71,7 @@ class _Norm(Function):
         x, weight, bias, statistics = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         written = gradient if ctx.in_place else torch.empty_like(gradient)
-        torch.ops.gpufarm.liger_write_(written, [gradient, x, statistics])
+        OPS.liger_write_(written, [gradient, x, statistics])
         return written, _summed(weight), _summed(bias), None, None
 
 
@@ -104,12 +89,12 @@ class _Gated(Function):
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.contiguous(), b.contiguous()
         ctx.save_for_backward(a, b)
-        return torch.ops.gpufarm.liger_gated(a, b)
+        return OPS.liger_gated(a, b)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
-        torch.ops.gpufarm.liger_write_both_(a, b, [gradients[0].contiguous()])
+        OPS.liger_write_both_(a, b, [gradients[0].contiguous()])
         return a, b
 
 
@@ -128,7 +113,7 @@ class _Rotated(Function):
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     q, k = (x.transpose(1, 2).contiguous() for x in (q, k))  # the kernel's layout, which projections have already
-    torch.ops.gpufarm.liger_write_both_(q, k, [cos, sin])
+    OPS.liger_write_both_(q, k, [cos, sin])
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
@@ -139,7 +124,7 @@ class _CrossEntropy(Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: str) -> Tensor:
         logits = logits.detach().contiguous()
         losses = torch.zeros(logits.shape[0], dtype=logits.dtype, device=logits.device)
-        torch.ops.gpufarm.liger_write_both_(logits, losses, [target])
+        OPS.liger_write_both_(logits, losses, [target])
         ctx.save_for_backward(logits)
         return losses if reduction == "none" else losses.sum()
 
@@ -165,7 +150,8 @@ class _LinearCrossEntropy(Function):
     ) -> Tensor:
         rows, width = x.shape
         classes = weight.shape[0]
-        step = min(_power_of_two(-(-rows // -(-classes // (budget * width)))), rows)
+        parts = -(-classes // (budget * width))
+        step = min(1 << (-(-rows // parts) - 1).bit_length(), rows)
         trained = [_sums(weight, sums), _sums(bias, sums)]
         of_x = torch.zeros_like(x)
         losses = torch.zeros(rows, dtype=torch.float32, device=x.device)
@@ -177,7 +163,7 @@ class _LinearCrossEntropy(Function):
             logits = aten.mm(part, weight.t().to(dtype))
             if bias is not None:
                 logits.add_(bias)
-            torch.ops.gpufarm.liger_write_both_(logits, losses, [target])
+            OPS.liger_write_both_(logits, losses, [target])
             if of_x.dtype == dtype:
                 aten.mm.out(logits, product, out=of_x[start : start + step])
             else:
@@ -186,7 +172,7 @@ class _LinearCrossEntropy(Function):
                 if trained[0].dtype == logits.dtype:
                     aten.addmm.out(trained[0], logits.t(), part, out=trained[0])
                 else:
-                    torch.ops.gpufarm.liger_add_product_(trained[0], logits.t(), part)
+                    OPS.liger_add_product_(trained[0], logits.t(), part)
             if trained[1] is not None:
                 trained[1].add_(logits.sum(0))
             del logits
@@ -204,45 +190,26 @@ def _sums(weight: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return None if weight is None or not weight.requires_grad else torch.zeros_like(weight, dtype=dtype)
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _rms_norm(given: dict[str, Any], _results: int) -> Tensor:
+def _given_norm(given: dict[str, Any]) -> tuple[Any, ...]:
     wide = given.get("casting_mode", "llama") not in ("none", -1)
-    return _Norm.apply(given["X"], given["W"], None, wide, given.get("in_place", True))
+    return given["X"], given["W"], None, wide, given.get("in_place", True)
 
 
-def _layer_norm(given: dict[str, Any], _results: int) -> Tensor:
-    return _Norm.apply(given["X"], given["W"], given["B"], True, False)
-
-
-def _gated(given: dict[str, Any], _results: int) -> Tensor:
-    return _Gated.apply(given["a"], given["b"])
-
-
-def _rope(given: dict[str, Any], _results: int) -> tuple[Tensor, Tensor]:
-    return _Rotated.apply(given["q"], given["k"], given["cos"], given["sin"])
-
-
-def _cross_entropy(given: dict[str, Any], results: int) -> tuple[Tensor | None, ...]:
-    loss = _CrossEntropy.apply(given["_input"], given["target"], given.get("reduction", "mean"))
-    return loss, *(None for _ in range(results - 1))
-
-
-def _linear_cross_entropy(given: dict[str, Any], results: int) -> tuple[Tensor | None, ...]:
+def _given_linear(given: dict[str, Any]) -> tuple[Any, ...]:
     optional = given.get("bias"), given.get("reduction", "mean"), given.get("accum_dtype")
-    budget = given.get("chunk_mem_const", 1)
-    loss = _LinearCrossEntropy.apply(given["_input"], given["weight"], given["target"], *optional, budget)
-    return loss, *(None for _ in range(results - 1))
+    return given["_input"], given["weight"], given["target"], *optional, given.get("chunk_mem_const", 1)
 
 
-_FUNCTIONS: dict[tuple[str, str], Callable[[dict[str, Any], int], Any]] = {
-    ("rms_norm", "LigerRMSNormFunction"): _rms_norm,
-    ("layer_norm", "LigerLayerNormFunction"): _layer_norm,
-    ("swiglu", "LigerSiLUMulFunction"): _gated,
-    ("geglu", "LigerGELUMulFunction"): _gated,
-    ("rope", "LigerRopeFunction"): _rope,
-    ("cross_entropy", "LigerCrossEntropyFunction"): _cross_entropy,
-    ("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"): _linear_cross_entropy,
+# Module and class of the package -> what stands in its place, and with which of its arguments, by their names there.
+_FUNCTIONS: dict[tuple[str, str], tuple[type[Function], Callable[[dict[str, Any]], tuple[Any, ...]]]] = {
+    ("rms_norm", "LigerRMSNormFunction"): (_Norm, _given_norm),
+    ("layer_norm", "LigerLayerNormFunction"): (_Norm, lambda given: (given["X"], given["W"], given["B"], True, False)),
+    ("swiglu", "LigerSiLUMulFunction"): (_Gated, operator.itemgetter("a", "b")),
+    ("geglu", "LigerGELUMulFunction"): (_Gated, operator.itemgetter("a", "b")),
+    ("rope", "LigerRopeFunction"): (_Rotated, operator.itemgetter("q", "k", "cos", "sin")),
+    ("cross_entropy", "LigerCrossEntropyFunction"): (
+        _CrossEntropy,
+        lambda given: (given["_input"], given["target"], given.get("reduction", "mean")),
+    ),
+    ("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"): (_LinearCrossEntropy, _given_linear),
 }

@@ -97,22 +97,19 @@ def machine(name: str, spec: DeviceSpec) -> MachineProfile:
     """
     lazy_mib = _LAZY_CONTEXT_MIB.get(spec.name, spec.context_mib)
     context_mib = max(lazy_mib - LAZY_KERNELS_MIB, 0.0)
-    if name == CURRENT:
-        return MachineProfile(
-            name=name, context_mib=context_mib, kernels_mib=lazy_mib - context_mib, cudnn_mib=LAZY_CUDNN_MIB
-        )
+    figures_mib = {
+        CURRENT: (context_mib, lazy_mib - context_mib, LAZY_CUDNN_MIB),
+        EAGER: (context_mib, EAGER_KERNELS_MIB, float(CUDNN_MIB)),
+        DESCRIBED: (spec.context_mib, 0.0, float(CUDNN_MIB)),
+    }
+    if name not in figures_mib:
+        raise unknown_name("machine", name, MACHINES)
     if name == EAGER and spec.architecture.vendor == AMD:
         raise UsageError(
             f"machine={EAGER} is a stack of CUDA, and {spec.name} is an AMD GPU: pass machine={CURRENT} or "
             f"machine={DESCRIBED}"
         )
-    if name == EAGER:
-        return MachineProfile(
-            name=name, context_mib=context_mib, kernels_mib=EAGER_KERNELS_MIB, cudnn_mib=float(CUDNN_MIB)
-        )
-    if name == DESCRIBED:
-        return MachineProfile(name=name, context_mib=spec.context_mib, kernels_mib=0.0, cudnn_mib=float(CUDNN_MIB))
-    raise unknown_name("machine", name, MACHINES)
+    return MachineProfile(name=name, **dict(zip(PARTS[:3], figures_mib[name], strict=True)))
 
 
 def read_machine(path: Path) -> MachineProfile:

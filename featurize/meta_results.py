@@ -1,6 +1,6 @@
 """Runs operators on meta tensors, most of them only once: what one gives depends on its arguments' shapes alone.
 
-Start reading at `MetaResults.of`. Half of PyTorch's meta kernels are written in Python and take 0.1 ms and more; a step
+Start reading at `meta_result`. Half of PyTorch's meta kernels are written in Python and take 0.1 ms and more; a step
 repeats the same few hundred calls over and over.
 """
 
@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from numbers import Number
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-# In-place for-each operators that work element by element: there is nothing to compute and nothing to return.
-_FOREACH_IN_PLACE = frozenset(
+from featurize.operators import MULTI_TENSOR
+from featurize.tensor_parts import tensors_in
+
+# For-each operators that give new tensors like those of their first list; all of them floating-point.
+_FOREACH = frozenset(
+    f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
+)
+_IN_PLACE = frozenset(
     f"aten::_foreach_{name}_"
     for name in (
         "abs",
@@ -61,38 +69,34 @@ _known: dict[tuple, object] = {}
 _MOST_KNOWN = 20_000  # some 20 MB
 
 
-class MetaResults:
-    """The results of operators, by their arguments. Only new tensors are remembered, never views."""
-
-    def of(self, func, name: str, args: tuple, kwargs: dict):
-        """`func(*args, **kwargs)`, below autograd. Raises what the operator raises."""
-        if (name in _FOREACH_IN_PLACE or name in _FUSED_IN_PLACE) and all(
-            t.is_meta for t in args[0]
-        ):  # an optimizer's step counters are not
-            return None
-        if name in _FOREACH and all(t.is_meta and t.is_floating_point() for t in args[0]):
-            # `empty_like` of a meta tensor is written in Python.
-            return [
-                _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t)
-                for t in args[0]
-            ]
-        if name in _IN_PLACE and _fits(args[0], args[1]):
-            return args[0]
-        if func.is_view:
-            return func(*args, **kwargs)
-        try:
-            # The default type decides where a call names none.
-            key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else None)
-        except _Uncached:
-            return func(*args, **kwargs)
-        known = _known.get(key, _UNKNOWN)
-        if known is _UNKNOWN:
-            out = func(*args, **kwargs)
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[key] = _recipe(out, (args, kwargs.values()))
-            return out
-        return func(*args, **kwargs) if known is None else _make(known)
+def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
+    """Return `func(*args, **kwargs)`, below autograd. Only new tensors are remembered, never views. Raises what the
+    operator raises."""
+    # In place, a for-each operator and a whole step of an optimizer have nothing to compute and nothing to return.
+    if name.endswith("_") and name.startswith(MULTI_TENSOR) and all(t.is_meta for t in args[0]):
+        return None  # but of an optimizer's step counters, which are not on meta
+    if name in _FOREACH and all(t.is_meta and t.is_floating_point() for t in args[0]):
+        # `empty_like` of a meta tensor is written in Python.
+        return [
+            _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]
+        ]
+    if name in _IN_PLACE and _fits(args[0], args[1]):
+        return args[0]
+    if func.is_view:
+        return func(*args, **kwargs)
+    try:
+        # The default type decides where a call names none.
+        key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else None)
+    except _Uncached:
+        return func(*args, **kwargs)
+    known = _known.get(key, _UNKNOWN)
+    if known is _UNKNOWN:
+        out = func(*args, **kwargs)
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = _recipe(out, (*args, *kwargs.values()))
+        return out
+    return func(*args, **kwargs) if known is None else _make(known)
 
 
 def _fits(target: Tensor, other: object) -> bool:
@@ -136,7 +140,7 @@ def _recipe(out, given) -> object:
     """How to make such a result again; None where it must be run again."""
     if not isinstance(out, Tensor | tuple | list):  # a value that was read, not a tensor
         return None
-    inputs = list(_tensors(given))
+    inputs = list(tensors_in(given))
     storages = {t.untyped_storage()._cdata for t in inputs}
     shapes_decide = all(t.is_meta for t in inputs)
 
@@ -177,11 +181,3 @@ def _span(tensor: Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _tensors(values):
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple) or type(value).__name__ == "dict_values":
-            yield from _tensors(value)

@@ -37,12 +37,11 @@ def model_flops(op: Operator) -> int:
 
 
 def _attention_flops(op: Operator) -> int:
-    first, _, backward, length_first = ATTENTION[op.name]
-    query, key, value = op.input_shapes[first : first + 3]
+    kernel = ATTENTION[op.name]
+    query, key, value = op.input_shapes[kernel.query : kernel.query + 3]
     if len(query) == 3:  # packed: five products in the backward pass, of which one gives the scores again
-        return op.flops * 4 // 5 if backward else op.flops
-    keys = key[1] if length_first else key[-2]
-    return (4 if backward else 2) * math.prod(query[:-1]) * keys * (query[-1] + value[-1])
+        return op.flops * 4 // 5 if kernel.backward else op.flops
+    return (4 if kernel.backward else 2) * math.prod(kernel.sizes(query, key)) * (query[-1] + value[-1])
 
 
 def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> float | None:

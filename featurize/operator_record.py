@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from featurize.block_record import BlockRecord
-from featurize.library_calls import has_library_calls
+from featurize.library_calls import LIBRARY_CALLS
 from featurize.module_stack import ModuleStack
 from featurize.operators import (
     GATHERS,
@@ -36,11 +36,11 @@ class Traits:
 
     __slots__ = (
         "adds",
-        "calls_library",
         "composite",
         "foreach",
         "gathers",
         "kernel",
+        "library_calls",
         "mutates",
         "name",
         "random",
@@ -65,7 +65,7 @@ class Traits:
         self.gathers = self.name in GATHERS
         self.write_only = self.name in WRITE_ONLY
         self.foreach = self.name.startswith(MULTI_TENSOR)
-        self.calls_library = has_library_calls(self.name)
+        self.library_calls = LIBRARY_CALLS.get(self.name)
         self.composite = self.name.startswith("aten::") and is_composite(func) and not _has_kernel(func, "Meta")
 
 

@@ -6,6 +6,7 @@ entry of `ATTENTION`. A multiply-add counts as 2 FLOPs; what is not a matrix pro
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,7 +32,7 @@ PRODUCTS = frozenset(
 CONVOLUTIONS = frozenset(_aten("convolution convolution_backward _cudnn_rnn _cudnn_rnn_backward"))
 
 
-class AttentionKernel(NamedTuple):
+class AttentionCall(NamedTuple):
     """How a fused kernel of attention is called.
 
     query          place of the query among its arguments; key and value follow
@@ -39,22 +40,43 @@ class AttentionKernel(NamedTuple):
     backward       it computes gradients
     length_first   [N, L, heads, E], or all tokens of packed texts [tokens, heads, E]; else [N, heads, L, E]. The length
                    of the longest packed text stands two places before the flag
+    workspace      what it takes while it runs, a kind of `featurize.library_calls.LibraryCall`; None: nothing
     """
 
     query: int
     causal: int
     backward: bool = False
     length_first: bool = False
+    workspace: str | None = None
+
+    def sizes(self, query: Sequence[int], key: Sequence[int]) -> tuple[int, int, int]:
+        """Return the heads of all samples, and how many queries and keys each has, by the shapes of both."""
+        length_at, heads_at = (-3, -2) if self.length_first else (-2, -3)
+        heads = query[heads_at] if len(query) > 2 else 1
+        return math.prod(query[:-3]) * heads, query[length_at], key[length_at]
 
 
 ATTENTION = {
-    "aten::_scaled_dot_product_efficient_attention": AttentionKernel(0, 6),
-    "aten::_scaled_dot_product_efficient_attention_backward": AttentionKernel(1, 11, backward=True),
-    "aten::_scaled_dot_product_flash_attention": AttentionKernel(0, 4),
-    "aten::_scaled_dot_product_flash_attention_backward": AttentionKernel(1, 11, backward=True),
-    "aten::_flash_attention_forward": AttentionKernel(0, 8, length_first=True),
-    "aten::_flash_attention_backward": AttentionKernel(1, 11, backward=True, length_first=True),
+    "aten::_scaled_dot_product_efficient_attention": AttentionCall(0, 6),
+    "aten::_scaled_dot_product_efficient_attention_backward": AttentionCall(
+        1, 11, backward=True, workspace="efficient_backward"
+    ),
+    "aten::_scaled_dot_product_flash_attention": AttentionCall(0, 4),
+    "aten::_scaled_dot_product_flash_attention_backward": AttentionCall(
+        1, 11, backward=True, workspace="flash_backward"
+    ),
+    "aten::_flash_attention_forward": AttentionCall(0, 8, length_first=True),
+    "aten::_flash_attention_backward": AttentionCall(
+        1, 11, backward=True, length_first=True, workspace="flash_backward"
+    ),
 }
+
+
+def attention_call(name: str) -> AttentionCall:
+    """Return how a kernel of attention is called; one that `ATTENTION` lacks is taken to be called as most are."""
+    backward = "backward" in name
+    return ATTENTION.get(name) or AttentionCall(query=int(backward), causal=-1, backward=backward)
+
 
 # Allocate or re-describe; nothing runs on the GPU.
 NO_KERNEL = frozenset(
@@ -85,36 +107,159 @@ FOREACH_CHUNK = 65536  # elements of one block of a multi-tensor kernel (ATen/na
 _FOREACH_TENSORS = (110, 64, 48, 36, 30)
 _FOREACH_BLOCKS = 320  # of one launch
 
-_KINDS = {
-    "product": "mm bmm addmm baddbmm _grouped_mm _scaled_mm liger_add_product_",
-    "reduction": "sum mean amax nll_loss_forward linalg_vector_norm var var_mean std",
-    "gather": "embedding gather index index_select _embedding_bag",
-    "scatter": "embedding_dense_backward index_put index_put_ _index_put_impl_ scatter scatter_add index_add "
-    "index_add_ nll_loss_backward",
-    "cast": "_to_copy copy_",
-    "copy": "clone stack cat contiguous",
-    "pad": "slice_backward select_backward constant_pad_nd roll reflection_pad2d reflection_pad2d_backward",
+
+# Categories of operators, at fixed places: only ever append. 0 is what no row below knows.
+VOCABULARY = (
+    "other",
+    "matmul",
+    "convolution",
+    "convolution_backward",
+    "attention",
+    "attention_backward",
+    "recurrent",
+    "recurrent_backward",
+    "normalization",
+    "normalization_backward",
+    "softmax",
+    "softmax_backward",
+    "activation",
+    "activation_backward",
+    "arithmetic",
+    "reduction",
+    "pooling",
+    "pooling_backward",
+    "embedding",
+    "embedding_backward",
+    "dropout",
+    "dropout_backward",
+    "loss",
+    "loss_backward",
+    "copy",
+    "fill",
+    "join",
+    "index",
+    "index_backward",
+    "resample",
+    "resample_backward",
+    "optimizer",
+)
+
+
+class OperatorRow(NamedTuple):
+    """One operator, or one word of operators' names. None: the words of its name say it, or its shapes.
+
+    category   one of `VOCABULARY`
+    kernel     what its kernel does: a kind of `featurize.kernel_model.calls`
+    fused      its part in a graph that Inductor compiles, one of those below; None also of what torch tags as pointwise
+    """
+
+    category: str | None = None
+    kernel: str | None = None
+    fused: str | None = None
+
+
+# INDEXING has a result with memory of its own, as a reduction has, and reduces nothing; SCATTER adds into places that
+# others add into, a kernel of its own.
+POINTWISE, REDUCTION, INDEXING, SCATTER, VIEW = "pointwise", "reduction", "indexing", "scatter", "view"
+
+_ROWS = {
+    "mm bmm addmm baddbmm": OperatorRow("matmul", "product"),
+    "mv addmv addbmm dot linalg_matmul": OperatorRow("matmul"),
+    "_grouped_mm _scaled_mm liger_add_product_": OperatorRow(kernel="product"),
+    "add sub rsub mul div pow neg exp log sqrt rsqrt abs reciprocal clamp clamp_min clamp_max sin cos maximum minimum "
+    "addcmul addcdiv lerp square sign erf floor ceil round remainder fmod bitwise_not bitwise_and bitwise_or "
+    "logical_not logical_and logical_or eq ne lt le gt ge expm1 log1p": OperatorRow("arithmetic"),
+    "sum mean amax var var_mean": OperatorRow("reduction", "reduction", REDUCTION),
+    "linalg_vector_norm std": OperatorRow("reduction", "reduction"),
+    "amin max min prod any all argmax argmin": OperatorRow("reduction", fused=REDUCTION),
+    "norm std_mean cumsum cumprod logsumexp": OperatorRow("reduction"),
+    "prepare_softmax_online": OperatorRow(fused=REDUCTION),
+    "nll_loss_forward": OperatorRow(kernel="reduction"),
+    "embedding gather index index_select": OperatorRow(kernel="gather", fused=INDEXING),
+    "_embedding_bag": OperatorRow(kernel="gather"),
+    "index_put scatter scatter_add": OperatorRow(kernel="scatter", fused=SCATTER),
+    "scatter_reduce": OperatorRow(fused=SCATTER),
+    "embedding_dense_backward index_put_ _index_put_impl_ index_add index_add_ nll_loss_backward": OperatorRow(
+        kernel="scatter"
+    ),
+    "_to_copy": OperatorRow("copy", "cast", POINTWISE),
+    "copy_": OperatorRow("copy", "cast", INDEXING),
+    "copy": OperatorRow("copy", fused=INDEXING),
+    "clone": OperatorRow("copy", "copy", POINTWISE),
+    "contiguous": OperatorRow("copy", "copy"),
+    "cat": OperatorRow("join", "copy", INDEXING),
+    "stack": OperatorRow("join", "copy"),
+    "constant_pad_nd": OperatorRow("copy", "pad", POINTWISE),
+    "roll reflection_pad2d": OperatorRow("copy", "pad"),
+    "slice_backward select_backward reflection_pad2d_backward": OperatorRow(kernel="pad"),
+    "flip repeat im2col col2im pixel_shuffle pixel_unshuffle": OperatorRow("copy"),
+    "zeros ones full fill zeros_like ones_like full_like new_zeros new_ones new_full arange scalar_tensor tril "
+    "triu": OperatorRow("fill", fused=POINTWISE),
+    "rand randn rand_like randn_like": OperatorRow("fill", fused=INDEXING),
+    "zero eye uniform normal": OperatorRow("fill"),
+    "empty empty_like empty_strided lift_fresh_copy masked_fill where _inductor_bucketize convert_element_type "
+    "iota": OperatorRow(fused=POINTWISE),
+    "select_scatter slice_scatter inductor_random": OperatorRow(fused=INDEXING),
+    "_unsafe_view lift_fresh _reshape_alias broadcast_in_dim": OperatorRow(fused=VIEW),
 }
-_KIND_OF_NAME = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-# Word of a name -> kind; a `backward` in the name makes it the kind's backward pass.
-_KIND_OF_WORD = {
-    **{word: word for word in ("attention", "batch_norm", "group_norm", "layer_norm")},
-    "rms_norm": "layer_norm",
-    "softmax": "softmax",
-    "pool": "pool",
-    "upsample": "pool",
+_ROW_OF = {name: row for names, row in _ROWS.items() for name in names.split()}
+# The first word in an operator's name that says it. A `backward` in the name makes it the backward pass.
+_WORDS = {
+    "_foreach_ _fused_": OperatorRow("optimizer"),
+    "scaled_dot_product": OperatorRow("attention", "attention"),
+    # Of the package: its category is `other` until the features get another version.
+    "attention": OperatorRow(kernel="attention"),
+    "_rnn lstm gru": OperatorRow("recurrent"),
+    "conv": OperatorRow("convolution"),
+    "batch_norm": OperatorRow("normalization", "batch_norm"),
+    "group_norm": OperatorRow("normalization", "group_norm"),
+    "layer_norm rms_norm": OperatorRow("normalization", "layer_norm"),
+    "instance_norm": OperatorRow("normalization"),
+    "softmax": OperatorRow("softmax", "softmax"),
+    "_loss cross_entropy kl_div": OperatorRow("loss"),
+    "dropout bernoulli": OperatorRow("dropout"),
+    "pool": OperatorRow("pooling", "pool"),
+    "embedding": OperatorRow("embedding"),
+    "upsample": OperatorRow("resample", "pool"),
+    "interpolate grid_sampler": OperatorRow("resample"),
+    "relu gelu silu elu sigmoid tanh threshold hardswish hardtanh mish softplus hardsigmoid glu swish": OperatorRow(
+        "activation"
+    ),
+    "index gather scatter select_backward slice_backward masked_ where topk sort": OperatorRow("index"),
 }
+_WORD_ROWS = [(names.split(), row) for names, row in _WORDS.items()]
+
+
+@functools.cache
+def category(name: str) -> str:
+    """Return the category of an operator by its name (`aten::mm`), one of `VOCABULARY`."""
+    name = name.split("::")[-1].split(".")[0]
+    row = _ROW_OF.get(name) or _ROW_OF.get(name.rstrip("_"))  # in place or not
+    if row is not None and row.category is not None:
+        return row.category
+    kind = _by_words(name, "category") or "other"
+    return f"{kind}_backward" if "backward" in name and f"{kind}_backward" in VOCABULARY else kind
 
 
 def kernel_kind(name: str) -> str | None:
     """Return the kind of an operator's kernel by its name without a namespace; None where its shapes say it."""
-    if name in _KIND_OF_NAME:
-        return _KIND_OF_NAME[name]
-    backward = "_backward" in name
-    kind = next((kind for word, kind in _KIND_OF_WORD.items() if word in name), None)
-    if kind is None:
-        return "elementwise_backward" if backward else None
-    return f"{kind}_backward" if backward else kind
+    if name in _ROW_OF and (kind := _ROW_OF[name].kernel) is not None:
+        return kind
+    kind = _by_words(name, "kernel")
+    if "_backward" in name:
+        return f"{kind or 'elementwise'}_backward"
+    return kind
+
+
+def fused_part(name: str) -> str | None:
+    """Return an operator's part in a graph that Inductor compiles, by its whole name; None where no row says it."""
+    namespace, _, bare = name.partition("::")
+    return _ROW_OF[bare].fused if namespace in ("aten", "prims") and bare in _ROW_OF else None
+
+
+def _by_words(name: str, column: str) -> str | None:
+    rows = (row for words, row in _WORD_ROWS if any(word in name for word in words))
+    return next((value for row in rows if (value := getattr(row, column)) is not None), None)
 
 
 def flops(name: str, args: Sequence, outputs: Sequence[Tensor], elements: int) -> int:
@@ -177,14 +322,14 @@ def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> int:
     return (bool(mask[0]) + bool(mask[1])) * _convolution_flops(args[1], args[2], args[0], args[7])
 
 
-def _attention(kernel: AttentionKernel, args: Sequence) -> int:
-    query, key, value = args[kernel.query : kernel.query + 3]
+def _attention(kernel: AttentionCall, args: Sequence) -> int:
+    query, key, value = (tensor.shape for tensor in args[kernel.query : kernel.query + 3])
     masked = len(args) > kernel.causal and args[kernel.causal]
-    keys = key.shape[1 if kernel.length_first else -2]
-    if kernel.length_first and query.dim() == 3:
+    heads, queries, keys = kernel.sizes(query, key)
+    if kernel.length_first and len(query) == 3:
         keys = args[kernel.causal - 2]
-    pairs = (1 if masked else 2) * math.prod(query.shape[:-1]) * keys  # half of the pairs are masked
-    scores, values = pairs * query.shape[-1], pairs * value.shape[-1]
+    pairs = (1 if masked else 2) * heads * queries * keys  # half of the pairs are masked
+    scores, values = pairs * query[-1], pairs * value[-1]
     # Backward the scores again, then the gradients of scores, values, queries and keys.
     return 3 * scores + 2 * values if kernel.backward else scores + values
 

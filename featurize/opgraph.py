@@ -16,93 +16,10 @@ from numpy.typing import ArrayLike
 
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.costs import operator_costs
+from featurize.operators import VOCABULARY, attention_call, category
 from featurize.step_trace import Operator, StepTrace
 from featurize.training_settings import TrainingSettings
 
-# Classes of operators, at fixed places: only ever append. 0 is what no rule below knows.
-VOCABULARY = (
-    "other",
-    "matmul",
-    "convolution",
-    "convolution_backward",
-    "attention",
-    "attention_backward",
-    "recurrent",
-    "recurrent_backward",
-    "normalization",
-    "normalization_backward",
-    "softmax",
-    "softmax_backward",
-    "activation",
-    "activation_backward",
-    "arithmetic",
-    "reduction",
-    "pooling",
-    "pooling_backward",
-    "embedding",
-    "embedding_backward",
-    "dropout",
-    "dropout_backward",
-    "loss",
-    "loss_backward",
-    "copy",
-    "fill",
-    "join",
-    "index",
-    "index_backward",
-    "resample",
-    "resample_backward",
-    "optimizer",
-)
-
-# The first class of which a part stands in the operator's name; `_backward` is added where the name says so.
-_PARTS = (
-    ("optimizer", ("_foreach_", "_fused_")),
-    ("attention", ("scaled_dot_product",)),
-    ("recurrent", ("_rnn", "lstm", "gru")),
-    ("convolution", ("conv",)),
-    ("normalization", ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")),
-    ("softmax", ("softmax",)),
-    ("loss", ("_loss", "cross_entropy", "kl_div")),
-    ("dropout", ("dropout", "bernoulli")),
-    ("pooling", ("pool",)),
-    ("embedding", ("embedding",)),
-    ("resample", ("upsample", "interpolate", "grid_sampler")),
-    (
-        "activation",
-        (
-            "relu",
-            "gelu",
-            "silu",
-            "elu",
-            "sigmoid",
-            "tanh",
-            "threshold",
-            "hardswish",
-            "hardtanh",
-            "mish",
-            "softplus",
-            "hardsigmoid",
-            "glu",
-            "swish",
-        ),
-    ),
-    ("index", ("index", "gather", "scatter", "select_backward", "slice_backward", "masked_", "where", "topk", "sort")),
-)
-_NAMES = {
-    "matmul": "mm bmm addmm baddbmm mv addmv addbmm dot linalg_matmul",
-    "arithmetic": "add sub rsub mul div pow neg exp log sqrt rsqrt abs reciprocal clamp clamp_min clamp_max sin cos "
-    "maximum minimum addcmul addcdiv lerp square sign erf floor ceil round remainder fmod bitwise_not bitwise_and "
-    "bitwise_or logical_not logical_and logical_or eq ne lt le gt ge expm1 log1p",
-    "reduction": "sum mean amax amin max min norm linalg_vector_norm prod var std var_mean std_mean any all argmax "
-    "argmin cumsum cumprod logsumexp",
-    "copy": "clone copy _to_copy contiguous roll flip repeat constant_pad_nd reflection_pad2d im2col col2im "
-    "pixel_shuffle pixel_unshuffle",
-    "fill": "zeros ones full zero fill zeros_like ones_like full_like new_zeros new_ones new_full arange scalar_tensor "
-    "rand randn rand_like randn_like eye uniform normal tril triu",
-    "join": "cat stack",
-}
-_CLASS_OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 _INDEX = {kind: index for index, kind in enumerate(VOCABULARY)}
 
 _PHASES = ("forward", "backward", "optimizer")
@@ -164,9 +81,8 @@ def opgraph(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> O
         spec: The GPU model.
         settings: The trace's own.
     """
-    operators = trace.operators
-    count = len(operators)
-    columns = list(zip(*operators, strict=True)) if operators else [()] * len(Operator._fields)
+    count = len(trace.operators)
+    columns = list(zip(*trace.operators, strict=True)) if count else [()] * len(Operator._fields)
     field = dict(zip(Operator._fields, columns, strict=True))
     outputs = [sum(map(_elements, shapes)) for shapes in field["output_shapes"]]
     inputs = [sum(map(_elements, shapes)) for shapes in field["input_shapes"]]
@@ -176,7 +92,7 @@ def opgraph(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> O
 
     logs = [field["flops"], field["bytes_read"], field["bytes_written"], field["launches"], outputs, inputs]
     phases = np.array([_PHASES.index(phase) if phase in _PHASES else -1 for phase in field["phase"]], dtype=np.int64)
-    dims = np.array([product_dims(op) for op in operators], dtype=np.float64).reshape(count, len(_DIMS))
+    dims = np.array([product_dims(op) for op in trace.operators], dtype=np.float64).reshape(count, len(_DIMS))
     costs = np.array(operator_costs(trace, spec, settings), dtype=np.float64).reshape(count, 3)
     nodes = [
         *(_log(np.array(values, dtype=np.float64)) for values in logs),
@@ -193,24 +109,11 @@ def opgraph(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> O
         *costs[:, 1:].T,
     ]
     return OpGraph(
-        categories=np.array([category(name) for name in field["name"]], dtype=np.int64),
+        categories=np.array([_INDEX[category(name)] for name in field["name"]], dtype=np.int64),
         nodes=np.column_stack(nodes).astype(np.float32),
         node_columns=NODE_COLUMNS,
         edges=edges,
     )
-
-
-@functools.cache
-def category(name: str) -> int:
-    """Return the class of an operator by its name (`aten::mm`), an index of `VOCABULARY`."""
-    name = name.split("::")[-1].split(".")[0]
-    if name.rstrip("_") in _CLASS_OF_NAME:  # in place or not
-        return _INDEX[_CLASS_OF_NAME[name.rstrip("_")]]
-    for kind, parts in _PARTS:
-        if any(part in name for part in parts):
-            back = f"{kind}_backward"
-            return _INDEX[back if "backward" in name and back in _INDEX else kind]
-    return _INDEX["other"]
 
 
 def _edges(sources: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
@@ -234,7 +137,7 @@ def _depths(edges: np.ndarray, count: int) -> np.ndarray:
 
 def product_dims(op: Operator) -> tuple[float, ...]:
     """Return batch, m, n, k, kernel elements and stride of an operator's matrix products; zeros where it has none."""
-    kind = VOCABULARY[category(op.name)]
+    kind = category(op.name)
     find = _DIMS_OF.get(kind)
     try:
         dims = find(op, "backward" in kind) if find is not None else None
@@ -262,8 +165,9 @@ def _convolution_dims(op: Operator, backward: bool) -> tuple[float, ...]:
 
 
 def _attention_dims(op: Operator, backward: bool) -> tuple[float, ...]:
-    query, key = op.input_shapes[1:3] if backward else op.input_shapes[:2]
-    return math.prod(query[:-2]), query[-2], key[-2], query[-1], 0, 0
+    kernel = attention_call(op.name)
+    query, key = op.input_shapes[kernel.query : kernel.query + 2]
+    return *kernel.sizes(query, key), query[-1], 0, 0
 
 
 def _recurrent_dims(op: Operator, backward: bool) -> tuple[float, ...]:

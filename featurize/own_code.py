@@ -159,7 +159,9 @@ def library_problem(model: str, arguments: str, *, advice: str | None = None) ->
     module, _, factory = model.partition(":")
     package = module.partition(".")[0]
     if isinstance(model, TrustedName):
-        return _dotted_problem(model, factory)
+        if "." in factory:
+            return f"{model} leads out of the trusted {module}: name what the module itself defines, as in {module}:Net"
+        return None
     if package not in _MODULES:
         advice = advice or f"pass trust=[{module}] to allow it, or type the config on the command line"
         return f"{model} comes from stored data, so it is not imported; {advice}"
@@ -205,13 +207,6 @@ def require_settings(model: str, settings: Any) -> None:
     """`NotTrusted` where a transformers model's configuration would fetch weights of its own accord."""
     if not isinstance(model, CodeName | TrustedName) and _fetches(settings, 0):
         raise NotTrusted(f"zoo: {model} would fetch pretrained weights, which data may not ask for")
-
-
-def _dotted_problem(model: str, factory: str) -> str | None:
-    if "." not in factory:
-        return None
-    module = model.partition(":")[0]
-    return f"{model} leads out of the trusted {module}: name what the module itself defines, as in {module}:Net"
 
 
 def _foreign_problem(model: str, factory: Any) -> str | None:

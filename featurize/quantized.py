@@ -16,41 +16,12 @@ from torch import Tensor, nn
 
 from conf.errors import UsageError
 from featurize.flat_parameters import whole_elements
+from featurize.own_operators import OPS
 
 # bitsandbytes' block constants: a 32-bit scale for every block of 4-bit weights; with double quantization the scales
 # themselves are bytes, with a 32-bit scale for every block of them.
 WEIGHT_BLOCK = 64
 SCALE_BLOCK = 256
-
-DEQUANTIZATIONS = frozenset({"gpufarm::dequantize_4bit", "gpufarm::dequantize_scales"})
-
-_library = torch.library.Library("gpufarm", "DEF")
-_library.define("dequantize_4bit(Tensor packed, Tensor scales, SymInt[] shape, ScalarType dtype) -> Tensor")
-_library.define("dequantize_scales(Tensor scales, Tensor outer) -> Tensor")
-_library.define("quantize_rows(Tensor x) -> (Tensor, Tensor)")
-_library.define("int8_product(Tensor x, Tensor weight) -> Tensor")
-_library.define("dequantize_product(Tensor product, Tensor row_scales, Tensor scales, ScalarType dtype) -> Tensor")
-
-
-def _dequantize_4bit(packed: Tensor, _scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=packed.device)
-
-
-def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=torch.int8), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-
-
-def _int8_product(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int32, device=x.device)
-
-
-_library.impl("dequantize_4bit", _dequantize_4bit, "Meta")
-_library.impl("dequantize_scales", lambda scales, outer: torch.empty_like(scales, dtype=torch.float32), "Meta")
-_library.impl("quantize_rows", _quantize_rows, "Meta")
-_library.impl("int8_product", _int8_product, "Meta")
-_library.impl(
-    "dequantize_product", lambda product, row_scales, scales, dtype: torch.empty_like(product, dtype=dtype), "Meta"
-)
 
 
 class _Quantized(nn.Module):
@@ -143,9 +114,9 @@ class Linear4Bit(_Quantized):
         def dequantize(dtype: torch.dtype) -> Tensor:
             scales = stored
             if outer is not None and offset is not None:
-                scales = torch.ops.gpufarm.dequantize_scales(stored, outer).add_(offset)
+                scales = OPS.dequantize_scales(stored, outer).add_(offset)
             shape = (self.out_features, self.in_features)
-            return torch.ops.gpufarm.dequantize_4bit(packed, scales, shape, self.weight_dtype).to(dtype)
+            return OPS.dequantize_4bit(packed, scales, shape, self.weight_dtype).to(dtype)
 
         return dequantize
 
@@ -178,10 +149,10 @@ class Linear8Bit(_Quantized):
         return lambda dtype: packed.to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
     def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
-        rows, row_scales = torch.ops.gpufarm.quantize_rows(x.to(torch.float16))
-        product = torch.ops.gpufarm.int8_product(rows, self.weight)
+        rows, row_scales = OPS.quantize_rows(x.to(torch.float16))
+        product = OPS.int8_product(rows, self.weight)
         scales = self.get_buffer("scales")
-        out = torch.ops.gpufarm.dequantize_product(product, row_scales, scales, torch.float16).to(x.dtype)
+        out = OPS.dequantize_product(product, row_scales, scales, torch.float16).to(x.dtype)
         return out if bias is None else out.add_(bias)
 
 

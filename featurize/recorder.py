@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +18,14 @@ from torch._ops import OpOverload
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from featurize.library_calls import CUBLAS, library_calls
-from featurize.meta_results import MetaResults
+from featurize.library_calls import CUBLAS
+from featurize.meta_results import meta_result
 from featurize.operator_record import OperatorRecord, Traits
 from featurize.tensor_parts import meta_tensors, wrap_others
 from featurize.values import NONZERO, READ, Values
 
 if TYPE_CHECKING:
+    from featurize.library_calls import LibraryCall
     from featurize.parallel.ranks import Ranks
 
 _ADD = torch.ops.aten.add.Tensor
@@ -52,7 +53,6 @@ class Recorder(OperatorRecord, _Uncompiled):
         self.decided = 0  # operators whose results known values decided
         self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
-        self._results = MetaResults()
         self.values = Values()
         self.values.module_now = self.stack.now
 
@@ -115,10 +115,6 @@ class Recorder(OperatorRecord, _Uncompiled):
     def _left(self, _module: nn.Module, _args: object, _output: object) -> None:
         self.stack.leave()
 
-    def without_masks(self, traits: Traits, args: tuple, nonzero: Callable[[Tensor], Any]) -> tuple:
-        """An indexing operator's arguments with places, as `nonzero` finds them, instead of known masks."""
-        return self.values.without_masks(args, nonzero, put="put" in traits.name)
-
     def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
         """Return what the operator gives on meta tensors, and values where they are read back."""
         if traits.name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
@@ -127,7 +123,7 @@ class Recorder(OperatorRecord, _Uncompiled):
         if decided is not NotImplemented:
             self.decided += 1
             return decided
-        out = self._results.of(func, traits.name, args, kwargs)
+        out = meta_result(func, traits.name, args, kwargs)
         if self.ranks is not None and traits.name == "aten::empty":
             return out  # a buffer of a wrapper, most likely: no model reads it
         if traits.mutates or self.follows_values():
@@ -139,7 +135,7 @@ class Recorder(OperatorRecord, _Uncompiled):
         traits = self.traits_of(func)
         try:
             if traits.takes_masks:
-                args = self.without_masks(traits, args, lambda mask: self.unrecorded(NONZERO, (mask,), {}))
+                args = self.values.without_masks(traits, args, lambda mask: self.unrecorded(NONZERO, (mask,), {}))
             return self.run(func, traits, args, kwargs)
         except Exception as error:
             self.stack.note_failure(error, traits.name)
@@ -171,7 +167,9 @@ class Recorder(OperatorRecord, _Uncompiled):
                 return func.decompose(*args, **kwargs)
         try:
             if traits.takes_masks:
-                args = self.without_masks(traits, args, lambda mask: self.__torch_dispatch__(NONZERO, (), (mask,)))
+                args = self.values.without_masks(
+                    traits, args, lambda mask: self.__torch_dispatch__(NONZERO, (), (mask,))
+                )
             out = self.run(func, traits, args, kwargs)
         except Exception as error:
             self.stack.note_failure(error, traits.name)
@@ -201,13 +199,13 @@ class Recorder(OperatorRecord, _Uncompiled):
         fresh = False
         for tensor in outputs:
             fresh |= self._see(tensor.untyped_storage(), None, maker)
-        if traits.calls_library:
-            self._take_workspaces(traits, module, args, outputs)
+        if traits.library_calls is not None:
+            self._take_workspaces(traits, module, traits.library_calls(args, outputs))
         if self.keep_operators and traits.kernel and (fresh or traits.mutates):
             self._note(traits, module, args, inputs, outputs)
 
-    def _take_workspaces(self, traits: Traits, module: str, args: tuple, outputs: list[Tensor]) -> None:
-        for call in library_calls(traits.name, args, outputs):
+    def _take_workspaces(self, traits: Traits, module: str, calls: Iterable[LibraryCall]) -> None:
+        for call in calls:
             if call.kind == CUBLAS:  # its handles belong to threads, and keep what they took
                 thread = "backward" if self.phase == "backward" else "forward"
                 if thread in self._cublas_threads:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -27,6 +28,19 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+@contextlib.contextmanager
+def replaced_if_imported(module: str, path: str, instead: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace what stands at a path within a module, as `nms` or `Matcher.__call__`, by what `instead` makes of it,
+    while this lasts; nothing where the module is not imported or has no such attribute."""
+    owners, _, name = path.rpartition(".")
+    owner: Any = sys.modules.get(module)
+    if owners:
+        owner = getattr(owner, owners, None)
+    has_it = hasattr(owner, name)
+    with replaced(owner, name, instead(getattr(owner, name))) if has_it else contextlib.nullcontext():
+        yield
 
 
 def replace_attribute(owner: object, name: str, value: object) -> None:

@@ -14,7 +14,8 @@ from featurize.device_spec import DeviceSpec, device_features
 from featurize.input_pipeline import python_loader_ms
 from featurize.kernel_model.costs import features as priced_features
 from featurize.kernel_model.step_time import time_step
-from featurize.opgraph import VOCABULARY, category, product_dims
+from featurize.operators import VOCABULARY, category
+from featurize.opgraph import product_dims
 from featurize.replay import MemoryProfile, outside_mib
 from featurize.step_trace import BATCH, StepTrace
 from featurize.training import TrainingSettings
@@ -70,7 +71,7 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
         for source in op.sources:
             if source >= 0:
                 readers[source] += 1
-        kind = VOCABULARY[category(op.name)]
+        kind = category(op.name)
         # The first output: others are statistics and the like, which do not grow with the batch; nor does a loss.
         made = math.prod(op.output_shapes[0]) if op.output_shapes and kind != "loss" else 0
         work = op.flops if kind != "loss" else 0

@@ -7,7 +7,7 @@ their parts, and only these have memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -31,6 +31,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def wrap_others(types: Sequence[type]) -> bool:
     """Return whether some of these types of tensors wrap others."""
     return bool(types) and any(map(_is_wrapper, types))
+
+
+def tensors_in(values: Iterable) -> Iterator[Tensor]:
+    """Yield the tensors among values, and those in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 def meta_tensors(values: Iterable) -> list[Tensor]:

@@ -5,6 +5,8 @@ Start reading at `matmul_allows_tf32`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 # Since PyTorch 2.9 `fp32_precision` says so. Reading `allow_tf32` raises once a part of it was set to TF32.
@@ -13,18 +15,17 @@ _TF32, _EXACT = "tf32", "ieee"
 
 def matmul_allows_tf32() -> bool:
     """Return whether matrix products of float32 tensors on a GPU may use TF32."""
-    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    if precision is None:
-        return bool(torch.backends.cuda.matmul.allow_tf32)
-    return precision == _TF32
+    return _allows(torch.backends.cuda.matmul, torch.backends.cuda.matmul)
 
 
 def cudnn_allows_tf32() -> bool:
     """Return whether convolutions of float32 tensors on a GPU may use TF32."""
-    precision = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", None)
-    if precision is None:
-        return bool(torch.backends.cudnn.allow_tf32)
-    return precision == _TF32
+    return _allows(getattr(torch.backends.cudnn, "conv", None), torch.backends.cudnn)
+
+
+def _allows(part: object, older: Any) -> bool:
+    precision = getattr(part, "fp32_precision", None)
+    return bool(older.allow_tf32) if precision is None else precision == _TF32
 
 
 def allow_tf32(*, matmul: bool, cudnn: bool) -> None:

@@ -12,10 +12,10 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils._device
@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 
 from featurize.operators import DECIDED_BY_VALUES
 from featurize.replacing import replaced
+from featurize.tensor_parts import tensors_in
 
 if TYPE_CHECKING:
     from featurize.operator_record import Traits
@@ -45,7 +46,6 @@ _FILLED = {
     "aten::empty": 0,
     "aten::empty_strided": 0,
 }
-_MISSING = object()
 _OURS = Path(__file__).resolve().parent
 # Whose lines are no model's code.
 _NOT_THE_MODELS = tuple(f"{place}{os.sep}" for place in (Path(torch.__file__).parent, _OURS, _OURS.parent / "learn"))
@@ -62,13 +62,13 @@ ONES = "whole numbers of {name} that were given without values are taken to be 1
 FINITE = "numbers that the step computes are taken to be finite where the model asks"
 # Of numbers that the step computes, only this is assumed: they are finite.
 _OF_FINITE = {"aten::isnan": False, "aten::isinf": False}
-_NEGATIONS = frozenset({"aten::logical_not", "aten::bitwise_not"})
-_CONJUNCTIONS = frozenset({"aten::logical_and", "aten::bitwise_and", "aten::mul"})
-_DISJUNCTIONS = frozenset({"aten::logical_or", "aten::bitwise_or"})
-_REDUCTIONS = frozenset({"aten::any", "aten::all"})
-ABOUT_FINITE = frozenset(
-    {*_OF_FINITE, *_NEGATIONS, *_CONJUNCTIONS, *_DISJUNCTIONS, *_REDUCTIONS, "aten::eq", "aten::ne"}
-)
+# What an operator makes of truths that are the same at all places of each tensor.
+_OF_TRUTHS: dict[str, Callable[[list[bool]], bool]] = {
+    **dict.fromkeys(("aten::logical_not", "aten::bitwise_not"), lambda held: not held[0]),
+    **dict.fromkeys(("aten::logical_and", "aten::bitwise_and", "aten::mul", "aten::all"), all),
+    **dict.fromkeys(("aten::logical_or", "aten::bitwise_or", "aten::any"), any),
+}
+_ABOUT_FINITE = frozenset({*_OF_FINITE, *_OF_TRUTHS, "aten::eq", "aten::ne"})
 
 
 class UnknownValue(RuntimeError):
@@ -87,17 +87,37 @@ def remember(tensor: Tensor, values: Tensor) -> Tensor:
     return tensor
 
 
+class _Unknown(Exception):
+    """An argument has no values."""
+
+
+class _Known(NamedTuple):
+    """A storage on meta.
+
+    ref      to it, whose end ends this
+    held     its values on the CPU; None: not known, or too many to keep
+    ours     `held` is ours alone to write to
+    truth    that holds at all its places, however many they are; None: not known
+    source   input whose default the values are, or are made of
+    """
+
+    ref: weakref.ref
+    held: torch.UntypedStorage | None
+    ours: bool = True
+    truth: bool | None = None
+    source: str = ""
+
+
 class Values:
-    """The values of one trace's tensors: for a storage on meta there is one on the CPU, as long as the former lives."""
+    """The values of one trace's tensors, by their storages on meta, as long as these live."""
 
     def __init__(self) -> None:
         self.assumed: dict[str, None] = {}  # in the order in which the step needed them
         self.module_now: Callable[[], str] = str  # path of the module that runs
-        self._defaulted: dict[int, tuple[weakref.ref, str]] = {}  # storages of defaults, or made of them -> the input
+        self.keeps_masked = False  # a mask that only computing the step would give keeps everything
         self._said_of: set[str] = set()  # inputs whose defaults were read
         self._draws = 0
-        self._known: dict[int, tuple[weakref.ref, torch.UntypedStorage, bool]] = {}  # ours alone to write to?
-        self._truths = Truths(self._known)
+        self._known: dict[int, _Known] = {}
 
     def assume(self, text: str) -> None:
         """Note what the step takes for granted."""
@@ -115,8 +135,8 @@ class Values:
             if values is not None and values.shape == tensor.shape and values.dtype is tensor.dtype:
                 self._know(tensor, values, ours=False)
             elif default is not None and _is_whole(tensor) and _is_small(tensor):
-                self._know(tensor, torch.full(tensor.shape, default, dtype=tensor.dtype, device="cpu"))
-                self._note_default(tensor, vars(tensor).get("gpufarm_name", "the batch"))
+                source = vars(tensor).get("gpufarm_name", "the batch")
+                self._know(tensor, torch.full(tensor.shape, default, dtype=tensor.dtype, device="cpu"), source=source)
 
     @contextlib.contextmanager
     def of_data(self) -> Iterator[None]:
@@ -147,32 +167,32 @@ class Values:
         """The values of a tensor, which must not be written to; None if they are not known."""
         if not tensor.is_meta:
             return tensor
-        storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
-        if known is None:
+        known = self._entry(tensor)
+        if known is None or known.held is None:
             return None
-        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return empty.set_(known[1], tensor.storage_offset(), tensor.size(), tensor.stride())
+        return _laid_out(known.held, tensor)
+
+    def _entry(self, tensor: Tensor) -> _Known | None:
+        return self._known.get(tensor.untyped_storage()._cdata)
 
     def decide(self, func: OpOverload, name: str, args: tuple, kwargs: dict) -> object:
         """Return what an operator gives whose result values decide; `NotImplemented` if that is not known, or any other
         operator. Raises `UnknownValue` where a number is read back."""
         if name not in DECIDED_BY_VALUES:
             return NotImplemented
-        if name == "aten::_to_copy" and not _leaves_meta(args[0], kwargs):
+        if name == "aten::_to_copy" and torch.device(kwargs.get("device") or "meta").type != "cpu":
             return NotImplemented
-        if not any(tensor.is_meta for tensor in _tensors(args)):
+        if not any(tensor.is_meta for tensor in tensors_in(args)):
             return NotImplemented
-        here = self._on_cpu(args), self._on_cpu(kwargs)
-        if _MISSING in here:
+        try:
+            given, named = self._on_cpu((args, kwargs))
+        except _Unknown:
             if name == "aten::nonzero" and args[0].dim():
                 self.assume(ALL_KEPT)
                 return self._all_kept(args[0])
             if name in (READ, "aten::equal", "aten::is_nonzero"):
-                raise UnknownValue(_NO_VALUE)
+                raise UnknownValue(_NO_VALUE) from None
             return NotImplemented
-        given, named = here
-        assert isinstance(given, tuple) and isinstance(named, dict)
         source = self._default_in(args, kwargs)
         if source and source not in self._said_of:
             self._said_of.add(source)
@@ -184,19 +204,8 @@ class Values:
 
     def _default_in(self, args: tuple, kwargs: dict) -> str:
         """The input whose default decides these arguments' values; empty where there is none."""
-        if not self._defaulted:
-            return ""
-        for tensor in _tensors((*args, *kwargs.values())):
-            if tensor.is_meta and not tensor.is_sparse:
-                held = self._defaulted.get(tensor.untyped_storage()._cdata)
-                if held is not None:
-                    return held[1]
-        return ""
-
-    def _note_default(self, tensor: Tensor, name: str) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._defaulted[key] = weakref.ref(storage, forgetter(self._defaulted, key)), name
+        tensors = (one for one in tensors_in((*args, *kwargs.values())) if one.is_meta and not one.is_sparse)
+        return next((known.source for one in tensors if (known := self._entry(one)) and known.source), "")
 
     def _place(self) -> str:
         """The module that runs, and the line of its code, or of the loss."""
@@ -209,23 +218,23 @@ class Values:
             return line or "the step"
         return f"module {module!r} ({line})" if line else f"module {module!r}"
 
-    def without_masks(self, args: tuple, nonzero: Callable[[Tensor], Tensor], *, put: bool) -> tuple:
+    def without_masks(self, traits: Traits, args: tuple, nonzero: Callable[[Tensor], Any]) -> tuple:
         """The arguments of an indexing operator, each mask that is known replaced by the places where it is true, as
         CUDA's kernels do before they index. `nonzero` runs that operator. Raises `UnknownValue` for another mask, but
-        where values are `put` into a tensor."""
-        indices = args[1]
+        where values are put into a tensor, or masks keep everything."""
+        indices, put = args[1], "put" in traits.name
         if not any(isinstance(i, Tensor) and i.is_meta and i.dtype in (torch.bool, torch.uint8) for i in indices):
             return args
         places: list[Tensor | None] = []
         for index in indices:
             if index is None or not index.is_meta or index.dtype not in (torch.bool, torch.uint8):
                 places.append(index)
-            elif self.of(index) is None:
-                if put:
-                    return args
-                raise UnknownValue(_HOW_MANY)
-            else:
+            elif self.of(index) is not None or (self.keeps_masked and not put):
                 places.extend(nonzero(index).unbind(1))
+            elif put:
+                return args
+            else:
+                raise UnknownValue(_HOW_MANY)
         return args[0], places, *args[2:]
 
     # -- what operators make of it
@@ -238,22 +247,24 @@ class Values:
             self._follow_writes(func, args, kwargs, traits)
             return
         outputs = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ()
-        if name in ABOUT_FINITE and self._follow_truths(name, args, out):
+        if name in _ABOUT_FINITE and self._follow_truths(name, args, out):
             return
         if not outputs or not all(isinstance(one, Tensor) and one.is_meta and _is_small(one) for one in outputs):
             return
-        for tensor in _tensors(args):  # nearly always the first one decides
-            if name not in _FILLED and tensor.is_meta and tensor.untyped_storage()._cdata not in self._known:
-                if name == "aten::topk":
-                    self._spread(outputs[1], args)
-                return
-            break
+        first = next(tensors_in(args), None)  # nearly always it decides
+        if name not in _FILLED and first is not None and first.is_meta and self._entry(first) is None:
+            if name == "aten::topk":
+                self._spread(outputs[1], args)
+            return
         if name in _FILLED:
             fill = _FILLED[name]
             fill = args[2 if name == "aten::new_full" else 1] if fill is None else fill
             self._know(outputs[0], torch.full(outputs[0].shape, fill, dtype=outputs[0].dtype, device="cpu"))
             return
-        made = self._computed(func, args, kwargs, traits)
+        try:
+            made = self._computed(func, args, kwargs, traits)
+        except _Unknown:
+            return
         if isinstance(made, Tensor):
             made = (made,)
         if not isinstance(made, tuple | list) or len(made) != len(outputs):
@@ -261,42 +272,40 @@ class Values:
         source = self._default_in(args, kwargs)
         for tensor, values in zip(outputs, made, strict=True):
             if isinstance(values, Tensor) and values.shape == tensor.shape and values.dtype is tensor.dtype:
-                self._know(tensor, values)
-                if source:
-                    self._note_default(tensor, source)
+                self._know(tensor, values, source=source)
 
     def forget(self) -> None:
         """Nothing is known any more."""
         self._known.clear()
-        self._truths.clear()
-        self._defaulted.clear()
 
     def _follow_writes(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> None:
         known = self._known
-        targets = [t for i in traits.written if i < len(args) for t in _tensors((args[i],))]
-        targets += [t for key in traits.written_names if key in kwargs for t in _tensors((kwargs[key],))]
-        keys = {t.untyped_storage()._cdata for t in targets if t.is_meta and not t.is_sparse}
-        self._truths.forget(keys)
-        if not any(key in known for key in keys):
+        targets = [args[i] for i in traits.written if i < len(args)]
+        targets += [kwargs[key] for key in traits.written_names if key in kwargs]
+        written = {t.untyped_storage()._cdata for t in tensors_in(targets) if t.is_meta and not t.is_sparse}
+        written &= known.keys()
+        if not written:
             return
-        for key in keys & known.keys():
-            ref, storage, ours = known[key]
-            if not ours:
-                known[key] = ref, storage.clone(), True
-        if not traits.foreach and self._computed(func, args, kwargs, traits) is not _MISSING:
-            if source := self._default_in(args, kwargs):
-                for target in targets:
-                    self._note_default(target, source)
+        for key in written:
+            held = known[key].held
+            if held is not None and not known[key].ours:
+                held = held.clone()
+            known[key] = known[key]._replace(held=held, ours=True, truth=None)
+        try:
+            if traits.foreach:
+                raise _Unknown
+            self._computed(func, args, kwargs, traits)
+        except _Unknown:
+            for key in written:
+                del known[key]
             return
-        for key in keys:
-            known.pop(key, None)
+        if source := self._default_in(args, kwargs):
+            known |= {key: known[key]._replace(source=source) for key in written}
 
     def _computed(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> object:
-        """Return the operator's result on the CPU; `_MISSING` if an argument is not known, or the CPU cannot run it."""
-        given, named = self._on_cpu(args), self._on_cpu(kwargs)
-        if given is _MISSING or named is _MISSING:
-            return _MISSING
-        assert isinstance(given, tuple) and isinstance(named, dict)
+        """Return the operator's result on the CPU. Raises `_Unknown` if an argument is not known, or the CPU cannot run
+        it."""
+        given, named = self._on_cpu((args, kwargs))
         if named.get("device") is not None:
             named["device"] = torch.device("cpu")
         state = None
@@ -306,22 +315,44 @@ class Values:
             torch.random.default_generator.manual_seed(self._draws)
         try:
             return func(*given, **named)
-        except (RuntimeError, TypeError, IndexError, NotImplementedError):  # a type or layout that the CPU lacks
-            return _MISSING
+        except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:  # a type that the CPU lacks
+            raise _Unknown from error
         finally:
             if state is not None:
                 torch.set_rng_state(state)
 
     def _follow_truths(self, name: str, args: tuple, out: object) -> bool:
         """Return whether the result is a truth about finite numbers, which is then noted."""
-        truth = self._truths.of(name, args)
+        truth = self._truth(name, args)
         if truth is None or not isinstance(out, Tensor):
             return False
         self.assume(FINITE)
-        self._truths.note(out, truth)
         if _is_small(out):
             self._know(out, torch.full(out.shape, truth, dtype=out.dtype, device="cpu"))
+        storage = out.untyped_storage()
+        known = self._entry(out) or _Known(self._watched(storage), None)
+        self._known[storage._cdata] = known._replace(truth=truth)
         return True
+
+    def _truth(self, name: str, args: tuple) -> bool | None:
+        """Return what an operator of `_ABOUT_FINITE` gives at all places; None where that is not known."""
+        first = args[0]
+        if not isinstance(first, Tensor) or not first.is_meta:
+            return None
+        if first.is_floating_point():
+            if self._entry(first) is not None:
+                return None
+            if name in _OF_FINITE:
+                return _OF_FINITE[name]
+            itself = len(args) > 1 and args[1] is first  # as in isfinite
+            if name in ("aten::eq", "aten::ne") and (itself or (isinstance(args[1], float) and math.isinf(args[1]))):
+                return (name == "aten::eq") == itself
+            return None
+        if first.dtype is not torch.bool or name not in _OF_TRUTHS:
+            return None
+        known = [self._entry(one) for one in args if isinstance(one, Tensor)]
+        held = [one.truth for one in known if one is not None and one.truth is not None]
+        return _OF_TRUTHS[name](held) if len(held) == len(known) else None
 
     def _spread(self, indices: Tensor, args: tuple) -> None:
         """Row r of a choice of k among n takes k*r, k*r + 1, ... modulo n, as a router that is balanced does."""
@@ -335,29 +366,31 @@ class Values:
         self.assume(SPREAD)
 
     def _all_kept(self, tensor: Tensor) -> Tensor:
-        if tensor.numel() * tensor.dim() <= LARGEST:
-            kept = self._as_meta(torch.ones(tensor.shape, dtype=torch.bool, device="cpu").nonzero())
-            assert isinstance(kept, Tensor)
-            return kept
-        return torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device="meta")
+        kept = torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device="meta")
+        if _is_small(kept):
+            self._know(kept, torch.ones(tensor.shape, dtype=torch.bool, device="cpu").nonzero())
+        return kept
 
     # -- on the CPU and back
 
-    def _know(self, tensor: Tensor, values: Tensor, *, ours: bool = True) -> None:
+    def _know(self, tensor: Tensor, values: Tensor, *, ours: bool = True, source: str = "") -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:  # it shares an argument's memory
-            if ours:
-                return
-            del self._known[key]
+        if ours and storage._cdata in self._known:  # it shares an argument's memory
+            return
         held = values.untyped_storage()
         same = tensor.stride() == values.stride() and tensor.storage_offset() == values.storage_offset()
         if not same or held.nbytes() < storage.nbytes():
             held = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
-            into = torch.empty(0, dtype=tensor.dtype, device="cpu")
-            into.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride()).copy_(values)
+            _laid_out(held, tensor).copy_(values)
             ours = True
-        self._known[key] = weakref.ref(storage, forgetter(self._known, key)), held, ours
+        self._known[storage._cdata] = _Known(self._watched(storage), held, ours, source=source)
+
+    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref:
+        def died(ref: weakref.ref, key: int = storage._cdata) -> None:
+            if key in self._known and self._known[key].ref is ref:
+                del self._known[key]
+
+        return weakref.ref(storage, died)
 
     def _as_meta(self, out: object) -> object:
         if isinstance(out, Tensor):
@@ -370,93 +403,25 @@ class Values:
             return made_of if isinstance(out, list) else tuple(made_of)
         return out
 
-    def _on_cpu(self, value: object) -> object:
-        """With the values of all tensors; `_MISSING` if one is not known."""
+    def _on_cpu(self, value: Any) -> Any:
+        """Return arguments with the values of all tensors. Raises `_Unknown` where one has none."""
         if isinstance(value, Tensor):
-            if value.is_sparse:
-                return _MISSING
-            values = self.of(value)
-            return _MISSING if values is None else values
+            values = None if value.is_sparse else self.of(value)
+            if values is None:
+                raise _Unknown
+            return values
         if isinstance(value, dict):
-            named = {key: self._on_cpu(one) for key, one in value.items()}
-            return _MISSING if any(one is _MISSING for one in named.values()) else named
+            return {key: self._on_cpu(one) for key, one in value.items()}
         if isinstance(value, tuple | list):
             given = [self._on_cpu(one) for one in value]
-            if any(one is _MISSING for one in given):
-                return _MISSING
             return given if isinstance(value, list) else tuple(given)
         return value
 
 
-class Truths:
-    """Truth values that are the same for all places of a tensor, of any size, as long as it lives.
-
-    Args:
-        known: Storages of which the values themselves are known.
-    """
-
-    def __init__(self, known: Container[int]) -> None:
-        self._known = known
-        self._uniform: dict[int, tuple[weakref.ref, bool]] = {}
-
-    def note(self, tensor: Tensor, truth: bool) -> None:
-        """Note what holds at all places of a tensor."""
-        storage = tensor.untyped_storage()
-        self._uniform[storage._cdata] = weakref.ref(storage, forgetter(self._uniform, storage._cdata)), truth
-
-    def forget(self, storages: Iterable[int]) -> None:
-        """Forget what was overwritten."""
-        for key in storages:
-            self._uniform.pop(key, None)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._uniform.clear()
-
-    def of(self, name: str, args: tuple) -> bool | None:
-        """Return what an operator of `ABOUT_FINITE` gives at all places; None where that is not known."""
-        first = args[0]
-        if not isinstance(first, Tensor) or not first.is_meta:
-            return None
-        if first.is_floating_point():
-            if first.untyped_storage()._cdata in self._known:
-                return None
-            if name in _OF_FINITE:
-                return _OF_FINITE[name]
-            itself = len(args) > 1 and args[1] is first  # as in isfinite
-            if name in ("aten::eq", "aten::ne") and (itself or _is_infinite(args[1])):
-                return (name == "aten::eq") == itself
-            return None
-        if first.dtype is not torch.bool or not self._uniform:
-            return None
-        truths = [self._uniform.get(t.untyped_storage()._cdata) for t in args if isinstance(t, Tensor)]
-        if None in truths:
-            return None
-        held = [truth for _, truth in filter(None, truths)]
-        if name in _NEGATIONS:
-            return not held[0]
-        if name in _CONJUNCTIONS:
-            return all(held)
-        return any(held) if name in _DISJUNCTIONS else held[0] if name in _REDUCTIONS else None
-
-
-def forgetter(table: dict, key: int) -> Callable[[weakref.ref], None]:
-    """Return what drops a table's entry when the storage ends whose reference is its first value."""
-
-    def forget(ref: weakref.ref) -> None:
-        if key in table and table[key][0] is ref:
-            del table[key]
-
-    return forget
-
-
-def _is_infinite(value: object) -> bool:
-    return isinstance(value, float) and math.isinf(value)
-
-
-def _leaves_meta(tensor: Tensor, kwargs: dict) -> bool:
-    device = kwargs.get("device")
-    return tensor.is_meta and device is not None and torch.device(device).type == "cpu"
+def _laid_out(held: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+    """Return the tensor on the CPU that lies in `held` as `tensor` does in its storage."""
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return empty.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -464,14 +429,4 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return False
-    return tensor.numel() <= LARGEST
-
-
-def _tensors(values: Iterable) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+    return tensor.layout is torch.strided and tensor.numel() <= LARGEST

@@ -28,7 +28,7 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     A step that cannot be traced gives `{"error": why}`.
     """
     from featurize.kernel_model.costs import operator_costs
-    from featurize.opgraph import VOCABULARY, category
+    from featurize.operators import category
     from featurize.replay import replay
     from featurize.trace import TraceError, trace_config
     from featurize.trial import config_from_mapping
@@ -55,7 +55,7 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     return {
         "operators": operators,
         "modules": modules,
-        "classes": {name: VOCABULARY[category(name)] for name in operators if not name.startswith("(")},
+        "classes": {name: category(name) for name in operators if not name.startswith("(")},
         "dtypes": Counter(operator.dtype for operator in trace.operators),
         "peak_mib": {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()},
     }

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from featurize.operators import ATTENTION as ATTENTION_KERNELS
-from featurize.operators import SCALED_PRODUCT, kernel_kind
+from featurize.operators import SCALED_PRODUCT, attention_call, kernel_kind
 from featurize.step_trace import Operator
 
 HALF = ("float16", "bfloat16")
@@ -232,12 +231,9 @@ def _simple(op: Operator, name: str, nbytes: int, pipe: str) -> KernelCall:
         depth = op.flops / (2 * batch * rows * columns) if batch * rows * columns else 0.0
         return product(rows, columns, depth, batch, pipe, nbytes)
     if kind.startswith("attention"):
-        query = op.input_shapes[1 if "backward" in name else 0]
-        kernel = ATTENTION_KERNELS.get(op.name)
-        if kernel is not None and kernel.length_first:
-            length, heads = query[-3], math.prod(query[:-3]) * query[-2]
-        else:
-            length, heads = query[-2], math.prod(query[:-2])
+        kernel = attention_call(op.name)
+        query = op.input_shapes[kernel.query]
+        heads, length, _ = kernel.sizes(query, query)
         return KernelCall(kind, ATTENTION, pipe, op.flops, nbytes, length, query[-1], 0, heads, True)
     if kind.startswith(_ROWS):
         shape = op.input_shapes[0] if op.input_shapes else ()

@@ -262,6 +262,9 @@ class EstimateSettings(TrainingKeys):
         None, "for find: what has to fit, bound (99 of 100 jobs stay below it) or point; default bound"
     )
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
+    snapshot: str | None = key(
+        None, "write the step's memory into this file, for PyTorch's viewer (pytorch.org/memory_viz)", "new path"
+    )
     format: str = key("table", "table or json")
     notes: str = key(IMPORTANT, "of a table: important, at most three of them, or all")
     server: str | None = key(
@@ -319,7 +322,7 @@ class EstimateSettings(TrainingKeys):
             raise UsageError(f"find={self.find} is of one GPU model; name it with device=")
         if self.model is None and self.config is None:
             raise UsageError(f"find={self.find} is for model= and config=")
-        default = {"report": None, "method": "full", "power_limit_w": None}
+        default = {"report": None, "snapshot": None, "method": "full", "power_limit_w": None}
         if one_only := [name for name, value in default.items() if getattr(self, name) != value]:
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
 
@@ -393,19 +396,20 @@ def entry(settings: EstimateSettings) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
             job, inputs, name=title, device=device or DEFAULT_DEVICE, power_limit_w=settings.power_limit_w,
-            method=settings.method, report=settings.report, **options,
+            method=settings.method, report=settings.report, snapshot=settings.snapshot, **options,
         )  # fmt: skip
     if past is not None:
         done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
     settings.print_answer(title, done, past)
-    if settings.report is not None:
-        print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
+    for name in ("report", "snapshot"):
+        if (path := getattr(settings, name)) is not None:
+            print(f"{name}: {path}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0
 
 
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    single = ("allocator", "report", "parallel", "power_limit_w")
+    single = ("allocator", "report", "snapshot", "parallel", "power_limit_w")
     if given := [name for name in (*SETTINGS, *single) if getattr(settings, name) is not None]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if settings.format != "json":
@@ -570,8 +574,8 @@ def _table(first: str, *others: str) -> Table:
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
 # Keys of this machine: its data folder, its files, and what the service decides itself.
 _HERE = (
-    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report", "data",
-    "memory_limit_gib",
+    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report",
+    "snapshot", "data", "memory_limit_gib",
 )  # fmt: skip
 _SAME = ("coverage", "machine", "loop", "allocator", "workspaces")
 

@@ -50,6 +50,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
         known=settings.known,
         parallel=settings.parallel,
         report=settings.report,
+        snapshot=settings.snapshot,
         name=title,
         time_limit_s=settings.time_limit_s,
         memory_limit_gib=settings.memory_limit_gib,

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.bars import terminal_bar
@@ -19,7 +18,15 @@ from conf.errors import CommandError, UsageError, unknown_name
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
-from learn.estimation.requests import RequestKeywords, platform_and_options, request_of, require_same, training_settings
+from learn.estimation.requests import (
+    RequestKeywords,
+    platform_and_options,
+    refuse_of_one_estimate,
+    request_of,
+    require_same,
+    training_settings,
+)
+from learn.estimation.step_files import StepFiles
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -36,6 +43,7 @@ def estimate(
     *,
     method: str = "full",
     report: str | os.PathLike[str] | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
     **options: Unpack[RequestKeywords],
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
@@ -75,6 +83,8 @@ def estimate(
             or a detector's mapping of losses), else cross entropy of the output, its `logits` or its first tensor, with
             targets to suit.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
+        snapshot: A file to write: the replay in the format of `torch.cuda.memory._dump_snapshot`, for PyTorch's memory
+            viewer. Its frames are operators and modules, its times the order of the events.
         name: The job's name in the report.
         trust: Modules whose code may run where a trial config names it (family `zoo`). Models of torchvision, timm and
             transformers need no trust.
@@ -109,7 +119,7 @@ def estimate(
 
     Raises:
         UsageError: An unknown name, a model that can't be built or traced (the message names the operator and the
-            module), a named estimator that is not fitted or refuses, or a report that can't be written.
+            module), a named estimator that is not fitted or refuses, or a file that can't be written.
 
     Example:
         >>> estimate(torchvision.models.resnet50, [64, 3, 224, 224], device="A100-SXM4-40GB").peak_memory_mib
@@ -120,22 +130,16 @@ def estimate(
     _require_method(method)
     if method == "fast":
         config = config_from_mapping(model) if isinstance(model, Mapping) else model
-        return _fast_estimates([config], {"inputs": inputs, "report": report, **options})[0]
-    page = None
-    if report is not None:
-        from learn.estimation.step_report import checked_path
-
-        page = checked_path(Path(report))
+        return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
+    files = StepFiles.checked(report, snapshot)
     request = request_of(model, inputs, **options)
     from learn.estimation.answers import answer, answered
 
-    if page is None:
+    if not any(files):
         return replace(answer(request), seconds=(time.monotonic_ns() - began) / 1e9)
-    from learn.estimation.step_report import write_step_report
-
     done, traced = answered(request, timeline=True)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
-    write_step_report(page, request.job, request.platform, done, traced)
+    files.write(request, done, traced)
     return done
 
 
@@ -164,6 +168,7 @@ def estimate_many(
     Raises:
         UsageError: As in `estimate`. A value that is no config is named by its place: `configs[3]: ...`.
     """
+    refuse_of_one_estimate(options)
     if options.get("batches") is not None:
         raise UsageError("a trial config has its own inputs; leave batches out")
     known = options.get("known")
@@ -242,6 +247,6 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
 
 # Keywords that only a trace follows.
 _OF_TRACES = (
-    "estimator", "allocator", "report", "loop", "workspaces", "known", "torch_version", "parallel", "power_limit_w",
-    "inputs", "batches", "target", "loss",
+    "estimator", "allocator", "report", "snapshot", "loop", "workspaces", "known", "torch_version", "parallel",
+    "power_limit_w", "inputs", "batches", "target", "loss",
 )  # fmt: skip

@@ -209,8 +209,7 @@ def training_settings(given: Mapping[str, Any], settings: object = None) -> dict
     """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
     names = [one.name for one in fields(Training)]
     single = {name: value for name, value in given.items() if value is not None}
-    if of_one := [name for name in _OF_ONE_ESTIMATE if name in single]:
-        raise UsageError(f"{', '.join(of_one)}: of one estimate only; leave it out")
+    refuse_of_one_estimate(single)
     for name in given:
         if name not in (*names, *_OF_ONE_ESTIMATE):
             known = {*JobKeywords.__annotations__, *PlatformKeywords.__annotations__, *AnswerKeywords.__annotations__}
@@ -224,7 +223,14 @@ def training_settings(given: Mapping[str, Any], settings: object = None) -> dict
     return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
 
 
-_OF_ONE_ESTIMATE = ("method", "report")  # keywords of `estimate` that calls with several estimates do not take
+# Keywords of `estimate` that calls with several estimates do not take.
+_OF_ONE_ESTIMATE = ("method", "report", "snapshot")
+
+
+def refuse_of_one_estimate(given: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for keywords that a call with several estimates does not take."""
+    if of_one := [name for name in _OF_ONE_ESTIMATE if given.get(name) is not None]:
+        raise UsageError(f"{', '.join(of_one)}: of one estimate only; leave it out")
 
 
 def require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from conf.identity import version_of
 from featurize.device_spec import plain_device
-from featurize.opgraph import VOCABULARY
+from featurize.operators import VOCABULARY
 from learn.cases import Case
 from learn.data import Rows, module_of
 from learn.step_record import StepRecord

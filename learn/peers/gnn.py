@@ -44,7 +44,7 @@ from learn.step_store import StepStore
 
 FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out: more of them where rows are few
 LEAST_ROWS = 10
-CATEGORIES = 64  # of operators; `featurize.opgraph.VOCABULARY` may grow
+CATEGORIES = 64  # of operators; `featurize.operators.VOCABULARY` may grow
 _MIB_LOG2 = 20
 
 # Features of the whole graph; besides all of the device (`gpu_*`). None is the trace's own figure of memory or time.

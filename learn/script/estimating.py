@@ -27,6 +27,7 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun
 from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.requests import Request, ScriptKeywords, platform_and_options
+from learn.estimation.step_files import StepFiles
 from learn.job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
@@ -56,6 +57,7 @@ def estimate_script(
     *,
     parallel: Parallel | Mapping[str, Any] | str | None = None,
     report: str | os.PathLike[str] | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     memory_limit_gib: float | None = None,
@@ -83,7 +85,7 @@ def estimate_script(
         known: Measured runs of this script, as in `learn.estimate`; each at the batch size that the script has here.
         parallel: Of a launched script, `{"network_gb_s": 50}`: what each GPU gets of the network between nodes.
         loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
-        report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
+        report, snapshot: Files to write, as in `learn.estimate`.
         name: The job's name in the report.
         time_limit_s: Seconds after which the script is ended, with all processes that it started.
         memory_limit_gib: Memory of the host that these may take together, in GiB; None is three quarters of the
@@ -114,11 +116,7 @@ def estimate_script(
     network = _network_of(parallel)
     if (layout := parsed.layout()).own > 1:
         fabric_of(spec, layout)  # refuses a GPU model that nothing is known to join
-    page = None
-    if report is not None:
-        from learn.estimation.step_report import checked_path, write_step_report
-
-        page = checked_path(Path(report))
+    files = StepFiles.checked(report, snapshot)
 
     def request_of(record: ScriptRecord) -> Request:
         job = replace(_job(record, name or parsed.name), parallel=_in_network(record.parallel, network))
@@ -128,19 +126,19 @@ def estimate_script(
     key = records.key_of(parsed, spec)
     record = None if show_output else records.find(key)
     done = None
-    if record is not None and page is None:
+    if record is not None and not any(files):
         done = cached_estimate(request_of(record))
     if record is None or done is None:
         record = record and records.with_trace(record)
         record = record or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
         request = request_of(record)
-        if page is None:
-            done = answer(request)
-        else:
+        if any(files):
             done, traced = answered(request, timeline=True)
+        else:
+            done = answer(request)
     done = replace(done, notes=(*_notes(record), *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
-    if page is not None:
-        write_step_report(page, request.job, platform, done, traced)
+    if any(files):
+        files.write(request, done, traced)
     return done
 
 

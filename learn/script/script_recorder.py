@@ -44,6 +44,7 @@ class ScriptRecorder(Recorder):
 
     def __init__(self) -> None:
         super().__init__(nn.Module())
+        self.values.keeps_masked = True
         self.on_forward: Any = None
         self.updating = False  # an optimizer's step runs
         self.trained: set[int] = set()  # storages of the parameters that have gradients
@@ -190,19 +191,6 @@ class ScriptRecorder(Recorder):
             return
         self._copied[known[0]] = tensor.shape[0] if tensor.dim() else 1
         self._made_by[known[0]] = BATCH
-
-    def without_masks(self, traits: Traits, args: tuple, nonzero: Callable[[Tensor], Any]) -> tuple:
-        """As of any trace; a mask that only computing the step would give keeps everything."""
-        try:
-            return super().without_masks(traits, args, nonzero)
-        except UnknownValue:
-            places: list[Tensor | None] = []
-            for index in args[1]:
-                if index is None or not index.is_meta or index.dtype not in (torch.bool, torch.uint8):
-                    places.append(index)
-                else:
-                    places.extend(nonzero(index).unbind(1))
-            return args[0], places, *args[2:]
 
     def follows_values(self) -> bool:
         """As of any trace, but what lies between a backward pass and the update belongs to the script."""

@@ -76,10 +76,8 @@ def traced(*layers: nn.Module) -> StepTrace:
 
 def test_blocks_that_run_the_same_graph_are_captured_once(monkeypatch):
     captured = []
-    whole = compiled._Capture.first_call
-    monkeypatch.setattr(
-        compiled._Capture, "first_call", lambda self, *args: (captured.append(self), whole(self, *args))[1]
-    )
+    whole = compiled._captured
+    monkeypatch.setattr(compiled, "_captured", lambda *args: (captured.append(args), whole(*args))[1])
     trace = traced(*map(Layer, range(4)))
     assert len(captured) == 2  # the first one's input needs no gradient
     products = [op.module for op in trace.operators if op.name == "aten::mm" and op.phase == "forward"]

@@ -6,15 +6,14 @@ from small_configs import small_config
 from torch import nn
 
 from featurize import recorder
-from featurize.meta_results import MetaResults
+from featurize.meta_results import meta_result
 from featurize.trace import trace_config, trace_step
 from featurize.training import Training
 from tests.family_cases import FAMILIES
 
 
-class RunsAll:
-    def of(self, func, name, args, kwargs):
-        return func(*args, **kwargs)
+def run_all(func, name, args, kwargs):
+    return func(*args, **kwargs)
 
 
 class Varied(nn.Module):
@@ -46,7 +45,7 @@ def same(one, other):
 def test_a_varied_model_is_traced_the_same(monkeypatch, precision, optimizer):
     settings = Training(optimizer=optimizer, precision=precision)
     quick = trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings)
-    monkeypatch.setattr(recorder, "MetaResults", RunsAll)
+    monkeypatch.setattr(recorder, "meta_result", run_all)
     same(quick, trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings))
 
 
@@ -55,34 +54,33 @@ def test_a_varied_model_is_traced_the_same(monkeypatch, precision, optimizer):
 def test_families_are_traced_the_same(monkeypatch, family):
     config = small_config(family, 0)
     quick = trace_config(config)
-    monkeypatch.setattr(recorder, "MetaResults", RunsAll)
+    monkeypatch.setattr(recorder, "meta_result", run_all)
     same(quick, trace_config(config))
 
 
 def test_real_tensors_are_computed():
-    results = MetaResults()
     counter = [torch.zeros(())]
     for _ in range(3):
-        results.of(torch.ops.aten._foreach_add_.Scalar, "aten::_foreach_add_", (counter, 1), {})
+        meta_result(torch.ops.aten._foreach_add_.Scalar, "aten::_foreach_add_", (counter, 1), {})
     assert counter[0].item() == 3
     x = torch.tensor([1.0, 2.0])
     add = torch.ops.aten.add.Tensor
-    assert results.of(add, "aten::add", (x, x), {}).tolist() == [2.0, 4.0]
-    assert results.of(add, "aten::add", (x + 1, x), {}).tolist() == [3.0, 5.0]
+    assert meta_result(add, "aten::add", (x, x), {}).tolist() == [2.0, 4.0]
+    assert meta_result(add, "aten::add", (x + 1, x), {}).tolist() == [3.0, 5.0]
 
 
 def test_an_operator_that_returns_its_argument_is_run_each_time():
-    results, x = MetaResults(), torch.empty(3, device="meta")
+    x = torch.empty(3, device="meta")
     relu = torch.ops.aten.relu_.default
     for tensor in (x, torch.empty(3, device="meta")):
-        assert results.of(relu, "aten::relu_", (tensor,), {}) is tensor
+        assert meta_result(relu, "aten::relu_", (tensor,), {}) is tensor
 
 
 def test_whole_numbers_and_fractions_promote_differently():
-    results, x = MetaResults(), torch.empty(3, dtype=torch.long, device="meta")
+    x = torch.empty(3, dtype=torch.long, device="meta")
     mul = torch.ops.aten.mul.Tensor
-    assert results.of(mul, "aten::mul", (x, 2), {}).dtype is torch.long
-    assert results.of(mul, "aten::mul", (x, 2.0), {}).dtype is torch.float32
+    assert meta_result(mul, "aten::mul", (x, 2), {}).dtype is torch.long
+    assert meta_result(mul, "aten::mul", (x, 2.0), {}).dtype is torch.float32
 
 
 def test_values_read_from_real_scalars_are_read_each_time():
@@ -105,6 +103,6 @@ def test_values_read_from_real_scalars_are_read_each_time():
 
 @pytest.mark.needs_torch("2.13", "a meta kernel that checks the type of what is changed in place")
 def test_what_cuda_refuses_in_place_is_refused():
-    results, whole = MetaResults(), torch.empty(3, dtype=torch.long, device="meta")
+    whole = torch.empty(3, dtype=torch.long, device="meta")
     with pytest.raises(RuntimeError):
-        results.of(torch.ops.aten.div_.Tensor, "aten::div_", (whole, 2), {})
+        meta_result(torch.ops.aten.div_.Tensor, "aten::div_", (whole, 2), {})

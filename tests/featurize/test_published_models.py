@@ -12,7 +12,7 @@ from torch import nn
 
 from featurize import detection
 from featurize.batches import arguments, call, own_loss, tensors_of
-from featurize.library_calls import library_calls
+from featurize.library_calls import LIBRARY_CALLS
 from featurize.replacing import replaced
 from featurize.trace import trace_step
 from featurize.vision import mend_torchvision
@@ -142,7 +142,7 @@ def test_keys_that_several_queries_share_have_their_gradients_expanded():
         batch, heads, length, width = 2, 4, 128, 32
         q = torch.empty(batch, heads, length, width, dtype=torch.bfloat16, device="meta")
         k = torch.empty(batch, heads // groups, length, width, dtype=torch.bfloat16, device="meta")
-        (call,) = library_calls("aten::_scaled_dot_product_flash_attention_backward", (q, q, k, k), (q, k, k))
+        (call,) = LIBRARY_CALLS["aten::_scaled_dot_product_flash_attention_backward"]((q, q, k, k), (q, k, k))
         return call.nbytes
 
     assert call_of(2) - call_of(1) == 2 * 2 * 4 * 128 * 32 * 2

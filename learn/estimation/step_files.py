@@ -1,0 +1,60 @@
+"""The files that a user wants beside an estimate: a page about the traced step, and its memory snapshot.
+
+Start reading at `StepFiles`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from conf.errors import UsageError
+
+if TYPE_CHECKING:
+    from learn.estimation.job_estimate import Estimate
+    from learn.estimation.requests import Request
+    from learn.traced import TracedStep
+
+
+class StepFiles(NamedTuple):
+    """Paths of the files; None: it is not wanted.
+
+    report     an HTML page that explains the estimate
+    snapshot   the replay's memory, pickled as `torch.cuda.memory._dump_snapshot` does
+    """
+
+    report: Path | None
+    snapshot: Path | None
+
+    @classmethod
+    def checked(cls, report: str | os.PathLike[str] | None, snapshot: str | os.PathLike[str] | None) -> Self:
+        """Return the paths, checked to be writable before the work. Raises `UsageError`."""
+        from learn.estimation.step_report import checked_path
+
+        return cls(
+            None if report is None else checked_path(Path(report)),
+            None if snapshot is None else checked_path(Path(snapshot), "snapshot", "snapshot.pickle"),
+        )
+
+    def write(self, request: Request, done: Estimate, traced: TracedStep | None) -> None:
+        """Write each file in one step, in place of what was there.
+
+        Args:
+            request: What was asked.
+            done: Its answer.
+            traced: The step, with its timeline; None: the model could not be traced.
+
+        Raises:
+            UsageError: A snapshot of a model that could not be traced.
+        """
+        from conf.outputs import write_output
+        from learn.estimation.step_report import write_step_report
+
+        if self.report is not None:
+            write_step_report(self.report, request.job, request.platform, done, traced)
+        if self.snapshot is not None:
+            if traced is None:
+                raise UsageError(f"snapshot={self.snapshot} cannot be written: the model could not be traced")
+            write_output(self.snapshot, pickle.dumps(traced.memory.snapshot), key="snapshot")
