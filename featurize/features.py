@@ -17,7 +17,7 @@ import numpy as np
 
 from conf.units import MIB
 from featurize.families import get_family, layers_of
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, OPTIMIZERS, TrialConfig
 
 # Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that
@@ -150,7 +150,7 @@ def _entries(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.ndarray]
             blocks[block.kind].append((place, *block[1:]))
     for kind, rows in blocks.items():
         of_rows, *of_blocks = np.array(rows, dtype=float).T
-        block, places = Block(kind, *of_blocks), of_rows.astype(int)
+        block, places = NetworkBlock(kind, *of_blocks), of_rows.astype(int)
         of_configs = SimpleNamespace(**{name: column[places] for name, column in of_fields.items()})
         layers = family.block_layers(of_configs, block)
         numbers = np.empty((4, len(layers), len(places)))

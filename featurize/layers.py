@@ -13,7 +13,7 @@ from conf.units import MIB
 from featurize.trial_config import OPTIMIZERS
 
 
-class Block(NamedTuple):
+class NetworkBlock(NamedTuple):
     """One step through a network: what a family's `blocks` lists and its `block_layers` takes apart.
 
     kind: the family's own word; channels or widths in and out; the square map's side before and after; `times`: how

@@ -3,7 +3,7 @@
 A family module is imported without torch and holds
 
     Config                        frozen dataclass, subclass of `featurize.trial_config.TrialConfig`; `family`: the file
-    blocks(config)                -> list[featurize.layers.Block]: the network in the order of the forward pass
+    blocks(config)                -> list[featurize.layers.NetworkBlock]: the network in the order of the forward pass
     block_layers(config, block)   -> list[featurize.layers.Layer]: a block's forward pass per sample; the numbers
                                   of `config` and `block` may be arrays, for many configs at once
     layers(config)                -> list[featurize.layers.Layer], in place of both, where the library's own code knows

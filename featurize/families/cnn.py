@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -106,42 +106,42 @@ def widths(config: Config) -> list[int]:
     ]
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The network in the order of the forward pass: `plain`, `residual`, `dense`, `transition`, `pool`, and `head`."""
     body = _dense_blocks(config) if config.topology == "dense" else _other_blocks(config)
-    return [*body, Block("head", body[-1].outputs, config.classes)]
+    return [*body, NetworkBlock("head", body[-1].outputs, config.classes)]
 
 
-def _other_blocks(config: Config) -> list[Block]:
+def _other_blocks(config: Config) -> list[NetworkBlock]:
     conv_blocks, inputs, side = [], config.channels, config.image_size
     published_side = side  # the published stopping rule halves downwards, a strided convolution upwards
     for i, outputs in enumerate(widths(config)):
         if config.topology == "residual":
             halve = i % 2 == 1 and published_side > SMALLEST_MAP
-            conv_blocks.append(Block("residual", inputs, outputs, side, (side + 1) // 2 if halve else side))
+            conv_blocks.append(NetworkBlock("residual", inputs, outputs, side, (side + 1) // 2 if halve else side))
             side = conv_blocks[-1].map_out
             published_side = published_side // 2 if halve else published_side
             if published_side <= SMALLEST_MAP:
                 break
         else:
-            conv_blocks.append(Block("plain", inputs, outputs, side, side))
+            conv_blocks.append(NetworkBlock("plain", inputs, outputs, side, side))
             if config.pooling and i and i % config.pool_interval == 0 and side > SMALLEST_MAP:
-                conv_blocks.append(Block("pool", outputs, outputs, side, side // 2))
+                conv_blocks.append(NetworkBlock("pool", outputs, outputs, side, side // 2))
                 side //= 2
         inputs = outputs
     return conv_blocks
 
 
-def _dense_blocks(config: Config) -> list[Block]:
+def _dense_blocks(config: Config) -> list[NetworkBlock]:
     conv_blocks, inputs, side = [], config.channels, config.image_size
     count = config.depth // DENSE_LAYERS
     for i in range(count):
         outputs = inputs + DENSE_LAYERS * config.growth_rate
-        conv_blocks.append(Block("dense", inputs, outputs, side, side))
+        conv_blocks.append(NetworkBlock("dense", inputs, outputs, side, side))
         inputs = outputs
         if i % config.pool_interval == 0 and i != count - 1:
             after = side // 2 if side > 1 else side
-            conv_blocks.append(Block("transition", inputs, inputs // 2, side, after))
+            conv_blocks.append(NetworkBlock("transition", inputs, inputs // 2, side, after))
             inputs, side = inputs // 2, after
     return conv_blocks
 
@@ -168,7 +168,7 @@ def _norm(config: Config, channels: int, elements: int, present: bool = True) ->
     return Layer("batchnorm2d", elements, 2 * channels, present=present & config.batch_norm)
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample."""
     _, inputs, outputs, side, after, _ = block
     elements = outputs * after**2
@@ -223,7 +223,7 @@ def build(config: Config) -> torch.nn.Module:
         dropout=config.dropout,
     )
 
-    def module(block: Block) -> nn.Module:
+    def module(block: NetworkBlock) -> nn.Module:
         if block.kind == "plain":
             return modules.conv_block(block.inputs, block.outputs, style)
         if block.kind == "pool":

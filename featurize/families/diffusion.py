@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ class Config(TrialConfig):
         return problems
 
 
-def _block(config: Config, inputs: int, outputs: int, side: int) -> Block:
+def _block(config: Config, inputs: int, outputs: int, side: int) -> NetworkBlock:
     """Self-attention follows the blocks on maps of some sizes."""
     attends = config.attention_size_min <= side <= config.attention_size
-    return Block("attending" if attends else "block", inputs, outputs, map_out=side)
+    return NetworkBlock("attending" if attends else "block", inputs, outputs, map_out=side)
 
 
 def widths(config: Config) -> list[int]:
@@ -76,26 +76,26 @@ def widths(config: Config) -> list[int]:
     return [config.base_channels * min(2**i, config.widest) for i in range(config.levels)]
 
 
-def encoder(config: Config) -> list[Block]:
+def encoder(config: Config) -> list[NetworkBlock]:
     """From the first convolution's result to the smallest map. The decoder reads what each block gives."""
     steps, inputs, side = [], config.base_channels, config.image_size
     for level, width in enumerate(widths(config)):
         if level:
             side //= 2
-            steps.append(Block("halve", inputs, inputs, map_out=side))
+            steps.append(NetworkBlock("halve", inputs, inputs, map_out=side))
         for _ in range(config.blocks):
             steps.append(_block(config, inputs, width, side))
             inputs = width
     return steps
 
 
-def middle(config: Config) -> list[Block]:
+def middle(config: Config) -> list[NetworkBlock]:
     """Two blocks on the smallest map."""
     width, side = widths(config)[-1], config.image_size >> (config.levels - 1)
-    return [Block(kind, width, width, map_out=side) for kind in ("attending", "block")]
+    return [NetworkBlock(kind, width, width, map_out=side) for kind in ("attending", "block")]
 
 
-def decoder(config: Config) -> list[Block]:
+def decoder(config: Config) -> list[NetworkBlock]:
     """From the smallest map to the last convolution. Inputs of blocks count what they read of the encoder."""
     skips = [config.base_channels, *(block.outputs for block in encoder(config))]
     side, inputs, steps = config.image_size >> (config.levels - 1), skips[-1], []
@@ -105,16 +105,16 @@ def decoder(config: Config) -> list[Block]:
             inputs = width
         if level:
             side *= 2
-            steps.append(Block("double", inputs, inputs, map_out=side))
+            steps.append(NetworkBlock("double", inputs, inputs, map_out=side))
     return steps
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The network in the order of the forward pass; `joined` is what a block of the decoder reads."""
-    steps = [Block("input", map_out=config.image_size), *encoder(config), *middle(config)]
+    steps = [NetworkBlock("input", map_out=config.image_size), *encoder(config), *middle(config)]
     for block in decoder(config):
         steps += [block] if block.kind == "double" else [block._replace(kind="joined"), block]
-    return [*steps, Block("output", map_out=config.image_size)]
+    return [*steps, NetworkBlock("output", map_out=config.image_size)]
 
 
 def _norm(channels: int, side: int) -> Layer:
@@ -128,7 +128,7 @@ def _attention(channels: int, side: int) -> list[Layer]:
     return [_norm(channels, side), project, project, project, mixed, project, Layer("add", places * channels)]
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample."""
     _, inputs, outputs, _, side, _ = block
     base, elements, time = config.base_channels, outputs * side**2, 4 * config.base_channels
@@ -172,7 +172,7 @@ def build(config: Config) -> torch.nn.Module:
     from featurize import modules
     from featurize.nets import encoder_decoder
 
-    def block(part: Block) -> nn.Module:
+    def block(part: NetworkBlock) -> nn.Module:
         return encoder_decoder.DenoisingBlock(
             part.inputs,
             part.outputs,
@@ -181,10 +181,10 @@ def build(config: Config) -> torch.nn.Module:
             heads=config.heads if part.kind == "attending" else None,
         )
 
-    def stack(*parts_of_it: Block) -> modules.Stack:
+    def stack(*parts_of_it: NetworkBlock) -> modules.Stack:
         return modules.Stack(map(block, parts_of_it), recompute=config.activation_checkpointing)
 
-    def module(part: Block) -> nn.Module:
+    def module(part: NetworkBlock) -> nn.Module:
         if part.kind == "halve":
             return nn.Conv2d(part.inputs, part.outputs, 3, stride=2, padding=1)
         return encoder_decoder.enlarge_nearest(part.inputs) if part.kind == "double" else stack(part)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
@@ -72,21 +72,21 @@ def top(config: Config) -> list[int]:
     return [max(config.top_width >> i, 1) for i in range(config.top_depth)]
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The network in the order of the forward pass; of a `table`, `inputs` are its rows, else widths."""
     size, vectors = config.embedding_size, len(config.rows) + 1
     after = [size + vectors * (vectors - 1) // 2, *top(config)]
     before = [config.dense_features, *bottom(config), size]
     return [
-        *(Block("hidden", *pair) for pair in itertools.pairwise(before)),
-        *(Block("table", rows) for rows in config.rows),
-        Block("interaction", vectors, after[0]),
-        *(Block("hidden", *pair) for pair in itertools.pairwise(after)),
-        Block("logit", after[-1], 1),
+        *(NetworkBlock("hidden", *pair) for pair in itertools.pairwise(before)),
+        *(NetworkBlock("table", rows) for rows in config.rows),
+        NetworkBlock("interaction", vectors, after[0]),
+        *(NetworkBlock("hidden", *pair) for pair in itertools.pairwise(after)),
+        NetworkBlock("logit", after[-1], 1),
     ]
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample."""
     inputs, outputs, size = block.inputs, block.outputs, config.embedding_size
     if block.kind == "table":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ def _matrix(inputs: int, outputs: int, rows: int) -> Layer:
     return Layer("linear", rows * outputs, inputs * outputs, 2 * rows * inputs * outputs)
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The network in the order of the forward pass: the convolutions go by their operator."""
-    first = Block(config.operator, config.features)
-    return [first, Block(config.operator, config.hidden, times=config.depth - 1), Block("head")]
+    first = NetworkBlock(config.operator, config.features)
+    return [first, NetworkBlock(config.operator, config.hidden, times=config.depth - 1), NetworkBlock("head")]
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per graph."""
     nodes, outputs = config.nodes, config.hidden
     if block.kind == "head":
@@ -82,7 +82,7 @@ def block_layers(config: Config, block: Block) -> list[Layer]:
     ]
 
 
-def _convolution(config: Config, block: Block) -> list[Layer]:
+def _convolution(config: Config, block: NetworkBlock) -> list[Layer]:
     """`gather`: features read edge by edge; `scatter`: summed into their targets. Loops count as edges."""
     inputs, nodes, outputs, edges = block.inputs, config.nodes, config.hidden, config.nodes * config.degree
     if block.kind == "sage":

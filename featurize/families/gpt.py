@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ class Config(TrialConfig):
         return problems or prenorm.heads_problems(self.heads, self.embedding_size)
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The network in the order of the forward pass."""
-    return [Block("embedding"), Block("block", times=config.depth), Block("head")]
+    return [NetworkBlock("embedding"), NetworkBlock("block", times=config.depth), NetworkBlock("head")]
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample. The tanh formula counts as one activation."""
     length, width = config.sequence_length, config.embedding_size
     if block.kind == "embedding":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ def widths(config: Config) -> list[int]:
     return [*hidden, config.classes]
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The linear layers in the order of the forward pass, each with what belongs to it."""
     *hidden, classes = widths(config)
     pairs = zip([config.input_size, *hidden], hidden, strict=False)
-    return [*(Block("hidden", *pair) for pair in pairs), Block("head", hidden[-1], classes)]
+    return [*(NetworkBlock("hidden", *pair) for pair in pairs), NetworkBlock("head", hidden[-1], classes)]
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample."""
     outputs = block.outputs
     dense = parts.linear(block.inputs, outputs)
@@ -90,7 +90,7 @@ def build(config: Config) -> torch.nn.Module:
 
     from featurize import modules
 
-    def hidden(block: Block) -> nn.Module:
+    def hidden(block: NetworkBlock) -> nn.Module:
         return nn.Sequential(
             nn.Linear(block.inputs, block.outputs),
             *([nn.BatchNorm1d(block.outputs)] if config.batch_norm else []),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -83,14 +83,14 @@ def is_routed(config: Config, index: int) -> bool:
     return (index + 1) % config.moe_every == 0
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The network in the order of the forward pass; of a `routed` block's experts, `outputs` rows in all."""
-    routed = Block("routed", outputs=config.experts * capacity(config))
-    body = [routed if is_routed(config, index) else Block("dense") for index in range(config.depth)]
-    return [Block("embedding"), *body, Block(config.topology)]
+    routed = NetworkBlock("routed", outputs=config.experts * capacity(config))
+    body = [routed if is_routed(config, index) else NetworkBlock("dense") for index in range(config.depth)]
+    return [NetworkBlock("embedding"), *body, NetworkBlock(config.topology)]
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample."""
     length, width, rate = config.sequence_length, config.embedding_size, config.dropout
     if block.kind == "embedding":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -60,14 +60,17 @@ def kind(config: Config) -> str:
     return f"{config.family}/{config.cell}"
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The network in the order of the forward pass: the recurrent layers go by their cell, the last one by the task."""
     state = config.hidden_size * (1 + config.bidirectional)
-    first, others = Block(config.cell, config.embedding_size), Block(config.cell, state, times=config.depth - 1)
-    return [Block("embedding"), first, others, Block(config.task, state)]
+    first, others = (
+        NetworkBlock(config.cell, config.embedding_size),
+        NetworkBlock(config.cell, state, times=config.depth - 1),
+    )
+    return [NetworkBlock("embedding"), first, others, NetworkBlock(config.task, state)]
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample; dropout between recurrent layers is inside their call."""
     length, width, hidden = config.sequence_length, config.embedding_size, config.hidden_size
     inputs, directions = block.inputs, 1 + config.bidirectional

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -76,13 +76,18 @@ def _attention(config: Config) -> Layer:
     return Layer("attention", length * width, projections, 8 * length * width**2 + 4 * length**2 * width)
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The network in the order of the forward pass; `crossed` layers have cross-attention too."""
     plain, crossed = stages(config)
-    return [Block("embedding"), Block("plain", times=plain), Block("crossed", times=crossed), Block("head")]
+    return [
+        NetworkBlock("embedding"),
+        NetworkBlock("plain", times=plain),
+        NetworkBlock("crossed", times=crossed),
+        NetworkBlock("head"),
+    ]
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample."""
     length, width, inner = config.sequence_length, config.embedding_size, config.feed_forward
     outer = length * width

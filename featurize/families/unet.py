@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -63,23 +63,23 @@ def widths(config: Config) -> list[int]:
     return [min(config.base_channels * 2**i, MAX_CHANNELS) for i in range(config.depth + 1)]
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The network in the order of the forward pass. A map is as large as what the block gives."""
     levels, inputs, steps = widths(config), config.channels, []
     for index, width in enumerate(levels):
         side = config.image_size >> index
-        steps += [Block("pool", inputs, inputs, map_out=side)] if index else []
-        steps.append(Block("block", inputs, width, map_out=side))
+        steps += [NetworkBlock("pool", inputs, inputs, map_out=side)] if index else []
+        steps.append(NetworkBlock("block", inputs, width, map_out=side))
         inputs = width
     for index in reversed(range(config.depth)):
         side, width = config.image_size >> index, levels[index]
-        steps.append(Block(config.enlargement, inputs, width, map_out=side))
-        steps.append(Block("block", 2 * width, width, map_out=side))
+        steps.append(NetworkBlock(config.enlargement, inputs, width, map_out=side))
+        steps.append(NetworkBlock("block", 2 * width, width, map_out=side))
         inputs = width
-    return [*steps, Block("head", inputs, config.classes, map_out=config.image_size)]
+    return [*steps, NetworkBlock("head", inputs, config.classes, map_out=config.image_size)]
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample."""
     _, inputs, outputs, _, side, _ = block
     elements = outputs * side**2

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Block, Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ class Config(TrialConfig):
         return [*problems, *prenorm.heads_problems(self.heads, self.embedding_size)]
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[NetworkBlock]:
     """The network in the order of the forward pass."""
-    return [Block("patches"), Block("block", times=config.depth), Block("head")]
+    return [NetworkBlock("patches"), NetworkBlock("block", times=config.depth), NetworkBlock("head")]
 
 
-def block_layers(config: Config, block: Block) -> list[Layer]:
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample. The class token's weights are in `position`."""
     width, patches = config.embedding_size, (config.image_size // config.patch_size) ** 2
     length, weights = patches + 1, config.channels * config.patch_size**2 * width

@@ -11,7 +11,7 @@ from farm.sampling import sample_range
 from farm.space import parse_space
 from featurize import features
 from featurize.families import cnn, family_names, layers_of, mlp, transformer
-from featurize.features import group_key, scalar_features
+from featurize.features import feature_columns, group_key, scalar_features
 from featurize.layers import rough_memory_mib, totals
 
 CNN = dict(image_size=32, channels=3, classes=10, base_filters=16, depth=8, batch_size=4)
@@ -31,6 +31,15 @@ def test_features_are_finite_numbers_or_text_and_the_same_columns_for_a_family(f
     assert len({tuple(table) for table in tables}) == 1
     for value in (value for table in tables for value in table.values()):
         assert isinstance(value, str) or (type(value) is float and math.isfinite(value))
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_features_of_many_configs_are_those_of_each_alone(family):
+    configs = sampled(family, 30)
+    together = feature_columns(configs)
+    for place, config in enumerate(configs):
+        alone = scalar_features(config)
+        assert {name: together[name][place] for name in alone} == alone
 
 
 @pytest.mark.parametrize("family", family_names())
