@@ -1,7 +1,6 @@
 """`python -m learn.estimate`: estimate what a training job takes from a GPU, before it runs.
 
-The function is `learn.estimate`; the command's body is `learn.commands.estimate`, and for `-- python train.py ARGS`
-`learn.commands.estimate_script`.
+The function is `learn.estimate`; the command's body is `learn.commands.estimate`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 
 from conf.cli import command
 from featurize.light_imports import without_compiler
-from learn.commands.estimate import entry
+from learn.commands.estimate import entry, entry_of_script
 
 _SERVER = "--server"
 
@@ -37,8 +36,6 @@ if __name__ == "__main__":
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     sys.argv[1:end] = _server_as_key(sys.argv[1:end])
     if "--" in sys.argv:
-        from learn.commands.estimate_script import entry_of_script
-
         at = sys.argv.index("--")
         script_command, sys.argv[at:] = sys.argv[at + 1 :], []
         command("estimate", functools.partial(entry_of_script, command=script_command))

@@ -22,7 +22,7 @@ from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.admission.admitting import Admission, admit
 from learn.admission.gpu_state import GpuState, KnownJob
 from learn.collocation.profile import JobProfile
-from learn.commands.estimate import FORMATS, EstimateSettings, described_device
+from learn.commands.estimate import FORMATS, EstimateSettings, described_device, open_data
 
 _SHARES = ("gpu_util", "memory_util", "smact", "smocc", "drama", "tensor")
 _FIGURES = tuple(field.name for field in dataclasses.fields(JobProfile) if field.name != "name")
@@ -59,10 +59,7 @@ class AdmitSettings:
 
 def entry(settings: AdmitSettings) -> int:
     """Print the answer. Returns 0, whatever it is."""
-    if settings.data is not None:
-        from warehouse.folder import DataFolder
-
-        DataFolder.resolve(settings.data).open()
+    open_data(settings.data)
     device = settings.device or load_device(DEFAULT_DEVICE)
     memory = device.memory_mib if settings.memory_mib is None else settings.memory_mib
     jobs = tuple(_job(one, f"jobs[{place}]", f"job {place + 1}") for place, one in enumerate(settings.jobs))

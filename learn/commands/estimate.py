@@ -21,8 +21,7 @@ from conf.settings import data_key, group, key
 from featurize.device_spec import DeviceSpec, describe_device, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import names_network_only, parse_parallel
+from featurize.parallel.layout import Parallel, names_network_only, parse_parallel
 from featurize.training_settings import (
     COMPILE_MODES,
     FLOAT8_RECIPES,
@@ -42,6 +41,7 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE, RUNS
 from learn.estimation.model_names import load_factory
 from learn.estimation.notes import AMD_GPU, PROBLEM, Note
+from learn.estimation.requests import ScriptKeywords
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from learn.estimation.requests import AnyModel, Inputs
 
 FORMATS = ("table", "json")
+FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
 DEFAULT_DTYPE = "float32"
 
@@ -333,6 +334,11 @@ class EstimateSettings(TrainingKeys):
         if self.format not in FORMATS:
             raise unknown_name("format", self.format, FORMATS)
 
+    def how(self) -> dict[str, Any]:
+        """Return the keywords of `learn.estimate` that say what the job runs on and how its answer is wanted."""
+        given = {name: getattr(self, name) for name in ScriptKeywords.__annotations__}
+        return {**given, "device": self.device or DEFAULT_DEVICE}
+
     def print_answer(self, title: str, done: Estimate, past: PastRun | None = None) -> None:
         """Print the estimate of one job in the format, with the notes that the keys ask for."""
         from learn.estimation.estimate_view import print_json, print_table
@@ -351,10 +357,7 @@ def entry(settings: EstimateSettings) -> int:
         return entry_of_server(settings)
     settings.require_one_job()
     settings.require_format()
-    if settings.data is not None:
-        from warehouse.folder import DataFolder
-
-        DataFolder.resolve(settings.data).open()
+    open_data(settings.data)
     if settings.configs is not None:
         return _print_many(settings.configs, settings)
     past = None
@@ -384,24 +387,21 @@ def entry(settings: EstimateSettings) -> int:
         batches = model_batches(settings.batches, settings.batch)
     known = settings.known if past is None or settings.known is not None else NONE  # its own figures stand beside it
     options = {
-        **({} if batches is None else {"batches": batches}),
-        "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
-        "coverage": settings.coverage, "known": known, "data": settings.data,
-        "allocator": settings.allocator, "input_dtype": input_dtype, "workspaces": settings.workspaces,
-        "torch_version": settings.torch_version, "parallel": settings.parallel,
-        **{name: getattr(settings, name) for name in SETTINGS},
+        **settings.how(), **{name: getattr(settings, name) for name in SETTINGS}, "loop": loop, "machine": machine,
+        "known": known, "batches": batches, "trust": settings.trust, "input_dtype": input_dtype,
+        "parallel": settings.parallel,
     }  # fmt: skip
     if settings.find is not None:
         return print_fits(settings, title, job, inputs, options)
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
-            job, inputs, name=title, device=device or DEFAULT_DEVICE, power_limit_w=settings.power_limit_w,
-            method=settings.method, report=settings.report, snapshot=settings.snapshot, **options,
+            job, inputs, name=title, method=settings.method, report=settings.report, snapshot=settings.snapshot,
+            **{**options, "device": device or DEFAULT_DEVICE},
         )  # fmt: skip
     if past is not None:
         done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
     settings.print_answer(title, done, past)
-    for name in ("report", "snapshot"):
+    for name in FILES:
         if (path := getattr(settings, name)) is not None:
             print(f"{name}: {path}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0
@@ -420,12 +420,7 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
             configs.append(config_from_mapping(config_mapping(line)))
         except CommandError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
-    for done in estimate_many(
-        configs, device=settings.device or DEFAULT_DEVICE, method=settings.method, estimator=settings.estimator,
-        data=settings.data, trust=settings.trust, loop=settings.loop, machine=settings.machine,
-        coverage=settings.coverage, workspaces=settings.workspaces, known=settings.known,
-        torch_version=settings.torch_version,
-    ):  # fmt: skip
+    for done in estimate_many(configs, method=settings.method, trust=settings.trust, **settings.how()):
         print(json.dumps(done.to_mapping()))
     return 0
 
@@ -484,7 +479,7 @@ def print_fits(
         if settings.find == DEVICES:
             fits = devices_that_fit(job, inputs, devices=settings.devices or None, by=by, **options)
         else:
-            largest = largest_batch(job, inputs, device=settings.device or DEFAULT_DEVICE, by=by, **options)
+            largest = largest_batch(job, inputs, by=by, **options)
     if settings.format == "json":
         answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
@@ -569,6 +564,42 @@ def _table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right")
     return table
+
+
+# Keys that name another job than a script, or that the script chooses itself.
+_OF_OTHER_JOBS = (
+    "model", "input", "batches", "batch", "find", "by", "arguments", "config", "configs", "run", "server", *SETTINGS,
+)  # fmt: skip
+
+
+def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
+    """Estimate the training script that `command` starts, and print the estimate. Returns the exit code."""
+    from learn.script.estimating import estimate_script
+
+    given = [name for name in _OF_OTHER_JOBS if getattr(settings, name) is not None]
+    given += [name for name in ("trust", "devices") if getattr(settings, name)]
+    given += ["input_dtype"] if settings.input_dtype != DEFAULT_DTYPE else []
+    if given:
+        raise UsageError(f"a script says itself what it trains; leave {', '.join(given)} out")
+    settings.require_format()
+    if settings.method != "full":
+        raise UsageError("a script is estimated with method=full")
+    open_data(settings.data)
+    own = {name: getattr(settings, name) for name in ("parallel", *FILES, *_OF_SCRIPTS)}
+    title = " ".join(command)
+    settings.print_answer(title, estimate_script(command, name=title, **settings.how(), **own))
+    return 0
+
+
+_OF_SCRIPTS = ("time_limit_s", "memory_limit_gib", "show_output")
+
+
+def open_data(data: str | None) -> None:
+    """Raise `CommandError` for a data folder that is named and cannot be read."""
+    if data is not None:
+        from warehouse.folder import DataFolder
+
+        DataFolder.resolve(data).open()
 
 
 TOKEN_VARIABLE = "GPUFARM_TOKEN"

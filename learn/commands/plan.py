@@ -17,7 +17,7 @@ from conf.errors import UsageError, unknown_name
 from conf.settings import group, key, same_key
 from featurize.device_spec import DeviceSpec
 from learn.cases import DEFAULT_DEVICE
-from learn.commands.estimate import FORMATS, SETTINGS, EstimateSettings, TrainingKeys, described_device
+from learn.commands.estimate import FORMATS, SETTINGS, EstimateSettings, TrainingKeys, described_device, open_data
 from learn.commands.model_inputs import model_inputs
 from learn.estimation.model_names import load_factory
 from learn.estimators import LEVEL
@@ -99,10 +99,7 @@ def entry(settings: PlanSettings) -> int:
     from learn.planning.plans import plan
 
     title, gpus = settings.require_job()
-    if settings.data is not None:
-        from warehouse.folder import DataFolder
-
-        DataFolder.resolve(settings.data).open()
+    open_data(settings.data)
     training = {name: getattr(settings, name) for name in SETTINGS if name != "checkpointing"}
     with contextlib.redirect_stdout(sys.stderr), StepBar("plan") as bar:  # what a model prints is none of the output
         done = plan(

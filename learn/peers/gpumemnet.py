@@ -19,7 +19,6 @@ members of its bin or any above.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from abc import abstractmethod
@@ -43,7 +42,7 @@ from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, Estimator, class_masses, open_state, require_rows, require_target, write_state
 from learn.learned.tabular import group_folds, why_not
-from learn.peers.torch_fit import arrays_of, quiet_torch, steady, with_arrays
+from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
 from learn.step_store import StepStore
 from learn.targets import MIB_PER_GB, default_bin_gb, utilization_bins
 
@@ -503,22 +502,11 @@ def train_member(
     optimizer = torch.optim.AdamW(net.parameters(), lr=how.learning_rate, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     rng = np.random.default_rng(seed)
-    best, best_loss, best_epoch = copy.deepcopy(net.state_dict()), math.inf, 0
-    patience = max(8, epochs // 4)
-    for epoch in range(epochs):
-        for index in _batches(inside, inputs.length_N, how.batch(len(inside)), rng):
-            optimizer.zero_grad(set_to_none=True)
-            _losses(net, inputs, target, index).mean().backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-        schedule.step()
-        loss = _loss(net, inputs, target, outside)
-        if loss < best_loss:
-            best, best_loss, best_epoch = copy.deepcopy(net.state_dict()), loss, epoch
-        elif epoch - best_epoch >= patience:
-            break
-    net.load_state_dict(best)
-    return net
+    return train_best(
+        net, optimizer, schedule, lambda: _batches(inside, inputs.length_N, how.batch(len(inside)), rng),
+        lambda rows: _losses(net, inputs, target, rows).mean(), lambda: _loss(net, inputs, target, outside),
+        epochs=epochs, patience=max(8, epochs // 4),
+    )  # fmt: skip
 
 
 def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:

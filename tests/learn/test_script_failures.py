@@ -11,7 +11,7 @@ from conf.errors import UsageError
 from featurize.parallel.layout import Parallel
 from featurize.step_trace import Block, Collective, Event, Operator, StepTrace
 from learn import estimate_script
-from learn.commands import estimate_script as command_module
+from learn.commands import estimate as command_module
 from learn.script.records import BadRecord, ScriptRecord, read_record, write_record
 
 LOOP = """

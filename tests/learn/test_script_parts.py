@@ -9,8 +9,7 @@ import pytest
 from conf.errors import UsageError
 from featurize.cudnn import oracle
 from featurize.device_spec import describe_device
-from learn.commands import estimate_script
-from learn.commands.estimate import EstimateSettings
+from learn.commands.estimate import EstimateSettings, entry_of_script
 from learn.estimation import answers, estimate_view
 from learn.estimation.known_runs import known_runs
 from learn.estimation.platforms import platform_of
@@ -26,8 +25,8 @@ DEVICE = describe_device("A100-SXM4-40GB")
 def answered(settings, known=(), workspaces=None):
     record = dataclasses.replace(RECORD, settings=settings)
     platform = dataclasses.replace(platform_of(DEVICE), workspaces=workspaces)
-    options = AnswerOptions(known=known)
-    request = Request(job=estimating._job(record, "train.py"), platform=platform, options=options)
+    job = estimating._job(record, "train.py", lambda: record.trace)
+    request = Request(job=job, platform=platform, options=AnswerOptions(known=known))
     return answers.answered(request)[0], tuple(estimating._notes(record))
 
 
@@ -79,14 +78,14 @@ def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_ref
 
 def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkeypatch):
     passed = {}
-    monkeypatch.setattr(estimate_script, "estimate_script", lambda command, **given: passed.update(given))
+    monkeypatch.setattr(estimating, "estimate_script", lambda command, **given: passed.update(given))
     monkeypatch.setattr(estimate_view, "print_table", lambda *_, **__: None)
-    estimate_script.entry_of_script(EstimateSettings(), ["python", "train.py"])
+    entry_of_script(EstimateSettings(), ["python", "train.py"])
     given = {field.name: [] for field in dataclasses.fields(EstimateSettings)}
     settings = SimpleNamespace(**{**given, "input_dtype": "int64"}, require_format=lambda: None)
     with pytest.raises(UsageError) as refused:
         settings.trust, settings.devices = ("mine",), ("L4",)
-        estimate_script.entry_of_script(settings, ["python", "train.py"])
+        entry_of_script(settings, ["python", "train.py"])
     refusal = str(refused.value).partition("leave ")[2].removesuffix(" out").split(", ")
     assert set(given) - set(passed) - set(refusal) == {"method", "format", "notes"}  # which are checked, or printed by
     assert not set(passed) & set(refusal)

@@ -13,7 +13,7 @@ from conf.errors import UsageError
 from featurize.compiled import MODELLED
 from featurize.parallel.layout import Parallel
 from learn import estimate, estimate_script
-from learn.commands.estimate_script import entry_of_script
+from learn.commands.estimate import entry_of_script
 from learn.script.command_line import ScriptCommand
 from learn.script.rank_zero import RankZero
 from learn.script.script_recorder import ScriptRecorder
