@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from featurize.operator_record import Traits
+from featurize.operator_record import Traits, traits_of
 from featurize.quantized import whole_elements
 from featurize.recorder import Recorder
 from featurize.step_trace import BATCH
@@ -156,7 +156,7 @@ class ScriptRecorder(Recorder):
             return out
 
     def _writes_to_parameters(self, func: torch._ops.OpOverload, args: Any) -> bool:
-        written = (args[place] for place in self.traits_of(func).written if place < len(args))
+        written = (args[place] for place in traits_of(func).written if place < len(args))
         tensors = (one for value in written for one in (value if isinstance(value, list | tuple) else (value,)))
         return any(isinstance(one, Tensor) and one.untyped_storage()._cdata in self.trained for one in tensors)
 
