@@ -14,8 +14,7 @@ from conf.identity import version_of
 from farm.cluster_settings import ClusterSettings
 from farm.dimensions import Choice, Constant, Dimension, Scalar
 from farm.space import Space
-from featurize.parallel.layout import EXPERTS, MODES, OWN, WRAPPED, Parallel
-from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.layout import EXPERTS, MODES, OWN, WRAPPED, Parallel, parse_parallel
 from featurize.parallel.releases import require_traceable
 from featurize.releases import require_torch
 from featurize.trial_config import OPTIMIZERS

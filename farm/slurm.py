@@ -189,7 +189,7 @@ def row_of(directive: str, devices: Mapping[str, str], service: Client) -> Direc
 
 
 def _gpus_of(parallel: object) -> int:
-    from featurize.parallel.layout_text import parse_parallel
+    from featurize.parallel.layout import parse_parallel
 
     layout = parse_parallel(parallel)
     return 1 if layout is None else min(layout.ranks, layout.gpus_per_node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from featurize.operators import ATTENTION, CONVOLUTIONS, PRODUCTS, SCALED_PRODUCT
+from featurize.operators import ATTENTION, CONVOLUTIONS, INT8_PRODUCT, PRODUCTS, SCALED_PRODUCT
 from featurize.training_settings import uses_tf32
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from featurize.step_trace import Operator, StepTrace
     from featurize.training_settings import TrainingSettings
 
-_TYPES = {"gpufarm::int8_product": "int8", SCALED_PRODUCT: "float8"}  # of operands, where the result has another
+_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # of operands, where the result has another
 _RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 
 

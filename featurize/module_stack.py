@@ -10,8 +10,7 @@ import sys
 import torch
 from torch import nn
 
-from featurize.flat_parameters import unwrapped_name
-
+_WRAPPED = "_fsdp_wrapped_module"  # attribute of FSDP1's wrapper: what it wraps
 _next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
 
@@ -35,8 +34,10 @@ class ModuleStack:
         self.add(model)
 
     def add(self, model: nn.Module) -> None:
-        """Call modules by their paths within a model."""
-        self._paths |= {id(m): unwrapped_name(name) or type(m).__name__ for name, m in model.named_modules()}
+        """Call modules by their paths within a model, without those of wrappers around it."""
+        for name, module in model.named_modules():
+            path = ".".join(part for part in name.split(".") if part != _WRAPPED)
+            self._paths[id(module)] = path or type(module).__name__
 
     def knows(self, module: nn.Module) -> bool:
         """Return whether a module has a path."""

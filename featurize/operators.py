@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCALED_PRODUCT = "aten::_scaled_mm"  # of 8-bit floats, whatever type its result has
+INT8_PRODUCT = "gpufarm::int8_product"  # of 8-bit integers, with a result of 32 bits
 
 
 def _aten(names: str) -> tuple[str, ...]:
@@ -26,7 +27,7 @@ PRODUCTS = frozenset(
         *_aten("mm bmm addmm baddbmm _grouped_mm"),
         SCALED_PRODUCT,
         "gpufarm::liger_add_product_",
-        "gpufarm::int8_product",
+        INT8_PRODUCT,
     }
 )
 CONVOLUTIONS = frozenset(_aten("convolution convolution_backward _cudnn_rnn _cudnn_rnn_backward"))
@@ -165,7 +166,7 @@ POINTWISE, REDUCTION, INDEXING, SCATTER, VIEW = "pointwise", "reduction", "index
 _ROWS = {
     "mm bmm addmm baddbmm": OperatorRow("matmul", "product"),
     "mv addmv addbmm dot linalg_matmul": OperatorRow("matmul"),
-    "_grouped_mm _scaled_mm liger_add_product_": OperatorRow(kernel="product"),
+    "_grouped_mm _scaled_mm liger_add_product_ int8_product": OperatorRow(kernel="product"),
     "add sub rsub mul div pow neg exp log sqrt rsqrt abs reciprocal clamp clamp_min clamp_max sin cos maximum minimum "
     "addcmul addcdiv lerp square sign erf floor ceil round remainder fmod bitwise_not bitwise_and bitwise_or "
     "logical_not logical_and logical_or eq ne lt le gt ge expm1 log1p": OperatorRow("arithmetic"),
@@ -339,7 +340,7 @@ def _recurrent(args: Sequence) -> int:
 
 
 _FORMULAS: dict[str, Callable[[Sequence, Sequence[Tensor]], int]] = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", SCALED_PRODUCT), _product),
+    **dict.fromkeys(("aten::mm", "aten::bmm", SCALED_PRODUCT, INT8_PRODUCT), _product),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm"), _added_product),
     "gpufarm::liger_add_product_": lambda args, outputs: 2 * args[0].numel() * args[1].shape[-1],
     "aten::_grouped_mm": _grouped_mm,

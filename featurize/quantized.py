@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.errors import UsageError
-from featurize.flat_parameters import whole_elements
 from featurize.own_operators import OPS
 
 # bitsandbytes' block constants: a 32-bit scale for every block of 4-bit weights; with double quantization the scales
@@ -205,6 +204,28 @@ def elements(model: nn.Module) -> int:
     packed = [module for module in model.modules() if isinstance(module, Linear4Bit)]
     unpacked = sum(layer.in_features * layer.out_features - layer.weight.numel() for layer in packed)
     return whole_elements([model]) + unpacked
+
+
+def whole_elements(models: Iterable[nn.Module], *, on_meta: bool = False) -> int:
+    """Count the elements of models' parameters: of those that ranks share, and of FSDP1's flat ones, all of them.
+
+    Args:
+        models: One that is part of another counts once.
+        on_meta: Only parameters on meta count.
+    """
+    counts: dict[int, int] = {}
+    for model in models:
+        counts |= {id(p): p.numel() for p in model.parameters() if not _is_flat(p) and (p.is_meta or not on_meta)}
+        for module in model.modules():
+            flat = getattr(vars(module).get("_handle"), "flat_param", None)
+            if flat is not None:
+                counts[id(flat)] = sum(flat._numels)
+    return sum(counts.values())
+
+
+def _is_flat(parameter: Tensor) -> bool:
+    """Return whether it is a flat parameter, or a view of one."""
+    return hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "_is_flat_param")
 
 
 def without_skipped(

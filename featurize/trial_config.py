@@ -14,8 +14,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from conf.errors import UsageError, shown
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.layout import Parallel, parse_parallel
 
 _ANY = ("foreach", "fused", "loop")
 

@@ -17,9 +17,7 @@ from conf.settings import data_key, key
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from learn.kernels.activity_fit import ActivityScore
-    from learn.kernels.judging import TimeScore
-    from learn.kernels.power_fit import PowerScore
+    from learn.evaluation.scores import RowScores
 
 FOLDS = 5
 
@@ -80,14 +78,13 @@ class FittedKernels:
     """Scores of what was fitted.
 
     Args:
-        times, activity, links, power: Scores; of all but the times none without measured rows.
+        times, activity, power: Scores; of activity and power none without measured rows.
         left_out: Reason -> number of rows.
     """
 
-    times: Sequence[TimeScore]
-    activity: Sequence[ActivityScore]
-    links: Sequence[TimeScore]
-    power: Sequence[PowerScore]
+    times: Sequence[RowScores]
+    activity: Sequence[RowScores]
+    power: Sequence[RowScores]
     left_out: dict[str, int]
 
 
@@ -116,7 +113,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     powered, power_left_out = power_rows(settings.data, progress)
     hosts, of_hosts, hosts_left_out = fitted_hosts(settings.data, learned, powered, packaged_hosts())
     jobs, jobs_left_out = measured_activity(settings.data, progress)
-    of_activity: Sequence[ActivityScore] = ()
+    of_activity: Sequence[RowScores] = ()
     if len(jobs) >= LEAST_ROWS:
         of_activity, activity = judged_activity(ActivityFit(jobs, learned, hosts[EAGER]), FOLDS, progress)
         learned = replace(learned, activity=activity)
@@ -127,27 +124,22 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     for of_rows in (left_out, jobs_left_out, hosts_left_out, links_left_out, power_left_out):
         reasons.update(of_rows)
     write_bytes(settings.path, efficiencies_text(learned, **sections).encode())
-    return FittedKernels(
-        times=[*scores, *of_hosts],
-        activity=of_activity,
-        links=of_links,
-        power=of_power,
-        left_out=dict(reasons),
-    )
+    times = [*scores, *of_hosts, *of_links]
+    return FittedKernels(times=times, activity=of_activity, power=of_power, left_out=dict(reasons))
 
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
     from conf.bars import StepBar
-    from learn.kernels.judging import activity_table, power_table, time_table
+    from learn.kernels.judging import score_text
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)
-    print(time_table([*fitted.times, *fitted.links]))
+    print(score_text(fitted.times))
     if fitted.activity:
-        print(activity_table(fitted.activity))
+        print(score_text(fitted.activity))
     if fitted.power:
-        print(power_table(fitted.power))
+        print(score_text(fitted.power, "limit"))
     for reason, number in fitted.left_out.items():
         print(f"left out: {number:,} rows: {reason}")
     print(f"written: {settings.path}")

@@ -21,14 +21,14 @@ from featurize.features import group_key
 from featurize.row_config import config_of_row
 from learn.artifacts import Artifact, DataPlace, StaleArtifact, newest, require_current, save_judged, versions
 from learn.data import MIN_GROUPS, Rows, load_rows
-from learn.estimators import Estimator, Prediction, get_estimator, require_target
-from learn.evaluation.evaluate import answered, judged, own_labels
+from learn.estimators import Estimator, get_estimator, require_target
+from learn.evaluation.evaluate import Evaluation, judged
 from learn.evaluation.paired import compare, figures, in_words
 from learn.evaluation.scores import NOT_INFORMATIVE
 from learn.fitting import remarks
 from learn.step_store import StepStore
 from learn.suspect_rows import with_suspects
-from learn.targets import Bins, get_target, make_bins
+from learn.targets import get_target, make_bins
 from warehouse.folder import DataFolder
 
 HELD_OUT_SHARE = 0.2  # of configurations; another share would show models what judged those before them
@@ -122,18 +122,23 @@ def refit(
         return skipped(str(error))
 
     progress("judging it")
-    judges, refused = answered(fitted, rows.subset(held_out), steps)
     bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
-    candidate = _Candidate(fitted, known, judges, tuple(dict.fromkeys(refused)), bins, seed, steps)
-    if not len(judges.exact):
-        reasons = f": {refused[0]}" if refused else ""
+
+    def judged_on(estimator: Estimator, asked: Rows) -> Evaluation:
+        return judged(estimator.predict(asked.cases, steps), asked, bins, estimator.name, known)
+
+    candidate = judged_on(fitted, rows.subset(held_out))
+    if not len(candidate.test_rows.exact):
+        reasons = f": {candidate.refused[0]}" if candidate.refused else ""
         return skipped(f"none of the {int(held_out.sum())} rows held out can say how good it is{reasons}")
     current = newest(folder, target, estimator=estimator, device=device_name, source=source or str(rows.source[0]))
     if current is None:
         verdict = _alone("first", "there was no model", candidate)
     else:
         try:
-            verdict = _beside(require_current(current), _seen_groups(folder, current, every), candidate, rows, held_out)
+            answering, seen = require_current(current).estimator, _seen_groups(folder, current, every)
+            unseen = np.array([group not in seen for group in rows.group], dtype=bool)
+            verdict = _beside(judged_on(answering, rows.subset(held_out & unseen)), candidate, seed)
         except StaleArtifact:
             no_answer = "the current one was fitted with features of other code and cannot answer any more"
             verdict = _alone("promoted", no_answer, candidate)
@@ -142,12 +147,12 @@ def refit(
         return promotion
     progress("drawing the report")
     notes = remarks(kind, known, bins)
-    if candidate.refusals:
-        notes.append(f"rows held out without an answer are in no figure: {'; '.join(candidate.refusals)}")
+    if candidate.refused:
+        notes.append(f"rows held out without an answer are in no figure: {_reasons(candidate)}")
     if in_doubt := int((every.doubt != "").sum()):
         explanation = "runs.error says why, or the rows beside them do"
         notes.append(f"{in_doubt} rows are in doubt ({explanation}): neither fitted on nor judged")
-    evaluation = judged(fitted, known, judges, bins, notes, steps=steps)
+    evaluation = replace(candidate, warnings=(*candidate.warnings, *notes))
     path, _ = save_judged(
         folder, fitted, known, evaluation, seed, _after(current, now), fitted_on="train",
         about={
@@ -176,32 +181,9 @@ def is_held_out(groups) -> np.ndarray:
     return np.array([int.from_bytes(digest[:8], "big") < limit for digest in digests], dtype=bool)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A fitted model.
-
-    known      rows that it was fitted on
-    judges     rows held out that it has answers for; refusals: why it has none for others
-    steps      records of the steps of both
-    """
-
-    fitted: Estimator
-    known: Rows
-    judges: Rows
-    refusals: tuple[str, ...]
-    bins: Bins
-    seed: int
-    steps: StepStore
-
-    def figures(self) -> dict[str, Any]:
-        """Return its figures on all its judges."""
-        prediction = self.fitted.predict(self.judges.cases, self.steps)
-        return _marked(figures(self.judges, self.bins, prediction), self.fitted.name, self.judges, prediction)
-
-
-def _alone(decision: str, reason: str, candidate: _Candidate) -> dict[str, Any]:
+def _alone(decision: str, reason: str, candidate: Evaluation) -> dict[str, Any]:
     """Return the verdict on one that has nothing to be compared with."""
-    ours, judges = candidate.figures(), candidate.judges
+    ours, judges = figures(candidate), candidate.test_rows
     explanation = (
         f"its mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), {ours['accuracy']:.0%} are "
         "told their bin"
@@ -210,33 +192,29 @@ def _alone(decision: str, reason: str, candidate: _Candidate) -> dict[str, Any]:
         explanation = f"its errors are {NOT_INFORMATIVE}: the trace simulated these very labels"
     return {
         "decision": decision,
-        "why": f"{reason}; this one is fitted on {len(candidate.known)} rows, and on {len(judges)} others held out "
-        f"{explanation}",
+        "why": f"{reason}; this one is fitted on {len(candidate.train_rows)} rows, and on {len(judges)} others held "
+        f"out {explanation}",
         "held_out": len(judges),
         "figures": {"current": None, "candidate": ours},
     }
 
 
-def _marked(of_model: Mapping[str, Any], estimator: str, judges: Rows, prediction: Prediction) -> dict[str, Any]:
-    """Return the figures, with `own_labels` where they are those of an estimator on labels that it simulated."""
-    own = own_labels(estimator, judges, prediction.point)
-    return {**of_model, **({"own_labels": True} if own else {})}
+def _beside(current: Evaluation, candidate: Evaluation, seed: int) -> dict[str, Any]:
+    """Return the verdict on the candidate and the current model, on rows held out that neither has seen.
 
-
-def _beside(
-    current: Artifact, seen_groups: frozenset[str], candidate: _Candidate, rows: Rows, held_out: np.ndarray
-) -> dict[str, Any]:
-    """Return the verdict on the candidate and the current model, on rows held out that neither has seen."""
-    unseen = np.array([group not in seen_groups for group in rows.group], dtype=bool)
-    asked, _ = answered(current.estimator, rows.subset(held_out & unseen), candidate.steps)
-    both = np.isin(asked.run_ids.astype(str), candidate.judges.run_ids.astype(str))
-    judges = asked.subset(both)
+    Args:
+        current: Of the current model, on the rows that it has not seen.
+        candidate: Of the candidate, on all rows held out.
+        seed: Of the comparison.
+    """
+    ours = candidate.among(current.test_rows.run_ids)
+    asked, judges = len(current.test_rows), ours.test_rows
     n, groups = len(judges.exact), len(set(judges.exact.group))
     why = None
-    if not both.all():
+    if len(judges) < asked:
         why = (
-            f"the new one has no answer for {int((~both).sum())} of {len(asked)} rows held out that the current one "
-            f"answers: {'; '.join(candidate.refusals)}"
+            f"the new one has no answer for {asked - len(judges)} of {asked} rows held out that the current one "
+            f"answers: {_reasons(candidate)}"
         )
     elif n < LEAST_JUDGES or groups < MIN_GROUPS:
         why = (
@@ -244,23 +222,21 @@ def _beside(
             f"seen by the current one either; {LEAST_JUDGES} rows of {MIN_GROUPS} configurations are needed"
         )
     if why is not None:
-        both_figures = {"current": None, "candidate": candidate.figures()}
+        both_figures = {"current": None, "candidate": figures(candidate)}
         return {"decision": "kept", "why": why, "held_out": len(judges), "figures": both_figures}
-    theirs = current.estimator.predict(judges.cases, candidate.steps)
-    ours = candidate.fitted.predict(judges.cases, candidate.steps)
-    comparison = compare(judges, candidate.bins, theirs, ours, candidate.seed)
-    marked = _marked(comparison.candidate, candidate.fitted.name, judges, ours)
+    comparison = compare(current, ours, seed)
     caveat = f"; these figures are {NOT_INFORMATIVE}: the trace simulated these very labels"
     return {
         "decision": "kept" if comparison.worse else "promoted",
         "why": f"on {len(judges)} rows held out that neither has seen, {comparison.why}"
-        f"{caveat if 'own_labels' in marked else ''}",
+        f"{caveat if 'own_labels' in comparison.candidate else ''}",
         "held_out": len(judges),
-        "figures": {
-            "current": _marked(comparison.current, current.meta["estimator"], judges, theirs),
-            "candidate": marked,
-        },
+        "figures": {"current": comparison.current, "candidate": comparison.candidate},
     }
+
+
+def _reasons(candidate: Evaluation) -> str:
+    return "; ".join(dict.fromkeys(candidate.refused))
 
 
 def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozenset[str]:

@@ -198,7 +198,7 @@ def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingPro
 
 def _parallel(request: JobFields) -> str | None:
     """Return the layout as text. DeepSpeed's own files are the server's, and are not read."""
-    from featurize.parallel.layout_text import parse_parallel
+    from featurize.parallel.layout import parse_parallel
 
     if request.kind == "script" and request.parallel is not None:
         raise invalid("a script's launcher says how it is spread", "/parallel")

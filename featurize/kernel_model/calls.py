@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from featurize.operators import SCALED_PRODUCT, attention_call, kernel_kind
+from featurize.operators import INT8_PRODUCT, SCALED_PRODUCT, attention_call, kernel_kind
 from featurize.step_trace import Operator
 
 HALF = ("float16", "bfloat16")
@@ -207,7 +207,8 @@ def _distinct(
     """Return an operator's kernels but the empty ones, how many the host launches, and of how many tensors."""
     name = op.name.rpartition("::")[2]
     nbytes = op.bytes_read + op.bytes_written
-    pipe = FP8 if op.name == SCALED_PRODUCT else TENSOR if op.dtype in HALF else FP32
+    # Integers of 8 bits are priced at the rate of half precision: none was measured.
+    pipe = FP8 if op.name == SCALED_PRODUCT else TENSOR if op.dtype in HALF or op.name == INT8_PRODUCT else FP32
     if name in ("convolution", "convolution_backward"):
         if pipe == FP32 and tf32_convolutions and op.dtype == "float32":
             pipe = TF32
@@ -227,7 +228,7 @@ def _simple(op: Operator, name: str, nbytes: int, pipe: str) -> KernelCall:
     kind = _kind(op, name)
     if kind == "product":
         shape = op.output_shapes[0] if op.output_shapes else op.input_shapes[0]
-        (rows, columns), batch = shape[-2:], math.prod(shape[:-2])
+        (rows, columns), batch = (1, *shape)[-2:], math.prod(shape[:-2])
         depth = op.flops / (2 * batch * rows * columns) if batch * rows * columns else 0.0
         return product(rows, columns, depth, batch, pipe, nbytes)
     if kind.startswith("attention"):

@@ -31,10 +31,16 @@ def played_rank(
     with contextlib.ExitStack() as stack:
         if parallel is None:
             yield Rank()
-        elif parallel.zero:
-            from featurize.parallel.zero3 import zero_rank
+        elif parallel.zero == 3:
+            from featurize.parallel.zero3 import ZeroShardedRank
+            from featurize.parallel.zero3_gathering import frugal_linear
 
-            yield stack.enter_context(zero_rank(parallel, rank, training))
+            stack.enter_context(frugal_linear())
+            yield ZeroShardedRank(parallel, rank, training)
+        elif parallel.zero:
+            from featurize.parallel.zero import PartitionedRank
+
+            yield PartitionedRank(parallel, rank, training)
         elif parallel.shards or parallel.pp > 1:
             require_traceable(parallel)
             from featurize.parallel.sharded_rank import ShardedRank, pretended_ranks  # their imports take half a second

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -248,10 +248,6 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
             "device=A100-SXM4-40GB"
         )
     if parallel.shards:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from featurize.parallel.sharding import shard  # both take a while to import
-
         device = next(model.parameters()).device.type
         names = tuple(parallel.axes)
         return shard(model, parallel, init_device_mesh(device, tuple(parallel.axes.values()), mesh_dim_names=names))

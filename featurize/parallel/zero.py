@@ -228,7 +228,7 @@ class PartitionedRank(ZeroRank):
         self._contiguous = parallel.contiguous_gradients or self._offloads
         self._beside: OneStream | None = streams.Stream() if parallel.overlap_comm else None
         self._buffers: list[Tensor] = []
-        self._turn = 0  # which of them
+        self._turn = 0  # in which of them the bucket is
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
         self._elements = 0
         self._late: list[Tensor] = []  # parameters whose gradients are freed once their reduction is over
@@ -300,20 +300,16 @@ class PartitionedRank(ZeroRank):
         self._take_buffers()
         if self._elements + size > most:
             self._reduce()
-            if len(self._buffers) > 1:
-                self._turn = 1 - self._turn
+            self._turn = (self._turn + 1) % max(len(self._buffers), 1)
         if self._contiguous and size <= most:
             _move_gradient(parameter, self._buffers[self._turn], self._elements)
         self._elements += size
         self._waiting.append(parameter)
 
     def _take_buffers(self) -> None:
-        if self._buffers or not self._contiguous:
-            return
-        self._turn = 0
-        for _ in range(2 if self._beside is not None else 1):
-            buffer = self._streams.empty(self._parallel.reduce_bucket_size, self._trained[0], BUCKET)
-            self._buffers.append(buffer)
+        if self._contiguous and not self._buffers:
+            size, count = self._parallel.reduce_bucket_size, 1 if self._beside is None else 2
+            self._buffers, self._turn = [self._streams.empty(size, self._trained[0], BUCKET) for _ in range(count)], 0
 
     @torch.no_grad()
     def _reduce(self) -> None:

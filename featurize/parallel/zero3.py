@@ -1,39 +1,20 @@
 """One rank of stage 3 of DeepSpeed's ZeRO in a trace: modules gather their parameters, and free them again.
 
-Start reading at `zero_rank` (DeepSpeed 0.19, deepspeed/runtime/zero/stage3.py). Real ranks are the test of it
+Start reading at `ZeroShardedRank` (DeepSpeed 0.19, deepspeed/runtime/zero/stage3.py). Real ranks are the test of it
 (tests/featurize/test_zero.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from featurize.parallel.collectives import ALL_REDUCE, REDUCE_SCATTER
-from featurize.parallel.layout import Parallel
-from featurize.parallel.zero import FLAG, NORM, Make, PartitionedRank, ZeroRank, norms_of, one_type
-from featurize.parallel.zero3_gathering import Shared, SharedParameters, frugal_linear
+from featurize.parallel.zero import FLAG, NORM, Make, ZeroRank, norms_of, one_type
+from featurize.parallel.zero3_gathering import Shared, SharedParameters
 from featurize.step_trace import BUCKET, COMMUNICATION, UNREDUCED
-from featurize.training_settings import Training
-
-
-@contextlib.contextmanager
-def zero_rank(parallel: Parallel, rank: int, settings: Training) -> Iterator[ZeroRank]:
-    """Play one rank of the layout's stage, around whatever else changes what modules call.
-
-    Args:
-        parallel: Stage and settings.
-        rank: Which one, from 0.
-        settings: Of the training.
-    """
-    if parallel.zero != 3:
-        yield PartitionedRank(parallel, rank, settings)
-        return
-    with frugal_linear():
-        yield ZeroShardedRank(parallel, rank, settings)
 
 
 class ZeroShardedRank(ZeroRank):

@@ -13,7 +13,7 @@ from typing import Any
 
 from conf.errors import UsageError
 from learn.admission.gpu_state import GpuState, KnownJob, known_job
-from learn.admission.memory_need import MemoryNeed, overflow_probability
+from learn.admission.memory_need import overflow_probability
 from learn.collocation.learned import LearnedSlowdowns
 from learn.collocation.profile import JobProfile
 from learn.collocation.slowdown import NoUtilization, Slowdown, SlowdownEstimator
@@ -84,32 +84,27 @@ def admit(
         raise UsageError(f"max_slowdown must be at least 1, got {max_slowdown!r}")
     profile, need = known_job(job, "new job", gpu_state.device, data)
     present = [known_job(one, f"job {place}", gpu_state.device, data) for place, one in enumerate(gpu_state.jobs, 1)]
-    memory = _memory(need, [one for _, one in present], gpu_state)
+    needs = [one for _, one in present]
+    used_mib, coverage = gpu_state.used_mib or 0.0, min(one.coverage for one in (need, *needs))
+    overflow = overflow_probability([need], gpu_state.memory_mib, present=needs, used_mib=used_mib)
+    bound_mib = max(used_mib, sum(one.bound_mib for one in needs)) + need.bound_mib
     slowdowns, unknown = _slowdowns([profile, *(one for one, _ in present)], estimator or default_slowdowns(data))
-    fits = memory.risk <= risk
-    reasons = [_memory_reason(memory, gpu_state, fits, risk)]
+    figures, level = f"{bound_mib:,.0f} of {gpu_state.memory_mib:,.0f} MiB", f"{100 * coverage:g} % level"
+    fits = overflow <= risk
+    reasons = [f"Memory fits at the {level}: {figures} by the bounds."]
+    if overflow:
+        reasons = [
+            f"The risk of running out of memory is {_percent(overflow)}, {'within' if fits else 'above'} the limit of "
+            f"{_percent(risk)}: {figures} are needed at the {level}."
+        ]
     quick = True
     if present and max_slowdown is not None:
         quick = unknown is None and max(one.median for _, one in slowdowns if one is not None) <= max_slowdown
         reasons.append(_slowdown_reason(slowdowns, unknown, max_slowdown))
     return Admission(
-        admitted=fits and quick, why=" ".join(reasons), slowdowns=slowdowns, risk=memory.risk,
-        coverage=memory.coverage, bound_mib=memory.bound_mib, memory_mib=gpu_state.memory_mib,
+        admitted=fits and quick, why=" ".join(reasons), slowdowns=slowdowns, risk=overflow, coverage=coverage,
+        bound_mib=bound_mib, memory_mib=gpu_state.memory_mib,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Memory:
-    risk: float
-    coverage: float
-    bound_mib: float
-
-
-def _memory(need: MemoryNeed, present: Sequence[MemoryNeed], state: GpuState) -> _Memory:
-    used, every = state.used_mib or 0.0, (need, *present)
-    bound = max(used, sum(one.bound_mib for one in present)) + need.bound_mib
-    risk = overflow_probability([need], state.memory_mib, present=present, used_mib=used)
-    return _Memory(risk, min(one.coverage for one in every), bound)
 
 
 def _slowdowns(
@@ -123,18 +118,6 @@ def _slowdowns(
     except NoUtilization as error:
         return tuple((job.name, None) for job in group), str(error)
     return tuple((job.name, one) for job, one in zip(group, expected, strict=True)), None
-
-
-def _memory_reason(memory: _Memory, state: GpuState, fits: bool, limit: float) -> str:
-    figures = f"{memory.bound_mib:,.0f} of {state.memory_mib:,.0f} MiB"
-    level = f"{100 * memory.coverage:g} % level"
-    if memory.risk == 0:
-        return f"Memory fits at the {level}: {figures} by the bounds."
-    comparison = "within" if fits else "above"
-    return (
-        f"The risk of running out of memory is {_percent(memory.risk)}, {comparison} the limit of {_percent(limit)}: "
-        f"{figures} are needed at the {level}."
-    )
 
 
 def _percent(share: float) -> str:

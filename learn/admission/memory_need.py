@@ -49,27 +49,18 @@ class MemoryNeed:
 
     def mib(self, probability: float) -> float:
         """Return the MiB that the job stays below with that probability; the bound above its coverage."""
-        below = self.quantiles[0]
-        for p, mib in self.quantiles:
-            if probability <= p:
-                if p == below[0]:
-                    return mib
-                return below[1] + (mib - below[1]) * (probability - below[0]) / (p - below[0])
-            below = (p, mib)
-        return self.bound_mib
+        import numpy as np
 
-    def exceeds(self, mib: float) -> float:
-        """Return the probability that the job needs more than that many MiB; 0 from the bound on."""
-        if mib >= self.bound_mib:
-            return 0.0
-        if mib < self.quantiles[0][1]:
-            return 1.0
-        below = self.quantiles[0]
-        for p, top in self.quantiles[1:]:
-            if mib < top:
-                return 1.0 - (below[0] + (p - below[0]) * (mib - below[1]) / (top - below[1]))
-            below = (p, top)
-        raise AssertionError("between the quantiles")
+        probabilities, sizes_mib = zip(*self.quantiles, strict=True)
+        return float(np.interp(probability, probabilities, sizes_mib))
+
+    def exceeds(self, mib: float | np.ndarray) -> np.ndarray:
+        """Return the probability that the job needs more than that many MiB, of each; 0 from the bound on."""
+        import numpy as np
+
+        probabilities, sizes_mib = zip(*self.quantiles, strict=True)
+        below = np.interp(mib, sizes_mib, probabilities, left=0.0)
+        return np.where(np.asarray(mib) >= self.bound_mib, 0.0, 1.0 - below)
 
 
 def overflow_probability(
@@ -93,7 +84,7 @@ def overflow_probability(
     if max(used_mib, sum(need.quantiles[0][1] for need in present)) + least > memory_mib:
         return 1.0
     if len(needs) == 1 and _sum_of_bounds(present) <= used_mib:
-        return needs[0].exceeds(memory_mib - used_mib)
+        return float(needs[0].exceeds(memory_mib - used_mib))
     cell = memory_mib / _CELLS
     total = np.ones(1)
     for need in present:
@@ -117,5 +108,5 @@ def _added(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
     """Return the distribution of a sum, in cells of the memory; each job is rounded up, to the safe side."""
     import numpy as np
 
-    below = 1.0 - np.array([need.exceeds(cell * k) for k in range(_CELLS + 1)])
+    below = 1.0 - need.exceeds(cell * np.arange(_CELLS + 1))
     return np.convolve(total, np.diff(below, prepend=0.0))[: _CELLS + 1]

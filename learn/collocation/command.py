@@ -5,6 +5,7 @@ Start reading at `fit_slowdowns` and `benchmark_slowdowns`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from learn.collocation.judging import SlowdownScore, judged
+from learn.collocation.judging import judged
 from learn.collocation.learned import LearnedSlowdowns, fitted_slowdowns
 from learn.collocation.profile import group_memory
 from learn.collocation.rows import MeasuredGroup, measured_groups
+from learn.evaluation.scores import RowScores, score_table
 from learn.targets import SLOWDOWN
 
 if TYPE_CHECKING:
@@ -26,18 +28,6 @@ if TYPE_CHECKING:
 
     from learn.evaluation.benchmark_settings import BenchmarkSettings
     from learn.fitting import FitSettings
-
-_HEADS = (
-    "estimator",
-    "groups",
-    "speed MAE",
-    "MAE as measured",
-    "MAE of the group's mean",
-    "median",
-    "p90",
-    "AUC keep 85 %",
-    "below p90",
-)
 
 
 @dataclass(frozen=True)
@@ -108,9 +98,17 @@ class SlowdownBenchmark:
     """Figures of every estimator, of the memory of groups, and how many groups are left out for which reason."""
 
     split: str
-    scores: tuple[SlowdownScore, ...]
+    scores: tuple[RowScores, ...]
     memory_errors: dict[str, dict[str, float]]  # title -> groups, median, mean, p90: relative, of the sum alone
     left_out: dict[str, int]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the fields as JSON has them."""
+        scores = [
+            {"title": one.rows, "estimator": one.by, "groups": one.count, "left_out": one.left_out, **one.figures}
+            for one in self.scores
+        ]
+        return {**vars(self), "scores": scores}
 
 
 def benchmark_slowdowns(
@@ -151,7 +149,7 @@ def benchmark_entry(settings: BenchmarkSettings) -> int:
         done = benchmark_slowdowns(settings, progress.update)
     _print(done)
     if settings.out is not None:
-        text = json.dumps(asdict(done), indent=1)
+        text = json.dumps(done.to_mapping(), indent=1)
         write_output(settings.out, text.encode(), key="out")
     return 0
 
@@ -159,14 +157,9 @@ def benchmark_entry(settings: BenchmarkSettings) -> int:
 def _print(done: SlowdownBenchmark) -> None:
     from learn.evaluation.benchmark_view import print_table, screen_of
 
-    for title in dict.fromkeys(score.title for score in done.scores):
-        rows = []
-        for score in (score for score in done.scores if score.title == title):
-            figures = (score.speed_mae, score.raw_mae, score.pair_mae, score.median, score.p90, score.auc)
-            texts = ["-" if figure is None else f"{figure:.3f}" for figure in figures]
-            covered = "-" if score.covered is None else f"{score.covered:.1%}"
-            rows.append([score.estimator, f"{score.groups:,}", *texts, covered])
-        print_table((f"{title}: groups with a {done.split} left out", list(_HEADS), rows))
+    for title, scores in itertools.groupby(done.scores, key=lambda score: score.rows):
+        table = score_table(list(scores), {"estimator": "by", "groups": "count"})
+        print_table((f"{title}: groups with a {done.split} left out", *table))
     screen = screen_of(140)
     if not done.scores:
         screen.print(f"no estimator was judged: of one {done.split} alone there are no groups to learn from")

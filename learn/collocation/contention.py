@@ -23,16 +23,6 @@ FORMS = ("time", "time_and_bandwidth")
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
-    """Shares of jobs and of their partners' sums, (n,) each."""
-
-    own: np.ndarray
-    others: np.ndarray
-    own_memory: np.ndarray
-    others_memory: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
 class ContentionFormula:
     """Figures of the formula; `sharpness` of the softened step, the others without unit."""
 
@@ -41,23 +31,27 @@ class ContentionFormula:
     sharpness: float
     bandwidth: float
 
-    def slowdown(self, loads: Loads) -> np.ndarray:
-        """Return the expected slowdown of each job, (n,), at least 1."""
-        beyond = self.own * loads.own + self.others * loads.others - 1.0
+    def slowdown(self, loads: np.ndarray) -> np.ndarray:
+        """Return the expected slowdown of each job, (n,), at least 1, by its loads, (n, 4)."""
+        own, others, own_memory, others_memory = loads.T
+        beyond = self.own * own + self.others * others - 1.0
         waits = np.logaddexp(0.0, self.sharpness * beyond) / self.sharpness
-        slowdown: np.ndarray = 1.0 + waits + self.bandwidth * loads.own_memory * loads.others_memory
+        slowdown: np.ndarray = 1.0 + waits + self.bandwidth * own_memory * others_memory
         return slowdown
 
 
-def loads_of(groups: Sequence[Sequence[JobProfile]], places: Sequence[int]) -> Loads:
-    """Return the loads of one job of each group, `places[i]` of `groups[i]`. All have a `utilization`."""
+def loads_of(groups: Sequence[Sequence[JobProfile]], places: Sequence[int]) -> np.ndarray:
+    """Return the loads of one job of each group, `places[i]` of `groups[i]`, all of whose jobs have a `utilization`.
+
+    Returns:
+        (n, 4): the job's share of time on the GPU, the sum of its partners', and the same of memory traffic.
+    """
     rows = []
     for group, place in zip(groups, places, strict=True):
         busy = [utilization(job) or 0.0 for job in group]
         memory = [_traffic(job) for job in group]
         rows.append((busy[place], sum(busy) - busy[place], memory[place], sum(memory) - memory[place]))
-    columns = np.asarray(rows, dtype=float).reshape(len(rows), 4).T
-    return Loads(*columns)
+    return np.asarray(rows, dtype=float).reshape(len(rows), 4)
 
 
 def _traffic(job: JobProfile) -> float:

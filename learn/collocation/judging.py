@@ -5,6 +5,7 @@ Start reading at `judged`.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,40 +16,12 @@ from learn.collocation.learned import LEAST_GROUPS, fitted_slowdowns
 from learn.collocation.profile import JobProfile, utilization
 from learn.collocation.rows import MeasuredGroup
 from learn.collocation.slowdown import ConstantSlowdown, NoUtilization, SharedTime, Slowdown, SlowdownEstimator
+from learn.evaluation.scores import RowScores, spread
 
 BOTH_KEEP = 0.85  # of the speed alone: a pair in which both do is one to put together
 SPLITS = ("model", "device")
 _TREES, _LEAF = 200, 5
 Answered = tuple[MeasuredGroup, list[Slowdown] | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlowdownScore:
-    """The errors of an estimator over all groups and the parts that they were left out in.
-
-    Args:
-        title: Rows that were judged: source, series, and whether those in doubt are among them.
-        estimator: Its name.
-        groups, left_out: How many groups were answered, and how many had none: a figure alone is missing.
-        speed_mae: Mean absolute error of normalised speed, 1 / slowdown; what was measured above 1 counts as 1.
-        raw_mae: The same, with measured speeds as they are.
-        pair_mae: Of the mean speed of a group's members, as measured.
-        median, p90: Of the absolute errors of normalised speed.
-        auc: Of telling groups in which all keep 85 % of their speed; None where all do, or none.
-        covered: Share of members whose slowdown stays below the 90th percentile; None for estimators without one.
-    """
-
-    title: str
-    estimator: str
-    groups: int
-    left_out: int
-    speed_mae: float
-    raw_mae: float
-    pair_mae: float
-    median: float
-    p90: float
-    auc: float | None
-    covered: float | None
 
 
 @dataclass(frozen=True)
@@ -120,8 +93,15 @@ ESTIMATORS: dict[str, Callable[[Sequence[MeasuredGroup]], SlowdownEstimator]] = 
 
 def judged(
     groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda done, of: None
-) -> list[SlowdownScore]:
+) -> list[RowScores]:
     """Return the figures of every estimator for each source and series.
+
+    speed_mae        mean absolute error of normalised speed, 1 / slowdown; what was measured above 1 counts as 1
+    raw_mae          the same, with measured speeds as they are
+    pair_mae         of the mean speed of a group's members, as measured
+    median, p90      of the absolute errors of normalised speed
+    auc              of telling groups in which all keep 85 % of their speed; None where all do, or none
+    covered          share of members whose slowdown stays below the 90th percentile; None for estimators without one
 
     Args:
         groups: Of any sources; each source and series is judged by itself.
@@ -150,7 +130,7 @@ def judged(
             scores.append(_score(shown, name, together))
             if len(together) < len(given):
                 scores.append(_score(f"{shown}, also groups that were not together", name, given))
-    return sorted((score for score in scores if score is not None), key=lambda score: score.title)
+    return sorted((score for score in scores if score is not None), key=lambda score: score.rows)
 
 
 def _parts(groups: Sequence[MeasuredGroup], split: str) -> list[tuple[list[MeasuredGroup], list[MeasuredGroup]]]:
@@ -182,31 +162,28 @@ def _answers(
     return given
 
 
-def _score(title: str, name: str, given: Sequence[Answered]) -> SlowdownScore | None:
+def _score(title: str, name: str, given: Sequence[Answered]) -> RowScores | None:
     answered = [(group, answer) for group, answer in given if answer is not None]
     if not answered:
         return None
     raw = [np.array([1.0 / slowdown for slowdown in group.slowdowns]) for group, _ in answered]
     expected = [np.array([1.0 / one.median for one in answer]) for _, answer in answered]
-    errors = np.concatenate([np.abs(ours - np.minimum(1.0, own)) for ours, own in zip(expected, raw, strict=True)])
-    kept = np.array([own.min() >= BOTH_KEEP for own in raw])
-    bounds = [
-        (slowdown, one) for group, answer in answered for slowdown, one in zip(group.slowdowns, answer, strict=True)
-    ]
+    signed = np.concatenate(expected) - np.concatenate(raw)
+    errors = np.abs(np.concatenate(expected) - np.minimum(1.0, np.concatenate(raw)))
+    median, p90 = spread(errors)
+    of_members = [zip(group.slowdowns, answer, strict=True) for group, answer in answered]
+    bounds = list(itertools.chain.from_iterable(of_members))
     has_bound = any(one.p90 > one.median for _, one in bounds)
-    return SlowdownScore(
-        title=title,
-        estimator=name,
-        groups=len(answered),
-        left_out=len(given) - len(answered),
-        speed_mae=float(errors.mean()),
-        raw_mae=float(np.concatenate([np.abs(a - b) for a, b in zip(expected, raw, strict=True)]).mean()),
-        pair_mae=float(np.mean([abs(a.mean() - b.mean()) for a, b in zip(expected, raw, strict=True)])),
-        median=float(np.median(errors)),
-        p90=float(np.quantile(errors, 0.9)),
-        auc=_auc(kept, np.array([ours.min() for ours in expected])),
-        covered=float(np.mean([slowdown <= one.p90 for slowdown, one in bounds])) if has_bound else None,
-    )
+    figures = {
+        "speed_mae": float(errors.mean()),
+        "raw_mae": float(np.abs(signed).mean()),
+        "pair_mae": float(np.mean([abs(a.mean() - b.mean()) for a, b in zip(expected, raw, strict=True)])),
+        "median": median,
+        "p90": p90,
+        "auc": _auc(np.array([own.min() >= BOTH_KEEP for own in raw]), np.array([ours.min() for ours in expected])),
+        "covered": float(np.mean([slowdown <= one.p90 for slowdown, one in bounds])) if has_bound else None,
+    }
+    return RowScores(rows=title, by=name, count=len(answered), left_out=len(given) - len(answered), figures=figures)
 
 
 def _auc(kept: np.ndarray, scores: np.ndarray) -> float | None:

@@ -192,10 +192,7 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
     counts = Counter(models)
     weights = torch.tensor([1.0 / counts[model] for model in models], dtype=torch.float64)
     weights = weights / weights.sum()
-    loads = loads_of(jobs, places)
-    own, others, own_memory, others_memory = (
-        torch.tensor(values) for values in (loads.own, loads.others, loads.own_memory, loads.others_memory)
-    )
+    own, others, own_memory, others_memory = torch.tensor(loads_of(jobs, places)).unbind(1)
     speed = torch.tensor(1.0 / measured)
     start = torch.tensor(_START, dtype=torch.float64)
     values = start.clone().requires_grad_()

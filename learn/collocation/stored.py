@@ -28,7 +28,7 @@ class Saved:
     slowdowns: LearnedSlowdowns
 
     def save(self, folder: Path) -> None:
-        (folder / _FILE).write_text(json.dumps(_to_mapping(self.slowdowns), indent=1))
+        (folder / _FILE).write_text(json.dumps(_to_mapping(self.slowdowns), indent=1, sort_keys=True))
 
 
 def default_slowdowns(data: DataPlace) -> LearnedSlowdowns:
@@ -69,9 +69,7 @@ def _to_mapping(model: LearnedSlowdowns) -> dict[str, Any]:
         "format": FORMAT,
         "contention": None if model.contention is None else asdict(model.contention),
         "known": {
-            "middle": known.middle,
-            "suffers": dict(sorted(known.suffers.items())),
-            "costs": dict(sorted(known.costs.items())),
+            **vars(known),
             "groups": [[name, list(partners), value] for (name, partners), value in sorted(known.groups.items())],
         },
         "typical": model.typical,
@@ -84,17 +82,11 @@ def _from_mapping(stored: dict[str, Any]) -> LearnedSlowdowns:
     if stored["format"] != FORMAT:
         raise EnvironmentProblem(f"slowdown models of format {stored['format']}, this code knows {FORMAT}")
     known, contention = stored["known"], stored["contention"]
+    groups = {(name, tuple(partners)): value for name, partners, value in known["groups"]}
     return LearnedSlowdowns(
-        contention=None
-        if contention is None
-        else ContentionFormula(**{name: float(v) for name, v in contention.items()}),
-        known=KnownJobs(
-            middle=float(known["middle"]),
-            suffers={str(name): float(value) for name, value in known["suffers"].items()},
-            costs={str(name): float(value) for name, value in known["costs"].items()},
-            groups={(str(name), tuple(map(str, partners))): float(v) for name, partners, v in known["groups"]},
-        ),
-        typical=float(stored["typical"]),
-        spread=float(stored["spread"]),
-        spread_known=float(stored["spread_known"]),
+        contention=None if contention is None else ContentionFormula(**contention),
+        known=KnownJobs(**{**known, "groups": groups}),
+        typical=stored["typical"],
+        spread=stored["spread"],
+        spread_known=stored["spread_known"],
     )

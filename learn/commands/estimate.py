@@ -21,8 +21,7 @@ from conf.settings import data_key, group, key
 from featurize.device_spec import DeviceSpec, describe_device, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import names_network_only, parse_parallel
+from featurize.parallel.layout import Parallel, names_network_only, parse_parallel
 from featurize.training_settings import (
     COMPILE_MODES,
     FLOAT8_RECIPES,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 from conf.errors import UsageError, kept_from_exit, unknown_name
 from featurize.own_code import parse_trust, trusting
 from featurize.parallel.deepspeed_config import hidden_size_of
-from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.layout import parse_parallel
 from featurize.training_settings import Training, TrainingKeywords, training_of
 from featurize.trial import TrialConfig, config_from_mapping
 from featurize.trial_config import TRAINING_FIELDS

@@ -10,16 +10,16 @@ import os
 import pkgutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from conf.plain_text import exception_line
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
-from learn.peers.base import Answer, CannotEstimate, analyse
+from learn.peers.base import Answer, timed
+from learn.targets import get_target
 from warehouse.published import PublishedRow
 
 _NOTHING_KEPT = 64  # jobs after which a process is replaced: what models and libraries leave behind adds up
@@ -37,26 +37,19 @@ class PoolJob:
 
 def answer(job: PoolJob) -> Answer:
     """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
-    from learn.published import workload_of
-    from learn.targets import get_target
 
-    began = time.monotonic_ns()
-    figure: float | None = None
-    reason: str | None = None
-    try:
-        estimator = pkgutil.resolve_name(job.where)()
-        case = job.subject
+    def parts() -> Mapping[str, float]:
+        from learn.published import workload_of
+
+        estimator, case = pkgutil.resolve_name(job.where)(), job.subject
         if not isinstance(case, Case):
             case = Case(module=workload_of(case), described=job.device)
         if job.target == "memory":
-            return analyse(estimator, case.job, job.device)
+            return estimator.parts_mib(case.job, job.device)
         estimator.target = get_target(job.target)
-        figure = float(estimator.figure(case))
-    except CannotEstimate as refusal:
-        reason = str(refusal)
-    except Exception as error:
-        reason = exception_line(error)[:300]
-    return Answer(mib=figure, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9)
+        return {job.target: estimator.figure(case)}
+
+    return timed(parts)
 
 
 def run_all(

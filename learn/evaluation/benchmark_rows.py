@@ -126,7 +126,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
 
     rows: list[tuple[PublishedFile, PublishedRow]] = []
     for file in files:
-        usable = _usable(file, target, settings, notes if file.path.stem in asked_of else [])
+        usable = _usable(file, target, spec, settings, notes if file.path.stem in asked_of else [])
         kept = sample([row.module for row in usable], settings.rows, f"{settings.seed}/{file.path.stem}")
         rows += [(file, usable[i]) for i in kept]
         if file.path.stem in asked_of and kept:
@@ -166,13 +166,15 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
     )
 
 
-def _usable(file: PublishedFile, target: Target, settings: BenchmarkSettings, notes: list[str]) -> list[PublishedRow]:
+def _usable(
+    file: PublishedFile, target: Target, spec: DeviceSpec, settings: BenchmarkSettings, notes: list[str]
+) -> list[PublishedRow]:
     stem = file.path.stem
     rows = [row for row in file.rows if row.status != "invalid"]
     if reasons := Counter(row.reason for row in file.rows if row.status == "invalid"):
         notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_counted(reasons)})")
     if settings.family != "all":
-        rows = [row for row in rows if _family(row) == settings.family]
+        rows = [row for row in rows if (row.family or _case(row, spec)[0].family) == settings.family]
     if settings.doubtful == "drop":
         rows = [row for row in rows if row.doubt is None]
     if not target.is_memory:
@@ -218,18 +220,6 @@ def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
         size = row.batch_size or 1
         job = TrainingJob(name=row.name, build=build, batch=build, settings=Training(), batch_size=size)
     return Case(None, spec.name, True, TORCH_VERSION, module=job), is_able
-
-
-def _family(row: PublishedRow) -> str:
-    from learn.cases import MODULE
-    from learn.published import config_of
-
-    if row.family is not None:
-        return row.family
-    try:
-        return config_of(row).family
-    except CommandError:
-        return MODULE
 
 
 def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:

@@ -6,16 +6,17 @@ Start reading at `evaluate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from conf.errors import UsageError
 from learn.data import MIN_GROUPS, Rows
-from learn.estimators import Estimator, make_estimator
-from learn.evaluation.benchmark_figures import Figures, Given, Scored, described, figures_of, given_of
-from learn.evaluation.scores import has_relative, labels_are_its_own, mean, median, p90
+from learn.estimators import Prediction, make_estimator
+from learn.evaluation.benchmark_figures import Figures, Scored, described, figures_of, given_of
+from learn.evaluation.scores import has_relative, mean, median, p90
 from learn.evaluation.splits import hold_out, require_groups, split
 from learn.step_store import StepStore
 from learn.targets import Bins
@@ -27,21 +28,35 @@ CV_FOLDS = 3
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Cross-validation inside the training rows, and the held-out test rows that took no part in it. Rows that the
-    estimator refused are in neither, and in `warnings`.
+    """Held-out rows that took no part in a fit, and cross-validation inside the rows that did. Rows that the estimator
+    refused are in neither, and in `warnings`.
 
-    cv, test  `metrics_of` each fold, and the test
     scored    the test rows with their answers; figures: what a benchmark says of them
+    refused   why other rows have no answer, a reason each
+    cv        `metrics_of` each fold
     """
 
-    cv: tuple[dict[str, Any], ...]
-    test: dict[str, Any]
     train_rows: Rows
     test_rows: Rows
     scored: Sequence[Scored]
     figures: Figures
     bins: Bins
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    cv: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def test(self) -> dict[str, Any]:
+        """`metrics_of` the test rows."""
+        return metrics_of(self.scored, self.figures, self.test_rows.target.space)
+
+    def among(self, run_ids: np.ndarray) -> Evaluation:
+        """Return the evaluation of the test rows with these ids."""
+        index = np.flatnonzero(np.isin(self.test_rows.run_ids.astype(str), run_ids.astype(str))).tolist()
+        rows, scored = self.test_rows.subset(index), [self.scored[i] for i in index]
+        return replace(
+            self, test_rows=rows, scored=scored, figures=_figures(self.figures.estimator, scored, rows, self.bins)
+        )
 
     @property
     def one_class(self) -> bool:
@@ -84,60 +99,55 @@ def evaluate(
     classes = classes_of(rows, bins)
     require_groups(rows, MIN_GROUPS, "holding some out")
     train, test = hold_out(rows, classes, seed)
-    train_rows, test_rows = rows.subset(train), rows.subset(test)
+    train_rows = rows.subset(train)
+
+    def fitted_and_judged(known: Rows, asked: Rows) -> Evaluation:
+        fitted = make_estimator(estimator, seed).fit(known, steps)
+        return judged(fitted.predict(asked.cases, steps), asked, bins, estimator, train_rows)
 
     folds = []
-    unanswered: list[str] = []  # of the training rows, each of which is asked once: why
     for k, (inside, outside) in enumerate(split(train_rows, classes[train], CV_FOLDS, seed)):
         progress(f"cross-validation {k + 1}/{CV_FOLDS}")
-        fitted = make_estimator(estimator, seed).fit(train_rows.subset(inside), steps)
-        held, reasons_without = answered(fitted, train_rows.subset(outside), steps)
-        unanswered += reasons_without
-        if len(held):
-            folds.append(judged(fitted, train_rows, held, bins, [], steps=steps).test)
+        folds.append(fitted_and_judged(train_rows.subset(inside), train_rows.subset(outside)))
     progress("held-out test")
-    fitted = make_estimator(estimator, seed).fit(train_rows, steps)
-    asked = len(test_rows)
-    test_rows, refused = answered(fitted, test_rows, steps)
-    reasons = "; ".join(dict.fromkeys([*refused, *unanswered]))
-    if not len(test_rows):
-        raise UsageError(f"estimator={estimator} has no answer for any of the {asked} held-out rows: {reasons}")
-    without = len(refused) + len(unanswered)
-    notes = [f"{without} of {len(rows)} rows have no answer and are in no figure: {reasons}"] if without else []
-    return judged(fitted, train_rows, test_rows, bins, notes, folds, steps=steps)
+    done = fitted_and_judged(train_rows, rows.subset(test))
+    refused = [*done.refused, *(reason for fold in folds for reason in fold.refused)]
+    reasons = "; ".join(dict.fromkeys(refused))
+    if not len(done.test_rows):
+        raise UsageError(f"estimator={estimator} has no answer for any of the {len(test)} held-out rows: {reasons}")
+    notes = [f"{len(refused)} of {len(rows)} rows have no answer and are in no figure: {reasons}"] if refused else []
+    cv = tuple(fold.test for fold in folds if len(fold.test_rows))
+    return replace(done, cv=cv, warnings=(*done.warnings, *notes))
 
 
-def judged(
-    fitted: Estimator,
-    train_rows: Rows,
-    test_rows: Rows,
-    bins: Bins,
-    notes: Sequence[str],
-    cv: Sequence[dict[str, Any]] = (),
-    *,
-    steps: StepStore | None = None,
-) -> Evaluation:
-    """Judge a fitted model on rows that it has not seen and all answers; `notes` follow its own warnings."""
-    prediction = fitted.predict(test_rows.cases, steps)
-    given = given_of(prediction, test_rows, {PUBLISHED: bins})
-    scored = scored_of(test_rows, given)
-    space = test_rows.target.space
-    figures = figures_of(TEST, fitted.name, scored, bins={PUBLISHED: bins}, space=space, learned=True)
+def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train_rows: Rows) -> Evaluation:
+    """Judge an estimator's prediction of rows that it has not seen.
+
+    Args:
+        prediction: Of the rows.
+        rows: Held-out rows.
+        bins: Classes that the rows are told apart by.
+        estimator: Its name.
+        train_rows: What it was fitted on.
+    """
+    given = given_of(prediction, rows, {PUBLISHED: bins})
+    answered = [i for i, one in enumerate(given) if one.estimate is not None]
+    held = rows.subset(answered)
+    answers = zip((given[i] for i in answered), held.records, strict=True)
+    scored = [Scored(**vars(one), **described(row, rows.target)) for one, row in answers]
     return Evaluation(
-        cv=tuple(cv),
-        test=metrics_of(scored, figures, space),
         train_rows=train_rows,
-        test_rows=test_rows,
+        test_rows=held,
         scored=scored,
-        figures=figures,
+        figures=_figures(estimator, scored, held, bins),
         bins=bins,
-        warnings=(*prediction.warnings, *notes),
+        warnings=prediction.warnings,
+        refused=tuple(one.reason or "" for one in given if one.estimate is None),
     )
 
 
-def scored_of(rows: Rows, given: Sequence[Given]) -> list[Scored]:
-    """Return rows with their answers."""
-    return [Scored(**vars(one), **described(row, rows.target)) for one, row in zip(given, rows.records, strict=True)]
+def _figures(estimator: str, scored: Sequence[Scored], rows: Rows, bins: Bins) -> Figures:
+    return figures_of(TEST, estimator, scored, bins={PUBLISHED: bins}, space=rows.target.space, learned=True)
 
 
 def metrics_of(scored: Sequence[Scored], figures: Figures, space: str) -> dict[str, Any]:
@@ -174,27 +184,7 @@ def metrics_of(scored: Sequence[Scored], figures: Figures, space: str) -> dict[s
     }
 
 
-def own_labels(estimator: str, rows: Rows, point: np.ndarray) -> bool:
-    """Return whether the rows' exact labels are simulated by the estimator itself; `point` is (n,)."""
-    exact = ~rows.censored
-    return labels_are_its_own(estimator, rows.source[exact], rows.label[exact], np.asarray(point)[exact])
-
-
 def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
     """Return the class of each row, (n,) int. Out-of-memory rows have the least that they may belong to: the top bin
     unless they had a share of the device only."""
     return bins.classify(rows.label, rows.family)
-
-
-def judged_classes(rows: Rows, bins: Bins, predicted: np.ndarray) -> np.ndarray:
-    """`classes_of`, but out-of-memory rows that were told to belong to a higher class do: nothing says otherwise."""
-    classes = classes_of(rows, bins)
-    return np.where(rows.censored, np.maximum(classes, predicted), classes)
-
-
-def answered(fitted: Estimator, rows: Rows, steps: StepStore | None = None) -> tuple[Rows, list[str]]:
-    """Return the rows that the estimator has an answer for, and the reason of each of the others."""
-    refusals = fitted.predict(rows.cases, steps).refusals
-    if not refusals:
-        return rows, []
-    return rows.subset(np.setdiff1d(np.arange(len(rows)), list(refusals))), list(refusals.values())

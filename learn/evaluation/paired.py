@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from learn.data import Rows
-from learn.estimators import LEVEL, Prediction, to_space
-from learn.evaluation.evaluate import judged_classes
+from learn.estimators import LEVEL, to_space
+from learn.evaluation.evaluate import Evaluation
 from learn.evaluation.scores import exceeds, mean, median
-from learn.targets import Bins
 
 CONFIDENCE = 0.95  # one-sided, of either limit
 DRAWS = 2_000
@@ -39,19 +38,18 @@ class PairedComparison:
     candidate: Mapping
 
 
-def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, seed: int = 0) -> PairedComparison:
-    """Compare two predictions of the same n rows, all of which both answer, at least one with an exact label.
+def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> PairedComparison:
+    """Compare two evaluations on the same n rows, all of which both answer, at least one with an exact label.
 
     The candidate is worse unless the difference of the mean absolute errors (in the target's space, exact labels only)
     is, at its upper 95 % limit, within 5 % of the current one's error or `ALLOWED_AT_LEAST`. It is worse as well where
     significantly more labels are above its bound, out-of-memory rows counted, and more than the bound promises: a wide
     bound that nothing exceeds is no merit that a tighter one must match.
     """
-    theirs, ours = figures(rows, bins, current), figures(rows, bins, candidate)
-    exact = ~rows.censored
-    difference = (errors(rows, candidate) - errors(rows, current))[exact]
-    _, highest = limits(difference, rows.group[exact], seed)
-    their_error, our_error = (float(errors(rows, one)[exact].mean()) for one in (current, candidate))
+    theirs, ours = figures(current), figures(candidate)
+    rows = current.test_rows
+    _, highest = limits(errors(candidate) - errors(current), rows.exact.group, seed)
+    their_error, our_error = theirs["mean_abs_error"], ours["mean_abs_error"]
     allowed = max(ALLOWED_SHARE * their_error, ALLOWED_AT_LEAST[rows.target.space])
     larger = highest > allowed
 
@@ -65,10 +63,10 @@ def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, 
         explanation += "; these rows are too few to tell"
 
     over = False
-    above_ours, above_theirs = above(rows, candidate), above(rows, current)
-    if above_ours is not None and above_theirs is not None:
-        lowest, _ = limits(above_ours.astype(float) - above_theirs, rows.group, seed)
-        our_share, their_share = float(above_ours.mean()), float(above_theirs.mean())
+    our_share, their_share = ours["above_bound"], theirs["above_bound"]
+    if our_share is not None and their_share is not None:
+        above = [exceeds(rows.label, np.array([row.upper for row in one.scored])) for one in (candidate, current)]
+        lowest, _ = limits(above[0].astype(float) - above[1], rows.group, seed)
         over = lowest > 0 and our_share > 1 - LEVEL
         explanation += f"; {our_share:.1%} of labels are above its bound, {their_share:.1%} above the other's"
         if over:
@@ -76,45 +74,38 @@ def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, 
     return PairedComparison(larger or over, explanation, theirs, ours)
 
 
-def figures(rows: Rows, bins: Bins, prediction: Prediction) -> dict[str, float | int | None]:
-    """Return the figures of n rows that the prediction answers:
+def figures(of: Evaluation) -> dict[str, Any]:
+    """Return the figures of n rows that are answered:
 
     rows, out_of_memory   n, and how many of them are out-of-memory rows
     mean_abs_error        in the target's space: of the natural logarithm for memory, time and power
     median_rel_error      |point - label| / label; of ratios `median_abs_error` instead
-    accuracy              share of rows in their bin, out-of-memory rows as in `judged_classes`
+    accuracy              share of rows in their bin
     above_bound           share of labels above the 99 % bound, out-of-memory rows counted; None without a bound
+    own_labels            true where the estimator itself simulated the labels; else absent
 
     None where no row has an exact label.
     """
-    exact = ~rows.censored
-    gap = np.abs(np.asarray(prediction.point) - rows.label)[exact]
-    if rows.target.space == "ratio":
-        typical = {"median_abs_error": median(gap)}
-    else:
-        typical = {"median_rel_error": median(gap / rows.label[exact])}
-    predicted = prediction.bin_probabilities(bins.edges_of(rows.family)).argmax(axis=1)
-    over = above(rows, prediction)
+    off = errors(of)
+    typical = {"median_rel_error": of.test["median_relative_error"]}
+    if of.test_rows.target.space == "ratio":
+        typical = {"median_abs_error": median(off)}
     return {
-        "rows": len(rows),
-        "out_of_memory": int(rows.censored.sum()),
-        "mean_abs_error": mean(errors(rows, prediction)[exact]),
+        "rows": len(of.scored),
+        "out_of_memory": of.figures.oom,
+        "mean_abs_error": mean(off),
         **typical,
-        "accuracy": mean(predicted == judged_classes(rows, bins, predicted)),
-        "above_bound": None if over is None else mean(over),
+        "accuracy": of.test["accuracy"],
+        "above_bound": None if of.figures.bound is None else of.figures.bound.above,
+        **({"own_labels": True} if of.figures.own_labels else {}),
     }
 
 
-def errors(rows: Rows, prediction: Prediction) -> np.ndarray:
-    """(n,) absolute errors in the target's space; of out-of-memory rows they mean nothing."""
-    space = rows.target.space
-    return np.abs(to_space(prediction.point, space) - to_space(rows.label, space))
-
-
-def above(rows: Rows, prediction: Prediction) -> np.ndarray | None:
-    """(n,) bool: the label, or what an out-of-memory row needs at least, exceeds the bound; None without one."""
-    upper = prediction.upper(LEVEL)
-    return None if upper is None else exceeds(rows.label, upper)
+def errors(of: Evaluation) -> np.ndarray:
+    """Return the absolute errors of the rows with an exact label, (n,), in the target's space."""
+    exact = [(row.estimate, row.label) for row in of.scored if row.label is not None]
+    estimate, label = to_space(np.array(exact, dtype=float).reshape(-1, 2).T, of.test_rows.target.space)
+    return np.abs(estimate - label)
 
 
 def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float, float]:

@@ -9,6 +9,7 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,20 +151,13 @@ def _cdf(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
     return _lines(plt, curves, **shown)
 
 
-def _by_group(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
-    return _heatmap(plt, done, file, lambda row: row.group)
-
-
-def _by_operator(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
-    return _heatmap(plt, done, file, lambda row: row.operator)
-
-
-def _heatmap(plt: ModuleType, done: Benchmark, file: str, key: Callable[[Scored], str | None]) -> Figure | None:
+def _heatmap(key: str, plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
+    """Draw the median signed error by what `Scored` has under `key`."""
     own = _own(done, file)
     cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, rows in own.items():
         for row, error in signed_errors(rows, None, space=done.target.space):
-            if (group := key(row)) is not None:
+            if (group := getattr(row, key)) is not None:
                 cells[group][name].append(error)
     if not cells:
         return None
@@ -268,11 +262,13 @@ def tightness(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
     return _lines(plt, curves, xlim=(-0.05, 0.6), ylim=(0.5, 1.005), xlabel=over, ylabel=under)
 
 
-_PLOTS = {
+_PLOTS: Mapping[str, Callable[..., Figure | None]] = {
     "Estimate against label; triangles, at the card, ran out of memory. A line leads to the 99 % bound.": predicted,
     "Share of the rows whose error is at most so large. Rows without an answer keep a line below 100 %.": _cdf,
-    "Median of the signed error (estimate over label) by group: blue is too low, red too high.": _by_group,
-    "The same by the operator that makes the most of a network's forward pass.": _by_operator,
+    "Median of the signed error (estimate over label) by group: blue is too low, red too high.": partial(
+        _heatmap, "group"
+    ),
+    "The same by the operator that makes the most of a network's forward pass.": partial(_heatmap, "operator"),
     "Median of the signed error by batch size, in steps of two.": _by_batch,
     "Rows by their class and the one that was told; the colour is the share of the class.": confusion,
     "Reliability: share of labels at or under each predicted quantile.": _reliable,

@@ -1,11 +1,12 @@
-"""Score answers as papers do: classes, errors and bounds, of plain arrays.
+"""RowScores answers as papers do: classes, errors and bounds, of plain arrays.
 
 Start reading at `class_scores`; `learn.evaluation.evaluate` and `learn.evaluation.benchmark_figures` count with these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,7 @@ class ClassScores:
 
 
 def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
-    """Score the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
+    """RowScores the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
     if not len(true):
         return None
     recall, support, f1 = {}, {}, []
@@ -73,7 +74,7 @@ class BoundScores:
 
 
 def bound_scores(label: np.ndarray, upper: np.ndarray, censored: np.ndarray, space: str) -> BoundScores | None:
-    """Score bounds of labels, (n,) each; None without an exact label. A `censored` job needs more than its label:
+    """RowScores bounds of labels, (n,) each; None without an exact label. A `censored` job needs more than its label:
     it is above a bound that is below that, and else taken to be under it."""
     if censored.all():
         return None
@@ -90,6 +91,66 @@ def bound_scores(label: np.ndarray, upper: np.ndarray, censored: np.ndarray, spa
 def has_relative(label: np.ndarray, space: str) -> np.ndarray:
     """(n,) bool: the labels that are large enough for a relative error."""
     return label >= RELATIVE_FLOOR if space == "ratio" else label > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowScores:
+    """Figures of one way to estimate on some rows, as `COLUMNS` names them.
+
+    Args:
+        rows: Which rows are judged.
+        by: Who is judged, or what was left out of the fit.
+        count: Of the rows with an answer; left_out: of those without.
+        figures: Name in `COLUMNS` -> figure; None: there is none.
+    """
+
+    rows: str
+    by: str
+    count: int
+    left_out: int = 0
+    figures: Mapping[str, float | None]
+
+
+# Name of a figure -> the head of its column, and the figure's format.
+COLUMNS = {
+    "factor_median": ("factor, median", ".3f"),
+    "factor_p90": ("p90", ".3f"),
+    "bias": ("estimated / measured", ".3f"),
+    "mean_error": ("mean error", ".1%"),
+    "smact_median": ("SM activity off by, median", ".3f"),
+    "smact_p90": ("p90", ".3f"),
+    "smocc_median": ("occupancy, median", ".3f"),
+    "smocc_p90": ("p90", ".3f"),
+    "power_median": ("power off by, median", ".1%"),
+    "power_p90": ("p90", ".1%"),
+    "power_bias": ("signed", ".1%"),
+    "slower_median": ("time by limit, median", ".1%"),
+    "slower_p90": ("p90", ".1%"),
+    "speed_mae": ("speed MAE", ".3f"),
+    "raw_mae": ("MAE as measured", ".3f"),
+    "pair_mae": ("MAE of the group's mean", ".3f"),
+    "median": ("median", ".3f"),
+    "p90": ("p90", ".3f"),
+    "auc": ("AUC keep 85 %", ".3f"),
+    "covered": ("below p90", ".1%"),
+}
+
+
+def score_table(scores: Sequence[RowScores], about: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of a table; `about`: head -> the score's field, for the columns before figures."""
+    names = list(scores[0].figures)
+    rows = [
+        [f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(score, field) for field in about.values())]
+        + ["-" if (value := score.figures[name]) is None else format(value, COLUMNS[name][1]) for name in names]
+        for score in scores
+    ]
+    return [*about, *(COLUMNS[name][0] for name in names)], rows
+
+
+def spread(errors: np.ndarray) -> tuple[float, float]:
+    """Return the median and the 90th percentile of the size of the errors that are known; NaN without any."""
+    size = np.abs(errors[np.isfinite(errors)])
+    return (float(np.median(size)), float(np.quantile(size, _P90))) if len(size) else (math.nan, math.nan)
 
 
 def mean(values: np.ndarray) -> float | None:

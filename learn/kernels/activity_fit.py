@@ -28,6 +28,7 @@ from featurize.kernel_model.host import HostTime, host_ms
 from featurize.kernel_model.step_time import LearnedEfficiencies, overlapped
 from featurize.kernel_model.times import call_seconds, kernels_on
 from featurize.training_settings import EAGER
+from learn.evaluation.scores import RowScores, spread
 from learn.kernels.fitter import (
     Descent,
     Values,
@@ -37,7 +38,6 @@ from learn.kernels.fitter import (
     of_rows,
     robust,
     row_of_kernels,
-    spread,
     weights_by,
 )
 from learn.kernels.fitting import held_out_by
@@ -79,23 +79,6 @@ class MeasuredActivity:
     whole_run: bool = False
     channels_last: bool = False
     searched: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivityScore:
-    """How far activity is off, absolute.
-
-    Args:
-        rows, split: Which rows are judged, and whether they were learned from.
-        count: Of them.
-        smact, smocc: Median and 90th percentile.
-    """
-
-    rows: str
-    split: str
-    count: int
-    smact: tuple[float, float]
-    smocc: tuple[float, float]
 
 
 class ActivityFit:
@@ -167,7 +150,7 @@ class ActivityFit:
 
 def judged_activity(
     fit: ActivityFit, folds: int, progress: Callable[[str, int, int], None]
-) -> tuple[list[ActivityScore], ActivityParameters]:
+) -> tuple[list[RowScores], ActivityParameters]:
     """Return the scores of each family, and the parameters fitted on all rows.
 
     Args:
@@ -186,18 +169,18 @@ def judged_activity(
     masks = [mask for _, mask in held_out_by(np.array([row.group for row in fit.rows]), folds)]
     left_out = left_out_errors(known, masks, lambda mask: fit.errors(*fitted(~mask)))
     scores = [
-        ActivityScore(
-            rows=str(family),
-            split=split,
-            count=int(mine.sum()),
-            smact=spread(errors[mine, 0]),
-            smocc=spread(errors[mine, 1]),
-        )
+        _score(str(family), split, errors[fit.family == family])
         for family in np.unique(fit.family)
-        for mine in [fit.family == family]
         for split, errors in (("learned from", known), ("groups left out", left_out))
     ]
     return scores, learned
+
+
+def _score(family: str, split: str, errors: np.ndarray) -> RowScores:
+    """Return how far SM activity and occupancy are off, absolute."""
+    (smact, smact_p90), (smocc, smocc_p90) = spread(errors[:, 0]), spread(errors[:, 1])
+    figures = {"smact_median": smact, "smact_p90": smact_p90, "smocc_median": smocc, "smocc_p90": smocc_p90}
+    return RowScores(rows=family, by=split, count=len(errors), figures=figures)
 
 
 def _begin() -> dict[str, torch.Tensor]:

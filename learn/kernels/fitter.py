@@ -123,12 +123,6 @@ def left_out_errors(
     return errors
 
 
-def spread(errors: np.ndarray) -> tuple[float, float]:
-    """Return the median and the 90th percentile of the size of the errors that are known; NaN without any."""
-    size = np.abs(errors[np.isfinite(errors)])
-    return (float(np.median(size)), float(np.quantile(size, 0.9))) if len(size) else (math.nan, math.nan)
-
-
 def joined(parts: Sequence[Columns]) -> Columns:
     """Return dataclasses of columns as one: arrays and tuples one behind the other, single numbers added up.
 

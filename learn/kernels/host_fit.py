@@ -20,7 +20,8 @@ from featurize.kernel_model.calls import Calls, kernel_calls
 from featurize.kernel_model.host import HostTime, host_ms
 from featurize.kernel_model.step_time import LearnedEfficiencies, overlapped, timed_kernels
 from featurize.training_settings import EAGER, MEGATRON, Training
-from learn.kernels.judging import TimeScore, score_of
+from learn.evaluation.scores import RowScores
+from learn.kernels.judging import score_of
 from learn.kernels.megatron_jobs import megatron_settings, megatron_step
 from learn.kernels.power_fit import SETTINGS, MeasuredPower
 from learn.kernels.rows import described, queried, read_each
@@ -55,7 +56,7 @@ def fitted_hosts(
     learned: LearnedEfficiencies,
     jobs: Sequence[MeasuredPower],
     hosts: Mapping[str, HostTime],
-) -> tuple[dict[str, HostTime], list[TimeScore], dict[str, int]]:
+) -> tuple[dict[str, HostTime], list[RowScores], dict[str, int]]:
     """Return the hosts' constants, how far steps are off with their width or GPU model left out, and what was left out.
 
     Args:

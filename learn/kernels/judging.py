@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from featurize.kernel_model.activity import ActivityParameters
 from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED
 from featurize.kernel_model.step_time import LearnedEfficiencies
+from learn.evaluation.scores import RowScores, score_table, spread
 from learn.kernels.fitter import left_out_errors
 from learn.kernels.fitting import KERNELS, SHARDED, MeasuredTime, TimeFit, held_out_by
 from learn.kernels.formulas import Formula, KernelModel
-
-if TYPE_CHECKING:
-    from learn.kernels.activity_fit import ActivityScore
-    from learn.kernels.power_fit import PowerScore
 
 ROOFLINE = "nothing learned"  # the described rates alone
 _OF_KERNELS = (ROOFLINE, "learned from", "GPU models left out")
@@ -31,29 +26,7 @@ _DEPTHWISE_SHARE = 0.25  # of a network's convolutions
 _TILED_OPERATORS = tuple(f"{KERNELS}/aten::{name}" for name in ("addmm", "bmm", "convolution"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeScore:
-    """By which factor times are off.
-
-    Args:
-        split: Which rows were left out of the fit.
-        rows: Which rows are judged.
-        count: Of the rows with an answer.
-        median, p90: Factor, never below 1, that half and nine tenths of the rows stay below.
-        bias: Median of estimated over measured.
-        mean_error: Mean of |estimated / measured - 1|.
-    """
-
-    split: str
-    rows: str
-    count: int
-    median: float
-    p90: float
-    bias: float
-    mean_error: float
-
-
-def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -> tuple[list[TimeScore], np.ndarray]:
+def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -> tuple[list[RowScores], np.ndarray]:
     """Return the scores of each split, and the logarithm of estimated over measured of rows in left-out families.
 
     Args:
@@ -172,56 +145,32 @@ def _is_long(row: MeasuredTime) -> bool:
     return bool((row.calls.rows[row.calls.within(ATTENTION)] >= _LONG_TOKENS).any())
 
 
-def score_of(split: str, rows: str, ratios: np.ndarray) -> TimeScore:
-    """Return the score of rows, by their logarithms of estimated over measured time; NaN: no answer."""
+def score_of(split: str, rows: str, ratios: np.ndarray) -> RowScores:
+    """Return by which factor times are off, by their logarithms of estimated over measured time; NaN: no answer.
+
+    `factor_median` and `factor_p90` are factors, never below 1, that half and nine tenths of the rows stay below;
+    `bias` is the median of estimated over measured, `mean_error` the mean of |estimated / measured - 1|.
+    """
     answered = ratios[np.isfinite(ratios)]
-    if not len(answered):
-        answered = np.array([np.nan])
-    size = np.abs(answered)
-    return TimeScore(
-        split=split,
-        rows=rows,
-        count=int(np.isfinite(ratios).sum()),
-        median=float(np.exp(np.median(size))),
-        p90=float(np.exp(np.quantile(size, 0.9))),
-        bias=float(np.exp(np.median(answered))),
-        mean_error=float(np.mean(np.abs(np.exp(answered) - 1))),
-    )
+    median, p90 = np.exp(spread(ratios)).tolist()
+    figures = {"factor_median": median, "factor_p90": p90}
+    if len(answered):
+        figures |= {
+            "bias": float(np.exp(np.median(answered))),
+            "mean_error": float(np.mean(np.abs(np.exp(answered) - 1))),
+        }
+    return RowScores(rows=rows, by=split, count=len(answered), figures=figures)
 
 
-def time_table(scores: Sequence[TimeScore]) -> str:
-    """Return the scores of times as lines of text."""
-    heads = ("rows", "judged on", "rows judged", "factor, median", "p90", "estimated / measured", "mean error")
-    rows = [
-        (*astuple(one)[:3], *map("{:.3f}".format, (one.median, one.p90, one.bias)), f"{one.mean_error:.1%}")
-        for one in scores
-    ]
-    return _table_text(heads, rows)
-
-
-def activity_table(scores: Sequence[ActivityScore]) -> str:
-    """Return the scores of SM activity and occupancy as lines of text."""
-    heads = ("rows", "judged on", "rows judged", "SM activity off by, median", "p90", "occupancy, median", "p90")
-    rows = [(one.split, one.rows, one.count, *map("{:.3f}".format, (*one.smact, *one.smocc))) for one in scores]
-    return _table_text(heads, rows)
-
-
-def power_table(scores: Sequence[PowerScore]) -> str:
-    """Return the scores of power as lines of text."""
-    heads = ("rows", "limit", "rows judged", "power off by, median", "p90", "signed", "time by limit, median", "p90")
-    rows = [
-        (one.split, one.limit, one.count, *map("{:.1%}".format, (*one.power, one.bias, *one.slower))) for one in scores
-    ]
-    return _table_text(heads, rows)
-
-
-def _table_text(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def score_text(scores: Sequence[RowScores], subset: str = "judged on") -> str:
+    """Return the scores as lines of text; `subset` is the head over which rows each is of."""
     from rich.console import Console
     from rich.table import Table
 
+    heads, rows = score_table(scores, {"rows": "by", subset: "rows", "rows judged": "count"})
     table = Table(*heads)
     for row in rows:
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row))
+        table.add_row(*row)
     console = Console(width=120, no_color=True)
     with console.capture() as text:
         console.print(table)

@@ -19,9 +19,10 @@ from featurize.device_spec import DeviceSpec
 from featurize.opgraph import DTYPE_BYTES
 from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.parallel.layout import Parallel
+from learn.evaluation.scores import RowScores
 from learn.kernels.fitter import left_out_errors
 from learn.kernels.fitting import held_out_by
-from learn.kernels.judging import TimeScore, score_of
+from learn.kernels.judging import score_of
 from learn.kernels.rows import RowLeftOut, described, queried, read_each
 from warehouse.published_links import OPERATOR
 
@@ -49,7 +50,7 @@ class MeasuredAllReduce:
 
 def fitted_links(
     data: str | os.PathLike[str] | None,
-) -> tuple[LinkConstants, list[TimeScore], dict[str, int]]:
+) -> tuple[LinkConstants, list[RowScores], dict[str, int]]:
     """Return the constants that explain a data folder's all-reduces, their scores, and what was left out.
 
     Without rows that the constants hold for, they are the packaged ones.

@@ -22,6 +22,7 @@ from featurize.kernel_model.calls import Calls
 from featurize.kernel_model.power import KernelLoad, PowerParameters, kernel_power, load_power
 from featurize.kernel_model.step_time import LearnedEfficiencies, timed_kernels
 from featurize.training_settings import Training
+from learn.evaluation.scores import RowScores, spread
 from learn.kernels.fitter import (
     Descent,
     Values,
@@ -30,7 +31,6 @@ from learn.kernels.fitter import (
     of_rows,
     robust,
     row_of_kernels,
-    spread,
     weights_by,
 )
 from learn.kernels.fitting import held_out_by, overlapped_ms
@@ -83,29 +83,9 @@ class MeasuredPower:
     step_ms: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PowerScore:
-    """How far power is off, relative.
-
-    Args:
-        split: What was left out.
-        limit: Which limits are judged.
-        count: Rows.
-        power, slower: Median and 90th percentile; `slower`: how much longer a job takes than at the highest limit.
-        bias: Median with its sign, of power.
-    """
-
-    split: str
-    limit: str
-    count: int
-    power: tuple[float, float]
-    slower: tuple[float, float]
-    bias: float
-
-
 def fitted_power(
     rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
-) -> tuple[dict[str, float], list[PowerScore]]:
+) -> tuple[dict[str, float], list[RowScores]]:
     """Return the section `power` of the file of parameters, and its scores.
 
     With fewer than two GPU models, the section is the packaged one.
@@ -154,7 +134,7 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
 
 def judged_power(
     rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
-) -> tuple[dict[str, float], list[PowerScore]]:
+) -> tuple[dict[str, float], list[RowScores]]:
     """Return the section fitted on all rows, and the scores of all and of left-out models and GPU models."""
     fit = _PowerFit(rows, learned)
     splits = {
@@ -246,14 +226,14 @@ def _tensors(values: Mapping[str, float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
 
-def _scores(split: str, off: np.ndarray) -> list[PowerScore]:
+def _scores(split: str, off: np.ndarray) -> list[RowScores]:
+    """Return how far power, and how much longer a job takes than at the highest limit, are off, relative."""
     scores = []
     for limit, errors in (("the board's own", off[:, :1]), ("lower", off[:, 1:])):
-        power, slower = (errors[:, :, at][np.isfinite(errors[:, :, at])] for at in (0, 1))
-        bias = float(np.median(power)) if len(power) else math.nan
-        scores.append(
-            PowerScore(
-                split=split, limit=limit, count=len(power), power=spread(power), slower=spread(slower), bias=bias
-            )
-        )
+        known = errors[:, :, 0][np.isfinite(errors[:, :, 0])]
+        (power, power_p90), (slower, slower_p90) = (spread(errors[:, :, at]) for at in (0, 1))
+        figures = {"power_median": power, "power_p90": power_p90}
+        figures["power_bias"] = float(np.median(known)) if len(known) else math.nan
+        figures |= {"slower_median": slower, "slower_p90": slower_p90}
+        scores.append(RowScores(rows=limit, by=split, count=len(known), figures=figures))
     return scores

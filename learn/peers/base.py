@@ -6,7 +6,7 @@ Start reading at `Peer`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -122,17 +122,23 @@ class Peer(Estimator):
         return open_state(cls, Path(folder))[0]
 
 
-def analyse(peer: Peer, workload: TrainingJob, device: DeviceSpec) -> Answer:
+def analyse(peer: Peer, job: TrainingJob, device: DeviceSpec) -> Answer:
     """Return the estimator's answer for the memory of one job, timed."""
+    return timed(lambda: peer.parts_mib(job, device))
+
+
+def timed(parts_of: Callable[[], Mapping[str, float]]) -> Answer:
+    """Return the answer whose parts the call returns, timed; whatever it raises is the reason why there is none."""
     began = time.monotonic_ns()
+    parts, mib, reason = {}, None, None
     try:
-        parts = dict(peer.parts_mib(workload, device))
-        mib, reason = float(sum(parts.values())), None
+        parts = dict(parts_of())
+        mib = float(sum(parts.values()))
     except CannotEstimate as refusal:
-        parts, mib, reason = {}, None, str(refusal)
+        reason = str(refusal)
     except Exception as error:  # the last resort: a model may raise anything anywhere
-        advice = advice_for(error) if isinstance(error, ModuleNotFoundError) else None
-        parts, mib, reason = {}, None, advice or exception_line(error)
+        reason = advice_for(error) if isinstance(error, ModuleNotFoundError) else None
+        reason = reason or exception_line(error)
     return Answer(mib=mib, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9, parts=parts)
 
 

@@ -11,7 +11,6 @@ share of what each operator writes.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from learn.estimators import (
     write_state,
 )
 from learn.learned.tabular import group_folds
-from learn.peers.torch_fit import arrays_of, quiet_torch, steady, with_arrays
+from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
 from learn.step_record import StepRecord
 from learn.step_store import StepStore
 
@@ -353,23 +352,19 @@ def train(
     rng = np.random.default_rng(seed)
     tolerance = 0.05 * (net.scale if net.kind == "plain" else 1.0)
     held = [(part, Batch.of([graphs[i] for i in part])) for part in _parts(outside, 128)]
-    best, best_loss = copy.deepcopy(net.state_dict()), math.inf
-    for epoch in range(epochs):
-        for part in _parts(rng.permutation(inside), size):
-            optimizer.zero_grad(set_to_none=True)
-            error = _errors(net, Batch.of([graphs[i] for i in part]), label[part], censored[part])
-            F.smooth_l1_loss(error, torch.zeros_like(error), beta=tolerance).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-        if epoch < epochs // 2:  # the best is among the last, when the steps are small
-            continue
+
+    def loss_of(part: np.ndarray) -> Tensor:
+        error = _errors(net, Batch.of([graphs[i] for i in part]), label[part], censored[part])
+        return F.smooth_l1_loss(error, torch.zeros_like(error), beta=tolerance)
+
+    def held_out_loss() -> float:
         with torch.no_grad():
-            loss = sum(_errors(net, batch, label[part], censored[part]).abs().sum().item() for part, batch in held)
-        if loss < best_loss:
-            best, best_loss = copy.deepcopy(net.state_dict()), loss
-    net.load_state_dict(best)
-    return net
+            return sum(_errors(net, batch, label[part], censored[part]).abs().sum().item() for part, batch in held)
+
+    return train_best(
+        net, optimizer, schedule, lambda: _parts(rng.permutation(inside), size), loss_of, held_out_loss,
+        epochs=epochs, first=epochs // 2,  # the best is among the last, when the steps are small
+    )  # fmt: skip
 
 
 def answers(net: GraphNet, graphs: Sequence[Graph]) -> np.ndarray:

@@ -12,8 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import EnvironmentProblem, UsageError, shown, unknown_name
-from featurize.parallel.layout import EXPERTS, HYBRID, MODES, OWN, Parallel, apt_settings
-from featurize.parallel.layout_text import DEEPSPEED, named_settings, parse_parallel
+from featurize.parallel.layout import (
+    DEEPSPEED,
+    EXPERTS,
+    HYBRID,
+    MODES,
+    OWN,
+    Parallel,
+    apt_settings,
+    named_settings,
+    parse_parallel,
+)
 from featurize.parallel.releases import refused_modes, refused_note
 from featurize.training_settings import Training
 
@@ -125,7 +134,7 @@ def layout_settings(
 
     Args:
         gpus: Of the job.
-        given: Settings without degrees, as `featurize.parallel.layout_text.parse_parallel` takes them.
+        given: Settings without degrees, as `featurize.parallel.layout.parse_parallel` takes them.
         modes: As `checked_modes` returns them.
 
     Raises:
@@ -178,7 +187,7 @@ def apt_for_training(
 
 
 def layout_of(degrees: Mapping[str, int], settings: Mapping[str, Any]) -> Parallel:
-    """Return a layout of several GPUs. Raises `UsageError` as `featurize.parallel.layout_text.parse_parallel`."""
+    """Return a layout of several GPUs. Raises `UsageError` as `featurize.parallel.layout.parse_parallel`."""
     layout = parse_parallel({**degrees, **apt_settings(settings, degrees)})
     assert layout is not None, "several GPUs"
     return layout

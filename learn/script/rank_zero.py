@@ -77,14 +77,16 @@ class RankZero:
 
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
         """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of so many elements."""
-        from featurize.parallel.zero3 import zero_rank
+        from featurize.parallel.play_rank import played_rank
+        from featurize.parallel.zero import ZeroRank
 
-        self._wrapper = layout
-        self._zero = self._entered.enter_context(zero_rank(layout, 0, settings))
-        self._zero.attach(self.recorder)
-        self._zero.parameters = parameters
-        self._wrappers.append(self._zero)
-        return self._zero
+        self._wrapper, played = layout, self._entered.enter_context(played_rank(layout, settings))
+        assert isinstance(played, ZeroRank), "a layout of ZeRO"
+        played.attach(self.recorder)
+        played.parameters = parameters
+        self._zero = played
+        self._wrappers.append(played)
+        return played
 
     def begin_backward(self) -> None:
         """Begin a backward pass."""

@@ -25,8 +25,7 @@ from typing import Any, TypeAlias
 from featurize import disk_cache
 from featurize.device_spec import DeviceSpec
 from featurize.disk_cache import code_version, recall, user_cache
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.layout import Parallel, parse_parallel
 from featurize.step_trace import StepTrace
 from featurize.stored_trace import LARGEST_INT, BadRecord, count_of, fields_of, text_of, trace_of_json, trace_to_json
 from learn.script.command_line import ScriptCommand
@@ -154,7 +153,9 @@ def find(key: str) -> ScriptRecord | None:
 
 
 def with_trace(record: ScriptRecord) -> ScriptRecord | None:
-    """Return a record that was found, with its trace; None where that is lost."""
+    """Return a record with its trace, also one that was found; None where that is lost."""
+    if record.trace is not None:
+        return record
     try:
         return replace(record, trace=trace_of_json(recall(f"trace of {record.key}")))
     except _DAMAGED:

@@ -9,8 +9,7 @@ from uneven_net import BATCH, WIDTH, Net
 
 from conf.errors import UsageError
 from featurize.device_spec import load_device
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.layout import Parallel, parse_parallel
 from featurize.parallel.sharding import shard
 from featurize.replay import replay
 from featurize.trace import trace_step

@@ -11,8 +11,7 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.families import get_family
-from featurize.parallel.layout import Parallel, apt_settings
-from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.layout import Parallel, apt_settings, parse_parallel
 from featurize.parallel.sharding import wrapped
 from featurize.row_config import UnreadableConfig, config_of_one_gpu, config_of_row
 from featurize.training import TrainingStep

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
+from featurize.kernel_model.calls import operator_kernels
 from featurize.quantized import Linear4Bit, Linear8Bit, quantize, replace_bitsandbytes
 from featurize.trace import trace_step
 from featurize.training import Training
@@ -77,6 +78,13 @@ def test_the_weight_is_a_temporary_of_the_backward_pass_and_for_4_bits_of_the_fo
     assert phases.count("forward") == (0 if how == "int8" else LAYERS)
     assert phases.count("backward") == LAYERS - 1  # nothing below the first layer wants a gradient
     assert ("forward", "gpufarm::int8_product" if how == "int8" else "gpufarm::dequantize_4bit") in made
+
+
+def test_products_of_8_bit_weights_compute_what_plain_ones_do():
+    quantized = [op for op in traced(quantize="int8").operators if op.name == "gpufarm::int8_product"]
+    assert len(quantized) == LAYERS
+    assert {op.flops for op in quantized} == {2 * BATCH * ELEMENTS}
+    assert {call.kind for op in quantized for call, _ in operator_kernels(op)[0]} == {"product"}
 
 
 def test_the_inputs_of_4_bit_layers_are_kept_where_an_older_bitsandbytes_kept_them():

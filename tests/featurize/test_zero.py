@@ -10,8 +10,7 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.parallel.deepspeed_config import read_deepspeed
-from featurize.parallel.layout import Parallel
-from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.layout import Parallel, parse_parallel
 from featurize.parallel.overlap import communication_of
 from featurize.trace import trace_step
 from featurize.training import Training

@@ -11,7 +11,7 @@ from featurize.kernel_model.calls import kernel_calls
 from featurize.kernel_model.step_time import load_efficiencies, time_step
 from featurize.trace import trace_config
 from learn.kernels.activity_fit import ActivityFit, MeasuredActivity, judged_activity
-from learn.kernels.judging import activity_table
+from learn.kernels.judging import score_text
 from learn.kernels.rows import measured_activity
 
 A100 = load_device("A100-SXM4-40GB")
@@ -65,10 +65,10 @@ def test_rows_that_were_left_out_have_no_part_in_the_fit(rows):
 
 def test_every_family_is_judged_and_printed(rows):
     scores, learned = judged_activity(ActivityFit(rows[:8], LEARNED), 2, silent)
-    assert {(one.rows, one.split) for one in scores} == {
+    assert {(one.rows, one.by) for one in scores} == {
         (family, split) for family in ("cnn", "mlp") for split in ("learned from", "groups left out")
     }
-    assert "occupancy" in activity_table(scores)
+    assert "occupancy" in score_text(scores)
     assert 0 <= learned.single["gap"] <= 1
 
 

@@ -148,8 +148,8 @@ def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
         for device in ("K80", "P100")
         for a, b in itertools.combinations("abcde", 2)
     ]  # fmt: skip
-    scores = {score.estimator: score for score in judged(named, "device")}
-    assert scores["learned"].speed_mae < 0.01 < scores["constant"].speed_mae
+    scores = {score.by: score.figures for score in judged(named, "device")}
+    assert scores["learned"]["speed_mae"] < 0.01 < scores["constant"]["speed_mae"]
     assert set(scores) == {"learned", "constant"}  # the others need a utilization
     model = fitted_slowdowns(named)
     assert model.slowdowns([JobProfile("c"), JobProfile("a")])[0].median == pytest.approx(1.1)
@@ -170,11 +170,11 @@ def test_groups_that_were_not_together_are_never_learned_from(groups):
 
 
 def test_models_that_were_left_out_are_answered_better_than_by_other_peoples_formulas(groups):
-    scores = {score.estimator: score for score in judged(groups[::2], "model")}
+    scores = {score.by: score.figures for score in judged(groups[::2], "model")}
     assert set(scores) == {"learned", "trees", "horus_sum", "shared_time", "constant"}
-    assert scores["learned"].speed_mae == min(score.speed_mae for score in scores.values())
-    assert scores["learned"].speed_mae < 0.03 and scores["learned"].auc > 0.95
-    assert scores["learned"].covered > 0.8 and scores["constant"].covered is None
+    assert scores["learned"]["speed_mae"] == min(score["speed_mae"] for score in scores.values())
+    assert scores["learned"]["speed_mae"] < 0.03 and scores["learned"]["auc"] > 0.95
+    assert scores["learned"]["covered"] > 0.8 and scores["constant"]["covered"] is None
 
 
 # ---- commands and artifacts

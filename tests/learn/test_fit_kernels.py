@@ -16,7 +16,7 @@ from featurize.kernel_model.step_time import efficiencies_text, read_efficiencie
 from featurize.trace import trace_config
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
-from learn.kernels.judging import judged, time_table
+from learn.kernels.judging import judged, score_text
 from learn.kernels.rows import kernel_times, measured_times
 from warehouse.ingest import IngestSettings, ingest
 
@@ -76,12 +76,12 @@ def test_rows_that_were_left_out_have_no_part_in_the_fit(fit):
 def test_every_split_is_judged_and_printed(fit):
     small = TimeFit(fit.rows[:12], {})
     scores, held_out = judged(small, 2, silent)
-    assert {score.split for score in scores} == {
+    assert {score.by for score in scores} == {
         "nothing learned", "learned from", "families left out", "sources left out", "GPU models left out",
     }  # fmt: skip
     assert {"one", "two", *DEVICES} == {score.rows for score in scores}
     assert np.isfinite(held_out).all() and len(held_out) == 12
-    assert "families left out" in time_table(scores)
+    assert "families left out" in score_text(scores)
 
 
 @pytest.fixture(scope="module")

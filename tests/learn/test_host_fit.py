@@ -76,4 +76,4 @@ def test_the_fit_finds_the_factor_that_made_the_steps_with_either_kind_of_layers
     monkeypatch.setattr(host_fit, "_megatron_times", lambda data, learned: (made, {}))
     hosts, (score,), _ = fitted_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
     assert hosts[MEGATRON].factor == pytest.approx(9.0, rel=0.03) and hosts[EAGER] == PACKAGED[EAGER]
-    assert score.count == 4 and score.mean_error < 0.03
+    assert score.count == 4 and score.figures["mean_error"] < 0.03

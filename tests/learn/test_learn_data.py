@@ -8,7 +8,8 @@ from learn_rows import labels_of, make_configs, write_runs
 
 from conf.errors import UsageError
 from learn.data import LabelledRow, load_rows, make_rows
-from learn.evaluation.evaluate import classes_of, judged_classes
+from learn.evaluation.benchmark_figures import Scored, described, told_classes
+from learn.evaluation.evaluate import classes_of
 from learn.targets import memory_bins
 
 
@@ -87,8 +88,10 @@ def test_a_share_of_the_card_says_nothing_of_where_the_largest_class_begins(data
     assert bins.labels[-1] == "32+ GB" and set(classes_of(rows, bins)[rows.censored & ~share]) == {4}
     said = np.zeros(len(rows), dtype=int)
     said[np.flatnonzero(share)[:7]] = 3
-    judged = judged_classes(rows, bins, said)
-    assert judged[share].tolist() == [3] * 7 + [1] * 3, "10 GB or more: 24 GB may be right, below 8 GB is wrong"
+    answers = zip(said.tolist(), rows.records, strict=True)
+    scored = [Scored(estimate=1.0, classes={"ours": k}, **described(row, rows.target)) for k, row in answers]
+    classes, _ = told_classes(scored, "ours", bins)
+    assert classes[share].tolist() == [3] * 7 + [1] * 3, "10 GB or more: 24 GB may be right, below 8 GB is wrong"
 
 
 def test_mixed_devices_are_refused_unless_they_are_spellings_of_one(data):

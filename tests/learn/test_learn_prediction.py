@@ -8,8 +8,8 @@ from conf.errors import UsageError
 from learn.bounds import conformal_rank, too_few_for
 from learn.data import make_rows
 from learn.estimators import ResidualPrediction
-from learn.evaluation.benchmark_figures import Given, figures_of
-from learn.evaluation.evaluate import classes_of, metrics_of, scored_of
+from learn.evaluation.benchmark_figures import Given, Scored, described, figures_of
+from learn.evaluation.evaluate import classes_of, metrics_of
 from learn.learned.tabular import group_folds
 from learn.targets import TARGETS, get_target, make_bins, memory_bins
 
@@ -87,7 +87,8 @@ def metrics(rows, bins, point, classes, upper=None):
         Given(estimate=one, upper=bound, classes={"published": told})
         for one, bound, told in zip(point, uppers, classes, strict=True)
     ]
-    scored = scored_of(rows, given)
+    answers = zip(given, rows.records, strict=True)
+    scored = [Scored(**vars(one), **described(row, rows.target)) for one, row in answers]
     figures = figures_of("test", "fake", scored, bins={"published": bins}, space=rows.target.space, learned=True)
     return metrics_of(scored, figures, rows.target.space)
 

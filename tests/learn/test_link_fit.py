@@ -51,6 +51,6 @@ def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_wa
     constants, scores, _ = fitted_links(tmp_path / "data")
     assert constants.reached == pytest.approx(0.7, rel=0.02) and constants.copy_gb_s == pytest.approx(600, rel=0.05)
     assert constants.launch_us == pytest.approx(40, rel=0.05)
-    assert {score.split for score in scores} == {"learned from", "GPU models left out", "numbers of GPUs left out"}
-    left_out = [score for score in scores if score.split == "GPU models left out" and "V100" in score.rows]
-    assert left_out[0].count == 3 and left_out[0].mean_error < 0.05
+    assert {score.by for score in scores} == {"learned from", "GPU models left out", "numbers of GPUs left out"}
+    left_out = [score for score in scores if score.by == "GPU models left out" and "V100" in score.rows]
+    assert left_out[0].count == 3 and left_out[0].figures["mean_error"] < 0.05

@@ -64,6 +64,6 @@ def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(folder, monke
     rows, _ = power_fit.power_rows(folder, lambda *_: None)
     section, scores = power_fit.fitted_power(rows, load_efficiencies(), lambda *_: None)
     assert set(section) == {"sm", "fp32", "tensor", "dram", "exponent", "feed"}
-    judged = {(score.split, score.limit): score for score in scores}
+    judged = {(score.by, score.rows): score for score in scores}
     assert judged["learned from", "lower"].count == 4  # the job that waits for its input is not learned from
-    assert judged["GPU models left out", "the board's own"].power[0] < 0.5
+    assert judged["GPU models left out", "the board's own"].figures["power_median"] < 0.5

@@ -15,7 +15,9 @@ from learn import FitSettings, fit
 from learn.artifacts import find_latest, versions
 from learn.data import load_rows, make_rows
 from learn.estimators import ResidualPrediction
-from learn.evaluation.paired import compare, limits
+from learn.evaluation.evaluate import judged
+from learn.evaluation.paired import compare as compare_evaluations
+from learn.evaluation.paired import limits
 from learn.promotion import is_held_out, refit
 from learn.targets import make_bins
 
@@ -258,6 +260,10 @@ def test_the_share_held_out_is_a_fifth_and_never_changes():
 CONFIGS = make_configs(60, seed=3)
 ROWS = make_rows("memory", CONFIGS, labels_of(CONFIGS)["peak_memory_mib"])
 BINS = make_bins(ROWS.target, ROWS.label, ROWS.family)
+
+
+def compare(rows, bins, *predictions):
+    return compare_evaluations(*(judged(one, rows, bins, "hybrid", rows) for one in predictions))
 
 
 def off_by(size, bound=1.0, rows=ROWS):

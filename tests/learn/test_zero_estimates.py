@@ -9,7 +9,7 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.families import mlp
-from featurize.parallel import layout_text
+from featurize.parallel import layout
 from featurize.parallel.deepspeed_config import read_deepspeed
 from learn import estimate, plan
 
@@ -61,7 +61,7 @@ def test_a_file_is_read_once_for_each_estimate(tmp_path, monkeypatch):
     (tmp_path / "ds.json").write_text(json.dumps(FILE))
     read = []
     monkeypatch.setattr(
-        layout_text, "read_deepspeed", lambda *given, **more: read.append(1) or read_deepspeed(*given, **more)
+        layout, "read_deepspeed", lambda *given, **more: read.append(1) or read_deepspeed(*given, **more)
     )
     estimate(net, INPUTS, parallel=f"deepspeed={tmp_path}/ds.json,ddp=8")
     assert read == [1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed_nets import CASES, NETS, batch_of, loss_of
 
-from featurize.parallel.layout_text import parse_parallel
+from featurize.parallel.layout import parse_parallel
 from featurize.trace import trace_step
 from featurize.training import Training
 
