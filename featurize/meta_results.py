@@ -7,7 +7,6 @@ repeats the same few hundred calls over and over.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from numbers import Number
 from typing import Any
 
 import torch
@@ -21,43 +20,11 @@ from featurize.tensor_parts import tensors_in
 _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
 )
-_IN_PLACE = frozenset(
-    f"aten::_foreach_{name}_"
-    for name in (
-        "abs",
-        "add",
-        "addcdiv",
-        "addcmul",
-        "clamp_max",
-        "clamp_min",
-        "copy",
-        "div",
-        "exp",
-        "lerp",
-        "log",
-        "maximum",
-        "minimum",
-        "mul",
-        "neg",
-        "pow",
-        "reciprocal",
-        "rsqrt",
-        "sigmoid",
-        "sign",
-        "sqrt",
-        "sub",
-        "zero",
-    )
-)
-# Likewise whole steps of an optimizer in one kernel.
-_FUSED_IN_PLACE = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
-# The same, giving new tensors like those of their first list; all of them floating-point.
-_FOREACH = frozenset(
-    f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
-)
-_IN_PLACE = frozenset({"aten::add_", "aten::sub_", "aten::mul_", "aten::div_"})
 _UNKNOWN = object()
+_ITSELF = object()  # the first argument, which stays as it is but for its values
 _PLAIN = frozenset({type(None), bool, str, int, float})
+_TOLD_BY_SCHEMA = frozenset({bool, int, float})  # elements of lists: an operator takes them as one type
+_META = torch.device("meta")
 
 
 class _Uncached(Exception):
@@ -70,8 +37,8 @@ _MOST_KNOWN = 20_000  # some 20 MB
 
 
 def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
-    """Return `func(*args, **kwargs)`, below autograd. Only new tensors are remembered, never views. Raises what the
-    operator raises."""
+    """Return `func(*args, **kwargs)`, below autograd, of an operator that is no view. New tensors are remembered, and
+    that an operator gives its first argument back. Raises what the operator raises."""
     # In place, a for-each operator and a whole step of an optimizer have nothing to compute and nothing to return.
     if name.endswith("_") and name.startswith(MULTI_TENSOR) and all(t.is_meta for t in args[0]):
         return None  # but of an optimizer's step counters, which are not on meta
@@ -80,10 +47,6 @@ def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
         return [
             _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]
         ]
-    if name in _IN_PLACE and _fits(args[0], args[1]):
-        return args[0]
-    if func.is_view:
-        return func(*args, **kwargs)
     try:
         # The default type decides where a call names none.
         key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else None)
@@ -94,22 +57,16 @@ def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
         out = func(*args, **kwargs)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = _recipe(out, (*args, *kwargs.values()))
+        _known[key] = _ITSELF if _is_first(out, args, key[2]) else _recipe(out, (*args, *kwargs.values()))
         return out
+    if known is _ITSELF:
+        return args[0]
     return func(*args, **kwargs) if known is None else _make(known)
 
 
-def _fits(target: Tensor, other: object) -> bool:
-    """Return whether an in-place operator on meta tensors can be left out: without broadcasts and wrong types."""
-    if not (isinstance(target, Tensor) and target.is_meta):
-        return False
-    if not target.is_floating_point():
-        return False
-    if isinstance(other, Number):
-        return not isinstance(other, complex)
-    if not isinstance(other, Tensor):
-        return False
-    return other.dtype is target.dtype and (other.dim() == 0 or (other.is_meta and other.shape == target.shape))
+def _is_first(out: object, args: tuple, before: tuple) -> bool:
+    """Return whether a result is the first argument, of the same shape as before the call."""
+    return isinstance(out, Tensor) and bool(args) and out is args[0] and out.is_meta and _key(args)[:2] == before[:2]
 
 
 def _key(values) -> tuple:
@@ -124,7 +81,8 @@ def _key(values) -> tuple:
         elif kind in _PLAIN:
             parts.append((kind, value))
         elif kind is tuple or kind is list:
-            parts.append(_key(value))
+            plain = not value or type(value[0]) in _TOLD_BY_SCHEMA
+            parts.append(tuple(value) if plain else _key(value))
         elif kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
             parts.append(value)
         else:
@@ -170,7 +128,7 @@ def _recipe(out, given) -> object:
 def _make(recipe):
     if type(recipe) is _Spec:
         size, stride, dtype = recipe
-        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return torch.empty_strided(size, stride, dtype=dtype, device=_META)
     if type(recipe) in (tuple, list):
         return type(recipe)(map(_make, recipe))
     return recipe

@@ -6,6 +6,7 @@ Start reading at `OperatorRecord`; `_traffic` and `featurize.operators` price on
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -69,6 +70,12 @@ class Traits:
         self.composite = self.name.startswith("aten::") and is_composite(func) and not _has_kernel(func, "Meta")
 
 
+@functools.cache
+def traits_of(func: OpOverload) -> Traits:
+    """Return the traits of an operator overload."""
+    return Traits(func)
+
+
 def is_composite(func: OpOverload) -> bool:
     """Return whether an operator is made of others, of which autograd takes it apart."""
     return _has_kernel(func, "CompositeImplicitAutograd")
@@ -87,14 +94,6 @@ class OperatorRecord(BlockRecord):
         self.keep_operators = False
         self._again = False  # a compiled graph computes what was computed already
         self.stack = ModuleStack(model)
-        self._traits: dict[OpOverload, Traits] = {}
-
-    def traits_of(self, func: OpOverload) -> Traits:
-        """Return the traits of an operator overload."""
-        traits = self._traits.get(func)
-        if traits is None:
-            traits = self._traits[func] = Traits(func)
-        return traits
 
     @contextlib.contextmanager
     def computing_again(self, again: bool) -> Iterator[None]:
@@ -139,7 +138,7 @@ class OperatorRecord(BlockRecord):
         Returns:
             The place of the kernel's operator; None where operators are not kept.
         """
-        traits = self.traits_of(func)
+        traits = traits_of(func)
         maker = (traits.name, self.stack.now(), None)
         made = meta_tensors(outputs)
         for tensor in inputs:

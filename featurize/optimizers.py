@@ -6,7 +6,9 @@ Start reading at `make_optimizer`; `OptimizerInBackward` and `OptimizerOnHost` s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -255,9 +257,18 @@ class OptimizerOnHost:
 
 
 def run_step(optimizer: torch.optim.Optimizer) -> None:
-    """Step; also the fused implementation on meta tensors, which torch reserves for real devices."""
-    with _fused_on_meta():
+    """Step; also the fused implementation on meta tensors, which torch reserves for real devices. Counters on the host,
+    one for each parameter, are read as numbers: by PyTorch's dispatcher that takes as long as all else."""
+    module, name = sys.modules[type(optimizer).__module__], "_get_value"
+    read = getattr(module, name, None)  # each optimizer of PyTorch's imports its own
+    reads = contextlib.nullcontext() if read is None else replaced(module, name, functools.partial(_host_value, read))
+    with _fused_on_meta(), reads:
         optimizer.step()
+
+
+def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
+    counts = type(value) is Tensor and value.is_cpu and not value.requires_grad and value.dtype is torch.float32
+    return ctypes.c_float.from_address(value.data_ptr()).value if counts else read(value)
 
 
 def is_shared(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize.library_calls import CUBLAS
 from featurize.meta_results import meta_result
-from featurize.operator_record import OperatorRecord, Traits
+from featurize.operator_record import OperatorRecord, Traits, traits_of
 from featurize.tensor_parts import meta_tensors, wrap_others
 from featurize.values import NONZERO, READ, Values
 
@@ -51,6 +51,7 @@ class Recorder(OperatorRecord, _Uncompiled):
         self.ranks: Ranks | None = None  # of a job on several GPUs whose wrapper is PyTorch's own
         self.paused = False  # what runs belongs to another rank
         self.decided = 0  # operators whose results known values decided
+        self.ran: list[tuple] | None = None  # operators and the shapes of their results, while somebody compares them
         self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
         self.values = Values()
@@ -117,6 +118,8 @@ class Recorder(OperatorRecord, _Uncompiled):
 
     def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
         """Return what the operator gives on meta tensors, and values where they are read back."""
+        if traits.view:
+            return func(*args, **kwargs)
         if traits.name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
             return 1.0  # a norm that scales an update: it decides no size
         decided = self.values.decide(func, traits.name, args, kwargs)
@@ -124,6 +127,9 @@ class Recorder(OperatorRecord, _Uncompiled):
             self.decided += 1
             return decided
         out = meta_result(func, traits.name, args, kwargs)
+        if self.ran is not None:
+            outputs = out if isinstance(out, tuple | list) else (out,)
+            self.ran.append((func, *(one.shape for one in outputs if isinstance(one, Tensor))))
         if self.ranks is not None and traits.name == "aten::empty":
             return out  # a buffer of a wrapper, most likely: no model reads it
         if traits.mutates or self.follows_values():
@@ -132,7 +138,7 @@ class Recorder(OperatorRecord, _Uncompiled):
 
     def unrecorded(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
         """Run an operator of which nothing is noted but its error."""
-        traits = self.traits_of(func)
+        traits = traits_of(func)
         try:
             if traits.takes_masks:
                 args = self.values.without_masks(traits, args, lambda mask: self.unrecorded(NONZERO, (mask,), {}))
@@ -161,7 +167,7 @@ class Recorder(OperatorRecord, _Uncompiled):
                 return kept
         elif self.phase == "optimizer" and func is _READ and not args[0].is_meta:
             return func(*args)  # a step counter on the host
-        traits = self.traits_of(func)
+        traits = traits_of(func)
         if traits.composite:  # runs below a tensor that wraps others, where autograd did not take it apart
             with self:
                 return func.decompose(*args, **kwargs)

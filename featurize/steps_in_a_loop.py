@@ -6,6 +6,7 @@ alive, and holds output and loss until it assigns the next ones. So a trace with
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,19 @@ class StepsInALoop:
         if self._dropping_from is not None:
             self._steps[-1].drops.append((self._dropping_from, self._now))
             self._dropping_from = None
+
+    def repeat(self, begins: int, known: Mapping[int, int], moved: Callable[[int], int]) -> None:
+        """Note that the first step was repeated.
+
+        Args:
+            begins: Before the second step's batch.
+            known: Block of the first step -> the second step's, where it has its own.
+            moved: Gives the moment of the second step for one of the first.
+        """
+        first = self._steps[0]
+        held, given = ({known.get(block, block) for block in blocks} for blocks in (first.held, first.given))
+        drops = [(moved(since), moved(until)) for since, until in first.drops]
+        self._steps.append(_Step(begins, moved(first.lets_go), held, given, drops))
 
     def looped(self, trace: StepTrace) -> StepTrace:
         """Return the trace of the same steps in a usual loop."""

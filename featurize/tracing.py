@@ -26,6 +26,7 @@ from featurize.parallel.play_rank import played_rank, settings_of_ranks
 from featurize.parallel.rank import Rank
 from featurize.quantized import replace_bitsandbytes
 from featurize.recorder import Recorder
+from featurize.second_step import SecondStep
 from featurize.skeleton import BuiltOnMeta, build_on_meta, on_meta
 from featurize.step_mix import StepSequence
 from featurize.step_trace import BatchMix, StepTrace
@@ -95,11 +96,18 @@ class Tracing:
             recorder.values.assume, attends=lambda width: heads.append(int(width)),
         )  # fmt: skip
         self.doing = "the model cannot be traced: it fails"
+        training = self._step.settings
+        alone = self.parallel is None and not self._compiled and len(shapes) == training.accumulation == 1
+        alone = alone and training.zero_grad == "before_forward"
+        # The trace shows how its steps go in a usual loop, too.
+        shows_a_loop = alone and not self.training_loop and training.holds_output
+        self._in_a_loop = StepsInALoop(recorder) if shows_a_loop else None
+        alike = alone and training.set_to_none and not training.optimizer_in_backward
+        self._second = SecondStep(recorder, self._step, self._in_a_loop) if alike else None
         with recorder.modules(), policy as enter_policy, self._rank.intercept():
             of_shape = []
             for made, wanted in (given[at] for at in self._met_at):
-                made_target = target_for(recorder, self._step, made, self.loss) if wanted is None else wanted
-                of_shape.append((made, made_target))
+                of_shape.append((made, self._target_for(made, wanted)))
             self._wrap(*of_shape[0])
             self._play(of_shape, enter_policy)
             recorder.stop()
@@ -179,6 +187,25 @@ class Tracing:
 
     # -- the steps
 
+    def _target_for(self, inputs: Inputs, target: Tensor | None) -> Tensor | None:
+        """Return the target: what suits the model's output, where none is given and the output holds no loss. The model
+        runs for it, and where the second step follows from the first."""
+        recorder, step, second = self._recorder, self._step, self._second
+        labels = self.loss is None and isinstance(inputs, Mapping) and inputs.get("labels") is not None
+        if second is None and (target is not None or labels):  # that the output holds a loss need not be seen
+            return target
+        recorder.values.learn(step.model.buffers())
+        recorder.values.learn(tensors_of(inputs), default=1)
+        compared = contextlib.nullcontext() if second is None else second.tried()
+        with torch.set_grad_enabled(second is not None), compared, recorder.watched():
+            output = call(step.model, step.converted(inputs))
+        if target is None and not (labels or (self.loss is None and own_loss(output) is not None)):
+            target = targets_for(output, self.loss)
+        if second is not None:
+            with second.tried(), recorder.watched():
+                step.loss(output, target)
+        return target
+
     def _wrap(self, inputs: Inputs, target: Tensor | None) -> None:
         """Wrap the model as its job does, and note what exists before the first step."""
         recorder, step = self._recorder, self._step
@@ -193,14 +220,19 @@ class Tracing:
         """Run the steps: two on a batch, or those of a job whose batches have several shapes."""
         recorder, step = self._recorder, self._step
         self._enter_policy, self._trained = enter_policy, list(step.model.parameters())
-        self._in_a_loop = StepsInALoop(recorder) if len(of_shape) == 1 and self._shows_a_loop() else None
         step.on_phase = self._enter
-        if self._in_a_loop is not None:
-            step.on_hold, step.on_updated = self._in_a_loop.hold, self._in_a_loop.drops
+        step.on_hold, step.on_updated = self._hold, self._updated
         self._sequence: StepSequence | None = None
         if len(of_shape) == 1:
-            for number in range(1, STEPS + 1):
-                self._run_step(number, *of_shape[0], keep_operators=number == STEPS or self._rank.keeps_operators)
+            second = self._second
+            keeps = second is not None or self._rank.keeps_operators
+            self._run_step(1, *of_shape[0], keep_operators=keeps)
+            if second is not None and second.goes_alike():
+                second.run(tuple(tensors_of(of_shape[0])) if self.training_loop else ())
+                recorder.name(step.optimizer_tensors(), "optimizer_state")
+            else:
+                self._second = None
+                self._run_step(STEPS, *of_shape[0])
             return
         self._sequence = StepSequence(
             recorder, lambda number, shape: self._run_step(number, *of_shape[shape], mixed=True)
@@ -211,11 +243,28 @@ class Tracing:
         """Tell all that follow the step of a phase that begins."""
         if self._in_a_loop is not None and phase == "backward":
             self._in_a_loop.dropped()
+        self._reached(phase)
         self._rank.begin_phase(phase)
         self._recorder.begin_phase(phase)
         self._enter_policy(phase)
         if phase == "optimizer":
             self._recorder.name((p.grad for p in self._trained if p.grad is not None), "gradient")
+
+    def _hold(self, inputs: Inputs, *variables: object) -> None:
+        """The step's model has run, or, with its output and loss as `variables`, its loss."""
+        if self._in_a_loop is not None:
+            self._in_a_loop.hold(inputs, *variables)
+        if not variables:
+            self._reached("held")
+
+    def _updated(self) -> None:
+        if self._in_a_loop is not None:
+            self._in_a_loop.drops()
+        self._reached("updated")
+
+    def _reached(self, moment: str) -> None:
+        if self._second is not None and self._recorder.step == 1:
+            self._second.reached(moment)
 
     def _run_step(
         self, number: int, inputs: Inputs, target: Tensor | None, *, keep_operators: bool = True, mixed: bool = False
@@ -235,13 +284,8 @@ class Tracing:
             self._rank.run(inputs, target)
         if self._in_a_loop is not None:
             self._in_a_loop.dropped()
+        self._reached("end")
         recorder.name(step.optimizer_tensors(), "optimizer_state")
-
-    def _shows_a_loop(self) -> bool:
-        """Return whether the trace shows how its steps go in a usual loop, too."""
-        training = self._step.settings
-        alone = self.parallel is None and training.accumulation == 1 and training.zero_grad != "after_forward"
-        return not self.training_loop and alone and training.holds_output and not self._compiled
 
 
 def _require_trainable(model: nn.Module) -> None:
@@ -262,16 +306,3 @@ def batch_on_meta(
     for name, tensor in (*named_tensors(given), *named_tensors(wanted, "the target")):
         name_tensor(tensor, name)
     return given, wanted
-
-
-def target_for(recorder: Recorder, step: TrainingStep, inputs: Inputs, loss: Callable | None) -> Tensor | None:
-    """Return what suits the model's output; None where the output holds a loss."""
-    if loss is None and isinstance(inputs, Mapping) and inputs.get("labels") is not None:
-        return None  # a second forward pass would only show that the output holds a loss
-    recorder.values.learn(step.model.buffers())
-    recorder.values.learn(tensors_of(inputs), default=1)
-    with torch.no_grad(), recorder.watched():
-        output = call(step.model, step.converted(inputs))
-    if loss is None and own_loss(output) is not None:
-        return None
-    return targets_for(output, loss)

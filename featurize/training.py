@@ -108,7 +108,7 @@ class TrainingStep:
         self.on_batch: Callable[[], None] = lambda: None
         self.loss = loss or cross_entropy
         self.holds_output = holds_output and self.settings.holds_output
-        self._held: tuple = ()
+        self.held: tuple = ()
         self.on_hold: Callable[..., None] = lambda *variables: None
         self.on_updated: Callable[[], None] = lambda: None
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.compiled` does it
@@ -241,7 +241,7 @@ class TrainingStep:
     def hold(self, *variables: object) -> None:
         """Keep what a usual loop's variables hold until they are assigned again."""
         if self.holds_output:
-            self._held = variables
+            self.held = variables
 
     def _optimize(self) -> None:
         """Unscale, clip and step."""

@@ -240,9 +240,7 @@ class Values:
     # -- what operators make of it
 
     def follow(self, func: OpOverload, name: str, args: tuple, kwargs: dict, out: object, traits: Traits) -> None:
-        """Note what an operator has given, and forget what it has overwritten with numbers that are not known."""
-        if traits.view:
-            return
+        """Note what an operator, which is no view, has given, and forget what it overwrites with unknown numbers."""
         if traits.mutates:
             self._follow_writes(func, args, kwargs, traits)
             return

@@ -123,7 +123,7 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
     from featurize.float8 import multiplies_8_bits, require_8_bits
     from featurize.trace import TraceError, trace_step
 
-    trace = job.recorded
+    trace = None if job.recorded is None else job.recorded()
     if trace is None:
         key, build = key_of(job)
 

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import RankGroup
     from learn.estimation.known_runs import KnownRun
     from learn.estimation.requests import Request
+    from learn.estimation.step_files import StepFiles
     from learn.estimators import Prediction
     from learn.traced import TracedStep
 
@@ -734,11 +735,20 @@ def answer(request: Request, traces: Traces | None = None, kept: dict[str, Any] 
     return _remembered(key, known)
 
 
-def cached_estimate(request: Request) -> Estimate | None:
-    """Return the answer if it was given before; None: it is not yet known. Nothing is traced."""
-    key, _request = _key(request)
-    known = _found(key)
-    return None if known is None else _remembered(key, known)
+def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: StepFiles) -> Estimate:
+    """Return the answer to a request, and write the files of its step that are wanted.
+
+    Args:
+        made: Makes the request, and what is noted besides its answer.
+        files: Checked to be writable.
+    """
+    began = time.monotonic_ns()
+    request, notes = made()
+    done, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
+    done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
+    if any(files):
+        files.write(request, done, traced)
+    return done
 
 
 def _found(key: str | None) -> Estimate | None:
@@ -780,12 +790,13 @@ def _key(request: Request) -> tuple[str | None, Request]:
     if request.platform.workspaces is not None:
         return None, request
     request = with_key(request)
-    job, folder, own = request.job, DataFolder.resolve(request.options.data), request.own_runs
+    job, how, own = request.job, request.options, request.own_runs
+    folder = DataFolder.resolve(how.data)
     if not job.key:
         return None, request
     identity = (
         job.key, job.name, job.training_loop, request.platform, request.platform.device.interconnect,
-        replace(request.options, data=None), own and (own.asked_for, own.changed_ns), str(folder.root),
+        how.estimator, how.loop, how.coverage, how.known, own and (own.asked_for, own.changed_ns), str(folder.root),
         tuple(_models_of(folder)),
     )  # fmt: skip
     return hashlib.sha256(repr(identity).encode()).hexdigest(), request

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.bars import terminal_bar
@@ -126,21 +124,14 @@ def estimate(
         >>> batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
     """
-    began = time.monotonic_ns()
     _require_method(method)
     if method == "fast":
         config = config_from_mapping(model) if isinstance(model, Mapping) else model
         return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
-    files = StepFiles.checked(report, snapshot)
-    request = request_of(model, inputs, **options)
-    from learn.estimation.answers import answer, answered
+    from learn.estimation.answers import answer_and_write
 
-    if not any(files):
-        return replace(answer(request), seconds=(time.monotonic_ns() - began) / 1e9)
-    done, traced = answered(request, timeline=True)
-    done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
-    files.write(request, done, traced)
-    return done
+    files = StepFiles.checked(report, snapshot)
+    return answer_and_write(lambda: (request_of(model, inputs, **options), ()), files)
 
 
 def estimate_many(

@@ -20,7 +20,7 @@ _REFUSED = {
 
 
 def main(words: list[str]) -> None:
-    """Print what is started: script, module, arguments, nodes, per_node, environment."""
+    """Print what is started: fields of `learn.script.command_line.ScriptCommand`."""
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder of this file
     sys.path.insert(0, os.getcwd())
@@ -41,7 +41,7 @@ def main(words: list[str]) -> None:
         "arguments": args.training_script_args,
         "nodes": args.num_machines or 1,
         "per_node": args.num_processes // (args.num_machines or 1),
-        "environment": {name: value for name, value in environment.items() if before.get(name) != value},
+        "variables": {name: value for name, value in environment.items() if before.get(name) != value},
     }
     print(json.dumps(started))
 

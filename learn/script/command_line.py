@@ -212,11 +212,11 @@ def _accelerate(launcher: str, words: list[str], before: Mapping[str, str]) -> S
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["its options were refused"]
         raise UsageError(f"accelerate launch: {one_line(lines[-1].strip())}")
     read = json.loads(done.stdout.splitlines()[-1])
-    nodes, per_node = read["nodes"], read["per_node"]
-    variables = dict(read["environment"])
-    if nodes * per_node > 1:
-        variables = {**_variables_of_torchrun(nodes, per_node, before, "default", "none", 0), **variables}
-    return ScriptCommand(read["script"], read["module"], tuple(read["arguments"]), before, nodes, per_node, variables)
+    read["arguments"] = tuple(read["arguments"])
+    if read["nodes"] * read["per_node"] > 1:
+        usual = _variables_of_torchrun(read["nodes"], read["per_node"], before, "default", "none", 0)
+        read["variables"] = {**usual, **read["variables"]}
+    return ScriptCommand(environment=before, **read)
 
 
 # -- DeepSpeed

@@ -5,10 +5,11 @@ Start reading at `estimate_script`; `learn.script.child` is what runs the script
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -21,7 +22,7 @@ from featurize.cudnn.workspaces import search_settings
 from featurize.parallel.collectives import fabric_of
 from featurize.parallel.layout import Parallel, named_settings, names_network_only
 from featurize.training_settings import Training
-from learn.estimation.answers import answer, answered, cached_estimate
+from learn.estimation.answers import answer_and_write
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun
 from learn.estimation.notes import INFO, WARNING, Note
@@ -34,6 +35,7 @@ from learn.script.records import BadRecord, ScriptRecord, read_record
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
+    from featurize.step_trace import StepTrace
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
@@ -75,21 +77,17 @@ def estimate_script(
         command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`, or a launcher's, such as
             `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
             working folder, with this process's Python. `env NAME=VALUE` and `-u NAME` may stand before it.
-        device: A GPU model of `conf/device`, by name or as its description.
-        power_limit_w: As in `learn.estimate`.
-        allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
-        estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
-        machine, workspaces, torch_version, coverage: As in `learn.estimate`. `workspaces="cudnn"` asks with the
-            script's own settings.
-        known: Measured runs of this script, as in `learn.estimate`; each at the batch size that the script has here.
         parallel: Of a launched script, `{"network_gb_s": 50}`: what each GPU gets of the network between nodes.
-        loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
         report, snapshot: Files to write, as in `learn.estimate`.
         name: The job's name in the report.
         time_limit_s: Seconds after which the script is ended, with all processes that it started.
         memory_limit_gib: Memory of the host that these may take together, in GiB; None is three quarters of the
             machine's.
         show_output: Whether the script's output goes to standard error.
+        **options: As in `learn.estimate`: device, power_limit_w, allocator, machine, workspaces (`"cudnn"` asks with
+            the script's own settings), torch_version, data, coverage; estimator, of which trace, hybrid and gnn read a
+            recorded step; loop, for utilization and step time, as memory is of the script's own loop; known, measured
+            runs of this script, each at the batch size that it has here.
 
     Returns:
         The estimate, with a note for each thing that was kept from happening.
@@ -101,7 +99,6 @@ def estimate_script(
     Example:
         >>> estimate_script(["python", "train.py", "--batch", "64"], device="A100-SXM4-40GB").peak_memory_mib
     """
-    began = time.monotonic_ns()
     parsed = parse_command(command)
     for keyword in options:
         if keyword not in ScriptKeywords.__annotations__:
@@ -111,34 +108,22 @@ def estimate_script(
     if options.get("known") == RUNS:
         raise UsageError("known=runs is for trial configs; for a script give its measured runs")
     platform, answer_options = platform_and_options(options)
-    spec = platform.device
-    network = _network_of(parallel)
+    network, device = _network_of(parallel), platform.device
     if (layout := parsed.layout()).own > 1:
-        fabric_of(spec, layout)  # refuses a GPU model that nothing is known to join
-    files = StepFiles.checked(report, snapshot)
+        fabric_of(device, layout)  # refuses a GPU model that nothing is known to join
+    files, key = StepFiles.checked(report, snapshot), records.key_of(parsed, device)
 
-    def request_of(record: ScriptRecord) -> Request:
-        job = replace(_job(record, name or parsed.name), parallel=_in_network(record.parallel, network))
+    def run() -> ScriptRecord:
+        return _recorded(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
+
+    def recorded_request() -> tuple[Request, Iterable[Note]]:
+        record = (None if show_output else records.find(key)) or run()
+        job = _job(record, name or parsed.name, lambda: (records.with_trace(record) or run()).trace)
         _require_batch_of_script(answer_options.known, job.batch_size)
-        return Request(job=job, platform=platform, options=answer_options)
+        job = replace(job, parallel=_in_network(record.parallel, network))
+        return Request(job=job, platform=platform, options=answer_options), _notes(record)
 
-    key = records.key_of(parsed, spec)
-    record = None if show_output else records.find(key)
-    done = None
-    if record is not None and not any(files):
-        done = cached_estimate(request_of(record))
-    if record is None or done is None:
-        record = record and records.with_trace(record)
-        record = record or _recorded(parsed, spec, key, time_limit_s, memory_limit_gib, show_output)
-        request = request_of(record)
-        if any(files):
-            done, traced = answered(request, timeline=True)
-        else:
-            done = answer(request)
-    done = replace(done, notes=(*_notes(record), *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
-    if any(files):
-        files.write(request, done, traced)
-    return done
+    return answer_and_write(recorded_request, files)
 
 
 def _network_of(parallel: object) -> dict[str, Any]:
@@ -214,7 +199,7 @@ def _recorded(
     return records.keep(key, record, began_ns)
 
 
-def _job(record: ScriptRecord, name: str) -> TrainingJob:
+def _job(record: ScriptRecord, name: str, recorded: Callable[[], StepTrace | None] | None = None) -> TrainingJob:
     def absent(*_: object) -> NoReturn:
         raise UsageError("a script has no module that could be built by itself")
 
@@ -228,7 +213,7 @@ def _job(record: ScriptRecord, name: str) -> TrainingJob:
         batch=lambda _device: ((), None),  # which a report would list
         settings=ScriptSettings(**settings),
         batch_size=max(1, record.batch_size),
-        recorded=record.trace,
+        recorded=recorded and functools.cache(recorded),
         search=replace(
             search,
             allow_tf32=bool(chosen.get("cudnn_allow_tf32", search.allow_tf32)),

@@ -153,7 +153,9 @@ def find(key: str) -> ScriptRecord | None:
 
 
 def with_trace(record: ScriptRecord) -> ScriptRecord | None:
-    """Return a record that was found, with its trace; None where that is lost."""
+    """Return a record with its trace, also one that was found; None where that is lost."""
+    if record.trace is not None:
+        return record
     try:
         return replace(record, trace=trace_of_json(recall(f"trace of {record.key}")))
     except _DAMAGED:

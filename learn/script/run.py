@@ -70,6 +70,7 @@ class ScriptRun:
         self._script, self._from, self._folder = self._command.script, os.getcwd(), Path(folder)
         self._recorder, self._own_packages = ScriptRecorder(), OwnPackages()
         self._notes: dict[str, None] = {}  # in order, each once
+        self._note: Callable[[str], None] = self._notes.setdefault
         self._rank = RankZero(self._recorder, self._command)
         self._precisions: list[str] = []
         self._watch = StepWatch(self._recorder, self._rank, self.finish)
@@ -164,9 +165,6 @@ class ScriptRun:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-    def _note(self, text: str) -> None:
-        self._notes.setdefault(text)
 
     def _without_steps(self) -> str:
         if self._watch.steps:

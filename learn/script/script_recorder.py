@@ -8,17 +8,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from featurize.operator_record import Traits
+from featurize.operator_record import Traits, traits_of
 from featurize.quantized import whole_elements
 from featurize.recorder import Recorder
-from featurize.replacing import stands_for
 from featurize.step_trace import BATCH
 from featurize.tensor_parts import local_tensor, wrap_others
 from featurize.values import ALL_KEPT, READ, UnknownValue
@@ -37,15 +36,11 @@ _LOSS = 1.0  # of a loss whose number of classes is not known
 
 
 class ScriptRecorder(Recorder):
-    """Records whatever an unmodified script does with meta tensors.
-
-    on_forward   called with the outermost module and its arguments, as `(positional, keyword)`, before its forward pass
-    """
+    """Records whatever an unmodified script does with meta tensors."""
 
     def __init__(self) -> None:
         super().__init__(nn.Module())
         self.values.keeps_masked = True
-        self.on_forward: Any = None
         self.updating = False  # an optimizer's step runs
         self.trained: set[int] = set()  # storages of the parameters that have gradients
         self.updated_by_hand = False  # one of these was written to after the backward pass, by no optimizer of torch
@@ -55,28 +50,17 @@ class ScriptRecorder(Recorder):
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
         self._loss = _LOSS
         self.last_module = ""
-        self._keywords: dict[str, Any] = {}  # of the call whose forward pass begins
 
     # -- the model
 
-    def follow_calls(self) -> None:
-        """See the keyword arguments of modules, which hooks of all modules do not get, from now on in this process."""
-
-        @stands_for("__call__", nn.Module)
-        def call(called: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.stack.running:
-                self._keywords = kwargs
-            return called(module, *args, **kwargs)
-
-    def _entered(self, module: nn.Module, args: Any) -> None:
+    def add_model(self, module: nn.Module) -> None:
+        """Take a module that is called by no other for a model."""
         with torch._C.DisableTorchFunction():
-            outermost = not self.stack.running
-            if outermost and not self.stack.knows(module):
+            if not self.stack.knows(module):
                 self._roots.append(weakref.ref(module))
                 self.name_modules(module)
-        if outermost and self.on_forward is not None:
-            self.on_forward(module, (args, self._keywords))
-            self._keywords = {}
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
         super()._entered(module, args)
         self.last_module = self.stack.running[-1]
 
@@ -172,7 +156,7 @@ class ScriptRecorder(Recorder):
             return out
 
     def _writes_to_parameters(self, func: torch._ops.OpOverload, args: Any) -> bool:
-        written = (args[place] for place in self.traits_of(func).written if place < len(args))
+        written = (args[place] for place in traits_of(func).written if place < len(args))
         tensors = (one for value in written for one in (value if isinstance(value, list | tuple) else (value,)))
         return any(isinstance(one, Tensor) and one.untyped_storage()._cdata in self.trained for one in tensors)
 

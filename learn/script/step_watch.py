@@ -58,11 +58,16 @@ class StepWatch:
             enter_policy: Called with each phase that begins.
         """
         self._enter_policy = enter_policy
-        self._recorder.on_forward = self._forward
-        self._recorder.follow_calls()
         self._watch_settings()
         optimizers.register_optimizer_step_pre_hook(self._before_step)
         optimizers.register_optimizer_step_post_hook(self._after_step)
+
+        @stands_for("__call__", torch.nn.Module)  # whose hooks for all modules get no keyword arguments
+        def call(called: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._recorder.stack.running:
+                self._recorder.add_model(module)
+                self._forward(module, (args, kwargs))
+            return called(module, *args, **kwargs)
 
         @stands_for("__init__", Optimizer)
         def init(make: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

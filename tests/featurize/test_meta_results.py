@@ -69,11 +69,17 @@ def test_real_tensors_are_computed():
     assert meta_result(add, "aten::add", (x + 1, x), {}).tolist() == [3.0, 5.0]
 
 
-def test_an_operator_that_returns_its_argument_is_run_each_time():
-    x = torch.empty(3, device="meta")
-    relu = torch.ops.aten.relu_.default
-    for tensor in (x, torch.empty(3, device="meta")):
-        assert meta_result(relu, "aten::relu_", (tensor,), {}) is tensor
+def test_an_operator_in_place_returns_its_own_argument_each_time():
+    for tensor in [torch.empty(3, device="meta") for _ in range(3)]:
+        assert meta_result(torch.ops.aten.relu_.default, "aten::relu_", (tensor,), {}) is tensor
+
+
+def test_an_operator_that_changes_its_arguments_shape_is_run_each_time():
+    for tensor in [torch.empty(3, 2, device="meta") for _ in range(3)]:
+        assert meta_result(torch.ops.aten.resize_.default, "aten::resize_", (tensor, [2, 2]), {}).shape == (2, 2)
+    counters = [torch.zeros(()) for _ in range(3)]
+    add = torch.ops.aten.add_.Tensor
+    assert [meta_result(add, "aten::add_", (one, 1), {}).item() for one in counters] == [1, 1, 1]
 
 
 def test_whole_numbers_and_fractions_promote_differently():

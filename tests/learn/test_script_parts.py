@@ -25,8 +25,8 @@ DEVICE = describe_device("A100-SXM4-40GB")
 def answered(settings, known=(), workspaces=None):
     record = dataclasses.replace(RECORD, settings=settings)
     platform = dataclasses.replace(platform_of(DEVICE), workspaces=workspaces)
-    options = AnswerOptions(known=known)
-    request = Request(job=estimating._job(record, "train.py"), platform=platform, options=options)
+    job = estimating._job(record, "train.py", lambda: record.trace)
+    request = Request(job=job, platform=platform, options=AnswerOptions(known=known))
     return answers.answered(request)[0], tuple(estimating._notes(record))
 
 
