@@ -293,7 +293,7 @@ def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfi
 def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> list[_Breach]:
     if limits.max_parameters is None and limits.max_memory_mib is None:
         return []
-    plan = family.layers(config)
+    plan = families.layers_of(config)
     needs: list[tuple[str, float]] = []
     if limits.max_parameters is not None:
         needs.append(("max_parameters", totals(plan).parameters))

@@ -6,24 +6,42 @@ The same granularity as GPUMemNet's `Activations-Params` tuples (arXiv 2602.1781
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from conf.units import MIB
 from featurize.trial_config import OPTIMIZERS
 
 
+class NetworkBlock(NamedTuple):
+    """One step through a network: what a family's `blocks` lists and its `block_layers` takes apart.
+
+    kind: the family's own word; channels or widths in and out; the square map's side before and after; `times`: how
+    often the block follows itself.
+    """
+
+    kind: str
+    inputs: int = 0
+    outputs: int = 0
+    map_in: int = 0
+    map_out: int = 0
+    times: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One module of the forward pass.
+    """One module of the forward pass, or the same one of many configs: then numbers are arrays.
 
     kind: `linear`, `conv2d`, `batchnorm2d`, `relu`, `dropout`, `attention`, ...; `output_elements` per sample;
     `parameters` counted once, in the layer that owns them; `flops` per sample, forward, a multiply-add counts 2.
+    present: false for a layer that the config leaves out.
     """
 
     kind: str
     output_elements: int
     parameters: int = 0
     flops: int = 0
+    present: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.plain_text import one_line
-from featurize.families import get_family
+from featurize.families import get_family, layers_of
 from featurize.own_code import CodeName, code_fields, refusal, trusting
 from featurize.trial import TrialConfig, config_from_mapping
 
@@ -81,7 +81,7 @@ def code_problem(config: TrialConfig) -> str | None:
 @lru_cache(maxsize=4096)
 def _problem_of_layers(config: TrialConfig) -> str | None:
     try:
-        get_family(config.family).layers(config)
+        layers_of(config)
     except UsageError as error:
         return printable(str(error), 300)
     return None

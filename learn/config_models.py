@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from conf.errors import UsageError, unknown_name
-from featurize.families import get_family
+from featurize.families import get_family, layers_of
 from featurize.layers import rough_memory_mib
 from featurize.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 from learn.bounds import conformal_score
@@ -146,23 +146,19 @@ def _without_input(records: Sequence[Mapping[str, float]]) -> dict[str, np.ndarr
     return {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
 
 
-def rough_figures(name: str, cases: Sequence[Case], features: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Return (n,) rough figures of cases from their features, by whose multiple trees learn memory (MiB) and step time
-    (ms): they are flat beyond what they were fitted on, and this is not. 1 for ratios."""
-    if name not in (*_ROUGH_MEMORY, "step_time"):
-        return np.ones(len(cases))
-    return np.array([_rough_figure(name, case, of_case) for case, of_case in zip(cases, features, strict=True)])
-
-
-def _rough_figure(name: str, case: Case, features: Mapping[str, Any]) -> float:
-    assert case.spec is not None
+def rough_figures(name: str, columns: Mapping[str, np.ndarray], launch_us: np.ndarray | float) -> np.ndarray | float:
+    """Return (n,) rough figures from the features of cases, by whose multiple trees learn memory (MiB) and step time
+    (ms): they are flat beyond what they were fitted on, and this is not. 1 for ratios. launch_us: of the host."""
     if name in _ROUGH_MEMORY:
-        return float(features["rough_memory_mib"] + case.spec.context_mib)
-    rate = f"gpu_{features['precision'] if features['precision'] in ('fp32', 'tf32') else 'half'}_tflops"
-    compute_us = 3 * features["batch_flops"] / (1e6 * (features.get(rate) or features["gpu_fp32_tflops"]))
-    moved = 24 * features["batch_output_elements"] + 28 * features["parameters"]  # bytes
-    launches_us = _LAUNCHES * features["layers"] * case.spec.launch_overhead_us
-    return float(compute_us + moved / (1e3 * features["gpu_bandwidth_gb_s"]) + launches_us) / 1e3
+        return columns["rough_memory_mib"] + columns["gpu_context_mib"]
+    if name != "step_time":
+        return 1.0
+    of_type = [columns[f"gpu_{rate}_tflops"] for rate in ("fp32", "tf32", "half")]
+    tflops = np.select([columns["precision"] == "fp32", columns["precision"] == "tf32"], of_type[:2], of_type[2])
+    compute_us = 3 * columns["batch_flops"] / (1e6 * tflops)
+    moved = 24 * columns["batch_output_elements"] + 28 * columns["parameters"]  # bytes
+    launches_us = _LAUNCHES * columns["layers"] * launch_us
+    return (compute_us + moved / (1e3 * columns["gpu_bandwidth_gb_s"]) + launches_us) / 1e3
 
 
 _ROUGH_MEMORY = ("memory", BOUND)
@@ -175,9 +171,12 @@ def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
     from learn.artifact_files import stamped
     from learn.artifacts import FORMAT, environment
     from learn.evaluation.splits import hold_out
-    from learn.learned.tabular import case_features
+    from learn.learned.tabular import case_columns
 
-    rough = rough_figures(name, rows.cases, [case_features(case) for case in rows.cases])
+    launch_us = np.array([case.spec.launch_overhead_us for case in rows.cases if case.spec is not None])
+    rough = np.empty(len(rows))
+    for places, columns in case_columns(rows.cases):
+        rough[places] = rough_figures(name, columns, launch_us[places])
     records = zip(rows.records, rows.label / rough, strict=True)
     multiples = replace(rows, records=tuple(replace(row, label=float(label)) for row, label in records))
     train, test = hold_out(rows, np.unique(rows.family, return_inverse=True)[1], seed)
@@ -241,18 +240,23 @@ def _known(cases: Sequence[Case]) -> dict[str, list[Any]]:
     return known
 
 
-def unlike(config: TrialConfig, known: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return why a configuration is unlike those of its family that were fitted on, as `meta.json` has them."""
-    reasons = []
+def unlike(configs: Sequence[TrialConfig], known: Mapping[str, Sequence[Any]]) -> list[list[str]]:
+    """Return why each configuration is unlike those of its family that were fitted on, as `meta.json` has them."""
+    reasons: list[list[str]] = [[] for _ in configs]
     for name, values in known.items():
-        value = getattr(config, name)
+        column = [getattr(config, name) for config in configs]
         if isinstance(values[0], int | float) and not isinstance(values[0], bool):
             low, high = values
             slack = _SLACK * (high - low)
-            if not low - slack <= value <= high + slack:
-                reasons.append(f"{name} {_plain(value)}: fitted on {_plain(low)} to {_plain(high)}")
-        elif value not in values:
-            reasons.append(f"{name} {_plain(value)}: fitted on {', '.join(map(_plain, values))}")
+            numbers = np.array(column, dtype=float)
+            places = np.flatnonzero(~((numbers >= low - slack) & (numbers <= high + slack))).tolist()
+            fitted_on = f"{_plain(low)} to {_plain(high)}"
+        else:
+            words = set(values)
+            places = [place for place, word in enumerate(column) if word not in words]
+            fitted_on = ", ".join(map(_plain, values))
+        for place in places:
+            reasons[place].append(f"{name} {_plain(column[place])}: fitted on {fitted_on}")
     return reasons
 
 
@@ -308,7 +312,7 @@ def _config(family: str, index: int, seed: int) -> TrialConfig:
             config = module.Config(**module.repair(values, draw))
         except UsageError:  # a batch of 1 with batch norm
             continue
-        if not wider or rough_memory_mib(module.layers(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
+        if not wider or rough_memory_mib(layers_of(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
             return config
     raise AssertionError(f"{family}: no config below {LIMIT_MIB} MiB in {MAX_ATTEMPTS} attempts")
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 from farm.canaries.runs import LABELS, CanaryNight, CanaryRun, causes, read_nights
 from farm.journal_payloads import CanariesPayload, ComparedLabel, DriftPayload
-from featurize.families import get_family
+from featurize.families import layers_of
 from featurize.layers import rough_memory_mib
 from featurize.trial import TrialConfig, config_from_mapping
 from warehouse.folder import DataFolder
@@ -68,7 +68,7 @@ def canary_configs(capacity_mib: float) -> tuple[TrialConfig, ...]:
 
 
 def _rough_mib(config: TrialConfig) -> float:
-    plan = get_family(config.family).layers(config)
+    plan = layers_of(config)
     return rough_memory_mib(plan, config.batch_size, config.optimizer)
 
 

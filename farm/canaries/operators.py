@@ -6,7 +6,7 @@ Start reading at `operators_of`; `OPERATORS` is all there are. A layer kind that
 from __future__ import annotations
 
 from conf.errors import UsageError
-from featurize.families import get_family
+from featurize.families import layers_of
 from featurize.trial import ACTIVATIONS, TrialConfig
 
 OTHER = "other"
@@ -58,7 +58,7 @@ def operators_of(config: TrialConfig) -> frozenset[str]:
     if config.precision in _AUTOCAST:
         names.add("autocast")
     try:
-        names.update(operator_of_kind(layer.kind) for layer in get_family(config.family).layers(config))
+        names.update(operator_of_kind(layer.kind) for layer in layers_of(config))
     except UsageError:
         names.add(OTHER)
     return frozenset(names)

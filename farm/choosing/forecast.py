@@ -91,19 +91,18 @@ class Forecaster:
         figures = {name: np.full(n, np.nan) for name in TARGETS}
         parameters = np.zeros(n)
         ways = np.array(["fast" if config.family in fast else "plan" for config in configs], dtype=object)
-        features: list[Mapping[str, object]] = [{}] * n
+        features: list[tuple[list[int], Mapping[str, np.ndarray]]] = []
         done = 0
         for places, (columns, of_part) in self._described(parts, configs):
             for name, column in columns.items():
                 figures[name][places] = column
-            for place, one in zip(places, of_part, strict=True):
-                features[place] = one
-                parameters[place] = one["parameters"]
+            features.append((places, of_part))
+            parameters[places] = of_part["parameters"]
             done += len(places)
             progress(done, n)
         for name in sorted(traced):
             self._trace([configs[i] for i in families[name]], np.array(families[name]), figures, ways)
-        return Outlook(figures, parameters, _table(*_columns(features)), ways)
+        return Outlook(figures, parameters, _table(*_columns(n, features)), ways)
 
     @property
     def capacity_mib(self) -> float:
@@ -146,29 +145,29 @@ class Forecaster:
 
 def described(
     job: tuple[Sequence[TrialConfig], DeviceSpec, DataFolder | str | os.PathLike[str] | None],
-) -> tuple[dict[str, np.ndarray], list[Mapping[str, object]]]:
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the figures and the features of configs of one family, as a worker computes them."""
+    from featurize.features import feature_columns
     from learn.cases import Case
     from learn.estimation.fast_estimates import config_models
-    from learn.learned.tabular import config_features
 
     configs, device, data = job
     models = config_models(data, configs[0].family, device) or config_models(data, None, device)
     cases = [Case(config, device.name, described=device) for config in configs]
-    return {} if models is None else models.predict(cases)[0], [config_features(config) for config in configs]
+    return {} if models is None else models.predict(cases)[0], feature_columns(configs)
 
 
-def _columns(features: Sequence[Mapping[str, object]]) -> tuple[np.ndarray, np.ndarray]:
+def _columns(n: int, features: Sequence[tuple[list[int], Mapping[str, np.ndarray]]]) -> tuple[np.ndarray, np.ndarray]:
     """Return (n, numbers), logarithms with 0 for what a family lacks, and (n, words), one-hot."""
-    n = len(features)
     numbers: dict[str, np.ndarray] = {}
     words: dict[tuple[str, str], np.ndarray] = {}
-    for row, of_config in enumerate(features):
-        for name, value in of_config.items():
-            if isinstance(value, str):
-                words.setdefault((name, value), np.zeros(n, dtype=np.float32))[row] = 1.0
+    for places, columns in features:
+        for name, column in columns.items():
+            if column.dtype == object:
+                for word in set(column.tolist()) - {None}:
+                    words.setdefault((name, word), np.zeros(n, dtype=np.float32))[places] = column == word
             elif not name.startswith("log_"):  # of a number that has a column of its own
-                numbers.setdefault(name, np.zeros(n, dtype=np.float32))[row] = value
+                numbers.setdefault(name, np.zeros(n, dtype=np.float32))[places] = np.nan_to_num(column)
     logged = [np.sign(column) * np.log1p(np.abs(column)) for _, column in sorted(numbers.items())]
     return np.stack(logged, axis=1), np.stack([column for _, column in sorted(words.items())], axis=1)
 

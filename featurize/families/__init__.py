@@ -3,11 +3,14 @@
 A family module is imported without torch and holds
 
     Config                        frozen dataclass, subclass of `featurize.trial_config.TrialConfig`; `family`: the file
-    layers(config)                -> list[featurize.layers.Layer]: the forward pass per sample; the import is torch-free
+    blocks(config)                -> list[featurize.layers.NetworkBlock]: the network in the order of the forward pass
+    block_layers(config, block)   -> list[featurize.layers.Layer]: a block's forward pass per sample; the numbers
+                                  of `config` and `block` may be arrays, for many configs at once
+    layers(config)                -> list[featurize.layers.Layer], in place of both, where the library's own code knows
     build(config)                 -> torch.nn.Module (imports torch inside); parameters on the current default device
     batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
     repair(values, draw)          -> values: turns raw sampled values into a config that can be built (see below)
-    identity(config)              -> str, optional: what tells its network from others, where `layers` takes long
+    identity(config)              -> str, optional: what tells its network from others, where it has `layers`
     kind(config)                  -> str, optional: what its networks are grouped by; else family and topology
     loss(config)                  -> function of (output, targets) giving a scalar tensor, optional; else cross entropy
 
@@ -28,6 +31,7 @@ from typing import TYPE_CHECKING
 from conf.errors import unknown_name
 
 if TYPE_CHECKING:
+    from featurize.layers import Layer
     from featurize.trial_config import TrialConfig
 
 
@@ -42,6 +46,15 @@ def get_family(name: str) -> ModuleType:
     if name not in family_names():
         raise unknown_name("family", name, family_names())
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def layers_of(config: TrialConfig) -> list[Layer]:
+    """The config's layer plan, in the order of the forward pass, per sample. Raises what the family's `layers` does."""
+    family = get_family(config.family)
+    if hasattr(family, "layers"):
+        return family.layers(config)
+    blocks = family.blocks(config)
+    return [layer for block in blocks for layer in family.block_layers(config, block) * block.times if layer.present]
 
 
 def loss_of(config: TrialConfig) -> Callable | None:

@@ -1,16 +1,19 @@
 """Parts that families share without torch: entries of the layer plan, and checks of common fields.
 
-Start reading at `dense_block` for the order inside a block. FLOPs count matrix products and convolutions only, as
+Start reading at `linear`. FLOPs count matrix products and convolutions only, as
 `torch.utils.flop_counter` does; elementwise layers are priced by their bytes, which `output_elements` gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from featurize.layers import Layer
 from featurize.trial_config import TrialConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
@@ -18,30 +21,41 @@ def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
     return Layer("linear", rows * outputs, inputs * outputs + outputs, 2 * rows * inputs * outputs)
 
 
-def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: bool = True) -> Layer:
+def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: int = 1, present: bool = True) -> Layer:
     """`nn.Conv2d` with a square kernel, giving square maps of `side_out` pixels."""
     weights, area = inputs * outputs * kernel**2, side_out**2
-    return Layer("conv2d", outputs * area, weights + outputs * bias, 2 * weights * area)
+    return Layer("conv2d", outputs * area, weights + outputs * bias, 2 * weights * area, present)
 
 
 def activation(name: str, elements: int) -> Layer:
     """Any of `featurize.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
-    return Layer(name, elements, 1 if name == "prelu" else 0)
+    return Layer(name, elements, 1 * (name == "prelu"))
 
 
-def dropout(rate: float, elements: int) -> list[Layer]:
-    """Nothing at rate 0: PyTorch then returns its input as it is."""
-    return [Layer("dropout", elements)] if rate > 0 else []
+def dropout(rate: float, elements: int) -> Layer:
+    """Absent at rate 0: PyTorch then returns its input as it is."""
+    return Layer("dropout", elements, present=rate > 0)
 
 
-def dense_block(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str, rate: float) -> list[Layer]:
-    """Linear, batch norm, activation, dropout: a hidden layer of an MLP."""
-    return [
-        linear(inputs, outputs),
-        *([Layer("batchnorm1d", outputs, 2 * outputs)] if batch_norm else []),
-        activation(activation_name, outputs),
-        *dropout(rate, outputs),
-    ]
+def classified_images(config: Any, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
+    import torch
+
+    size = (config.batch_size, config.channels, config.image_size, config.image_size)
+    return (torch.randn(size, device=device),), torch.randint(config.classes, size[:1], device=device)
+
+
+def token_batch(
+    config: Any, device: str | torch.device, *, per_token: bool
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Token indices [N, sequence_length] int64; the next tokens' indices of the same shape, or class indices [N]."""
+    import torch
+
+    size = (config.batch_size, config.sequence_length)
+    tokens = torch.randint(config.vocabulary_size, size, device=device)
+    if per_token:
+        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
+    return (tokens,), torch.randint(config.classes, size[:1], device=device)
 
 
 def rates(config: TrialConfig, *names: str) -> list[str]:

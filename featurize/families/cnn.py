@@ -1,7 +1,7 @@
 """Convolutional networks: blocks of convolutions, global average pool, one linear layer to the classes.
 
 Start reading at `blocks`: the topologies are those of GPUMemNet's CNNs (arXiv 2602.17817), width for width, with kernel
-size, dilation and pooling as further dimensions. `layers` and `build` both follow the list that `blocks` gives.
+size, dilation and pooling as further dimensions. `block_layers` and `build` both follow the list that `blocks` gives.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -69,26 +69,10 @@ class Config(TrialConfig):
         if self.depth < (least := MIN_DEPTH.get(self.topology, 1)):
             problems.append(f"depth must be >= {least} for topology {self.topology}, got {self.depth}")
         if not problems and self.batch_norm and self.batch_size == 1:
-            smallest = min(b.map_out if b.kind == "residual" else b.map_in for b in blocks(self))
+            smallest = min(b.map_out if b.kind == "residual" else b.map_in for b in blocks(self)[:-1])
             if smallest == 1:
                 problems.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
         return problems
-
-
-@dataclass(frozen=True, slots=True)
-class ConvBlock:
-    """One step through the network. kind: `plain`, `residual`, `dense`, `transition`, `pool`; channels in and out; the
-    square feature map's side before and after."""
-
-    kind: str
-    inputs: int
-    outputs: int
-    map_in: int
-    map_out: int
-
-    @property
-    def stride(self) -> int:
-        return 1 if self.map_out == self.map_in else 2
 
 
 def widths(config: Config) -> list[int]:
@@ -122,39 +106,42 @@ def widths(config: Config) -> list[int]:
     ]
 
 
-def blocks(config: Config) -> list[ConvBlock]:
-    """The network's body in the order of the forward pass."""
-    if config.topology == "dense":
-        return _dense_blocks(config)
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The network in the order of the forward pass: `plain`, `residual`, `dense`, `transition`, `pool`, and `head`."""
+    body = _dense_blocks(config) if config.topology == "dense" else _other_blocks(config)
+    return [*body, NetworkBlock("head", body[-1].outputs, config.classes)]
+
+
+def _other_blocks(config: Config) -> list[NetworkBlock]:
     conv_blocks, inputs, side = [], config.channels, config.image_size
     published_side = side  # the published stopping rule halves downwards, a strided convolution upwards
     for i, outputs in enumerate(widths(config)):
         if config.topology == "residual":
             halve = i % 2 == 1 and published_side > SMALLEST_MAP
-            conv_blocks.append(ConvBlock("residual", inputs, outputs, side, (side + 1) // 2 if halve else side))
+            conv_blocks.append(NetworkBlock("residual", inputs, outputs, side, (side + 1) // 2 if halve else side))
             side = conv_blocks[-1].map_out
             published_side = published_side // 2 if halve else published_side
             if published_side <= SMALLEST_MAP:
                 break
         else:
-            conv_blocks.append(ConvBlock("plain", inputs, outputs, side, side))
+            conv_blocks.append(NetworkBlock("plain", inputs, outputs, side, side))
             if config.pooling and i and i % config.pool_interval == 0 and side > SMALLEST_MAP:
-                conv_blocks.append(ConvBlock("pool", outputs, outputs, side, side // 2))
+                conv_blocks.append(NetworkBlock("pool", outputs, outputs, side, side // 2))
                 side //= 2
         inputs = outputs
     return conv_blocks
 
 
-def _dense_blocks(config: Config) -> list[ConvBlock]:
+def _dense_blocks(config: Config) -> list[NetworkBlock]:
     conv_blocks, inputs, side = [], config.channels, config.image_size
     count = config.depth // DENSE_LAYERS
     for i in range(count):
         outputs = inputs + DENSE_LAYERS * config.growth_rate
-        conv_blocks.append(ConvBlock("dense", inputs, outputs, side, side))
+        conv_blocks.append(NetworkBlock("dense", inputs, outputs, side, side))
         inputs = outputs
         if i % config.pool_interval == 0 and i != count - 1:
             after = side // 2 if side > 1 else side
-            conv_blocks.append(ConvBlock("transition", inputs, inputs // 2, side, after))
+            conv_blocks.append(NetworkBlock("transition", inputs, inputs // 2, side, after))
             inputs, side = inputs // 2, after
     return conv_blocks
 
@@ -165,41 +152,35 @@ def padding(config: Config) -> tuple[int, int]:
     return total // 2, total - total // 2
 
 
-def _conv(inputs: int, outputs: int, kernel: int, side_out: int) -> Layer:
-    weights, area = inputs * outputs * kernel**2, side_out**2
-    return Layer("conv2d", outputs * area, weights + outputs, 2 * weights * area)
-
-
 def _conv_block(config: Config, inputs: int, outputs: int, side_in: int, side_out: int) -> list[Layer]:
     before, after = padding(config)
     elements = outputs * side_out**2
-    padded = inputs * (side_in + before + after) ** 2
     return [
-        *([Layer("pad2d", padded)] if before != after else []),
-        _conv(inputs, outputs, config.kernel_size, side_out),
-        *_norm(config, outputs, elements),
+        Layer("pad2d", inputs * (side_in + before + after) ** 2, present=before != after),
+        parts.conv2d(inputs, outputs, config.kernel_size, side_out),
+        _norm(config, outputs, elements),
         parts.activation(config.activation, elements),
-        *parts.dropout(config.dropout, elements),
+        parts.dropout(config.dropout, elements),
     ]
 
 
-def _norm(config: Config, channels: int, elements: int) -> list[Layer]:
-    return [Layer("batchnorm2d", elements, 2 * channels)] if config.batch_norm else []
+def _norm(config: Config, channels: int, elements: int, present: bool = True) -> Layer:
+    return Layer("batchnorm2d", elements, 2 * channels, present=present & config.batch_norm)
 
 
-def _block_layers(config: Config, block: ConvBlock) -> list[Layer]:
-    inputs, outputs, side, after = block.inputs, block.outputs, block.map_in, block.map_out
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per sample."""
+    _, inputs, outputs, side, after, _ = block
     elements = outputs * after**2
     if block.kind == "plain":
         return _conv_block(config, inputs, outputs, side, after)
     if block.kind == "pool":
         return [Layer("max_pool2d", elements)]
     if block.kind == "residual":
-        shortcut = []
-        if inputs != outputs or block.stride != 1:
-            shortcut = [_conv(inputs, outputs, 1, after), *_norm(config, outputs, elements)]
+        changes = (inputs != outputs) | (side != after)
         return [
-            *shortcut,
+            parts.conv2d(inputs, outputs, 1, after, present=changes),
+            _norm(config, outputs, elements, changes),
             *_conv_block(config, inputs, outputs, side, after),
             *_conv_block(config, outputs, outputs, after, after),
             Layer("add", elements),
@@ -211,25 +192,20 @@ def _block_layers(config: Config, block: ConvBlock) -> list[Layer]:
             layers.append(Layer("concat", width * side**2))
             layers += _conv_block(config, width, config.growth_rate, side, side)
         return [*layers, Layer("concat", elements)]
-    assert block.kind == "transition"
-    wide = outputs * side**2
+    if block.kind == "transition":
+        wide = outputs * side**2
+        return [
+            parts.conv2d(inputs, outputs, 1, side),
+            _norm(config, outputs, wide),
+            parts.activation("relu", wide),
+            Layer("avg_pool2d", elements, present=after != side),
+        ]
+    assert block.kind == "head"
     return [
-        _conv(inputs, outputs, 1, side),
-        *_norm(config, outputs, wide),
-        parts.activation("relu", wide),
-        *([Layer("avg_pool2d", elements)] if after != side else []),
+        Layer("adaptive_avg_pool2d", inputs),
+        parts.linear(inputs, outputs),
+        Layer("softmax", outputs, present=config.softmax),
     ]
-
-
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample."""
-    body = blocks(config)
-    plan = [layer for block in body for layer in _block_layers(config, block)]
-    channels = body[-1].outputs
-    plan += [Layer("adaptive_avg_pool2d", channels), parts.linear(channels, config.classes)]
-    if config.softmax:
-        plan.append(Layer("softmax", config.classes))
-    return plan
 
 
 def build(config: Config) -> torch.nn.Module:
@@ -247,35 +223,31 @@ def build(config: Config) -> torch.nn.Module:
         dropout=config.dropout,
     )
 
-    def module(block: ConvBlock) -> nn.Module:
+    def module(block: NetworkBlock) -> nn.Module:
         if block.kind == "plain":
             return modules.conv_block(block.inputs, block.outputs, style)
         if block.kind == "pool":
             return nn.MaxPool2d(2)
         if block.kind == "residual":
-            return modules.ResidualBlock(block.inputs, block.outputs, block.stride, style)
+            return modules.ResidualBlock(block.inputs, block.outputs, 1 + (block.map_out != block.map_in), style)
         if block.kind == "dense":
             return modules.DenseBlock(block.inputs, config.growth_rate, DENSE_LAYERS, style)
         assert block.kind == "transition"
-        return modules.transition(block.inputs, block.outputs, style, shrink=block.stride == 2)
+        return modules.transition(block.inputs, block.outputs, style, shrink=block.map_out != block.map_in)
 
-    body = blocks(config)
+    *body, head = blocks(config)
     return nn.Sequential(
         modules.Stack([module(block) for block in body], recompute=config.activation_checkpointing),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(1),
-        nn.Linear(body[-1].outputs, config.classes),
+        nn.Linear(head.inputs, head.outputs),
         *([nn.Softmax(dim=1)] if config.softmax else []),
     )
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
-    import torch
-
-    size = (config.batch_size, config.channels, config.image_size, config.image_size)
-    images = torch.randn(size, device=device)
-    return (images,), torch.randint(config.classes, (config.batch_size,), device=device)
+    return parts.classified_images(config, device)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Denoising diffusion networks: a U-Net of residual blocks that are told the timestep, with self-attention.
 
-Start reading at `encoder` and `decoder`, which `layers` and `build` both follow; the network is that of Ho et al.
+Start reading at `encoder` and `decoder`, which `blocks` and `build` both follow; the network is that of Ho et al.
 (arXiv 2006.11239), whose attention has one head.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
@@ -65,21 +65,10 @@ class Config(TrialConfig):
         return problems
 
 
-@dataclass(frozen=True, slots=True)
-class UNetPart:
-    """A step through the network. kind: `block`, `halve`, `double`; channels in and out; the side of the map it gives;
-    whether attention follows."""
-
-    kind: str
-    inputs: int
-    outputs: int
-    side: int
-    attends: bool = False
-
-
-def attends(config: Config, side: int) -> bool:
-    """Return whether self-attention follows the blocks on a map of that size."""
-    return config.attention_size_min <= side <= config.attention_size
+def _block(config: Config, inputs: int, outputs: int, side: int) -> NetworkBlock:
+    """Self-attention follows the blocks on maps of some sizes."""
+    attends = config.attention_size_min <= side <= config.attention_size
+    return NetworkBlock("attending" if attends else "block", inputs, outputs, map_out=side)
 
 
 def widths(config: Config) -> list[int]:
@@ -87,37 +76,45 @@ def widths(config: Config) -> list[int]:
     return [config.base_channels * min(2**i, config.widest) for i in range(config.levels)]
 
 
-def encoder(config: Config) -> list[UNetPart]:
-    """From the first convolution's result to the smallest map. The decoder reads what each part gives."""
-    unet_parts, inputs, side = [], config.base_channels, config.image_size
+def encoder(config: Config) -> list[NetworkBlock]:
+    """From the first convolution's result to the smallest map. The decoder reads what each block gives."""
+    steps, inputs, side = [], config.base_channels, config.image_size
     for level, width in enumerate(widths(config)):
         if level:
             side //= 2
-            unet_parts.append(UNetPart("halve", inputs, inputs, side))
+            steps.append(NetworkBlock("halve", inputs, inputs, map_out=side))
         for _ in range(config.blocks):
-            unet_parts.append(UNetPart("block", inputs, width, side, attends(config, side)))
+            steps.append(_block(config, inputs, width, side))
             inputs = width
-    return unet_parts
+    return steps
 
 
-def middle(config: Config) -> list[UNetPart]:
+def middle(config: Config) -> list[NetworkBlock]:
     """Two blocks on the smallest map."""
     width, side = widths(config)[-1], config.image_size >> (config.levels - 1)
-    return [UNetPart("block", width, width, side, True), UNetPart("block", width, width, side)]
+    return [NetworkBlock(kind, width, width, map_out=side) for kind in ("attending", "block")]
 
 
-def decoder(config: Config) -> list[UNetPart]:
+def decoder(config: Config) -> list[NetworkBlock]:
     """From the smallest map to the last convolution. Inputs of blocks count what they read of the encoder."""
-    skips = [config.base_channels, *(part.outputs for part in encoder(config))]
-    side, inputs, unet_parts = config.image_size >> (config.levels - 1), skips[-1], []
+    skips = [config.base_channels, *(block.outputs for block in encoder(config))]
+    side, inputs, steps = config.image_size >> (config.levels - 1), skips[-1], []
     for level, width in reversed(list(enumerate(widths(config)))):
         for _ in range(config.blocks + 1):
-            unet_parts.append(UNetPart("block", inputs + skips.pop(), width, side, attends(config, side)))
+            steps.append(_block(config, inputs + skips.pop(), width, side))
             inputs = width
         if level:
             side *= 2
-            unet_parts.append(UNetPart("double", inputs, inputs, side))
-    return unet_parts
+            steps.append(NetworkBlock("double", inputs, inputs, map_out=side))
+    return steps
+
+
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The network in the order of the forward pass; `joined` is what a block of the decoder reads."""
+    steps = [NetworkBlock("input", map_out=config.image_size), *encoder(config), *middle(config)]
+    for block in decoder(config):
+        steps += [block] if block.kind == "double" else [block._replace(kind="joined"), block]
+    return [*steps, NetworkBlock("output", map_out=config.image_size)]
 
 
 def _norm(channels: int, side: int) -> Layer:
@@ -131,13 +128,26 @@ def _attention(channels: int, side: int) -> list[Layer]:
     return [_norm(channels, side), project, project, project, mixed, project, Layer("add", places * channels)]
 
 
-def _layers_of(config: Config, part: UNetPart) -> list[Layer]:
-    inputs, outputs, side = part.inputs, part.outputs, part.side
-    elements, time = outputs * side**2, 4 * config.base_channels
-    if part.kind == "halve":
-        return [parts.conv2d(inputs, outputs, 3, side)]
-    if part.kind == "double":
-        return [Layer("upsample", inputs * side**2), parts.conv2d(inputs, outputs, 3, side)]
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per sample."""
+    _, inputs, outputs, _, side, _ = block
+    base, elements, time = config.base_channels, outputs * side**2, 4 * config.base_channels
+    if block.kind == "input":
+        return [
+            Layer("position", base),  # the timestep's sines and cosines
+            parts.linear(base, time),
+            parts.activation("silu", time),
+            parts.linear(time, time),
+            parts.conv2d(config.channels, base, 3, side),
+        ]
+    if block.kind == "output":
+        silu = parts.activation("silu", base * side**2)
+        return [_norm(base, side), silu, parts.conv2d(base, config.channels, 3, side)]
+    if block.kind == "joined":
+        return [Layer("concat", inputs * side**2)]
+    if block.kind in ("halve", "double"):
+        doubled = Layer("upsample", inputs * side**2, present=block.kind == "double")
+        return [doubled, parts.conv2d(inputs, outputs, 3, side)]
     return [
         _norm(inputs, side),
         parts.activation("silu", inputs * side**2),
@@ -147,36 +157,11 @@ def _layers_of(config: Config, part: UNetPart) -> list[Layer]:
         Layer("add", elements),
         _norm(outputs, side),
         parts.activation("silu", elements),
-        *parts.dropout(config.dropout, elements),
+        parts.dropout(config.dropout, elements),
         parts.conv2d(outputs, outputs, 3, side),
-        *([parts.conv2d(inputs, outputs, 1, side)] if inputs != outputs else []),
+        parts.conv2d(inputs, outputs, 1, side, present=inputs != outputs),
         Layer("add", elements),
-        *(_attention(outputs, side) if part.attends else []),
-    ]
-
-
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample."""
-    base, side = config.base_channels, config.image_size
-    time = 4 * base
-    plan = [
-        Layer("position", base),  # the timestep's sines and cosines
-        parts.linear(base, time),
-        parts.activation("silu", time),
-        parts.linear(time, time),
-        parts.conv2d(config.channels, base, 3, side),
-    ]
-    for part in (*encoder(config), *middle(config)):
-        plan += _layers_of(config, part)
-    for part in decoder(config):
-        if part.kind == "block":
-            plan.append(Layer("concat", part.inputs * part.side**2))
-        plan += _layers_of(config, part)
-    return [
-        *plan,
-        _norm(base, side),
-        parts.activation("silu", base * side**2),
-        parts.conv2d(base, config.channels, 3, side),
+        *(_attention(outputs, side) if block.kind == "attending" else []),
     ]
 
 
@@ -187,24 +172,22 @@ def build(config: Config) -> torch.nn.Module:
     from featurize import modules
     from featurize.nets import encoder_decoder
 
-    def block(part: UNetPart) -> nn.Module:
+    def block(part: NetworkBlock) -> nn.Module:
         return encoder_decoder.DenoisingBlock(
             part.inputs,
             part.outputs,
             4 * config.base_channels,
             rate=config.dropout,
-            heads=config.heads if part.attends else None,
+            heads=config.heads if part.kind == "attending" else None,
         )
 
-    def stack(*blocks: UNetPart) -> modules.Stack:
-        return modules.Stack(map(block, blocks), recompute=config.activation_checkpointing)
+    def stack(*parts_of_it: NetworkBlock) -> modules.Stack:
+        return modules.Stack(map(block, parts_of_it), recompute=config.activation_checkpointing)
 
-    def module(part: UNetPart) -> nn.Module:
-        if part.kind == "block":
-            return stack(part)
+    def module(part: NetworkBlock) -> nn.Module:
         if part.kind == "halve":
             return nn.Conv2d(part.inputs, part.outputs, 3, stride=2, padding=1)
-        return encoder_decoder.enlarge_nearest(part.inputs)
+        return encoder_decoder.enlarge_nearest(part.inputs) if part.kind == "double" else stack(part)
 
     return encoder_decoder.DenoisingUNet(
         channels=config.channels,

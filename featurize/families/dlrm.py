@@ -5,12 +5,13 @@ Start reading at `Config`; the network is DLRM (Naumov et al., arXiv 1906.00091)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
@@ -71,28 +72,30 @@ def top(config: Config) -> list[int]:
     return [max(config.top_width >> i, 1) for i in range(config.top_depth)]
 
 
-def _hidden(inputs: int, widths: list[int]) -> list[Layer]:
-    plan = []
-    for width in widths:
-        plan += [parts.linear(inputs, width), parts.activation("relu", width)]
-        inputs = width
-    return plan
-
-
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample."""
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The network in the order of the forward pass; of a `table`, `inputs` are its rows, else widths."""
     size, vectors = config.embedding_size, len(config.rows) + 1
-    pairs = vectors * (vectors - 1) // 2
-    after = top(config)
+    after = [size + vectors * (vectors - 1) // 2, *top(config)]
+    before = [config.dense_features, *bottom(config), size]
     return [
-        *_hidden(config.dense_features, [*bottom(config), size]),
-        *(Layer("embedding", size, rows * size) for rows in config.rows),
-        Layer("concat", vectors * size),
-        Layer("matmul", vectors**2, 0, 2 * vectors**2 * size),
-        Layer("concat", size + pairs),
-        *_hidden(size + pairs, after),
-        parts.linear(after[-1], 1),
+        *(NetworkBlock("hidden", *pair) for pair in itertools.pairwise(before)),
+        *(NetworkBlock("table", rows) for rows in config.rows),
+        NetworkBlock("interaction", vectors, after[0]),
+        *(NetworkBlock("hidden", *pair) for pair in itertools.pairwise(after)),
+        NetworkBlock("logit", after[-1], 1),
     ]
+
+
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per sample."""
+    inputs, outputs, size = block.inputs, block.outputs, config.embedding_size
+    if block.kind == "table":
+        return [Layer("embedding", size, inputs * size)]
+    if block.kind == "interaction":
+        products = Layer("matmul", inputs**2, 0, 2 * inputs**2 * size)
+        return [Layer("concat", inputs * size), products, Layer("concat", outputs)]
+    relu = Layer("relu", outputs, present=block.kind == "hidden")
+    return [parts.linear(inputs, outputs), relu]
 
 
 def build(config: Config) -> torch.nn.Module:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -63,10 +63,29 @@ def _matrix(inputs: int, outputs: int, rows: int) -> Layer:
     return Layer("linear", rows * outputs, inputs * outputs, 2 * rows * inputs * outputs)
 
 
-def _convolution(config: Config, inputs: int) -> list[Layer]:
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The network in the order of the forward pass: the convolutions go by their operator."""
+    first = NetworkBlock(config.operator, config.features)
+    return [first, NetworkBlock(config.operator, config.hidden, times=config.depth - 1), NetworkBlock("head")]
+
+
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per graph."""
+    nodes, outputs = config.nodes, config.hidden
+    if block.kind == "head":
+        return [parts.linear(outputs, config.classes, nodes)]
+    elements = nodes * outputs
+    return [
+        *_convolution(config, block),
+        parts.activation(config.activation, elements),
+        parts.dropout(config.dropout, elements),
+    ]
+
+
+def _convolution(config: Config, block: NetworkBlock) -> list[Layer]:
     """`gather`: features read edge by edge; `scatter`: summed into their targets. Loops count as edges."""
-    nodes, outputs, edges = config.nodes, config.hidden, config.nodes * config.degree
-    if config.operator == "sage":
+    inputs, nodes, outputs, edges = block.inputs, config.nodes, config.hidden, config.nodes * config.degree
+    if block.kind == "sage":
         return [
             Layer("gather", edges * inputs),
             Layer("scatter", nodes * inputs),
@@ -75,23 +94,12 @@ def _convolution(config: Config, inputs: int) -> list[Layer]:
             Layer("add", nodes * outputs),
         ]
     looped = edges + nodes
-    layers = [_matrix(inputs, outputs, nodes)]
-    if config.operator == "gat":
-        layers.append(Layer("edge_softmax", looped * config.heads, 2 * outputs))
-    return [*layers, Layer("gather", looped * outputs), Layer("scatter", nodes * outputs, outputs)]
-
-
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per graph."""
-    plan, inputs, elements = [], config.features, config.nodes * config.hidden
-    for _ in range(config.depth):
-        plan += [
-            *_convolution(config, inputs),
-            parts.activation(config.activation, elements),
-            *parts.dropout(config.dropout, elements),
-        ]
-        inputs = config.hidden
-    return [*plan, parts.linear(inputs, config.classes, config.nodes)]
+    return [
+        _matrix(inputs, outputs, nodes),
+        Layer("edge_softmax", looped * config.heads, 2 * outputs, present=block.kind == "gat"),
+        Layer("gather", looped * outputs),
+        Layer("scatter", nodes * outputs, outputs),
+    ]
 
 
 def build(config: Config) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -56,17 +56,19 @@ class Config(TrialConfig):
         return problems or prenorm.heads_problems(self.heads, self.embedding_size)
 
 
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample. The tanh formula counts as one activation."""
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The network in the order of the forward pass."""
+    return [NetworkBlock("embedding"), NetworkBlock("block", times=config.depth), NetworkBlock("head")]
+
+
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per sample. The tanh formula counts as one activation."""
     length, width = config.sequence_length, config.embedding_size
-    body = prenorm.block(width, config.feed_forward, length, config.dropout)
-    return [
-        Layer("embedding", length * width, config.vocabulary_size * width),
-        Layer("position", length * width, length * width),
-        *parts.dropout(config.dropout, length * width),
-        *body * config.depth,
-        *prenorm.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings),
-    ]
+    if block.kind == "embedding":
+        return prenorm.embedded(width, length, config.vocabulary_size, config.dropout)
+    if block.kind == "block":
+        return prenorm.block(width, config.feed_forward, length, config.dropout)
+    return prenorm.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings)
 
 
 def build(config: Config) -> torch.nn.Module:
@@ -101,11 +103,7 @@ def build(config: Config) -> torch.nn.Module:
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices and the next tokens' indices, both [N, sequence_length] int64."""
-    import torch
-
-    size = (config.batch_size, config.sequence_length)
-    tokens = torch.randint(config.vocabulary_size, size, device=device)
-    return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
+    return parts.token_batch(config, device, per_token=True)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

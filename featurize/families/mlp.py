@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -63,23 +63,25 @@ def widths(config: Config) -> list[int]:
     return [*hidden, config.classes]
 
 
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample."""
-    plan, inputs = [], config.input_size
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The linear layers in the order of the forward pass, each with what belongs to it."""
     *hidden, classes = widths(config)
-    for width in hidden:
-        plan += parts.dense_block(
-            inputs,
-            width,
-            batch_norm=config.batch_norm,
-            activation_name=config.activation,
-            rate=config.dropout,
-        )
-        inputs = width
-    plan.append(parts.linear(inputs, classes))
-    if config.softmax:
-        plan.append(Layer("softmax", classes))
-    return plan
+    pairs = zip([config.input_size, *hidden], hidden, strict=False)
+    return [*(NetworkBlock("hidden", *pair) for pair in pairs), NetworkBlock("head", hidden[-1], classes)]
+
+
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per sample."""
+    outputs = block.outputs
+    dense = parts.linear(block.inputs, outputs)
+    if block.kind == "head":
+        return [dense, Layer("softmax", outputs, present=config.softmax)]
+    return [
+        dense,
+        Layer("batchnorm1d", outputs, 2 * outputs, present=config.batch_norm),
+        parts.activation(config.activation, outputs),
+        parts.dropout(config.dropout, outputs),
+    ]
 
 
 def build(config: Config) -> torch.nn.Module:
@@ -88,21 +90,18 @@ def build(config: Config) -> torch.nn.Module:
 
     from featurize import modules
 
-    blocks, inputs = [], config.input_size
-    *hidden, classes = widths(config)
-    for width in hidden:
-        blocks.append(
-            nn.Sequential(
-                nn.Linear(inputs, width),
-                *([nn.BatchNorm1d(width)] if config.batch_norm else []),
-                modules.activation(config.activation),
-                *modules.dropout(config.dropout),
-            )
+    def hidden(block: NetworkBlock) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(block.inputs, block.outputs),
+            *([nn.BatchNorm1d(block.outputs)] if config.batch_norm else []),
+            modules.activation(config.activation),
+            *modules.dropout(config.dropout),
         )
-        inputs = width
+
+    *body, head = blocks(config)
     return nn.Sequential(
-        modules.Stack(blocks, recompute=config.activation_checkpointing),
-        nn.Linear(inputs, classes),
+        modules.Stack(map(hidden, body), recompute=config.activation_checkpointing),
+        nn.Linear(head.inputs, head.outputs),
         *([nn.Softmax(dim=1)] if config.softmax else []),
     )
 

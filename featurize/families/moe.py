@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -83,11 +83,31 @@ def is_routed(config: Config, index: int) -> bool:
     return (index + 1) % config.moe_every == 0
 
 
-def _routed_part(config: Config) -> list[Layer]:
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The network in the order of the forward pass; of a `routed` block's experts, `outputs` rows in all."""
+    routed = NetworkBlock("routed", outputs=config.experts * capacity(config))
+    body = [routed if is_routed(config, index) else NetworkBlock("dense") for index in range(config.depth)]
+    return [NetworkBlock("embedding"), *body, NetworkBlock(config.topology)]
+
+
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per sample."""
+    length, width, rate = config.sequence_length, config.embedding_size, config.dropout
+    if block.kind == "embedding":
+        return prenorm.embedded(width, length, config.vocabulary_size, rate)
+    if block.kind == "dense":
+        return prenorm.block(width, config.feed_forward, length, rate, activation=config.activation)
+    if block.kind == "routed":
+        return [*prenorm.attention_part(width, length, rate), *_routed_part(config, block.outputs)]
+    if block.kind == "decoder":
+        return prenorm.token_head(width, length, config.vocabulary_size, tied=False)
+    return [prenorm.layer_norm(width, length), Layer("mean_pool", width), parts.linear(width, config.classes)]
+
+
+def _routed_part(config: Config, rows: int) -> list[Layer]:
     """Norm, router, the experts' rows gathered, their linear layers side by side, rows back at their tokens, sum."""
     length, width, inner, experts = config.sequence_length, config.embedding_size, config.feed_forward, config.experts
-    rows, outer = experts * capacity(config), length * width
-    products = 2 * rows * width * inner
+    outer, products = length * width, 2 * rows * width * inner
     return [
         prenorm.layer_norm(width, length),
         Layer("linear", length * experts, width * experts, 2 * outer * experts),
@@ -97,30 +117,8 @@ def _routed_part(config: Config) -> list[Layer]:
         parts.activation(config.activation, rows * inner),
         Layer("linear", rows * width, experts * (inner + 1) * width, products),
         Layer("combine", config.top_k * outer),
-        *parts.dropout(config.dropout, outer),
+        parts.dropout(config.dropout, outer),
         Layer("add", outer),
-    ]
-
-
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample."""
-    length, width, rate = config.sequence_length, config.embedding_size, config.dropout
-    plan = [
-        Layer("embedding", length * width, config.vocabulary_size * width),
-        Layer("position", length * width, length * width),
-        *parts.dropout(rate, length * width),
-    ]
-    dense = prenorm.dense_part(width, config.feed_forward, length, rate, activation=config.activation)
-    for index in range(config.depth):
-        plan += prenorm.attention_part(width, length, rate)
-        plan += _routed_part(config) if is_routed(config, index) else dense
-    if config.topology == "decoder":
-        return [*plan, *prenorm.token_head(width, length, config.vocabulary_size, tied=False)]
-    return [
-        *plan,
-        prenorm.layer_norm(width, length),
-        Layer("mean_pool", width),
-        parts.linear(width, config.classes),
     ]
 
 
@@ -171,13 +169,7 @@ def build(config: Config) -> torch.nn.Module:
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices [N, sequence_length] int64; the next tokens' indices of the same shape for a decoder, class indices
     [N] for an encoder."""
-    import torch
-
-    size = (config.batch_size, config.sequence_length)
-    tokens = torch.randint(config.vocabulary_size, size, device=device)
-    if config.topology == "decoder":
-        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
-    return (tokens,), torch.randint(config.classes, size[:1], device=device)
+    return parts.token_batch(config, device, per_token=config.topology == "decoder")
 
 
 def loss(config: Config) -> Callable:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -60,24 +60,32 @@ def kind(config: Config) -> str:
     return f"{config.family}/{config.cell}"
 
 
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample, an entry for each recurrent layer; dropout between these is inside their call."""
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The network in the order of the forward pass: the recurrent layers go by their cell, the last one by the task."""
+    state = config.hidden_size * (1 + config.bidirectional)
+    first, others = (
+        NetworkBlock(config.cell, config.embedding_size),
+        NetworkBlock(config.cell, state, times=config.depth - 1),
+    )
+    return [NetworkBlock("embedding"), first, others, NetworkBlock(config.task, state)]
+
+
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per sample; dropout between recurrent layers is inside their call."""
     length, width, hidden = config.sequence_length, config.embedding_size, config.hidden_size
-    directions, gates = (2 if config.bidirectional else 1), GATES[config.cell]
-    state, outputs = hidden * directions, config.vocabulary_size
-    plan = [
-        Layer("embedding", length * width, config.vocabulary_size * width),
-        *parts.dropout(config.dropout, length * width),
-    ]
-    for index in range(config.depth):
-        weights = gates * hidden * (hidden + (state if index else width)) * directions
-        biases = 2 * gates * hidden * directions
-        plan.append(Layer(config.cell, length * state, weights + biases, 2 * length * weights))
-    if config.task == "language_model":
-        return [*plan, *parts.dropout(config.dropout, length * state), parts.linear(state, outputs, length)]
-    if config.task == "classify_mean":
-        plan.append(Layer("mean_pool", state))
-    return [*plan, *parts.dropout(config.dropout, state), parts.linear(state, config.classes)]
+    inputs, directions = block.inputs, 1 + config.bidirectional
+    if block.kind == "embedding":
+        embedding = Layer("embedding", length * width, config.vocabulary_size * width)
+        return [embedding, parts.dropout(config.dropout, length * width)]
+    if block.kind in GATES:
+        gates = GATES[block.kind] * hidden * directions
+        weights, biases = gates * (hidden + inputs), 2 * gates
+        return [Layer(block.kind, length * hidden * directions, weights + biases, 2 * length * weights)]
+    if block.kind == "language_model":
+        head = parts.linear(inputs, config.vocabulary_size, length)
+        return [parts.dropout(config.dropout, length * inputs), head]
+    pool = Layer("mean_pool", inputs, present=block.kind == "classify_mean")
+    return [pool, parts.dropout(config.dropout, inputs), parts.linear(inputs, config.classes)]
 
 
 def build(config: Config) -> torch.nn.Module:
@@ -101,13 +109,7 @@ def build(config: Config) -> torch.nn.Module:
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices [N, sequence_length] int64; class indices [N], or the next tokens' [N, sequence_length]."""
-    import torch
-
-    size = (config.batch_size, config.sequence_length)
-    tokens = torch.randint(config.vocabulary_size, size, device=device)
-    if config.task == "language_model":
-        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
-    return (tokens,), torch.randint(config.classes, size[:1], device=device)
+    return parts.token_batch(config, device, per_token=config.task == "language_model")
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer
+from featurize.families import _prenorm as prenorm
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
 
 TOPOLOGIES = ("encoder", "decoder", "hybrid")
-SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # of the search space, consumed by `repair`
-HEAD_SIZES = (
-    8,
-    256,
-)  # sampled heads keep their size in this range, and a multiple of 8, as fast kernels ask for
+SAMPLED_ONLY = prenorm.SAMPLED_ONLY
+HEAD_SIZES = range(8, 257, 8)  # of sampled heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +55,7 @@ class Config(TrialConfig):
         ]
         if problems:
             return problems
-        if self.embedding_size % self.heads:
-            problems.append(
-                f"heads must divide embedding_size, got {self.heads} heads for an embedding of {self.embedding_size}"
-            )
+        problems = prenorm.heads_problems(self.heads, self.embedding_size)
         if self.topology == "hybrid" and self.depth < 2:
             problems.append(f"depth must be >= 2 for topology hybrid, got {self.depth}")
         return problems
@@ -81,36 +76,36 @@ def _attention(config: Config) -> Layer:
     return Layer("attention", length * width, projections, 8 * length * width**2 + 4 * length**2 * width)
 
 
-def _stack_layer(config: Config, attentions: int) -> list[Layer]:
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The network in the order of the forward pass; `crossed` layers have cross-attention too."""
+    plain, crossed = stages(config)
+    return [
+        NetworkBlock("embedding"),
+        NetworkBlock("plain", times=plain),
+        NetworkBlock("crossed", times=crossed),
+        NetworkBlock("head"),
+    ]
+
+
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per sample."""
     length, width, inner = config.sequence_length, config.embedding_size, config.feed_forward
     outer = length * width
-    norm = Layer("layernorm", outer, 2 * width)
-    residual = [*parts.dropout(config.dropout, outer), Layer("add", outer), norm]
+    if block.kind == "embedding":
+        return [Layer("embedding", outer, config.vocabulary_size * width), Layer("position", outer, outer)]
+    if block.kind == "head":
+        classes = config.classes
+        softmax = Layer("softmax", classes, present=config.softmax)
+        return [Layer("mean_pool", width), parts.linear(width, classes), softmax]
+    residual = [parts.dropout(config.dropout, outer), Layer("add", outer), Layer("layernorm", outer, 2 * width)]
     return [
-        *[_attention(config), *residual] * attentions,
+        *[_attention(config), *residual] * (2 if block.kind == "crossed" else 1),
         parts.linear(width, inner, length),
         parts.activation(config.activation, length * inner),
-        *parts.dropout(config.dropout, length * inner),
+        parts.dropout(config.dropout, length * inner),
         parts.linear(inner, width, length),
         *residual,
     ]
-
-
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample."""
-    length, width = config.sequence_length, config.embedding_size
-    plain, crossed = stages(config)
-    plan = [
-        Layer("embedding", length * width, config.vocabulary_size * width),
-        Layer("position", length * width, length * width),
-        *_stack_layer(config, attentions=1) * plain,
-        *_stack_layer(config, attentions=2) * crossed,
-        Layer("mean_pool", width),
-        parts.linear(width, config.classes),
-    ]
-    if config.softmax:
-        plan.append(Layer("softmax", config.classes))
-    return plan
 
 
 def build(config: Config) -> torch.nn.Module:
@@ -137,29 +132,11 @@ def build(config: Config) -> torch.nn.Module:
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Token indices [N, sequence_length] int64 and class indices [N]."""
-    import torch
-
-    size = (config.batch_size, config.sequence_length)
-    tokens = torch.randint(config.vocabulary_size, size, device=device)
-    return (tokens,), torch.randint(config.classes, (config.batch_size,), device=device)
+    return parts.token_batch(config, device, per_token=False)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """The embedding becomes a multiple of 16 (or of a given `heads`), `heads` one of its divisors unless given, and
-    `feed_forward_multiple` the absolute `feed_forward`."""
-    values = parts.switch_dropout(values)
-    multiple = values.pop("feed_forward_multiple", None)
+    """Sizes that fit each other, see `_prenorm.repair`; a hybrid has a layer for each of its stacks."""
     if values.get("topology") == "hybrid":
-        parts.at_least(values, "depth", 2)
-    width, heads = values.get("embedding_size"), values.get("heads")
-    if not parts.is_integer(width):
-        return values
-    step = heads if parts.is_integer(heads) and heads > 0 else 16
-    width = values["embedding_size"] = max(width // step, 1) * step
-    if heads is None:
-        low, high = HEAD_SIZES
-        sizes = [size for size in range(low, high + 1, 8) if width % size == 0]
-        values["heads"] = width // parts.pick(sizes, draw, "heads")
-    if "feed_forward" not in values and isinstance(multiple, int | float):
-        values["feed_forward"] = round(width * multiple)
-    return values
+        parts.at_least(values := dict(values), "depth", 2)
+    return prenorm.repair(values, draw, head_sizes=HEAD_SIZES, step=16)

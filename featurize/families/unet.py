@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
@@ -63,39 +63,40 @@ def widths(config: Config) -> list[int]:
     return [min(config.base_channels * 2**i, MAX_CHANNELS) for i in range(config.depth + 1)]
 
 
-def _block(config: Config, inputs: int, outputs: int, side: int) -> list[Layer]:
-    elements, layers = outputs * side**2, []
-    for channels in (inputs, outputs):
-        layers.append(parts.conv2d(channels, outputs, 3, side, bias=not config.batch_norm))
-        layers += [Layer("batchnorm2d", elements, 2 * outputs)] if config.batch_norm else []
-        layers.append(parts.activation(config.activation, elements))
-    return layers
-
-
-def _enlarge(config: Config, inputs: int, outputs: int, side: int) -> list[Layer]:
-    """To a map of `side` pixels."""
-    if config.enlargement == "upsample":
-        return [Layer("upsample", inputs * side**2), parts.conv2d(inputs, outputs, 3, side)]
-    weights = inputs * outputs * 4
-    return [Layer("conv_transpose2d", outputs * side**2, weights + outputs, 2 * weights * (side // 2) ** 2)]
-
-
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample."""
-    plan: list[Layer] = []
-    levels, inputs = widths(config), config.channels
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The network in the order of the forward pass. A map is as large as what the block gives."""
+    levels, inputs, steps = widths(config), config.channels, []
     for index, width in enumerate(levels):
         side = config.image_size >> index
-        plan += [Layer("max_pool2d", inputs * side**2)] if index else []
-        plan += _block(config, inputs, width, side)
+        steps += [NetworkBlock("pool", inputs, inputs, map_out=side)] if index else []
+        steps.append(NetworkBlock("block", inputs, width, map_out=side))
         inputs = width
     for index in reversed(range(config.depth)):
         side, width = config.image_size >> index, levels[index]
-        plan += _enlarge(config, inputs, width, side)
-        plan.append(Layer("concat", 2 * width * side**2))
-        plan += _block(config, 2 * width, width, side)
+        steps.append(NetworkBlock(config.enlargement, inputs, width, map_out=side))
+        steps.append(NetworkBlock("block", 2 * width, width, map_out=side))
         inputs = width
-    return [*plan, parts.conv2d(inputs, config.classes, 1, config.image_size)]
+    return [*steps, NetworkBlock("head", inputs, config.classes, map_out=config.image_size)]
+
+
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per sample."""
+    _, inputs, outputs, _, side, _ = block
+    elements = outputs * side**2
+    if block.kind == "pool":
+        return [Layer("max_pool2d", elements)]
+    if block.kind == "head":
+        return [parts.conv2d(inputs, outputs, 1, side)]
+    joined = Layer("concat", 2 * elements)
+    if block.kind == "upsample":
+        return [Layer("upsample", inputs * side**2), parts.conv2d(inputs, outputs, 3, side), joined]
+    if block.kind == "transposed":
+        weights = inputs * outputs * 4
+        return [Layer("conv_transpose2d", elements, weights + outputs, 2 * weights * (side // 2) ** 2), joined]
+    norm = Layer("batchnorm2d", elements, 2 * outputs, present=config.batch_norm)
+    rest = [norm, parts.activation(config.activation, elements)]
+    first, second = (parts.conv2d(c, outputs, 3, side, bias=1 - config.batch_norm) for c in (inputs, outputs))
+    return [first, *rest, second, *rest]
 
 
 def build(config: Config) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Layer
+from featurize.layers import Layer, NetworkBlock
 from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
@@ -54,19 +54,24 @@ class Config(TrialConfig):
         return [*problems, *prenorm.heads_problems(self.heads, self.embedding_size)]
 
 
-def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample. The class token's weights are in `position`."""
+def blocks(config: Config) -> list[NetworkBlock]:
+    """The network in the order of the forward pass."""
+    return [NetworkBlock("patches"), NetworkBlock("block", times=config.depth), NetworkBlock("head")]
+
+
+def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
+    """A block's part of the forward pass per sample. The class token's weights are in `position`."""
     width, patches = config.embedding_size, (config.image_size // config.patch_size) ** 2
     length, weights = patches + 1, config.channels * config.patch_size**2 * width
-    body = prenorm.block(width, config.feed_forward, length, config.dropout, inner_rate=config.dropout)
+    if block.kind == "block":
+        return prenorm.block(width, config.feed_forward, length, config.dropout, inner_rate=config.dropout)
+    if block.kind == "head":
+        return [prenorm.layer_norm(width, length), parts.linear(width, config.classes)]
     return [
         Layer("position", (length + 1) * width, (length + 1) * width),
         Layer("conv2d", patches * width, weights + width, 2 * patches * weights),
         Layer("concat", length * width),
-        *parts.dropout(config.dropout, length * width),
-        *body * config.depth,
-        prenorm.layer_norm(width, length),
-        parts.linear(width, config.classes),
+        parts.dropout(config.dropout, length * width),
     ]
 
 
@@ -101,11 +106,7 @@ def build(config: Config) -> torch.nn.Module:
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
-    import torch
-
-    size = (config.batch_size, config.channels, config.image_size, config.image_size)
-    images = torch.randn(size, device=device)
-    return (images,), torch.randint(config.classes, (config.batch_size,), device=device)
+    return parts.classified_images(config, device)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

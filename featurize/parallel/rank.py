@@ -19,7 +19,7 @@ from featurize.training import TrainingStep
 
 
 class Rank:
-    """What a trace asks of a rank. This one is the only one of its job: it has all, and sends nothing.
+    """A rank as a trace asks it. This one is the only one of its job: it has all, and sends nothing.
 
     A trace calls `prepare`, `attach` and `part_of`, then, within `intercept`, `wrap` and `begin`. A step calls
     `begin_step`, `begin_phase` and `run`; `collectives` and `part` are of the last one.

@@ -790,12 +790,13 @@ def _key(request: Request) -> tuple[str | None, Request]:
     if request.platform.workspaces is not None:
         return None, request
     request = with_key(request)
-    job, folder, own = request.job, DataFolder.resolve(request.options.data), request.own_runs
+    job, how, own = request.job, request.options, request.own_runs
+    folder = DataFolder.resolve(how.data)
     if not job.key:
         return None, request
     identity = (
         job.key, job.name, job.training_loop, request.platform, request.platform.device.interconnect,
-        replace(request.options, data=None), own and (own.asked_for, own.changed_ns), str(folder.root),
+        how.estimator, how.loop, how.coverage, how.known, own and (own.asked_for, own.changed_ns), str(folder.root),
         tuple(_models_of(folder)),
     )  # fmt: skip
     return hashlib.sha256(repr(identity).encode()).hexdigest(), request

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import loop_of_source
 from learn.estimation.notes import MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 from learn.estimators import LEVEL, OF_CONFIGS
-from learn.learned.tabular import FeatureTable, TabularEstimator, case_features
+from learn.learned.tabular import FeatureTable, TabularEstimator, case_columns
+from learn.learned.trees import Trees
 from learn.targets import get_target
 
 STALE = "the models of method=fast were fitted with features of other code than this: they may be a little off"
@@ -44,33 +45,46 @@ class ConfigModels:
     ours: frozenset[str]
 
     def predict(self, cases: Sequence[Case]) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        """Return (n,) points by target, and memory's bound in MiB. Raises `UsageError` where features are lacking."""
+        """Return (n,) points by target, and memory's bound in MiB, of one family's configs on one GPU model. Raises
+        `UsageError` where features are lacking."""
         try:
-            features = [case_features(case) for case in cases]
+            ((_, columns),) = case_columns(cases)
         except CommandError as error:
             raise UsageError(f"method=fast has no answer: {error}") from error
-        figures = {}
+        family, spec = cases[0].family, cases[0].spec
+        assert spec is not None
+        figures: dict[str, np.ndarray] = {}
         bound = None
-        tables: list[tuple[FeatureTable, np.ndarray]] = []  # those that come along share one
+        for table, names, trees in self._tables:
+            for name, sums in zip(names, trees.members(table.encoded(columns, len(cases))), strict=True):
+                artifact = self.artifacts[name]
+                estimator = _tabular(artifact)
+                prediction = estimator.prediction_of(estimator.trees.start + sums, {})
+                rough = artifact.meta.get("times_rough")
+                times = 1.0 if rough is None else rough_figures(rough, columns, spec.launch_overhead_us)
+                if name == BOUND:
+                    above = artifact.meta["above"]
+                    bound = prediction.point * times * above.get(family, max(above.values()))
+                    continue
+                figures[name] = prediction.point * times
+                if name == "memory" and BOUND not in self.artifacts:
+                    upper = prediction.upper(LEVEL)
+                    bound = None if upper is None else upper * times
+        return {name: figures[name] for name in self.artifacts if name in figures}, bound
+
+    @cached_property
+    def _tables(self) -> list[tuple[FeatureTable, list[str], Trees]]:
+        """Artifacts that read the same columns, as those that come along do, and the trees of all of them."""
+        names_of: dict[int, list[str]] = {}
+        tables: list[FeatureTable] = []
         for name, artifact in self.artifacts.items():
-            estimator = artifact.estimator
-            assert isinstance(estimator, TabularEstimator)
-            matrix = next((known for table, known in tables if table == estimator.table), None)
-            if matrix is None:
-                matrix = estimator.table.encoded(features)
-                tables.append((estimator.table, matrix))
-            prediction = estimator.prediction_of(matrix, {})
-            rough = artifact.meta.get("times_rough")
-            times = np.ones(len(cases)) if rough is None else rough_figures(rough, cases, features)
-            if name == BOUND:
-                above = artifact.meta["above"]
-                bound = prediction.point * times * [above.get(case.family, max(above.values())) for case in cases]
-                continue
-            figures[name] = prediction.point * times
-            if name == "memory" and BOUND not in self.artifacts:
-                upper = prediction.upper(LEVEL)
-                bound = None if upper is None else upper * times
-        return figures, bound
+            if (table := _tabular(artifact).table) not in tables:
+                tables.append(table)
+            names_of.setdefault(tables.index(table), []).append(name)
+        return [
+            (tables[place], names, Trees.joined([_tabular(self.artifacts[name]).trees for name in names]))
+            for place, names in names_of.items()
+        ]
 
     def named(self, target: str) -> str:
         """Return what `answered_by` says of a target."""
@@ -91,6 +105,11 @@ class ConfigModels:
         metrics = {"median": f"{first}_{kind}_error", "p90": f"p90_{kind}_error"}
         values = {name: meta.get("metrics", {}).get(metric, {}).get("test") for name, metric in metrics.items()}
         return {} if None in values.values() else values
+
+
+def _tabular(artifact: Artifact) -> TabularEstimator:
+    assert isinstance(artifact.estimator, TabularEstimator)
+    return artifact.estimator
 
 
 def fast_estimates(
@@ -199,7 +218,7 @@ def _of_family(
         "held_out_errors": {target: errors for target in targets if (errors := models.errors(target, family))},
     }  # fmt: skip
     of_all = _notes_of_models(models, device)
-    known = models.artifacts["memory"].meta.get("known", {}).get(family, {})
+    reasons = unlike(configs, models.artifacts["memory"].meta.get("known", {}).get(family, {}))
     return [
         Estimate(
             peak_memory_mib=memory[place],
@@ -209,10 +228,10 @@ def _of_family(
             smocc=columns.get("smocc", unknown)[place],
             drama=columns.get("drama", unknown)[place],
             step_time_ms=columns.get("step_time_ms", unknown)[place],
-            notes=(*_notes(config, known, memory[place], upper[place], device), *of_all),
+            notes=(*_notes(reasons[place], memory[place], upper[place], device), *of_all),
             **shared,
         )
-        for place, config in enumerate(configs)
+        for place in range(len(configs))
     ]
 
 
@@ -222,12 +241,8 @@ def _moved_mib(family: str, device: DeviceSpec, on: MachineProfile) -> float:
     return on.outside_mib(loads_cudnn) + on.other_mib - machine(DESCRIBED, device).outside_mib(loads_cudnn)
 
 
-def _notes(
-    config: TrialConfig, known: Mapping[str, Sequence[Any]], mib: float, upper: float | None, device: DeviceSpec
-) -> list[Note]:
-    notes = [
-        Note("unlike-fitted", WARNING, f"unlike what method=fast was fitted on: {why}") for why in unlike(config, known)
-    ]
+def _notes(unlike_fitted: Sequence[str], mib: float, upper: float | None, device: DeviceSpec) -> list[Note]:
+    notes = [Note("unlike-fitted", WARNING, f"unlike what method=fast was fitted on: {why}") for why in unlike_fitted]
     if mib > device.memory_mib:
         notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: {device.name} has {device.memory_mib:,.0f} MiB"))
     elif upper is not None and upper > device.memory_mib:

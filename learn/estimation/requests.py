@@ -202,7 +202,7 @@ def job_of(
     of_steps = Training(**_with_file(layout, chosen))
     pairs = [(inputs, target)] if batches is None else batches_of(batches, inputs, target)
     job = of_module(given_model, pairs, of_steps, input_dtype=input_dtype, loss=loss, name=name)
-    return replace(job, parallel=layout)
+    return job if layout is None else replace(job, parallel=layout)
 
 
 def training_settings(given: Mapping[str, Any], settings: object = None) -> dict[str, Any]:

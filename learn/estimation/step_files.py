@@ -1,6 +1,6 @@
 """The files that a user wants beside an estimate: a page about the traced step, and its memory snapshot.
 
-Start reading at `StepFiles`.
+Start reading at `StepFiles`; `step_report` draws the page.
 """
 
 from __future__ import annotations
@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from conf.errors import UsageError
+from conf.outputs import checked_report, write_output
+from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
     from learn.estimation.requests import Request
     from learn.traced import TracedStep
+
+
+def checked_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
+    """Return the path of a file that is wanted, checked to be writable before the work.
+
+    Raises `UsageError`, which names `key` and the file name `like` as an example.
+    """
+    return checked_report(report, key=key, like=like, data=[DataFolder.resolve().root])
 
 
 class StepFiles(NamedTuple):
@@ -31,8 +41,6 @@ class StepFiles(NamedTuple):
     @classmethod
     def checked(cls, report: str | os.PathLike[str] | None, snapshot: str | os.PathLike[str] | None) -> Self:
         """Return the paths, checked to be writable before the work. Raises `UsageError`."""
-        from learn.estimation.step_report import checked_path
-
         return cls(
             None if report is None else checked_path(Path(report)),
             None if snapshot is None else checked_path(Path(snapshot), "snapshot", "snapshot.pickle"),
@@ -49,7 +57,6 @@ class StepFiles(NamedTuple):
         Raises:
             UsageError: A snapshot of a model that could not be traced.
         """
-        from conf.outputs import write_output
         from learn.estimation.step_report import write_step_report
 
         if self.report is not None:

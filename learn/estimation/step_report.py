@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from conf.outputs import checked_report, write_output
+from conf.outputs import write_output
 from conf.reports.blocks import (
     Block,
     Branch,
@@ -54,7 +54,6 @@ from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, 
 from learn.estimation.loops import PIPELINE, legend, loading_ms
 from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important, times
 from learn.traced import TracedStep
-from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.kernel_model.step_time import TimedStep
@@ -63,14 +62,6 @@ if TYPE_CHECKING:
     from learn.job import TrainingJob
 
 TOP_TENSORS = 12
-
-
-def checked_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
-    """Return the page's path, checked to be writable before the work.
-
-    Raises `UsageError`, which names `key` and the file name `like` as an example.
-    """
-    return checked_report(report, key=key, like=like, data=[DataFolder.resolve().root])
 
 
 def write_step_report(

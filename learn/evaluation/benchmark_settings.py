@@ -210,7 +210,7 @@ class BenchmarkSettings:
 
     def _problems_of_paths(self) -> list[str]:
         """Return what is wrong with the files to write: now, not after an hour."""
-        from learn.estimation.step_report import checked_path
+        from learn.estimation.step_files import checked_path
 
         problems = []
         for name, like in (("out", "report.json"), ("report", "report.html")):

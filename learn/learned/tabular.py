@@ -6,7 +6,7 @@ Start reading at `TabularEstimator.fit`; a subclass fits the trees, as `LightGBM
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 
 from conf.errors import CommandError, UsageError
 from featurize.device_spec import DeviceSpec
-from featurize.trial import TrialConfig
+from featurize.families import get_family
 from learn.bounds import too_few_for
 from learn.cases import Case
 from learn.data import Rows
@@ -37,6 +37,7 @@ class TabularEstimator(Estimator):
     model_name: ClassVar[str]  # of the file of its trees
     dtype: ClassVar[type[np.floating]] = np.float64  # in which the trees compare features
     table: FeatureTable  # the columns that the model reads, once it is fitted or loaded
+    trees: Trees  # which read it
 
     @abstractmethod
     def _train(self, features: np.ndarray, label: np.ndarray) -> Trees:
@@ -60,32 +61,30 @@ class TabularEstimator(Estimator):
 
         held_out = cross_fitted(
             group_folds(rows.group, FOLDS, self.seed),
-            lambda inside: self._centre(self._train(features[inside], label[inside]), features[~inside]),
+            lambda inside: self._within(self._train(features[inside], label[inside]).predict(features[~inside])),
         )
         self._residuals = np.sort(label - held_out)
-        self._trees = self._train(features, label)
+        self.trees = self._train(features, label)
         return self
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         self.require_fitted()
         refusals = {i: reason for i, case in enumerate(cases) if (reason := why_not(case)) is not None}
         known = [i for i in range(len(cases)) if i not in refusals]
-        features = np.full((len(cases), len(self.table.columns)), np.nan)
-        features[known] = self.table.matrix([cases[i] for i in known])
-        return self.prediction_of(features, refusals)
-
-    def prediction_of(self, features: np.ndarray, refusals: Mapping[int, str]) -> ResidualPrediction:
-        """Return the prediction for (n, columns) features of `table`; NaN for the rows of `refusals`."""
-        warning = too_few_for(LEVEL, len(self._residuals))
-        known = [i for i in range(len(features)) if i not in refusals]
-        centre = np.full(len(features), np.nan)
+        raw = np.full(len(cases), np.nan)
         if known:
-            centre[known] = self._centre(self._trees, features[known].astype(self.dtype))
+            raw[known] = self.trees.predict(self.table.matrix([cases[i] for i in known]).astype(self.dtype))
+        return self.prediction_of(raw, refusals)
+
+    def prediction_of(self, raw: np.ndarray, refusals: Mapping[int, str]) -> ResidualPrediction:
+        """Return the prediction for what the trees say, (n,); NaN for the rows of `refusals`."""
+        warning = too_few_for(LEVEL, len(self._residuals))
+        centre = self._within(raw)
         return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else (), refusals)
 
     def save(self, folder: Path) -> None:
         write_state(folder, self, {"features": self.table.to_mapping(), "residuals": self._residuals.tolist()})
-        self._trees.save(folder, self.model_name)
+        self.trees.save(folder, self.model_name)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -93,11 +92,10 @@ class TabularEstimator(Estimator):
         loaded, state = open_state(cls, folder)
         loaded.table = FeatureTable.from_mapping(state["features"])
         loaded._residuals = np.asarray(state["residuals"], dtype=float)
-        loaded._trees = Trees.load(folder, cls.model_name)
+        loaded.trees = Trees.load(folder, cls.model_name)
         return loaded
 
-    def _centre(self, trees: Trees, features: np.ndarray) -> np.ndarray:
-        raw = trees.predict(features)
+    def _within(self, raw: np.ndarray) -> np.ndarray:
         return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
 
 
@@ -168,27 +166,33 @@ def cross_fitted(fold: np.ndarray, answers: Callable[[np.ndarray], np.ndarray]) 
     return figures
 
 
-@lru_cache(maxsize=100_000)
-def config_features(config: TrialConfig) -> Mapping[str, object]:
-    """`featurize.features.scalar_features`, remembered: cross-validation asks for each config many times."""
-    from featurize.features import scalar_features
+def case_columns(cases: Sequence[Case]) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """Yield, family by family, the places of its cases, and name -> (m,) features that take no trace: of the configs,
+    as `featurize.features.feature_columns` has them, and of the devices (`gpu_*`) that are described."""
+    from featurize.features import feature_columns
 
-    return scalar_features(config)
-
-
-def case_features(case: Case) -> Mapping[str, object]:
-    """Return the features of a case that take no trace: its config's, and its device's (`gpu_*`) where that is
-    described. A module has no config: `UsageError`."""
-    if case.config is None:
-        raise UsageError("it reads trial configs only, and this is a module")
-    features = config_features(case.config)
-    return {**features, **_device_features(case.spec)} if case.spec is not None else features
+    of_family: dict[str, list[int]] = {}
+    for place, case in enumerate(cases):
+        of_family.setdefault(case.family, []).append(place)
+    for places in of_family.values():
+        columns = feature_columns([case.config for place in places if (case := cases[place]).config is not None])
+        of_spec: dict[DeviceSpec, list[int]] = {}
+        for row, place in enumerate(places):
+            if (spec := cases[place].spec) is not None:
+                of_spec.setdefault(spec, []).append(row)
+        for spec, rows in of_spec.items():
+            for name, value in _device_features(spec).items():
+                columns.setdefault(name, np.full(len(places), np.nan))[rows] = value
+        yield np.array(places), columns
 
 
 def why_not(case: Case) -> str | None:
     """Return why a case has no such features, or None: a module, or a config whose layers cannot be had."""
+    if case.config is None:
+        return "it reads trial configs only, and this is a module"
     try:
-        case_features(case)
+        if hasattr(family := get_family(case.config.family), "layers"):
+            family.layers(case.config)
     except CommandError as error:
         return str(error)
     return None
@@ -216,11 +220,11 @@ class FeatureTable:
         """Columns in alphabetical order, so that the order of the rows changes nothing."""
         columns: set[str] = set()
         words: dict[str, set[str]] = {}
-        for case in cases:
-            for name, value in case_features(case).items():
-                columns.add(name)
-                if isinstance(value, str):
-                    words.setdefault(name, set()).add(value)
+        for _, of_family in case_columns(cases):
+            columns.update(of_family)
+            for name, column in of_family.items():
+                if column.dtype == object:
+                    words.setdefault(name, set()).update(value for value in column.tolist() if value is not None)
         return cls(tuple(sorted(columns)), {name: tuple(sorted(seen)) for name, seen in sorted(words.items())})
 
     @property
@@ -230,20 +234,24 @@ class FeatureTable:
 
     def matrix(self, cases: Sequence[Case]) -> np.ndarray:
         """(n, columns) float64; NaN is missing."""
-        return self.encoded([case_features(case) for case in cases])
-
-    def encoded(self, rows: Sequence[Mapping[str, object]]) -> np.ndarray:
-        """Return the features of n cases as (n, columns) float64; NaN is missing."""
-        codes = {name: {word: i for i, word in enumerate(seen)} for name, seen in self.words.items()}
-        table = np.full((len(rows), len(self.columns)), np.nan)
-        for i, features in enumerate(rows):
-            for j, name in enumerate(self.columns):
-                value = features.get(name)
-                if name in codes:
-                    table[i, j] = codes[name].get(str(value), np.nan) if isinstance(value, str) else np.nan
-                elif isinstance(value, int | float | np.number):
-                    table[i, j] = float(value)
+        table = np.full((len(cases), len(self.columns)), np.nan)
+        for places, columns in case_columns(cases):
+            table[places] = self.encoded(columns, len(places))
         return table
+
+    def encoded(self, columns: Mapping[str, np.ndarray], n: int) -> np.ndarray:
+        """Return the features of n cases of one family as (n, columns) float64; NaN is missing."""
+        table = np.full((len(self.columns), n), np.nan)
+        for row, name in zip(table, self.columns, strict=True):
+            column = columns.get(name)
+            if column is None or (column.dtype == object) != (name in self.words):
+                continue
+            if name in self.words:
+                codes = {word: code for code, word in enumerate(self.words[name])}
+                row[:] = [codes.get(word, np.nan) for word in column.tolist()]
+            else:
+                row[:] = column
+        return table.T
 
     def to_mapping(self) -> dict:
         return {"columns": list(self.columns), "words": {k: list(v) for k, v in self.words.items()}}

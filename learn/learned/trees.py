@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 MEMBERS = 3  # fits that differ in their random choices; the mean of them is smoother than one
 _ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wrong
 _NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
-_CELLS = 20_000  # rows times trees that are followed at a time: their arrays stay in the processor's cache
+_ROWS = 1000  # followed at a time
+_CELLS = 24_000  # rows times trees: these trees and their rows stay in the processor's cache
+_FEW = 50  # rows, of which it does not pay to look for what they have in common
+_STEPS = 4  # taken at a time: looking for those that are at a leaf costs as much as one
 _DEEPEST = 1000
 _INFINITE = 1e300  # what LightGBM writes for an infinite threshold
 _KINDS: Mapping[str, type] = {
@@ -88,6 +91,16 @@ class Trees:
             depth += 1
         return depth
 
+    @classmethod
+    def joined(cls, forests: Sequence[Trees]) -> Self:
+        """Return trees whose `members` are those of all forests, one after the other; they read the same table."""
+        nodes = np.cumsum([0, *(len(one.value) for one in forests)])
+        trees = np.cumsum([0, *(len(one.root) for one in forests)])
+        arrays = {name: [getattr(one, name) for one in forests] for name in _KINDS if name != "start"}
+        for name, shift in (("children", nodes), ("root", nodes), ("first", trees)):
+            arrays[name] = [array + by for array, by in zip(arrays[name], shift, strict=False)]
+        return cls(**{name: np.concatenate(of_all) for name, of_all in arrays.items()}, start=np.array(0.0))
+
     def predict(self, table: np.ndarray) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64. Raises `ValueError` for too few columns."""
         return self.predict_along(table, None)[:, 0]
@@ -97,47 +110,77 @@ class Trees:
 
         Splits by other columns are the same for all k: each row follows them once.
         """
+        members = self.members(table, last)
+        values = self.start + np.cumsum(members, axis=0)[-1] / len(members)
+        return values.reshape(len(table), 1 if last is None else len(last))
+
+    def members(self, table: np.ndarray, last: np.ndarray | None = None) -> np.ndarray:
+        """Return the members' own sums, (members, n * k), of the rows as `predict_along` takes them."""
         table = np.ascontiguousarray(table, dtype=np.float64)
         if table.shape[1] <= self._most:
             raise ValueError(f"the trees read {self._most + 1} columns, and the table has {table.shape[1]}")
-        count = 1 if last is None else len(last)
-        rows = max(_CELLS // (len(self.root) * count), 1)
-        parts = [self._predict(table[at : at + rows], last) for at in range(0, len(table), rows)]
-        return np.concatenate(parts).reshape(len(table), count) if parts else np.empty((0, count))
+        rows = max(_ROWS // (1 if last is None else len(last)), 1)
+        parts = [self._sums(table[at : at + rows], last) for at in range(0, len(table), rows)]
+        return np.concatenate(parts, axis=1) if parts else np.empty((len(self.first), 0))
 
     @cached_property
     def _most(self) -> int:
         return int(self.feature.max())
 
-    def _predict(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
-        held = None if last is None else table.shape[1] - 1
-        row = np.tile(np.arange(len(table)), len(self.root))  # in the first tree, then in the second one
-        node = self._followed(table, row, np.repeat(self.root, len(table)), held)
-        if last is not None:
-            table = np.repeat(table, len(last), axis=0)
-            table[:, -1] = np.tile(last, len(table) // len(last))
-            node = np.repeat(node, len(last))
-            inner = np.flatnonzero(self.children[node, 0] != node)
-            node[inner] = self._followed(table, inner % len(table), node[inner])
-        leaf = self.value.take(node).reshape(len(self.root), len(table))
-        # Added one after the other, as the libraries add them; `sum` adds in pairs.
-        ends = [*self.first[1:].tolist(), len(self.root)]
-        members = [np.cumsum(leaf[low:high], axis=0)[-1] for low, high in zip(self.first, ends, strict=True)]
-        return self.start + np.cumsum(members, axis=0)[-1] / len(members)
+    def _past(self, same: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the roots and children that are left without splits by columns with the `same` value in all rows."""
+        value, nodes = row.take(self.feature), np.arange(len(self.value))
+        right = (value > self.threshold) | (np.isnan(value) & ~self.missing_left)
+        goal = np.where(same.take(self.feature), self.children[nodes, right.astype(np.intp)], nodes)
+        while not np.array_equal(goal, further := goal.take(goal)):
+            goal = further
+        return goal.take(self.root), goal.take(self.children)
 
-    def _followed(self, table: np.ndarray, row: np.ndarray, node: np.ndarray, held: int | None = None) -> np.ndarray:
-        """Return where each node leads for its row: a leaf, or a split by the column `held`."""
-        values, children, first = table.ravel(), self.children.ravel(), row * table.shape[1]
+    def _sums(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
+        roots, children = self.root, self.children
+        if last is None and len(table) > _FEW:
+            same = (table == table[0]).all(axis=0) | np.isnan(table).all(axis=0)
+            roots, children = self._past(same, table[0])
+            table = np.where(same, 0.0, table)  # no split that is left asks for these
+        trees = max(_CELLS // len(table), 1)  # a few at a time
+        leaves = [self._leaves(table, last, roots[at : at + trees], children) for at in range(0, len(roots), trees)]
+        reached = self.value.take(np.concatenate(leaves))
+        # Added one after the other, as the libraries add them; `sum` adds in pairs.
+        ends = [*self.first[1:].tolist(), len(roots)]
+        return np.stack([np.cumsum(reached[low:high], axis=0)[-1] for low, high in zip(self.first, ends, strict=True)])
+
+    def _leaves(
+        self, table: np.ndarray, last: np.ndarray | None, roots: np.ndarray, children: np.ndarray
+    ) -> np.ndarray:
+        """Return the (trees, n * k) leaves that the rows reach from the roots."""
+        row = np.tile(np.arange(len(table)), len(roots))  # in the first tree, then in the second one
+        node = np.repeat(roots, len(table))
+        if last is None:
+            return self._followed(table, row, node, children).reshape(len(roots), -1)
+        held = (self.feature == table.shape[1] - 1)[:, None]  # such a split follows itself, as a leaf does
+        node = self._followed(table, row, node, np.where(held, np.arange(len(children))[:, None], children))
+        table = np.repeat(table, len(last), axis=0)
+        table[:, -1] = np.tile(last, len(table) // len(last))
+        row = np.tile(np.arange(len(table)), len(roots))
+        return self._followed(table, row, np.repeat(node, len(last)), children).reshape(len(roots), -1)
+
+    def _followed(self, table: np.ndarray, row: np.ndarray, node: np.ndarray, children: np.ndarray) -> np.ndarray:
+        """Return where each node leads for its row: a node that follows itself."""
+        values, following, ends = table.ravel(), children.ravel(), node.copy()
         some_missing = bool(np.isnan(values).any())
-        for _ in range(self.depth):
-            feature = self.feature.take(node)
-            value = values.take(first + feature)
-            right = ~(value <= self.threshold.take(node))
-            if some_missing:
-                right &= ~(np.isnan(value) & self.missing_left.take(node))
-            following = children.take(2 * node + right)
-            node = following if held is None else np.where(feature == held, node, following)
-        return node
+        going = np.arange(len(node))  # those that are not at their end
+        first = row * table.shape[1]
+        while going.size:
+            for _ in range(_STEPS):
+                value = values.take(first + self.feature.take(node))
+                right = value > self.threshold.take(node)
+                if some_missing:
+                    right |= np.isnan(value) & ~self.missing_left.take(node)
+                node = following.take(2 * node + right)
+            ends[going] = node
+            on = following.take(2 * node) != node
+            going, node, first = going[on], node[on], first[on]
+        return ends
 
     # ---- on disk
 

@@ -34,14 +34,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conf.errors import CommandError, UsageError
-from featurize.families import get_family
-from featurize.features import KINDS
+from featurize.families import layers_of
+from featurize.features import KINDS, feature_columns
 from featurize.trial import ACTIVATIONS, TrialConfig
 from learn.bounds import conformal_rank, too_few_for
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, Estimator, class_masses, open_state, require_rows, require_target, write_state
-from learn.learned.tabular import config_features, group_folds, why_not
+from learn.learned.tabular import group_folds, why_not
 from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
 from learn.step_store import StepStore
 from learn.targets import MIB_PER_GB, default_bin_gb, utilization_bins
@@ -373,15 +373,16 @@ def _configs(cases: Sequence[Case]) -> list[TrialConfig]:
 
 def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:
     """(n, s) logarithms of counts and sizes, and the activation function's sine and cosine."""
-    table = np.empty((len(configs), len(_COUNTS) + len(_SIZES) + 2))
-    for i, config in enumerate(configs):
-        features = config_features(config)
-        counts = np.array([features[name] for name in (*_COUNTS, *_SIZES)], dtype=float)
-        table[i, :-2] = [math.log1p(count) for count in counts.tolist()]
+    columns = feature_columns(configs)
+    counts = np.stack([columns[name] for name in (*_COUNTS, *_SIZES)], axis=1)
+    angles = []
+    for config in configs:
         activation = getattr(config, "activation", None)
-        angle = ACTIVATIONS.index(activation) * math.pi / len(ACTIVATIONS) if activation in ACTIVATIONS else None
-        table[i, -2:] = (0.0, 0.0) if angle is None else (math.sin(angle), math.cos(angle))
-    return table
+        known = activation in ACTIVATIONS
+        angle = ACTIVATIONS.index(activation) * math.pi / len(ACTIVATIONS) if known else None
+        angles.append((0.0, 0.0) if angle is None else (math.sin(angle), math.cos(angle)))
+    logarithms = [[math.log1p(count) for count in row] for row in counts.tolist()]
+    return np.hstack([np.array(logarithms), np.array(angles)])
 
 
 @lru_cache(maxsize=20_000)
@@ -389,7 +390,7 @@ def tokens_of(config: TrialConfig) -> np.ndarray:
     """(l, t) the layer sequence, l at most `MAX_TOKENS`: log counts of `KINDS` in a run of layers, and logarithms of
     its activations, of these times the batch size, and of its parameters. Short plans have a token a layer."""
     place = {**{kind: i for i, kind in enumerate(KINDS)}, **dict.fromkeys(ACTIVATIONS, KINDS.index("activation"))}
-    plan = get_family(config.family).layers(config)
+    plan = layers_of(config)
     count = max(1, min(len(plan), MAX_TOKENS))
     tokens = np.zeros((count, len(KINDS) + 3))
     for i, layer in enumerate(plan):

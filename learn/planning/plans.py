@@ -95,7 +95,7 @@ def plan(
     """
     began = time.monotonic_ns()
     if report is not None:
-        from learn.estimation.step_report import checked_path
+        from learn.estimation.step_files import checked_path
 
         page = checked_path(Path(report), like="plan.html")
     spec = platform_and_options(options)[0].device

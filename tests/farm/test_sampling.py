@@ -19,6 +19,7 @@ from farm.sampling import POLICIES as POINTS_OF
 from farm.sampling import Limits, checked_batch_sizes, sample, sample_range
 from farm.space import parse_space, space_of_mapping
 from featurize import families
+from featurize.families import layers_of
 from featurize.layers import Layer, rough_memory_mib, totals
 from featurize.trial import ACTIVATIONS, TrialConfig, config_from_mapping
 from tests.family_cases import FAMILIES
@@ -299,12 +300,11 @@ def test_limits_report_every_bad_value():
 def test_every_family_s_own_space_gives_configs_that_can_be_built(name, policy):
     space = space_of_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{name}.yaml")))
     limits = Limits(max_parameters=200_000_000, max_memory_mib=40_000)
-    module = families.get_family(name)
     n = 25 if name in ("timm", "zoo") else 200  # of libraries' models every plan is a trace
     configs = list(sample_range(space, 0, 0, n, policy, limits))
     assert len(set(configs)) == n
     for config in configs:
-        plan = module.layers(config)
+        plan = layers_of(config)
         assert totals(plan).parameters <= 200_000_000
         assert rough_memory_mib(plan, config.batch_size, config.optimizer) <= 40_000
         assert config_from_mapping(config.to_mapping()) == config
@@ -339,8 +339,7 @@ def test_a_trial_is_within_the_limits_at_every_batch_size():
     space, limits = own_space("mlp"), Limits(max_memory_mib=300)
     rejections = Counter()
     configs = list(sample_range(space, 0, 0, 30, "uniform", limits, rejections, batch_sizes=(1, 4096)))
-    layers = families.get_family("mlp").layers
-    assert all(rough_memory_mib(layers(c), c.batch_size, c.optimizer) <= 300 for c in configs)
+    assert all(rough_memory_mib(layers_of(c), c.batch_size, c.optimizer) <= 300 for c in configs)
     assert rejections, "points that fit at batch size 1 only were drawn again"
     assert all(one.depth == other.depth for one, other in zip(configs[::2], configs[1::2], strict=True))
 

@@ -18,7 +18,7 @@ from farm.choosing.selection import POLICIES, CandidatePool, candidates, choose,
 from farm.sampling import Limits
 from farm.space import parse_space
 from featurize.device_spec import load_device
-from featurize.families import get_family
+from featurize.families import get_family, layers_of
 from featurize.trial import canonical_json, config_hash
 from warehouse.folder import DataFolder
 from warehouse.schema import TELEMETRY_SCHEMA
@@ -82,10 +82,7 @@ def test_only_uniform_leaves_the_low_discrepancy_sequence():
 
 def test_candidates_respect_limits():
     small_candidates = candidates(MLP, "active", 0, 0, 30, Limits(max_parameters=50_000))
-    family = get_family("mlp")
-    assert all(
-        sum(layer.parameters for layer in family.layers(config)) <= 50_000 for config in small_candidates.configs
-    )
+    assert all(sum(layer.parameters for layer in layers_of(config)) <= 50_000 for config in small_candidates.configs)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

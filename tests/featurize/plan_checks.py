@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from featurize import modules
-from featurize.families import get_family, loss_of
+from featurize.families import get_family, layers_of, loss_of
 from featurize.layers import totals
 from featurize.training import TrainingStep, cross_entropy
 from featurize.trial import TrialConfig
@@ -43,7 +43,7 @@ def assert_plan_tells_the_truth(config: TrialConfig, functional: set[str], more_
     """Parameters and FLOPs are the module's, and the plan's entries are its modules' outputs in their order, but for
     the kinds in `functional`, which are no modules."""
     family, kinds, seen = get_family(config.family), {**KINDS, **(more_kinds or {})}, []
-    module, plan = on_meta(config), family.layers(config)
+    module, plan = on_meta(config), layers_of(config)
     assert totals(plan).parameters == parameters_of(module)
 
     def record(child, _, output):

@@ -48,17 +48,17 @@ def test_the_published_network_for_images_of_32_pixels_has_its_parameters():
 
 def test_the_decoders_blocks_read_every_map_of_the_encoder_once():
     config = small(levels=3, blocks=2, image_size=16)
-    read = [part.inputs for part in diffusion.decoder(config) if part.kind == "block"]
+    read = [part.inputs for part in diffusion.decoder(config) if part.kind in ("block", "attending")]
     assert read == [128 + 128, 128 + 128, 128 + 64, 128 + 64, 64 + 64, 64 + 32, 64 + 32, 32 + 32, 32 + 32]
-    assert [p.side for p in diffusion.encoder(config) if p.kind == "halve"] == [8, 4]
-    assert [p.side for p in diffusion.decoder(config) if p.kind == "double"] == [8, 16]
+    assert [p.map_out for p in diffusion.encoder(config) if p.kind == "halve"] == [8, 4]
+    assert [p.map_out for p in diffusion.decoder(config) if p.kind == "double"] == [8, 16]
 
 
 def test_attention_is_where_the_map_is_small_enough():
     def attended(**changes):
         config = small(image_size=32, levels=3, **changes)
         parts = (*diffusion.encoder(config), *diffusion.decoder(config))
-        return sorted({part.side for part in parts if part.attends})
+        return sorted({part.map_out for part in parts if part.kind == "attending"})
 
     assert attended(attention_size=16) == [8, 16]
     assert attended(attention_size=16, attention_size_min=16) == [16]

@@ -17,7 +17,7 @@ from plan_checks import (
 
 from conf.errors import UsageError
 from featurize import vision
-from featurize.families import gpt
+from featurize.families import gpt, layers_of
 from featurize.features import group_key
 from featurize.layers import totals
 from featurize.nets.prenorm import Conv1D, GeluNew
@@ -43,7 +43,7 @@ def small(**changes):
 )
 def test_gpt2_of_every_size_has_its_published_parameters(width, heads, depth, parameters):
     config = dataclasses.replace(GPT2, embedding_size=width, heads=heads, depth=depth, feed_forward=4 * width)
-    assert totals(gpt.layers(config)).parameters == parameters_of(on_meta(config)) == parameters
+    assert totals(layers_of(config)).parameters == parameters_of(on_meta(config)) == parameters
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

@@ -10,7 +10,7 @@ from plan_checks import assert_recomputing_keeps_gradients, assert_trains, gradi
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import UsageError
-from featurize.families import rnn
+from featurize.families import layers_of, rnn
 from featurize.layers import totals
 from featurize.trace import trace_config
 
@@ -37,12 +37,12 @@ def test_parameters_flops_and_outputs_are_the_modules(config):
     module, (inputs, targets) = on_meta(config), rnn.batch(config, "meta")
     with FlopCounterMode(display=False) as counter:
         output = module(*inputs)
-    sums = totals(rnn.layers(config))
+    sums = totals(layers_of(config))
     assert sums.parameters == parameters_of(module)
     assert config.batch_size * sums.flops == counter.get_total_flops()
     places = (7, 50) if config.task == "language_model" else (5,)
     assert output.shape == (3, *places) and targets.shape == (3, *places[:-1])
-    recurrent = [layer for layer in rnn.layers(config) if layer.kind == config.cell]
+    recurrent = [layer for layer in layers_of(config) if layer.kind == config.cell]
     both = 2 if config.bidirectional else 1
     assert [layer.output_elements for layer in recurrent] == [7 * 20 * both] * config.depth
 
@@ -54,7 +54,7 @@ def test_recurrent_layers_have_the_published_formulas_parameters(cell, gates):
     second = 2 * gates * 20 * (40 + 20 + 2)
     module = on_meta(small(cell=cell, bidirectional=True))
     assert parameters_of(module.body) == first + second
-    assert [x.parameters for x in rnn.layers(small(cell=cell, bidirectional=True)) if x.kind == cell] == [first, second]
+    assert [x.parameters for x in layers_of(small(cell=cell, bidirectional=True)) if x.kind == cell] == [first, second]
 
 
 def test_the_last_state_is_where_each_direction_ends():

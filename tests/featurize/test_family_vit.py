@@ -16,7 +16,7 @@ from plan_checks import (
 
 from conf.errors import UsageError
 from featurize import vision
-from featurize.families import timm, vit
+from featurize.families import layers_of, timm, vit
 from featurize.layers import totals
 from featurize.plan_of_module import plan_of_module
 from featurize.trace import trace_config
@@ -40,7 +40,7 @@ def small(**changes):
 )
 def test_models_of_every_size_have_their_published_parameters(width, heads, depth, parameters):
     config = dataclasses.replace(BASE, embedding_size=width, heads=heads, depth=depth, feed_forward=4 * width)
-    assert totals(vit.layers(config)).parameters == parameters_of(on_meta(config)) == parameters
+    assert totals(layers_of(config)).parameters == parameters_of(on_meta(config)) == parameters
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
@@ -54,7 +54,7 @@ def test_torchvisions_model_has_as_many():
 def test_plan_and_trace_are_those_of_timms_model():
     tiny = dataclasses.replace(BASE, embedding_size=192, heads=3, feed_forward=768, precision="bf16")
     theirs = timm.Config(batch_size=2, model="vit_tiny_patch16_224", precision="bf16")
-    assert vit.layers(tiny) == timm.layers(theirs)
+    assert layers_of(tiny) == timm.layers(theirs)
     own, other = trace_config(tiny), trace_config(theirs)
     assert own.breakdown == pytest.approx(other.breakdown, rel=1e-3, abs=2**17)
     assert own.flops == pytest.approx(other.flops, rel=1e-3)
@@ -65,7 +65,7 @@ def test_the_plan_tells_the_truth(rate):
     config = small(dropout=rate, channels=1)
     assert_plan_tells_the_truth(config, {"position", "attention", "add", "concat"})
     if not rate:
-        assert plan_of_module(on_meta(config), (1, 24, 24)) == vit.layers(config)
+        assert plan_of_module(on_meta(config), (1, 24, 24)) == layers_of(config)
 
 
 def test_it_trains_and_recomputes():

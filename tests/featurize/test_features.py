@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from farm.sampling import sample_range
 from farm.space import parse_space
 from featurize import features
-from featurize.families import cnn, family_names, get_family, mlp, transformer
-from featurize.features import group_key, scalar_features
+from featurize.families import cnn, family_names, layers_of, mlp, transformer
+from featurize.features import feature_columns, group_key, scalar_features
 from featurize.layers import rough_memory_mib, totals
 
 CNN = dict(image_size=32, channels=3, classes=10, base_filters=16, depth=8, batch_size=4)
@@ -34,9 +34,18 @@ def test_features_are_finite_numbers_or_text_and_the_same_columns_for_a_family(f
 
 
 @pytest.mark.parametrize("family", family_names())
+def test_features_of_many_configs_are_those_of_each_alone(family):
+    configs = sampled(family, 30)
+    together = feature_columns(configs)
+    for place, config in enumerate(configs):
+        alone = scalar_features(config)
+        assert {name: together[name][place] for name in alone} == alone
+
+
+@pytest.mark.parametrize("family", family_names())
 def test_features_hold_the_configs_own_fields_and_the_plans_totals(family):
     for config in sampled(family, 20):
-        found, plan = scalar_features(config), get_family(family).layers(config)
+        found, plan = scalar_features(config), layers_of(config)
         for name, value in config.to_mapping().items():
             if isinstance(value, str | int | float):
                 assert found[name] == value

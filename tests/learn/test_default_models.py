@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from featurize.families import cnn, get_family, mlp, transformer
+from featurize.families import cnn, layers_of, mlp, transformer
 from featurize.layers import totals
 from featurize.version import FEATURES_STAMP
 from learn import estimate
@@ -136,7 +136,7 @@ def test_no_estimate_is_below_what_the_parameters_take(device, optimizer):
     ]
     for config in configs:
         config = type(config)(**{**vars(config), "optimizer": optimizer})
-        parameters = totals(get_family(config.family).layers(config)).parameters
+        parameters = totals(layers_of(config)).parameters
         done = estimate(config, device=device)
         assert done.parameters == parameters
         assert 4 * parameters / 2**20 < done.peak_memory_mib < done.upper_mib

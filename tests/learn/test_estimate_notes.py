@@ -55,6 +55,15 @@ def test_print_shows_the_figures_the_bound_and_what_they_rest_on(done):
     assert "Estimate(" in repr(done)
 
 
+def test_the_parts_of_an_estimate_hold_its_own_figures(done):
+    assert done.memory.upper_mib == done.upper_mib and done.memory.quantile_mib(0.5) == done.quantile_mib(0.5)
+    assert done.memory.fits_device is done.fits_device and done.memory.breakdown == done.breakdown
+    assert done.time.step_time_ms == done.step_time_ms and done.time.samples_per_s == done.samples_per_s
+    assert (done.activity.smact, done.energy.energy_j) == (done.smact, done.energy_j)
+    known = {**vars(done.memory), **vars(done.time), **vars(done.activity), **vars(done.energy)}
+    assert known.items() <= vars(done).items()
+
+
 def test_at_most_three_warnings_are_shown_the_most_important_first(done, capsys):
     many = with_notes(done, "info", "warning", "warning", "problem", "info", "warning")
     shown = [line for line in str(many).splitlines() if "text " in line]

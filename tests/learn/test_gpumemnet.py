@@ -9,7 +9,7 @@ from learn_rows import DEVICE, labels_of, make_configs
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.families import cnn, get_family, mlp
+from featurize.families import cnn, layers_of, mlp
 from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import make_estimator
@@ -152,12 +152,10 @@ def test_torch_is_left_as_it_was(rows):
 
 def test_long_plans_are_cut_into_runs_that_keep_the_sums():
     long = cnn.Config(batch_size=4, image_size=32, channels=3, classes=10, base_filters=8, depth=40)
-    plan, tokens = get_family("cnn").layers(long), tokens_of(long)
+    plan, tokens = layers_of(long), tokens_of(long)
     assert len(plan) > MAX_TOKENS and len(tokens) == MAX_TOKENS
     assert np.expm1(10 * tokens[:, -1]).sum() == pytest.approx(sum(layer.parameters for layer in plan), rel=1e-4)
     assert np.expm1(tokens[:, :-3]).sum() == pytest.approx(len(plan))
     short = mlp.Config(batch_size=4, input_size=8, classes=2, depth=2)
-    assert len(tokens_of(short)) == len(get_family("mlp").layers(short))
-    assert tokens_of(short)[0, -2] == pytest.approx(
-        math.log1p(4 * get_family("mlp").layers(short)[0].output_elements) / 10
-    )
+    assert len(tokens_of(short)) == len(layers_of(short))
+    assert tokens_of(short)[0, -2] == pytest.approx(math.log1p(4 * layers_of(short)[0].output_elements) / 10)

@@ -12,7 +12,7 @@ from torch import nn
 from conf import cli
 from conf.errors import UsageError
 from featurize.device_spec import load_device
-from featurize.families import cnn, get_family, mlp, timm, transformer
+from featurize.families import cnn, layers_of, mlp, timm, transformer
 from featurize.layers import totals
 from learn import estimate, estimate_many
 from learn.config_models import sampled_configs
@@ -124,7 +124,7 @@ def test_full_answers_of_many_are_those_of_one_by_one_in_order():
 def test_fast_memory_holds_at_least_the_parameters_and_what_the_optimizer_keeps(optimizer):
     configs = [dataclasses.replace(config, optimizer=optimizer) for config in (*LARGE, *sampled_configs(90, seed=9))]
     for config, found in zip(configs, estimate_many(configs, method="fast"), strict=True):
-        parameters = totals(get_family(config.family).layers(config)).parameters
+        parameters = totals(layers_of(config)).parameters
         least = 4 * parameters * (1 + STATES[optimizer]) / 2**20
         assert least < found.peak_memory_mib <= found.upper_mib
 

@@ -148,3 +148,12 @@ def test_arrays_that_make_no_trees_are_refused(tmp_path, name, change, message):
 def test_a_table_with_too_few_columns_is_refused(tmp_path):
     with pytest.raises(ValueError, match="columns"):
         Trees.of_lightgbm([booster_of()]).predict(np.zeros((1, 1)))
+
+
+def test_forests_that_read_one_table_are_followed_together():
+    forests = [Trees.of_lightgbm([booster_of(seed)]) for seed in (1, 2, 3)]
+    table = table_of(6, rows=70)
+    table[:, 2], table[:, 4] = 7.0, np.nan  # columns that tell no row from another
+    for rows in (table[:1], table):
+        sums = Trees.joined(forests).members(rows)
+        assert all(np.array_equal(one.predict(rows), alone) for one, alone in zip(forests, sums, strict=True))

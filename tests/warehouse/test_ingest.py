@@ -15,7 +15,7 @@ import warehouse
 from conf.cli import run
 from conf.errors import EnvironmentProblem
 from conf.identity import mapping_hash
-from featurize.families import cnn
+from featurize.families import cnn, layers_of
 from featurize.layers import totals
 from featurize.trial import ACTIVATIONS, config_from_mapping, config_hash
 from warehouse import ingest as command
@@ -128,7 +128,7 @@ def test_a_dense_networks_parameters_are_counted_as_the_family_counts_them():
         )  # fmt: skip
         for interval in pool_intervals(values["image_size"], values["depth"]):
             config = cnn.Config(**values, pool_interval=interval)
-            assert dense_parameters(config.to_mapping()) == totals(cnn.layers(config)).parameters
+            assert dense_parameters(config.to_mapping()) == totals(layers_of(config)).parameters
 
 
 def test_how_dense_blocks_are_pooled_is_told_by_the_parameters(place, take):
@@ -138,7 +138,7 @@ def test_how_dense_blocks_are_pooled_is_told_by_the_parameters(place, take):
         batch_size=4, image_size=64, channels=3, classes=7, base_filters=16, depth=48, topology="dense",
         activation="silu", softmax=True,
     )  # fmt: skip
-    counts = [totals(cnn.layers(cnn.Config(**config, pool_interval=i))).parameters for i in (first, second)]
+    counts = [totals(layers_of(cnn.Config(**config, pool_interval=i))).parameters for i in (first, second)]
     table = [(name, 48, count, 4, 2000 + at) for at, count in enumerate([*counts, 1])]
     take(write(place / "dense.csv", OLD_HEADER, table))
     landed = rows(place, "json_extract(config, '$.pool_interval')::int AS interval, peak_memory_mib AS m")

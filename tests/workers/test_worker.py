@@ -14,7 +14,7 @@ from recorded_nvml import A100_UUID, RecordedNvml
 
 import workers
 from conf.identity import identity
-from featurize.families import get_family
+from featurize.families import get_family, layers_of
 from featurize.trial import config_from_mapping
 from workers.devices import DeviceChoice
 from workers.failure import is_device_fault
@@ -98,7 +98,7 @@ def test_a_trial_that_trains_becomes_an_ok_run_with_labels_and_telemetry(worker)
     assert run.run_id == "mlp-00000000-000000"
     assert run.steps >= 1 and run.step_time_ms > 0 and run.window_s >= 0.05
     assert run.peak_memory_mib > 0 and run.peak_rss_mib > 0
-    layers = get_family("mlp").layers(config_from_mapping(run.config))
+    layers = layers_of(config_from_mapping(run.config))
     assert run.parameters == sum(layer.parameters for layer in layers)
     assert run.smact is None, "a CPU has no SMs"
     sensors = set(result.telemetry["sensor"].to_pylist())

@@ -56,7 +56,7 @@ def measure_training(
     """
     import torch
 
-    from featurize.families import get_family, loss_of
+    from featurize.families import get_family, layers_of, loss_of
     from featurize.layers import totals
     from featurize.training import TrainingStep
 
@@ -70,7 +70,7 @@ def measure_training(
 
     model = batch = None
     if link.ahead:
-        if totals(family.layers(config)).parameters <= _HOST_PARAMETERS:
+        if totals(layers_of(config)).parameters <= _HOST_PARAMETERS:
             torch.manual_seed(seed)
             model = family.build(config)
         batch = make_batch()
