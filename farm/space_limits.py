@@ -187,8 +187,7 @@ def _reason_of_change(config: TrialConfig, name: str, value: Scalar) -> str | No
     """Return why `repair` changed the value to the config's; None if the network is the same with either."""
     if problems := _problems(config, name, value):
         return "; ".join(problems)
-    layers = families.get_family(config.family).layers
-    if layers(config) == layers(_with_field(config, name, value)):
+    if families.layers_of(config) == families.layers_of(_with_field(config, name, value)):
         return None
     return "sizes have to fit each other"
 

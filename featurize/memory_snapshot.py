@@ -71,6 +71,13 @@ class RecordingAllocator(CachingAllocator):
             self._enter("free_requested", taken)
         self._enter("free_completed", taken)
 
+    def touch(self, nbytes: int, stream: int = 0) -> int:
+        """Take a block and give it back, as in `CachingAllocator.touch`."""
+        handle = self.allocate(nbytes, stream)
+        allocated = self.allocated_bytes
+        self.free(handle)
+        return allocated
+
     def retire(self, handle: int | None) -> None:
         """Count a block as given back, as in `CachingAllocator.retire`."""
         super().retire(handle)

@@ -51,6 +51,8 @@ def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
         # The default type decides where a call names none.
         key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else None)
     except _Uncached:
+        if name == "aten::add_" and args[0].is_meta and isinstance(args[1], Tensor) and args[1].is_sparse:
+            return args[0]  # rows of a sparse gradient are added: there is no meta kernel for it
         return func(*args, **kwargs)
     known = _known.get(key, _UNKNOWN)
     if known is _UNKNOWN:

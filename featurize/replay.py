@@ -167,9 +167,12 @@ class _Run:
                     retired.setdefault(until, []).append(placed.pop(block))
                 else:
                     free(placed.pop(block))
-            elif (call := blocks[block].call) is not None:
-                workspace = self._size_of(call)
-            allocated = allocator.allocated_bytes if call is None else self._take(call)
+            else:
+                call = blocks[block].call
+            if call is None:
+                allocated = allocator.allocated_bytes
+            else:
+                allocated, workspace = self._take(call)
             if allocated > self.peak:
                 self.peak, self.peak_at = allocated, index
                 self.peak_workspace = 0 if call is not None and call.kind == CUBLAS else workspace
@@ -224,17 +227,17 @@ class _Run:
             self._sizes[call] = nbytes
         return nbytes
 
-    def _take(self, call: LibraryCall) -> int:
+    def _take(self, call: LibraryCall) -> tuple[int, int]:
         """Take a workspace: the size that is tried first, where it does not fit the next, then none. Return the bytes
-        that are then allocated."""
+        that are then allocated, and those of the workspace."""
         answer = self.workspaces.get(call)
         for size in (self._size_of(call), *(answer.sizes[1:] if answer is not None else ())):
             try:
                 if call.kind != CUBLAS:
-                    return self.allocator.touch(size)
+                    return self.allocator.touch(size), size
                 self.allocator.allocate(size)  # which its handle keeps
-                break
+                return self.allocator.allocated_bytes, size
             except OutOfMemory:
                 if not call.spare:
                     raise
-        return self.allocator.allocated_bytes
+        return self.allocator.allocated_bytes, 0

@@ -24,7 +24,7 @@ LOADERS = {
     ("infra/gpufarm/__main__.py", "main"): "names of the table COMMANDS; others raise first",
     ("infra/gpufarm/__main__.py", "_own_packages"): "a literal: conf/own_packages.py, before conf can be imported",
     ("learn/estimators.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
-    ("learn/evaluation/benchmark_pool.py", "answer"): "a job of this process's own, its name from ESTIMATORS",
+    ("learn/evaluation/benchmark_pool.py", "parts"): "a job of this process's own, its name from ESTIMATORS",
     ("learn/script/command_line.py", "_torchrun"): "imports nothing: torchrun's option of that name, which is refused",
     ("learn/script/run.py", "_execute"): "the script that the user typed behind --, in a process of its own",
     ("learn/estimation/model_names.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",

@@ -166,10 +166,10 @@ def estimate_many(
     if known not in (None, RUNS) and not leaves_out(known):
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
     _require_method(method)
+    if method == "fast":
+        return _fast_estimates(_configs(configs), options)
     platform_and_options(options)
     jobs = _configs(configs)
-    if method == "fast":
-        return _fast_estimates(jobs, options)
     estimates = []
     with contextlib.nullcontext(progress) if progress is not None else _bar(len(jobs)) as report:
         for done, config in enumerate(jobs):

@@ -5,9 +5,10 @@ Start reading at `StepFiles`; `step_report` draws the page.
 
 from __future__ import annotations
 
+import io
 import os
-import pickle
 from pathlib import Path
+from pickle import Pickler
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from conf.errors import UsageError
@@ -64,4 +65,6 @@ class StepFiles(NamedTuple):
         if self.snapshot is not None:
             if traced is None:
                 raise UsageError(f"snapshot={self.snapshot} cannot be written: the model could not be traced")
-            write_output(self.snapshot, pickle.dumps(traced.memory.snapshot), key="snapshot")
+            content = io.BytesIO()
+            Pickler(content).dump(traced.memory.snapshot)
+            write_output(self.snapshot, content.getvalue(), key="snapshot")

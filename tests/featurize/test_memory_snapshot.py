@@ -63,6 +63,14 @@ def test_the_history_replays_to_the_same_segments(
     ]
 
 
+def test_workspaces_are_taken_and_given_back(profile: MemoryProfile) -> None:
+    actions = [
+        entry["action"] for entry in profile.snapshot["device_traces"][0] if entry["category"] == "workspace"
+        and not entry["action"].startswith("segment")
+    ]  # fmt: skip
+    assert actions[:3] == ["alloc", "free_requested", "free_completed"]
+
+
 def test_frames_lead_from_the_operator_through_its_modules_to_the_step(profile: MemoryProfile) -> None:
     convolutions = [
         [(frame["filename"], frame["name"]) for frame in entry["frames"]]
