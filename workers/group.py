@@ -18,8 +18,7 @@ from featurize.trial import config_hash
 from workers.alone import AloneRun
 from workers.devices.base import MemberAlone, Together
 from workers.group_labels import EndedMember, labelled_group
-from workers.host_memory import HostMemoryGuard, kernel_oom_kills
-from workers.outcome import Observed, take
+from workers.outcome import Observed, kernel_oom_kills, take
 from workers.reports import Failure, Reading, Report, TrialResult, WindowBegun
 from workers.server_client import RunningTrial, ServerLost, TrialExit, TrialServer
 from workers.task import RunClock, RunResult, TaskSpec
@@ -101,7 +100,6 @@ class _Running:
     observed: Observed
     trial: RunningTrial | None = None
     watch: TrialWatch | None = None
-    guard: HostMemoryGuard | None = None
     events: Iterator[Report | TrialExit | None] = field(default_factory=lambda: iter(()))
     living: bool = False
     dismissed: bool = False
@@ -174,19 +172,17 @@ class _Group:
                 if member.watch is not None:
                     member.watch.stop(member.observed.window_end_ns)
                 if member.trial is not None:
-                    member.trial.channel.close()
+                    member.trial.close()
 
     def _start(self) -> None:
         for place, (spec, member) in enumerate(zip(self._specs, self._members, strict=True)):
             self._worker.read_memory_before(self._settings, 1, member.observed)
             described = {**self._worker.described(spec), "together": self._together_of(place)}
-            member.trial = self._server.start(described, self._worker.reader(spec, together=True))
+            member.trial = self._worker.start_trial(spec, described, members=len(self._specs))
             member.living = True
         pids = [member.trial.pid for member in self._members if member.trial is not None]
-        limit_mib = self._worker.host_memory_limit_mib(self._settings) / len(pids)
         for member, pid in zip(self._members, pids, strict=True):
             assert member.trial is not None
-            member.guard = HostMemoryGuard(pid, limit_mib)
             member.watch = TrialWatch(
                 self._settings, self._worker.slots, 1, pid, member.observed,
                 sampled=self._worker.device.sampled, partners=[other for other in pids if other != pid],
@@ -203,17 +199,15 @@ class _Group:
 
     def _listen(self, member: _Running) -> None:
         """Take the member's next event."""
-        assert member.trial is not None and member.watch is not None and member.guard is not None
+        assert member.trial is not None and member.watch is not None
         observed, watch = member.observed, member.watch
         event = next(member.events)
-        if event is None:
-            member.trial.kill_reason = member.trial.kill_reason or member.guard.exceeded()
-        elif isinstance(event, TrialExit):
+        if isinstance(event, TrialExit):
             observed.exit, member.living = event, False
             if event.signal == signal.SIGKILL and kernel_oom_kills() > self._oom_kills:
                 observed.exit.killed_for = observed.exit.killed_for or "the kernel's out-of-memory killer"
             return
-        else:
+        if event is not None:
             take(event, observed)
             if isinstance(event, WindowBegun):
                 watch.begin_window(event.t_ns, observed.warmup_ns)

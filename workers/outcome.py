@@ -124,6 +124,18 @@ def lost_rank_to_kill(observed: Observed) -> bool:
     return observed.rank_ended is not None and observed.rank_ended.signal == signal.SIGKILL
 
 
+def kernel_oom_kills() -> int:
+    """Return how many processes the kernel's out-of-memory killer has killed since boot (0 if not reported)."""
+    try:
+        with open("/proc/vmstat") as lines:
+            for line in lines:
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    except OSError:
+        pass
+    return 0
+
+
 def outcome_of(
     observed: Observed, settings: TrialSettings, lost: str | None, backend: str, ranks: int = 1
 ) -> tuple[dict[str, Any], bool]:

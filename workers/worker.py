@@ -20,10 +20,17 @@ from warehouse.schema import SCHEMA_VERSION
 from workers.devices import DeviceChoice, Slot, make_device
 from workers.environment import core_count, host_memory_share_mib
 from workers.group import run_group
-from workers.host_memory import HostMemoryGuard, kernel_oom_kills
 from workers.labels import Course, label_run
 from workers.mps import MpsDaemon, MpsUnavailable
-from workers.outcome import Observed, kernels_missing, lost_rank_to_kill, outcome_of, startup_s, take
+from workers.outcome import (
+    Observed,
+    kernel_oom_kills,
+    kernels_missing,
+    lost_rank_to_kill,
+    outcome_of,
+    startup_s,
+    take,
+)
 from workers.rank_labels import label_ranks, rank_rows
 from workers.reports import (
     KERNEL_COLUMNS,
@@ -49,7 +56,7 @@ from workers.watching import TrialWatch
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_TICK_S = 0.1  # how often the deadline, the host memory and the new samples are looked at while a trial runs
+_TICK_S = 0.1  # how often the deadline and the new samples are looked at while a trial runs
 _NVML_S = 5.0  # for a reading before the trial
 _CORES_TO_PREPARE = 4  # for each worker: the trial that is measured, its sampling, and the next trial side by side
 
@@ -237,7 +244,7 @@ class Worker:
         """End the trial server and every trial on it; the next trial starts another."""
         server, self._server = self._server, None
         if self._prepared is not None:
-            self._prepared[1].channel.close()  # its process ends with the server
+            self._prepared[1].close()  # its process ends with the server
             self._prepared = None
         if server is not None:
             server.close()
@@ -247,12 +254,18 @@ class Worker:
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             spec, trial = prepared
-            if spec == task:
+            if spec == task and not trial.outgrew_memory():
                 self.server().tell(trial, "go")
                 observed.prepared = True
                 return trial
             self.server().discard(trial)
-        return self.server().start(self.described(task), self.reader(task))
+        return self.start_trial(task, self.described(task))
+
+    def start_trial(self, task: TaskSpec, described: dict[str, Any], *, members: int = 1) -> RunningTrial:
+        """Start a process for a task, or for one of so many `members` of a group. Raises `ServerLost`."""
+        limit_mib = task.settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
+        reader = self.reader(task, together="together" in described)
+        return self.server().start_trial(described, reader, limit_mib / members)
 
     def reader(self, task: TaskSpec, *, together: bool = False) -> ReportReader:
         """Return what reads the reports of the task's trial."""
@@ -268,10 +281,6 @@ class Worker:
         """Return whether the trial reports its kernels: real ranks do not, whose steps would wait for each other."""
         return task.settings.kernels.steps > 0 and not (self.device.sampled and task.config.ranks > 1)
 
-    def host_memory_limit_mib(self, settings: TrialSettings) -> float:
-        """Return the host memory that the trials of a task may take."""
-        return settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
-
     def drop_prepared(self) -> None:
         """End the process that was made ready, if there is one. Raises `ServerLost`."""
         prepared, self._prepared = self._prepared, None
@@ -285,7 +294,7 @@ class Worker:
         settings = task.settings
         if settings.prepare_ahead == "never" or (settings.prepare_ahead == "auto" and not self.prepares):
             return
-        self._prepared = task, self.server().start({**self.described(task), "ahead": True}, self.reader(task))
+        self._prepared = task, self.start_trial(task, {**self.described(task), "ahead": True})
 
     def described(self, task: TaskSpec) -> dict[str, Any]:
         """Return the message that describes the task to its process."""
@@ -305,9 +314,6 @@ class Worker:
         self.read_memory_before(settings, ranks, observed)
         server, trial = self.server(), self._trial_of(task, observed)
         watch = TrialWatch(settings, self.slots, ranks, trial.pid, observed, sampled=self.device.sampled)
-        memory_limit_mib = self.host_memory_limit_mib(settings)
-        guard = HostMemoryGuard(trial.pid, memory_limit_mib)
-        next_guard: HostMemoryGuard | None = None
         deadline_ns = t0_ns + int(settings.timeout_s * 1e9)
         steady_sent = False
 
@@ -321,10 +327,6 @@ class Worker:
         try:
             for event in server.events(trial, deadline_ns, _TICK_S):
                 if event is None:
-                    trial.kill_reason = trial.kill_reason or guard.exceeded()
-                    if self._prepared is not None and next_guard is not None and next_guard.exceeded():
-                        server.discard(self._prepared[1])  # it is built anew, on the device, when it is its turn
-                        self._prepared = next_guard = None
                     follow()
                 elif isinstance(event, TrialExit):
                     observed.exit = event
@@ -339,8 +341,6 @@ class Worker:
                         watch.begin_window(event.t_ns, observed.warmup_ns)
                         follow()
                         self._prepare(upcoming)
-                        if self._prepared is not None:
-                            next_guard = HostMemoryGuard(self._prepared[1].pid, memory_limit_mib)
                     elif isinstance(event, Reading) and event.sensor == "torch":
                         if not event.rank:
                             watch.mark_step(event.t_ns)
@@ -350,7 +350,7 @@ class Worker:
                         server.tell(trial, "bye")
         finally:
             watch.stop(observed.window_end_ns)
-            trial.channel.close()
+            trial.close()
             if trial.reader.readings_left_out:
                 source = "torch" if self.device.sampled else "simulated"
                 observed.missing[source] = f"kept {READINGS_KEPT:,} of {trial.reader.readings:,} readings of the trial"
