@@ -68,7 +68,7 @@ class _Batch:
 
 
 class _Memory(NamedTuple):
-    """What a pass does to memory.
+    """The memory events of a pass.
 
     stretch  its events
     used     block that earlier passes of the micro-batch kept, and this one uses up -> its place among these

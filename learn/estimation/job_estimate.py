@@ -143,7 +143,7 @@ _BOUND = ("upper_mib", "least_card_mib")
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """What a job keeps busy of the GPU, as shares in [0, 1]: SM activity, SM occupancy, DRAM activity."""
+    """The GPU's activity under a job, as shares in [0, 1]: SM activity, SM occupancy, DRAM activity."""
 
     smact: float | None = None
     smocc: float | None = None

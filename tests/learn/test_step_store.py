@@ -31,7 +31,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def steps(data):
-    """What a process begins with; another store of the folder is what the next one begins with."""
+    """A store as a new process opens it; another store of the folder is the next process's."""
     return StepStore(data)
 
 
