@@ -8,8 +8,8 @@ Wire: the control socket and each child's line are SOCK_SEQPACKET, a JSON object
   server -> caller   {"hello": VALUE}, once; or {"problem": TEXT}
   keeper -> caller   on the line: {"started": PID}, then the fields of `Ended`
 A word of the caller's on the line, or its end, ends the child. The line is at its end when the server has reaped the
-keeper. Where a keeper was killed, the server ends what became its own child; where the server was, the keepers end their
-children. The end of the control socket ends everything.
+keeper. Where a keeper was killed, the server ends what became its own child; where the server was, the keepers end
+their children. The end of the control socket ends everything.
 """
 
 from __future__ import annotations

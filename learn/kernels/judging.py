@@ -6,6 +6,7 @@ Start reading at `judged`; `left_out_by`, `left_out_ratios` and `subsets` serve 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -153,12 +154,10 @@ def score_of(split: str, rows: str, ratios: np.ndarray) -> RowScores:
     """
     answered = ratios[np.isfinite(ratios)]
     median, p90 = np.exp(spread(ratios)).tolist()
-    figures = {"factor_median": median, "factor_p90": p90}
+    bias, mean_error = math.nan, math.nan
     if len(answered):
-        figures |= {
-            "bias": float(np.exp(np.median(answered))),
-            "mean_error": float(np.mean(np.abs(np.exp(answered) - 1))),
-        }
+        bias, mean_error = float(np.exp(np.median(answered))), float(np.mean(np.abs(np.exp(answered) - 1)))
+    figures = {"factor_median": median, "factor_p90": p90, "bias": bias, "mean_error": mean_error}
     return RowScores(rows=rows, by=split, count=len(answered), figures=figures)
 
 

@@ -50,7 +50,7 @@ _DESCENT = Descent(
 )
 SETTINGS = Training(precision="tf32")  # of Zeus' jobs
 _CELL = "CAST(json_extract_string(origin, '$.value') AS DOUBLE)"
-# TrainingJob, limit in W, power in W, time of an epoch, ms of a step.
+# Job, limit in W, power in W, time of an epoch, ms of a step.
 _MEASURED = (
     "SELECT device_name, json_extract_string(origin, '$.model'), json_extract_string(origin, '$.dataset'), batch_size, "
     "json_extract_string(origin, '$.optimizer'), CAST(json_extract_string(origin, '$.power_limit_w') AS DOUBLE), "

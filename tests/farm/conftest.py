@@ -1,4 +1,4 @@
-"""What most tests of the farm begin with: a new data folder on a hostile path, its queue, and running trial servers."""
+"""Fixtures of most tests of the farm: a new data folder on a hostile path, its queue, and running trial servers."""
 
 import os
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class LastingServer(TrialServer):
         return server
 
     def is_idle(self) -> bool:
-        """Whether it lives, and no trial is left."""
+        """Return True if it lives and no trial is left."""
         return self._hello is not None and self.lives() and not psutil.Process(self._process.pid).children()
 
     def close(self) -> None:

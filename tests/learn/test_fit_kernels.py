@@ -16,7 +16,7 @@ from featurize.kernel_model.step_time import efficiencies_text, read_efficiencie
 from featurize.trace import trace_config
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
-from learn.kernels.judging import judged, score_text
+from learn.kernels.judging import judged, score_of, score_text
 from learn.kernels.rows import kernel_times, measured_times
 from warehouse.ingest import IngestSettings, ingest
 
@@ -82,6 +82,12 @@ def test_every_split_is_judged_and_printed(fit):
     assert {"one", "two", *DEVICES} == {score.rows for score in scores}
     assert np.isfinite(held_out).all() and len(held_out) == 12
     assert "families left out" in score_text(scores)
+
+
+def test_rows_that_nobody_answers_are_printed_beside_those_with_figures():
+    answered, without = score_of("fit", "one", np.array([0.1, -0.2])), score_of("fit", "two", np.array([np.nan]))
+    for scores in ([answered, without], [without, answered]):
+        assert score_text(scores).count("nan") == 4  # two factors, estimated over measured, mean error
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import pytest
 from recorded_nvml import A100_UUID, RecordedNvml
 
 import workers
-from conf.identity import identity
 from featurize.families import get_family, layers_of
 from featurize.trial import config_from_mapping
 from workers.devices import DeviceChoice
