@@ -16,8 +16,7 @@ from types import FrameType
 
 from farm.cluster_settings import ClusterSettings
 from farm.executors import Completion, Executor, InlineExecutor
-from farm.job_records import run_id_of
-from farm.jobs import MIXED_FAMILY, Queue, RunDoubt, Task, UnreadableTask
+from farm.jobs import MIXED_FAMILY, Queue, RunDoubt, UnreadableTask
 from farm.layouts import gpu_problem
 from farm.lock import DispatcherLock
 from farm.monitoring.service import Service
@@ -38,13 +37,12 @@ from farm.task_runs import (
     lost_run,
     reason_lines,
     refused_run,
-    task_spec,
 )
 from warehouse.folder import DataFolder
 from warehouse.run import reasons_of
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice
-from workers.task import RunResult, TaskSpec
+from workers.task import RunResult, Task, run_id_of
 
 LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
@@ -173,10 +171,10 @@ class Dispatcher:
         for expired in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
             self._land_run(expired, lost_run(expired, "every attempt lost its worker or its dispatcher"))
 
-    def _spec(self, task: Task, worker: str) -> TaskSpec:
+    def _spec(self, task: Task, worker: str) -> Task:
         (config, *partners), _ = self._code.decide_all((task.config, *task.partners))
-        marked = dataclasses.replace(task, config=config, partners=tuple(partners))
-        return task_spec(marked, self._alone.of(task, worker))
+        alone = self._alone.of(task, worker)
+        return dataclasses.replace(task, config=config, partners=tuple(partners), alone=alone)
 
     def _lease(self, worker: str) -> Task | None:
         """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""
@@ -213,7 +211,7 @@ class Dispatcher:
         layout, gpus = task.config.layout, self._executor.most_gpus()
         return None if layout is None or gpus is None else gpu_problem(layout, gpus)
 
-    def _expect_back(self, spec: TaskSpec) -> None:
+    def _expect_back(self, spec: Task) -> None:
         trials = 1 + (len(spec.alone) if spec.partners else 0)  # of a group also each member alone
         self._stuck_at[spec.run_id] = self._steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from workers.task import TaskSpec
+from workers.task import Task
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Gang:
     name: str  # as a worker has one
     node_id: str
     size: int
-    task: TaskSpec
+    task: Task
     gathered: int = 0  # GPUs whose workers have made room
     parked: list[str] = field(default_factory=list)  # the worker that the task was handed to
     abroad: str | None = None  # that worker, where it is of another node
@@ -42,7 +42,7 @@ class Gangs:
         self._waiting: list[Gang] = []
         self._count = 0
 
-    def add(self, node_id: str, size: int, task: TaskSpec, worker: str, *, abroad: bool = False) -> Gang:
+    def add(self, node_id: str, size: int, task: Task, worker: str, *, abroad: bool = False) -> Gang:
         """Let a task wait. The `worker` that it was handed to takes no other one meanwhile, so that no more tasks wait
         than there are workers; where it is `abroad`, on another node, it makes no room."""
         self._count += 1

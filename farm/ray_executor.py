@@ -32,7 +32,7 @@ from farm.ray_nodes import NodeWatch, RayNode
 from farm.ray_worker import actor_class
 from farm.sweep import end_processes
 from workers.devices import DeviceChoice, make_device
-from workers.task import TaskSpec
+from workers.task import Task
 
 _END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
 _SHUTDOWN_S = 10.0  # of a Ray that has lost its head
@@ -63,7 +63,7 @@ class RayExecutor:
         self._environment = {**safe_path, **environment}  # other nodes have their own
         self._seats: dict[str, _Seat] = {}  # worker -> its actor
         self._starting: dict[Any, str] = {}  # ref of ready() -> worker
-        self._running: dict[Any, tuple[str, TaskSpec]] = {}  # ref of run() -> (worker, task)
+        self._running: dict[Any, tuple[str, Task]] = {}  # ref of run() -> (worker, task)
         self._failures: dict[str, int] = {}
         self._unstarted: list[str] = []
         self._notices: list[str] = []
@@ -201,7 +201,7 @@ class RayExecutor:
         gathered = sum(gang.gathered for gang in self._gangs.on_node(node_id))
         return gathered + sum(1 if seat.gang is None else seat.gang.size for seat in seats)
 
-    def _wait_for_gpus(self, worker: str, task: TaskSpec) -> None:
+    def _wait_for_gpus(self, worker: str, task: Task) -> None:
         """Let a task of several ranks wait for GPUs of one node: that of its worker, or the largest."""
         size, node = task.config.ranks, self._seats[worker].node
         if self._gpus_of(node.node_id) < size:  # another node's workers make room for it
@@ -306,7 +306,7 @@ class RayExecutor:
     def idle(self) -> list[str]:
         return list(self._idle)
 
-    def submit(self, worker: str, task: TaskSpec, upcoming: TaskSpec | None = None) -> None:
+    def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
         self._idle.remove(worker)
         if self._choice.backend == "cuda" and task.config.ranks > 1:
             self._wait_for_gpus(worker, task)
@@ -338,7 +338,7 @@ class RayExecutor:
         self._start_servers()
         return completions + self._without_gpus()
 
-    def running(self) -> Mapping[str, TaskSpec]:
+    def running(self) -> Mapping[str, Task]:
         return {**dict(self._running.values()), **{gang.name: gang.task for gang in self._gangs.waiting()}}
 
     def waiting(self) -> Collection[str]:

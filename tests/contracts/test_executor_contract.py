@@ -13,7 +13,7 @@ from farm.executors import Executor
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 
 CHOICE = DeviceChoice(backend="simulated", count=2)
 
@@ -21,13 +21,12 @@ CHOICE = DeviceChoice(backend="simulated", count=2)
 def task(index):
     config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
     settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
-    return TaskSpec(
+    return Task(
         job_id="mlp-00000000",
         task_index=index,
         attempt=1,
         config=config,
         settings=settings,
-        seed=0,
     )
 
 

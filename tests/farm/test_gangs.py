@@ -14,7 +14,7 @@ from featurize.parallel import releases
 from featurize.parallel.layout import Parallel
 from workers.devices import DeviceChoice, Slot
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 
 CPU, CUDA = DeviceChoice(backend="cpu"), DeviceChoice(backend="cuda")
 
@@ -22,7 +22,7 @@ CPU, CUDA = DeviceChoice(backend="cpu"), DeviceChoice(backend="cuda")
 def task(index, parallel=None):
     config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2, parallel=parallel)
     settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
-    return TaskSpec(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=settings, seed=0)
+    return Task(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=settings)
 
 
 def test_a_gang_takes_its_own_worker_first_then_idle_ones():

@@ -29,11 +29,11 @@ from farm.work import TimedStop, work
 from featurize.families import get_family
 from warehouse.run import Run
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 
 CONFIG = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
 SETTINGS = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
-SPEC = TaskSpec(job_id="mlp-00000001", task_index=7, attempt=2, config=CONFIG, settings=SETTINGS, seed=7)
+SPEC = Task(job_id="mlp-00000001", task_index=7, attempt=2, config=CONFIG, settings=SETTINGS)
 
 
 def lines(path):

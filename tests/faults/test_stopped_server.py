@@ -9,7 +9,7 @@ import pytest
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 from workers.worker import Worker
 
 pytestmark = pytest.mark.slow  # a worker gives a server fifteen seconds
@@ -45,6 +45,6 @@ def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
 def a_task(timeout_s):
     config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
     settings = TrialSettings(window=LONG, timeout_s=timeout_s)
-    return TaskSpec(
-        job_id="mlp-00000000", task_index=0, attempt=1, config=config, settings=settings, seed=0,
+    return Task(
+        job_id="mlp-00000000", task_index=0, attempt=1, config=config, settings=settings
     )  # fmt: skip

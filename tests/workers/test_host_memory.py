@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from conf.children.memory import TreeMemory, resident_bytes, shares_bytes, tree_memory_bytes
-from workers.labels import Course, label_run
+from workers.labels import label_run
+from workers.outcome import Observed
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.process import ProcessSensor
 
@@ -104,7 +105,7 @@ def test_a_cpu_trial_that_reported_no_peak_has_none():
 
 
 def course(reported, sampled):
-    return Course(
+    return Observed(
         samples=[("process", Sample(5, {"rss_mib": sampled}))],
         values={"peak_memory_mib": reported},
         status="ok",

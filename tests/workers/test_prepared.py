@@ -8,7 +8,7 @@ import pytest
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)
@@ -17,13 +17,12 @@ SHORT = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_sec
 def task(index, prepare_ahead="always", **changes):
     values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
     config = get_family("mlp").Config(**{**values, **changes})
-    return TaskSpec(
+    return Task(
         job_id="mlp-00000000",
         task_index=index,
         attempt=1,
         config=config,
         settings=TrialSettings(window=SHORT, prepare_ahead=prepare_ahead),
-        seed=0,
     )
 
 

@@ -18,7 +18,7 @@ from featurize.trial import config_from_mapping
 from workers.devices import DeviceChoice
 from workers.failure import is_device_fault
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 from workers.telemetry.sampler import TelemetrySettings
 from workers.trial import classify
 from workers.worker import Worker
@@ -34,13 +34,12 @@ def mlp(**changes):
 
 def task(config, window=SHORT, index=0, **settings):
     trial = TrialSettings(window=window, **settings)
-    return TaskSpec(
+    return Task(
         job_id="mlp-00000000",
         task_index=index,
         attempt=1,
         config=config,
         settings=trial,
-        seed=0,
     )
 
 
