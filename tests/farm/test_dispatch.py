@@ -8,7 +8,7 @@ import pytest
 
 from conf.errors import EnvironmentProblem
 from farm.cluster_settings import ClusterSettings
-from farm.dispatch import Dispatcher, lost_run, make_executor, reconcile, task_spec
+from farm.dispatch import Dispatcher, lost_run, make_executor, reconcile
 from farm.executors import Completion
 from farm.jobs import Job
 from farm.lock import DispatcherBusy, DispatcherLock
@@ -384,7 +384,7 @@ def test_a_result_that_comes_after_the_task_was_done_by_another_is_dropped(folde
     (task,) = queue.lease("w", 1, now=0.0, lease_s=1e9)
     queue.finish(task, "timeout", 1.0)
     dispatcher = Dispatcher(folder, queue, ScriptedExecutor(Clock()), DEVICE, Quiet(), clock=Clock())
-    dispatcher._land_run(task, result_of(task_spec(task), "ok"))
+    dispatcher._land_run(task, result_of(task, "ok"))
     assert runs(folder) == []
     assert queue.counts().by_status == {"timeout": 1}
 

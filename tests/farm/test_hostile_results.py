@@ -131,10 +131,7 @@ def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue
 def test_what_was_cut_of_a_text_is_said(folder, queue):
     submit(queue, 1)
     (task,) = queue.lease("w", 1, 0.0, 60.0)
-    from farm.dispatch import task_spec
-
-    spec = task_spec(task)
-    completion = Completion(worker="w", task=spec, result=device_fault("a" * 1_000_000 + "the end")(spec))
+    completion = Completion(worker="w", task=task, result=device_fault("a" * 1_000_000 + "the end")(task))
     error = accepted(completion, task).result.run.error
     assert error.endswith("the end") and "968,007 characters left out" in error
 
