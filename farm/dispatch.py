@@ -18,7 +18,6 @@ from farm.cluster_settings import ClusterSettings
 from farm.executors import Completion, Executor, InlineExecutor
 from farm.jobs import MIXED_FAMILY, Queue, RunDoubt, UnreadableTask
 from farm.layouts import gpu_problem
-from farm.lock import DispatcherLock
 from farm.monitoring.service import Service
 from farm.outcomes import JobOutcomes
 from farm.process_marker import session_marker
@@ -27,7 +26,7 @@ from farm.queue_values import device_from_key
 from farm.ray_executor import RayExecutor
 from farm.runs_alone import RunsAlone
 from farm.submitted_code import SubmittedCode
-from farm.sweep import SESSION_VARIABLE, descendants
+from farm.sweep import SESSION_VARIABLE
 from farm.task_runs import (
     accepted,
     as_attempt,
@@ -109,7 +108,7 @@ class Dispatcher:
         self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back, by `steady`
         self._renewed_at = steady()
 
-    def run(self, stop: StopRequest, lock: DispatcherLock) -> bool:
+    def run(self, stop: StopRequest) -> bool:
         """Work until this device's tasks are done (True) or `stop` asks to leave (False).
 
         On the way out, whatever the reason, tasks that were handed out and did not land are given back.
@@ -120,7 +119,6 @@ class Dispatcher:
             self._executor.start()
             events.emit("device_started", device=device_from_key(self._device_key).to_mapping())
             stop.install()  # again: Ray has put its own handlers in their place
-            recorded = False
             while True:
                 if not stop.requested:
                     self._hand_out()
@@ -132,9 +130,6 @@ class Dispatcher:
                     self._hand_out()  # before the runs are landed: meanwhile their workers need not stand idle
                 for completion in completions:
                     self._land(completion)
-                if not recorded and self._executor.idle():
-                    lock.record(descendants())
-                    recorded = True
                 self._restart_stuck_workers()
                 for notice in self._executor.notices():
                     events.emit("notice", message=notice)

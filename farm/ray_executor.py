@@ -26,11 +26,11 @@ from conf.ray_session import own_session_environment
 from farm.cluster_settings import ClusterSettings, plain_error
 from farm.executors import Completion
 from farm.gangs import Gang, Gangs
-from farm.leftovers import delete_folder, make_ray_folder
+from farm.leftovers import delete_folder, make_ray_folder, record_processes
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
 from farm.ray_nodes import NodeWatch, RayNode
 from farm.ray_worker import actor_class
-from farm.sweep import end_processes
+from farm.sweep import descendants, end_processes
 from workers.devices import DeviceChoice, make_device
 from workers.task import Task
 
@@ -442,6 +442,8 @@ class RayExecutor:
                 raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:
             self._failures[worker] = 0
+            if self._folder is not None and not self._was_ready:
+                record_processes(self._folder, descendants())
             self._was_ready = True
             self._now_idle(worker)
 

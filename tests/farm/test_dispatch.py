@@ -134,11 +134,6 @@ class Quiet:
         pass
 
 
-class NoLock:
-    def record(self, processes):
-        pass
-
-
 def submit(queue, n, job_id="mlp-00000001", priority=0, parallel=None, **settings):
     """`settings`: of its trials, those that differ from the defaults."""
     values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, "parallel": parallel}
@@ -153,7 +148,7 @@ def submit(queue, n, job_id="mlp-00000001", priority=0, parallel=None, **setting
 def work(folder, queue, outcomes=None, stop=None):
     clock = Clock()
     executor = ScriptedExecutor(clock, outcomes)
-    done = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(stop or Stop(), NoLock())
+    done = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(stop or Stop())
     assert executor.closed
     return executor, done
 
@@ -242,7 +237,7 @@ def test_a_trial_that_waits_for_gpus_is_not_stuck(folder, queue):
     submit(queue, 1, parallel="ddp=2")
     clock = Clock()
     executor = Waits(clock)
-    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(Stop(), NoLock())
+    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(Stop())
     assert executor.restarted == [] and runs(folder) == [(0, 1, "ok")]
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pyarrow as pa
 import pytest
-from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, result_of, submit
+from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
 
 from farm.dispatch import Dispatcher
 from farm.executors import Completion
@@ -114,7 +114,7 @@ def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue
     dispatcher = Dispatcher(
         folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
     )  # fmt: skip
-    assert dispatcher.run(Stop(), NoLock())
+    assert dispatcher.run(Stop())
     with connect(folder) as connection:
         rows = connection.execute(
             "SELECT task_index, status, attempt, length(error), length(device_name) FROM runs ORDER BY 1"
@@ -149,7 +149,7 @@ def test_a_lost_workers_words_are_made_storable(folder, queue):
     executor = Lost(Clock())
     assert Dispatcher(
         folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-    ).run(Stop(), NoLock())  # fmt: skip
+    ).run(Stop())  # fmt: skip
     assert queue.counts().by_status == {"crashed": 1}
     assert "\\ud800" in queue.errors("mlp-00000001")[0].error
 
@@ -166,5 +166,5 @@ def test_an_answer_that_nobody_asked_for_is_dropped(folder, queue):
     executor = Twice(Clock())
     assert Dispatcher(
         folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-    ).run(Stop(), NoLock())  # fmt: skip
+    ).run(Stop())  # fmt: skip
     assert queue.counts().by_status == {"ok": 2}

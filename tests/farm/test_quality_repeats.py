@@ -6,7 +6,7 @@ from random import Random
 
 import pyarrow as pa
 import pytest
-from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, result_of, submit
+from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
 
 from conf.errors import UsageError
 from farm.dispatch import Dispatcher, reconcile
@@ -49,7 +49,7 @@ def dispatcher(folder, queue, outcomes=None):
 
 def work(folder, queue, outcomes=None):
     executor, dispatching = dispatcher(folder, queue, outcomes)
-    assert dispatching.run(Stop(), NoLock())
+    assert dispatching.run(Stop())
     return executor
 
 
@@ -133,7 +133,7 @@ def test_a_dispatcher_killed_between_the_landing_and_the_queue_costs_no_repeat_m
         patch.setattr(Queue, "release", lambda *_: 0)  # killed: nobody gives the task back
         _, dispatching = dispatcher(folder, queue, {0: ["untrusted"]})
         with pytest.raises(KeyboardInterrupt):
-            dispatching.run(Stop(), NoLock())
+            dispatching.run(Stop())
     assert runs(folder) == [] and len(attempts(folder)) == 1
     assert reconcile(folder, queue) == 0, "an attempt finishes nothing"
     executor = work(folder, queue, {0: ["untrusted"]})
@@ -184,7 +184,7 @@ def test_whatever_happens_each_task_has_one_run_and_no_attempt_is_lost(folder, q
                 executor._task = None
                 done = Dispatcher(
                     folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-                ).run(Stop(), NoLock())
+                ).run(Stop())
             except KeyboardInterrupt:
                 pass
         reconcile(folder, queue)
@@ -201,7 +201,7 @@ def test_a_task_given_back_after_its_attempt_landed_is_not_repeated_twice(folder
         patch.setattr(Queue, "repeat", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         _, dispatching = dispatcher(folder, queue, {0: ["untrusted"]})
         with pytest.raises(OSError, match="disk full"):
-            dispatching.run(Stop(), NoLock())
+            dispatching.run(Stop())
     executor = work(folder, queue, {0: ["untrusted"]})
     assert [attempt for _, _, attempt in executor.handed_out] == [1]
     assert runs(folder) == [("mlp-00000001-000000", 1, "untrusted", True)]

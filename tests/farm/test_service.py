@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, submit
+from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, submit
 
 from conf.errors import UsageError
 from farm.cluster_settings import ClusterSettings
@@ -56,7 +56,7 @@ def dispatch(folder, queue, service, outcomes=None):
     executor = ScriptedExecutor(Clock(), outcomes)
     return Dispatcher(
         folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock, service=service
-    ).run(Stop(), NoLock())
+    ).run(Stop())
 
 
 def ask(url):
