@@ -2,8 +2,8 @@
 
 Start reading at `sweep_folders`. A folder `gpufarm-trial-*`, `gpufarm-ray-*` or `gpufarm-child-*` holds a file `owner`
 with the identity of the process that made it (`conf.identity`). That of Ray also holds a file `processes`: Ray's agents
-overwrite their environment with their title, so the marker that other processes carry (`farm.sweep`) is lost on them, and
-they outlive a killed Ray by up to a minute.
+overwrite their environment with their title, so the marker that other processes carry (`farm.sweep`) is lost on them,
+and they outlive a killed Ray by up to a minute.
 """
 
 from __future__ import annotations

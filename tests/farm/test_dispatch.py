@@ -265,9 +265,7 @@ def test_a_trial_that_outlasts_its_lease_inside_of_an_inline_executor_is_not_run
             return super().wait(timeout_s)
 
     executor = Slow(Clock())
-    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-        Stop(), NoLock()
-    )
+    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
     assert [(index, attempt) for _, index, attempt in executor.handed_out] == [(0, 1), (1, 1), (2, 1)]
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")]
 
@@ -289,7 +287,7 @@ def test_what_was_announced_and_never_started_is_given_back_without_an_attempt(f
 
     executor = StopsAfterOne(Clock())
     assert not Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-        stop, NoLock()
+        stop
     )
     assert [index for _, index, _ in executor.handed_out] == [0] and executor.announced == [1]
     executor, _ = work(folder, queue)
@@ -329,9 +327,7 @@ def test_the_last_tasks_do_not_wait_for_a_busy_worker_they_were_announced_to(fol
             return dict(self.tasks)
 
     executor = TwoWorkers(Clock())
-    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-        Stop(), NoLock()
-    )
+    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
     assert executor.handed_out == [("a", 0), ("b", 1)]
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok")]
 

@@ -17,8 +17,8 @@ from conf.cli import run
 from conf.errors import EnvironmentProblem
 from conf.identity import alive, identity
 from farm import status
-from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
 from farm.leftovers import make_folder, record_processes
+from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
 from farm.sweep import SESSION_VARIABLE, sweep_orphans
 from warehouse.compact import compaction_lock
 from warehouse.folder import DataFolder

@@ -256,7 +256,7 @@ def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):
     executor, announced = LikeRay(Clock()), []
     with StopRequest(lambda: announced.append("stop")).installed() as stop:
         assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-            stop, NoLock()
+            stop
         )
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested and announced == ["stop"]
