@@ -17,6 +17,7 @@ from featurize.families import layers_of
 from featurize.layers import rough_memory_mib
 from featurize.trial import TrialConfig, config_from_mapping
 from warehouse.folder import DataFolder
+from warehouse.pairing import shift_of
 from warehouse.schema import ENVIRONMENT
 from warehouse.writer import RUN_RATIOS
 
@@ -100,12 +101,7 @@ class Compared:
     @property
     def shift(self) -> float | None:
         """Return the relative difference, for ratios the absolute one; None if a figure is missing."""
-        if self.before is None or self.now is None:
-            return None
-        difference = self.now - self.before
-        if self.label in RUN_RATIOS:
-            return difference
-        return difference / self.before if self.before else None
+        return shift_of(self.label, self.before, self.now)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,9 @@ from featurize.device_spec import same_device
 from featurize.row_config import config_of_row, problem_of
 from featurize.trial import TrialConfig, config_hash
 from warehouse.folder import DataFolder
+from warehouse.pairing import shift_text
 from warehouse.schema import ENVIRONMENT
 from warehouse.stale import Mark
-from warehouse.writer import RUN_RATIOS
 
 EVERYTHING = "everything"  # in place of operator families, where no canary stayed
 COPIES = 2  # rows that are measured again of each cell, where it has as many
@@ -146,7 +146,7 @@ def _shift(entries: Sequence[Compared]) -> tuple[float | None, str]:
     if not shifts:
         return None, examples + more
     typical = statistics.median(shifts)
-    figure = f"{typical:+.3f}" if moved[0].label in RUN_RATIOS else f"{typical:+.1%}"
+    figure = shift_text(moved[0].label, typical)
     return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples}{more})"
 
 
