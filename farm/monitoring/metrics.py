@@ -87,13 +87,14 @@ class FarmMetrics:
         Gauge("gpufarm_dispatcher_ready", text, registry=registry).set_function(lambda: pulse.ready)
         text = "Since the dispatcher's loop turned."
         Gauge("gpufarm_dispatcher_turn_age_seconds", text, registry=registry).set_function(lambda: pulse.age_s)
-        of_gpu = {"labelnames": _GPU_LABELS, "registry": registry}
+
+        def gpu_gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"gpufarm_gpu_{name}", text, _GPU_LABELS, registry=registry)
+
         self._of_gpu = {
-            metric: Gauge(f"gpufarm_gpu_{metric}", f"{text} Last sample of its last run.", **of_gpu)
-            for _, metric, text, _ in _GPU
+            metric: gpu_gauge(metric, f"{text} Last sample of its last run.") for _, metric, text, _ in _GPU
         }
-        text = "When that run landed."
-        self._sampled_at = Gauge("gpufarm_gpu_sample_timestamp_seconds", text, **of_gpu)
+        self._sampled_at = gpu_gauge("sample_timestamp_seconds", "When that run landed.")
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Count an event; a sink for `Events`."""
