@@ -1,4 +1,4 @@
-"""What the dispatcher tells the outside: its events, its metrics, its health, and how it is asked to leave."""
+"""The dispatcher's view from outside: its events, its metrics, its health, and how it is asked to leave."""
 
 import dataclasses
 import json

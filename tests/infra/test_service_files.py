@@ -1,4 +1,4 @@
-"""What surrounds the farm agrees with it: units, containers, Prometheus, Grafana, cluster files."""
+"""Files around the farm agree with it: units, containers, Prometheus, Grafana, cluster files."""
 
 import fcntl
 import json
@@ -124,7 +124,7 @@ def metric_names(tmp_path):
 
 
 def service_metric_names():
-    """What `/metrics` of a service that has answered something holds."""
+    """Return the names in `/metrics` of a service that has answered something."""
     answered = """
 from farm.serving.service_metrics import ServiceMetrics
 metrics = ServiceMetrics()
