@@ -1,6 +1,6 @@
 """The engine of published tables: how a mapping turns the rows of a CSV file into runs.
 
-Start reading at `Table`; `warehouse.published_tables` has the mappings. A row that no trial config describes is kept as
+Start reading at `PublishedTable`; `warehouse.published_tables` has the mappings. A row that no trial config describes is kept as
 `untraceable`, with its reason. All cells of the file stay in the column `origin`.
 """
 
@@ -32,7 +32,7 @@ Rule = tuple[Condition, Change]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class PublishedTable:
     """One published table, whose rows are one run each.
 
     names    columns that its files have, separated by commas
@@ -67,7 +67,7 @@ class Table:
             yield run if change is None else run | change(row)
 
 
-def read_table(path: Path, device_name: str | None, *, source: str, table: Table) -> ImportedFile | str:
+def read_table(path: Path, device_name: str | None, *, source: str, table: PublishedTable) -> ImportedFile | str:
     """Return the runs of one published table, and the rows of pairs; or why the file is none of `source`."""
     raw = read_with_columns(path, table.names, *([] if table.pairs is None else [table.pairs]))
     if isinstance(raw, str):

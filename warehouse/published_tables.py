@@ -24,7 +24,7 @@ from warehouse.imported_rows import (
 )
 from warehouse.imported_tables import (
     Rule,
-    Table,
+    PublishedTable,
     cell,
     doubted,
     invalid,
@@ -229,12 +229,12 @@ _PARALLEL_RULES: tuple[Rule, ...] = (
 _PARALLEL = "model, gpu, gpus, tp, pp, micro_batch, global_batch, precision, what_was_measured, value, unit"
 
 
-def _parallel(names: str) -> Table:
+def _parallel(names: str) -> PublishedTable:
     """Return a table of steps on several GPUs: vTrain's, and NVIDIA's of DGX Cloud, NeMo and Megatron's tests.
 
     `batch_size` stays empty: the time is of all micro-batches on all GPUs, and `origin` has their sizes.
     """
-    return Table(
+    return PublishedTable(
         names=f"{_PARALLEL}, {names}",
         why=lambda row: f"{row['model']} on {row['gpus']} GPUs, which no trial config describes",
         device=lambda row: {"device_name": _CLUSTERS.get(row["gpu"], row["gpu"]), "device_memory_mib": None},
@@ -243,12 +243,12 @@ def _parallel(names: str) -> Table:
     )
 
 
-TABLES: Mapping[str, Table] = {
-    "timm_benchmark": Table(
+TABLES: Mapping[str, PublishedTable] = {
+    "timm_benchmark": PublishedTable(
         names="model, gpu, precision, layout, torch, cuda, batch, img_size, step_ms, samples_per_s, param_m",
         read=_timm_benchmark,
     ),
-    "litgpt": Table(
+    "litgpt": PublishedTable(
         names="model, method, quantization, precision, optimizer, micro_batch, gpus, gpu, peak_memory_gb, outcome, "
         "memory_kind",
         why=lambda row: (
@@ -268,7 +268,7 @@ TABLES: Mapping[str, Table] = {
             (lambda row, run: "allocated" not in row["memory_kind"], unnamed_instrument("peak_allocated_mib")),
         ),
     ),
-    "torchtune": Table(
+    "torchtune": PublishedTable(
         names="model, method, precision, batch, optimizer, gpu, peak_memory_gib, memory_kind, packed",
         why=lambda row: f"no family has torchtune's recipe of {row['model']}: {row['method']}",
         device=_card_of_gpu,
@@ -284,7 +284,7 @@ TABLES: Mapping[str, Table] = {
             (lambda row, run: True, unnamed_instrument("peak_allocated_mib")),
         ),
     ),
-    "torchtitan": Table(
+    "torchtitan": PublishedTable(
         names="setting, technique, gpu, seq, tps_per_gpu, memory_gib, memory_kind, memory_gb_as_printed",
         why=lambda row: "one rank of a job on several GPUs, which no trial config describes",
         device=_card_of_gpu,
@@ -301,7 +301,7 @@ TABLES: Mapping[str, Table] = {
             ),
         ),
     ),
-    "peft": Table(
+    "peft": PublishedTable(
         names="model, method, batch, dtype, optimizer, gpu, torch, max_reserved_mib, reserved_avg_mib, "
         "trainable_params, total_params",
         why=lambda row: f"no family has {row['model']} with PEFT's {row['method']}; the longest batch is not published",
@@ -327,7 +327,7 @@ TABLES: Mapping[str, Table] = {
             ),
         ),
     ),
-    "llm_foundry": Table(
+    "llm_foundry": PublishedTable(
         names="Model, # GPUs, GPU, MicroBatchSize, GradAccum, GlobalBatchSize, GlobalBatchSize (T), Throughput (T/s), "
         "Precision, NumParams",
         why=lambda row: f"MPT-{row['Model']} sharded over {row['# GPUs']} GPUs, which no trial config describes",
@@ -343,10 +343,10 @@ TABLES: Mapping[str, Table] = {
             (_is_no_whole_batch, doubted("the global batch is not micro-batch x accumulation x GPUs")),
         ),
     ),
-    "deeplearningexamples": Table(
+    "deeplearningexamples": PublishedTable(
         names="model, gpu, gpus, precision, batch, seq, layout, throughput", read=_deep_learning_examples
     ),
-    "gavel": Table(
+    "gavel": PublishedTable(
         names="table, gpu, job_a, gpus_a, job_b, gpus_b, iters_per_s_a, iters_per_s_b",
         why=lambda row: f"{row['job_a']} on {row['gpus_a']} GPU(s): {_NO_CODE}",
         device=lambda row: _card(row["gpu"].upper()),
@@ -355,7 +355,7 @@ TABLES: Mapping[str, Table] = {
         doubts=_gavel_doubts,
         is_pair=lambda row: bool(row["job_b"]),
     ),
-    "lucid": Table(
+    "lucid": PublishedTable(
         names="model, dataset, batchsize, amp, speed, gpu_util, gmem_util, gmem",
         why=lambda row: f"{row['model']} on {row['dataset']}: {_NO_CODE}",
         device=lambda row: _card("RTX-3090"),
@@ -378,7 +378,7 @@ TABLES: Mapping[str, Table] = {
     "dgxc": _parallel("cp, ep, framework, section, release"),
     "nemo": _parallel("seq, cp, ep, container, task, ga"),
     "megatron": _parallel("num_layers, hidden, test_case, environment"),
-    "zeus": Table(  # Zeus (NSDI 2023): the power of a job in one row, and the time of its epoch in another
+    "zeus": PublishedTable(  # Zeus (NSDI 2023): the power of a job in one row, and the time of its epoch in another
         names="model, dataset, gpu, gpus, batch_per_gpu, precision, optimizer, power_limit_w, what_was_measured, "
         "value, unit",
         why=_zeus_why,
