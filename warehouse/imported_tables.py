@@ -1,7 +1,7 @@
 """The engine of published tables: how a mapping turns the rows of a CSV file into runs.
 
-Start reading at `PublishedTable`; `warehouse.published_tables` has the mappings. A row that no trial config describes is kept as
-`untraceable`, with its reason. All cells of the file stay in the column `origin`.
+Start reading at `PublishedTable`; `warehouse.published_tables` has the mappings. A row that no trial config describes
+is kept as `untraceable`, with its reason. All cells of the file stay in the column `origin`.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from warehouse.imported_rows import (
     whole_above_zero,
 )
 from warehouse.imported_tables import (
-    Rule,
     PublishedTable,
+    Rule,
     cell,
     doubted,
     invalid,
