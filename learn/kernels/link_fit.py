@@ -24,7 +24,7 @@ from learn.kernels.fitter import judged_by_splits
 from learn.kernels.fitting import held_out_by
 from learn.kernels.judging import score_of
 from learn.kernels.rows import RowLeftOut, described, queried, read_each
-from warehouse.published_links import OPERATOR
+from warehouse.published_kernels import OPERATOR
 
 _MOST_RANKS = 8  # of a node
 _FIRST_STEP = 0.3  # of each logarithm
