@@ -130,8 +130,8 @@ def judged_by_splits(
     fitted: Callable[[np.ndarray], Fitted],
     errors_of: Callable[[Fitted], np.ndarray],
     splits: Mapping[str, Collection[np.ndarray]],
-    progress: Callable[[str, int, int], None] = lambda _what, _done, _of: None,
-    what: str = "fitting",
+    progress: Callable[[str, int, int], None] = lambda _text, _done, _of: None,
+    label: str = "fitting",
 ) -> tuple[Fitted, dict[str, np.ndarray]]:
     """Return the fit on all rows, and how far each row is off by it (`LEARNED_FROM`) and by fits without the row.
 
@@ -140,15 +140,15 @@ def judged_by_splits(
         errors_of: Errors of all rows by a fit, (rows, ...).
         splits: Title -> masks of the rows that are left out in turn; at least one of them all.
         progress: Called before each fit with a text, the number of fits done and their total.
-        what: How the text begins.
+        label: How the text begins.
     """
     fits, total = itertools.count(), 1 + sum(map(len, splits.values()))
 
     def errors_without(split: str, mask: np.ndarray) -> np.ndarray:
-        progress(f"{what}, {split}", next(fits), total)
+        progress(f"{label}, {split}", next(fits), total)
         return errors_of(fitted(~mask))
 
-    progress(what, next(fits), total)
+    progress(label, next(fits), total)
     learned = fitted(np.ones_like(next(itertools.chain.from_iterable(splits.values()))))
     errors = {LEARNED_FROM: errors_of(learned)}
     for split, masks in splits.items():
