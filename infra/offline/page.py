@@ -61,7 +61,7 @@ _REHEARSALS = ("cpu", "simulated")
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What came back, and its runs with their estimates.
+    """Files that came back, and their runs with their estimates.
 
     Args:
         work: The unpacked work folder.
@@ -90,7 +90,7 @@ class Results:
 
     @property
     def device_text(self) -> str:
-        """What estimates are made for."""
+        """The device that estimates are made for."""
         if self.device is not None:
             return f"estimates for {self.device.name}"
         return f"no device description matches {self.device_name}" if self.device_name else "no GPU is named"

@@ -237,7 +237,7 @@ def shipped_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
 
 
 def is_corrected(one: EstimatedRun, target: str) -> bool:
-    """Whether a model that was fitted on measured rows gives the run's figure, for the loop that the run had."""
+    """Return True if a model that was fitted on measured rows gives the run's figure, for the loop that the run had."""
     shipped = one.estimates[SHIPPED]
     is_of_loop = target == "memory" or shipped.loops.get(target) == RESIDENT  # memory hardly depends on the loop
     return is_of_loop and shipped.answered_by.get(target, TRACE) != TRACE

@@ -338,7 +338,7 @@ def test_files_that_the_views_cannot_read_or_do_not_show_are_found(folder):
 
 
 def test_rows_that_no_writer_would_land_are_found(folder):
-    """What another program put there: words, ratios and samples that the writer refuses."""
+    """Another program put these there: words, ratios and samples that the writer refuses."""
     fill(folder, range(3))
     runs = pq.ParquetFile(folder.partition("runs", "cnn") / "J-000001.parquet").read()
     twice = pa.concat_tables([runs, runs]).to_pylist()
