@@ -34,7 +34,7 @@ from conf.reports.blocks import (
     linked,
 )
 from conf.reports.page_text import count_of
-from conf.reports.render import render_page
+from conf.reports.render import page_bytes
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from infra.offline import experiment_sections, probe_sections, run_sections
 from infra.offline.block_comparison import BlockComparison
@@ -333,7 +333,7 @@ def run(argv: Sequence[str]) -> None:
         of_work = read_results(work, lambda done, of: update(completed=done, total=of) if update else None)
     page, lines = make_page(of_work, asked.get("datasets"))
     out.mkdir(parents=True, exist_ok=True)
-    write_output(out / PAGE, render_page(page).encode("utf-8", errors="replace"))
+    write_output(out / PAGE, page_bytes(page))
     print("\n".join([*lines, f"page: {out / PAGE}"]))
 
 
