@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from multiprocessing.connection import wait  # as `select.select`, for any number of descriptors
 
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import Child, ChildServer, ServerLost, local_server
@@ -153,7 +153,7 @@ class TracePool:
         """Return what the child has replied once it has ended, with all that it started, and the limit it reached."""
         reply = b""
         while not reply.endswith(b"\n") and not self._ended.is_set():
-            if select.select([channel], [], [], _LOOK_EVERY_S)[0]:
+            if wait([channel], _LOOK_EVERY_S):
                 data = _received(channel)
                 if not data:
                     break
