@@ -48,7 +48,8 @@ def answer_question(limits: dict[str, Any], channel: int) -> None:
     The function of a child process; `limits` has the fields of `TraceLimits`.
     """
     with socket.socket(fileno=channel) as ours, ours.makefile("rwb") as stream:
-        reply = json.dumps(_reply(json.loads(stream.readline()), TraceLimits(**limits)))
+        kept = TraceLimits(**{**limits, "trust": tuple(limits["trust"])})
+        reply = json.dumps(_reply(json.loads(stream.readline()), kept))
         if len(reply) > _LARGEST_ANSWER:
             reply = json.dumps({"problem": f"the answer is larger than {_LARGEST_ANSWER // 2**20} MiB"})
         stream.write(reply.encode() + b"\n")
