@@ -25,6 +25,7 @@ import select
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ from conf.children.keeper import keep, kept_folder, wakes_on_exit
 from conf.children.output import ChildOutput
 
 PACKET_BYTES = 1 << 20
+_GRACE_S = 10.0  # for keepers to end by themselves
 
 
 def run_server(control: int, folder_base: str, prepare: Callable[[], Any]) -> None:
@@ -89,6 +91,13 @@ def serve(control: socket.socket, hello: dict[str, Any]) -> None:
         lines[keeper] = socket.socket(fileno=line)
         for descriptor in channels:
             os.close(descriptor)
+    for end in lines.values():
+        end.shutdown(socket.SHUT_RD)  # its keeper sees it, ends its child and deletes the child's folder
+    give_up = time.monotonic() + _GRACE_S
+    while lines and time.monotonic() < give_up:
+        if select.select([wake[0]], [], [], _GRACE_S)[0]:
+            os.read(wake[0], 512)
+            _reap(lines)
     end_below(os.getpid())
 
 
