@@ -120,10 +120,15 @@ def _parts_in(one: MeasuredMemory) -> tuple[float, ...]:
 
 def _nearest(design: np.ndarray, wanted: np.ndarray, centre: np.ndarray, spread: np.ndarray) -> np.ndarray:
     """Return x >= 0 that minimises |design x - wanted|^2 / noise^2 + |(x - centre) / spread|^2."""
-    from scipy.optimize import nnls
-
     rows = np.vstack([design / _NOISE_MIB, np.diag(1 / spread)])
-    return nnls(rows, np.concatenate([wanted / _NOISE_MIB, centre / spread]))[0]
+    target = np.concatenate([wanted / _NOISE_MIB, centre / spread])
+    free = np.ones(len(centre), dtype=bool)
+    while True:
+        solved = np.zeros(len(centre))
+        solved[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
+        if (solved >= 0).all():
+            return solved
+        free &= solved >= 0
 
 
 def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:

@@ -23,7 +23,7 @@ FOLDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class FitKernelsSettings(Checked):
-    """What to fit on. Raises `UsageError` that names every bad key together.
+    """The rows to fit on. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv data=steps
       python -m warehouse.ingest source=neusight path=kernel_times.parquet data=steps

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings(Checked):
-    """What to fit, on which rows. Raises `UsageError` that names every bad key together.
+    """The target to fit, and its rows. Raises `UsageError` that names every bad key together.
 
       python -m learn.fit target=memory
       python -m learn.fit target=drama family=cnn source=measured

@@ -6,6 +6,7 @@ Start reading at `run_comparison`.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -212,7 +213,9 @@ def _operators(
     if not comparison.pairs:
         return None, "no configuration ran on both sides"
     spec = _spec_of(_submission(settings), comparison.devices)
-    configs: dict[str, Mapping[str, Any]] = {pair.config_hash: pair.before.config for pair in comparison.pairs}
+    configs: dict[str, Mapping[str, Any]] = {
+        pair.key["config_hash"]: json.loads(pair.before["config"]) for pair in comparison.pairs
+    }
 
     def records(side: Environment, where: RunSet) -> dict[str, dict[str, Any]]:
         def report_progress(done: int, of: int) -> None:

@@ -52,7 +52,7 @@ _COPIED_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """What is installed together, compressed into one file. `packages`: version by name."""
+    """Packages that are installed together, compressed into one file. `packages`: version by name."""
 
     name: str
     path: Path

@@ -35,7 +35,7 @@ from conf.reports.blocks import (
     linked,
 )
 from conf.reports.page_text import count_of
-from conf.reports.render import render_page
+from conf.reports.render import page_bytes
 from conf.settings import Checked, key
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from infra.offline import experiment_sections, probe_sections, run_sections
@@ -61,7 +61,7 @@ _REHEARSALS = ("cpu", "simulated")
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What came back, and its runs with their estimates.
+    """Files that came back, and their runs with their estimates.
 
     Args:
         work: The unpacked work folder.
@@ -90,7 +90,7 @@ class Results:
 
     @property
     def device_text(self) -> str:
-        """What estimates are made for."""
+        """The device that estimates are made for."""
         if self.device is not None:
             return f"estimates for {self.device.name}"
         return f"no device description matches {self.device_name}" if self.device_name else "no GPU is named"
@@ -340,7 +340,7 @@ def run(argv: Sequence[str]) -> None:
         of_work = read_results(work, lambda done, of: update(completed=done, total=of) if update else None)
     page, lines = make_page(of_work, asked.datasets)
     out.mkdir(parents=True, exist_ok=True)
-    write_output(out / PAGE, render_page(page).encode("utf-8", errors="replace"))
+    write_output(out / PAGE, page_bytes(page))
     print("\n".join([*lines, f"page: {out / PAGE}"]))
 
 

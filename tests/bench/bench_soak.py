@@ -111,7 +111,7 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
                 print(f"{done:>9,} tasks  {points[-1][1]:7.1f} MiB", flush=True)
             if curve is not None:
                 curve.write_text("tasks,rss_mib\n" + "".join(f"{count},{rss:.1f}\n" for count, rss in points))
-            list(metrics.collect())  # as a scrape would
+            list(metrics.registry.collect())  # as a scrape would
 
     with tempfile.TemporaryDirectory(prefix="gpufarm-soak-") as folder:
         data = DataFolder.resolve(folder).create()

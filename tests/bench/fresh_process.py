@@ -1,4 +1,4 @@
-"""What the farm is measured against: a fresh Python process that imports torch and trains the same model once.
+"""The farm's yardstick: a fresh Python process that imports torch and trains the same model once.
 
 `python tests/bench/fresh_process.py CONFIG SETTINGS [cpu|cuda]` (JSON as the queue holds it) prints the seconds of its
 window and of its warm-up. It runs the very loop that a trial runs, both included.

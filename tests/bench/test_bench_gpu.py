@@ -1,4 +1,4 @@
-"""What `make bench-gpu` counts, on rows made up for it; and that it goes on where it was, small and on the CPU."""
+"""The counts of `make bench-gpu`, on rows made up for it; and that it goes on where it was, small and on the CPU."""
 
 import datetime
 import json

@@ -250,7 +250,7 @@ REFUSED_BY_THE_COMMAND = {
 
 
 def problems_of(case: Case, code: int, out: str, err: str) -> list[str]:
-    """What is not as it should be when a hostile command line has been refused."""
+    """Return the flaws in how a hostile command line was refused."""
     problems = [] if code == 2 else [f"exit code {code}"]
     problems += [f"printed {out[:200]!r}"] * bool(out)
     if not (err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1):

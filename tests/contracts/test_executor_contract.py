@@ -1,4 +1,4 @@
-"""What every executor promises the dispatcher, run on each: inline, and a real Ray."""
+"""The promises of every executor to the dispatcher, run on each: inline, and a real Ray."""
 
 import contextlib
 import dataclasses
@@ -84,7 +84,7 @@ def test_a_trials_failure_is_a_result_and_not_an_exception(executor):
 
 
 def test_everything_listens_on_loopback_only(executor):
-    """Of this process and everything below it; Ray's servers listen on all interfaces unless told otherwise."""
+    """This process and all below it; Ray's servers listen on all interfaces unless told otherwise."""
     await_idle(executor)
     ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
     listening = []

@@ -100,7 +100,7 @@ def test_job_id_is_the_submission_s_without_n_and_priority():
 
 
 def until(error, count, start=0):
-    """So many configs, then the error."""
+    """Yield `count` configs, then raise the error."""
     yield from configs(start + count, start=start)
     raise error
 

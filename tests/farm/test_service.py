@@ -1,4 +1,4 @@
-"""What the dispatcher tells the outside: its events, its metrics, its health, and how it is asked to leave."""
+"""The dispatcher's view from outside: its events, its metrics, its health, and how it is asked to leave."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ import urllib.request
 
 import pyarrow as pa
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, submit
 
@@ -20,7 +21,8 @@ from farm.dispatch import Dispatcher, StopRequest, lost_run
 from farm.lock import DispatcherLock
 from farm.monitoring.events import Events, LogSettings
 from farm.monitoring.health import Pulse
-from farm.monitoring.metrics import FarmMetrics, MetricsServer, MetricsSettings
+from farm.monitoring.metrics import FarmMetrics, MetricsSettings
+from farm.monitoring.server import MetricsServer
 from farm.monitoring.service import Service
 from farm.ray_nodes import NodeWatch
 from farm.work import TimedStop, work
@@ -38,13 +40,9 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def samples_of(collector):
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    registry = CollectorRegistry()
-    registry.register(collector)
+def samples_of(metrics):
     samples = {}
-    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         for sample in family.samples:
             samples[(sample.name, *sorted(sample.labels.values()))] = sample.value
     return samples

@@ -41,7 +41,7 @@ def state(tmp_path, monkeypatch):
 
 
 def forget(monkeypatch):
-    """What another process knows: nothing but the record."""
+    """Become a process that knows nothing but the record."""
     monkeypatch.setattr(submitted_code, "_of_this_process", set())
 
 

@@ -264,7 +264,7 @@ def test_no_trial_begins_where_the_results_have_no_room_for_it(tmp_path, monkeyp
 
 
 def program(monkeypatch, step, *lines, **fields):
-    """Let a step run these lines of Python, each in a process, in place of its own programs."""
+    """Make a step run these lines of Python, each in a process, in place of its own programs."""
     values = {"commands": lambda place, seconds: [["-c", line] for line in lines], "not_here": lambda place: None}
     monkeypatch.setitem(steps.STEPS, step, dataclasses.replace(STEPS[step], **(values | fields)))
 

@@ -289,7 +289,8 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
 ORPHAN = """
 import sys, threading, time
 from multiprocessing import Pipe
-from learn.evaluation.benchmark_pool import PoolJob, _serve
+from learn.evaluation.benchmark_answers import PoolJob, answer
+from learn.processes import _serve
 from featurize.families.mlp import Config
 from learn.cases import Case
 from featurize.device_spec import describe_device
@@ -299,12 +300,14 @@ case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1))
 job = PoolJob("fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
 
 def die():
+    ours.send(sys.path)
+    ours.send((answer, (), None))
     ours.recv()
     ours.send(job)
     ours.close()
 
 threading.Thread(target=die).start()
-_serve(theirs, None)
+_serve(theirs)
 """
 
 

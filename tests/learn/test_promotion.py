@@ -1,4 +1,4 @@
-"""What a refit keeps and what it leaves, on folders of real runs: better, worse, too few to tell, killed, outdated."""
+"""Models that a refit keeps or leaves, on folders of real runs: better, worse, too few to tell, killed, outdated."""
 
 import json
 import shutil

@@ -207,3 +207,8 @@ def test_cells_longer_than_the_csv_modules_limit_are_read_and_the_limit_is_left(
 def test_reading_needs_no_torch():
     code = "import sys, warehouse.published; sys.exit(any(m in sys.modules for m in ('torch', 'featurize')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_batch_that_the_file_has_twice_is_read(tmp_path):
+    path = write(tmp_path / "twice.csv", TIMM, [("net", "nets", batch, 3000, 100) for batch in (8, 8, 16)])
+    assert [row.status for row in read(path)] == ["ok"] * 3

@@ -1,4 +1,4 @@
-"""What a trial may do: whatever it reports, raises, writes or leaves behind, it ends as exactly one run."""
+"""Hostile trials: whatever one reports, raises, writes or leaves behind, it ends as exactly one run."""
 
 import dataclasses
 import json

@@ -37,7 +37,7 @@ def forever():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Let the probes start their children as if there were a GPU."""
+    """Make the probes start their children as if there were a GPU."""
     slot = Slot(index=0, device_name="NVIDIA H100 80GB HBM3", device_uuid="GPU-1", device_memory_mib=81000.0)
     monkeypatch.setattr(children, "gpu_of", lambda device: (slot, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, None))
 

@@ -1,4 +1,4 @@
-"""What samples and runs are worth: every reason, alone, in a run that is trusted without it."""
+"""The worth of samples and runs: every reason, alone, in a run that is trusted without it."""
 
 import dataclasses
 import itertools
