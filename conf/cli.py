@@ -77,7 +77,7 @@ def run(
     try:
         arguments = list(argv)
         if {"-h", "--help"} & set(arguments):
-            print(help_text(name))
+            print(help_text(name, everything="all" in arguments))
             return 0
         _check_current_folder()
         show_config, arguments = _split_show_config(arguments)
@@ -247,25 +247,31 @@ def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
-def help_text(name: str) -> str:
-    """Return the `--help` of a command from its settings class: description, keys and defaults, choices."""
+def help_text(name: str, everything: bool = True) -> str:
+    """Return the `--help` of a command from its settings class: description, keys and defaults, choices.
+
+    Without `everything`, only the keys in `COMMON` of the class are explained, in that order, and the others named.
+    """
     described = []
     for line in description(name):
         for group in groups():  # {arch} in a description stands for the choices there are
             line = line.replace(f"{{{group}}}", ", ".join(group_options(group)))
         described.append(line)
-    rows = []
-    for key, default, text in documented_keys(name):
+    rows: list[tuple[str, str]] = []
+    documented = {key: (default, text) for key, default, text in documented_keys(name)}
+    common = getattr(settings_class(name), "COMMON", documented)
+    for key in documented if everything else common:
+        default, text = documented[key]
         if key not in groups():
             rows.append((f"{key}={'(required)' if default == '???' else default}", text))
-            continue
-        rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
-        if default in group_options(key):
-            rows += [
-                (f"  {key}.{inner}={value}", comment) for inner, value, comment in documented_choice(name, key, default)
-            ]
+        else:
+            rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
+            choice = documented_choice(name, key, default) if default in group_options(key) else ()
+            rows += [(f"  {key}.{inner}={value}", comment) for inner, value, comment in choice]
     width = min(38, max(len(left) for left, _ in rows))
     lines = [f"  {left:<{width}}  {text}".rstrip() for left, text in rows]
+    if others := [] if everything else [key for key in documented if key not in common]:
+        lines += ["", f"`--help all` explains {len(others)} more keys: {', '.join(others)}."]
     if name in COMMANDS:
         described += ["", f"`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command."]
     return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])
