@@ -145,27 +145,21 @@ def _standard_files() -> bool:
     A closed one would give its number to the next file that is opened, a database say, and whoever then prints writes
     into that. What the terminal's encoding lacks is printed escaped.
     """
-    closed = [number for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)) if stream is None]
-    for number in closed:
-        with contextlib.suppress(OSError):
-            os.fstat(number)
-            continue  # in use again
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, number)  # which children inherit
-        if null != number:
-            os.close(null)
+    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        if stream is None:
+            try:
+                os.fstat(number)  # in use again
+            except OSError:  # the lowest free number, which the next file gets, is this one
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr.reconfigure(errors="backslashreplace")
     if sys.stdout is None:
         print_error("standard output is closed; redirect it, as in >/dev/null")
         return False
-    if not isinstance(sys.stdout, io.TextIOWrapper):
-        return True
-    if sys.stdout is not sys.__stdout__:
-        sys.stdout.reconfigure(errors="backslashreplace")
-    else:
+    for text in (sys.stderr, sys.stdout):
+        if isinstance(text, io.TextIOWrapper):
+            text.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
         sys.stdout.flush()
         unbuffered = isinstance(sys.stdout.buffer, io.RawIOBase)
         sys.stdout = io.TextIOWrapper(
