@@ -61,7 +61,7 @@ def commands_markdown() -> str:
     parts = [
         "# Commands",
         "",
-        "Generated from each command's `--help all` by `make docs`; change the classes that `conf.commands.TABLE` names.",
+        "Generated from each command's `--help all` by `make docs`; change the classes in `conf.commands.TABLE`.",
         "",
         "`gpufarm` lists these commands, and `gpufarm submit` is `python -m farm.submit`. Use `gpufarm` from a folder",
         "whose own files are named like packages of this project (`conf/`, `workers.py`).",
