@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from conf.commands import COMMANDS, description, settings_class
 from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
 from conf.extras import advice_for
-from conf.keys import command_options, documented_choice, documented_keys, group_options, groups, meaning
-from conf.overrides import Override, check_readable, load_config, parsed, plain_values
+from conf.keys import command_options, documented_choice, documented_keys, group_options, groups
+from conf.overrides import Override, check_readable, load_config, made, parsed
 from conf.plain_text import bounded, one_line, printable
-from conf.settings import built
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from typing_extensions import Buffer
 
 __all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
@@ -92,8 +90,7 @@ def run(
 
             print(OmegaConf.to_yaml(cfg), end="")
             return 0
-        _require(name, cfg)
-        settings = _typed(name, cfg)
+        settings: Any = made(settings_class(name), cfg)
         try:
             return entry(settings) or 0
         except SystemExit as error:  # of a user's model
@@ -240,21 +237,6 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
         given = shown(arguments[at + 1]) if at + 1 < len(arguments) else "nothing"
         raise UsageError(f"--cfg takes job, got {given}; `--cfg job` prints the composed configuration")
     return True, arguments[:at] + arguments[at + 2 :]
-
-
-def _typed(name: str, cfg: DictConfig) -> Any:
-    """Return the composed config as an object of the command's settings class."""
-    return built(settings_class(name), plain_values(cfg))
-
-
-def _require(name: str, cfg: DictConfig) -> None:
-    """Raise `UsageError` that names every missing required key with its help text."""
-    from omegaconf import OmegaConf
-
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        parts = [f"{key}=... ({text})" if (text := meaning(name, key)) else f"{key}=..." for key in missing]
-        raise UsageError(f"missing {'; '.join(parts)}")
 
 
 def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -24,7 +24,7 @@ from urllib.parse import quote, urlsplit
 from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.plain_text import one_line
-from conf.settings import key
+from conf.settings import Checked, key
 
 if TYPE_CHECKING:
     from learn.client import Client
@@ -42,7 +42,7 @@ Shape = TypeVar("Shape", dict[str, Any], list[Any], str, int)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KueueSettings:
+class KueueSettings(Checked):
     """Which API server and which service. Raises `UsageError`.
 
       python -m farm.kueue server=http://gpufarm:8350
@@ -57,9 +57,9 @@ class KueueSettings:
     once: bool = key(False, "true: decide what is pending now, then leave")
     every_s: float = key(5.0, "between two looks for pending workloads", "number > 0")
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         if self.api is not None and urlsplit(self.api).scheme not in ("http", "https"):
-            raise UsageError(f"api is a URL such as http://127.0.0.1:8001, got {self.api!r}")
+            yield f"api is a URL such as http://127.0.0.1:8001, got {self.api!r}"
 
 
 class ApiServer:

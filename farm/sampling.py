@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from conf.errors import UsageError, unknown_name
-from conf.settings import key
+from conf.settings import Checked, key
 from farm.dimensions import Choice, Scalar, Space
 from farm.sampling_points import POLICIES, PointsOf, key_of, uniform_point
 from featurize import families
@@ -36,23 +36,13 @@ _POINTS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Checked, section="limits"):
     """Ceilings that a config must stay under, computed from its layer plan; None is no limit."""
 
     max_parameters: float | None = key(None, "sample no model with more parameters", "number > 0")
     max_memory_mib: float | None = key(
         None, "sample no model whose weights, optimizer state and layer outputs take more, roughly", "number > 0"
     )
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{field.name} must be > 0, got {value!r}"
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) is not None
-            and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0)
-        ]
-        if problems:
-            raise UsageError("; ".join(problems))
 
     def to_mapping(self) -> dict[str, int | float | None]:
         return dataclasses.asdict(self)

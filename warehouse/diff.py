@@ -18,9 +18,9 @@ import duckdb
 import pyarrow as pa
 
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from conf.plain_text import table_lines
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, format_key, key
 from warehouse.checks import LABELS
 from warehouse.connection import connect
 from warehouse.disk_errors import disk_errors_named
@@ -31,7 +31,6 @@ from warehouse.schema import ENVIRONMENT, RUN_SCHEMA, TABLES
 from warehouse.snapshot import NOW, find_snapshot
 from warehouse.views import VIEWS
 
-FORMATS = ("table", "json")
 _WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")
 _BY = ("family", "device_name", "status")
 _KEY = ("config_hash", "family", "source", *_WHERE)
@@ -264,7 +263,7 @@ def named_arguments(argv: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffSettings:
+class DiffSettings(Checked):
     """Which two sides to compare.
 
       python -m warehouse.diff 2026-11-19 2026-11-20
@@ -278,15 +277,9 @@ class DiffSettings:
 
     before: str = key(help="snapshot that is compared; the first name of the command line")
     after: str = key("now", "snapshot that it is compared with, or now for the folder as it is; the second name")
-    tolerance: float = key(0.05, "shift above which a configuration or kernel counts as beyond")
-    format: str = key("table", "table or json")
+    tolerance: float = key(0.05, "shift above which a configuration or kernel counts as beyond", "number >= 0")
+    format: str = format_key()
     data: str | None = data_key()
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
-        if not self.tolerance >= 0:
-            raise UsageError(f"tolerance must be a number >= 0, got {self.tolerance!r}")
 
 
 def entry(settings: DiffSettings) -> int:

@@ -291,7 +291,7 @@ def test_wrong_arguments_are_usage_errors(space, kwargs, message):
 
 
 def test_limits_report_every_bad_value():
-    with pytest.raises(UsageError, match=r"max_parameters must be > 0, got 0; max_memory_mib must be > 0, got 'x'"):
+    with pytest.raises(UsageError, match=r"max_parameters must be a number > 0, got 0; limits.max_mem.*'x'"):
         Limits(max_parameters=0, max_memory_mib="x")
 
 
