@@ -156,9 +156,9 @@ def causes(data, moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun],
         for cause, words in _of_canary(runs, history, lost):
             names_by_cause.setdefault(cause, []).append(f"{runs[0].name}: {words}" if words else runs[0].name)
     sentences = []
-    for cause, words in sorted(names_by_cause.items(), key=lambda item: -len(item[1])):
-        more = f"; {len(words) - 3} more" if len(words) > 3 else ""
-        sentences.append(f"{cause} ({'; '.join(words[:3])}{more})")
+    for cause, names in sorted(names_by_cause.items(), key=lambda item: -len(item[1])):
+        more = f"; {len(names) - 3} more" if len(names) > 3 else ""
+        sentences.append(f"{cause} ({'; '.join(names[:3])}{more})")
     now = [run for runs, _, _ in moved for run in runs]
     return (*sentences, *_slower(data, now, [run for _, history, _ in moved for run in history[-_LATEST:]]))
 
