@@ -148,21 +148,18 @@ def _counts(joined: duckdb.DuckDBPyConnection, side: str, which: str) -> tuple[R
 def _changed_columns(
     joined: duckdb.DuckDBPyConnection, sides: Sequence[WarehouseConnection]
 ) -> dict[str, int]:  # fmt: skip
+    """Return how many runs of both sides differ in each column, the most frequent first."""
     ids = joined.sql("SELECT run_id FROM pairs WHERE was AND is_there AND NOT same").to_arrow_table()
     if not ids.num_rows:
         return {}
-    columns = ", ".join(RUN_SCHEMA.names)
-    runs_by_side = []
-    for side in sides:
+    for name, side in zip(("old", "new"), sides, strict=True):
         side.register("wanted", ids)
-        runs_by_side.append(
-            side.sql(f"SELECT {columns} FROM runs JOIN wanted USING (run_id) ORDER BY run_id").fetchall()
-        )
+        changed = f"SELECT {', '.join(RUN_SCHEMA.names)} FROM runs JOIN wanted USING (run_id)"
+        joined.register(name, side.sql(changed).to_arrow_table())
         side.unregister("wanted")
-    counts: Counter[str] = Counter()
-    for old, new in zip(*runs_by_side, strict=True):
-        counts.update(name for name, a, b in zip(RUN_SCHEMA.names, old, new, strict=True) if a != b)
-    return dict(counts.most_common())
+    counts = ", ".join(f"count(*) FILTER (old.{name} IS DISTINCT FROM new.{name})" for name in RUN_SCHEMA.names)
+    (runs,) = joined.execute(f"SELECT {counts} FROM old JOIN new USING (run_id)").fetchall()
+    return dict((+Counter(dict(zip(RUN_SCHEMA.names, runs, strict=True)))).most_common())
 
 
 def _label_shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> tuple[Shift, ...]:

@@ -65,7 +65,7 @@ class Axis:
     @classmethod
     def decades(cls, low: float, high: float) -> Axis:
         """Return a logarithmic axis that begins and ends at a power of ten. Both values are positive."""
-        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) + 1e-9)
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) - 1e-9)
         return cls.log(10.0**first, 10.0 ** max(last, first + 1))
 
     def share(self, value: float) -> float:
