@@ -30,6 +30,7 @@ EXTRAS = {
         "httptools": "httptools",
         "uvloop": "uvloop",
     },
+    "kubernetes": {"lightkube": "lightkube"},
     # Wheels of libraries have no modules: `featurize.cudnn.oracle` looks for their files, of CUDA 12 or 13.
     "cudnn": {
         "cudnn": "nvidia-cudnn-frontend",

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.cli import command
-from conf.device_names import resolve_device
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import bounded, one_line
 from conf.settings import key
+from farm.scheduling import features_of, figures_of
 
 if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
@@ -70,12 +70,7 @@ class SbatchSettings:
     time_limit_s: float = key(300, "an estimate is given up after this many seconds", "number > 0")
 
     def __post_init__(self) -> None:
-        from featurize.device_spec import device_names
-
-        if not self.devices:
-            raise UsageError("devices must name the cluster's GPU models, as in '{L4: l4}'")
-        features = {resolve_device(name, device_names()): str(feature) for name, feature in self.devices.items()}
-        object.__setattr__(self, "devices", features)
+        object.__setattr__(self, "devices", features_of(self.devices))
 
 
 def entry(settings: SbatchSettings, arguments: Sequence[str]) -> int:
@@ -104,10 +99,7 @@ def entry(settings: SbatchSettings, arguments: Sequence[str]) -> int:
         added = added_options(estimates, settings.devices, given)
         fitting = [name for name, done in estimates.items() if done.fits_device]
         for name, done in estimates.items():
-            bound = done.upper_mib or done.peak_memory_mib
-            verdict = "fits" if done.fits_device else "does not fit"
-            peak_mib = done.peak_memory_mib
-            print(f"{name}: {peak_mib:,.0f} MiB, bound {bound:,.0f} MiB, {verdict}", file=sys.stderr)
+            print(f"{name}: {figures_of(done)}, {'fits' if name in fitting else 'does not fit'}", file=sys.stderr)
         if not fitting and settings.reject:
             raise UsageError(f"{script} fits none of {', '.join(estimates)}; it was not submitted")
     line = [settings.sbatch, *added, *options, script, *rest]
@@ -174,12 +166,9 @@ def added_options(
 ) -> list[str]:  # fmt: skip
     """Return the options that the estimates add to those that are given."""
     fitting = [name for name, done in estimates.items() if done.fits_device]
-    name = (fitting or list(estimates))[0]
-    done = estimates[name]
+    done = estimates[(fitting or list(estimates))[0]]
     names = {option.partition("=")[0] for option in given}
-    bound = done.upper_mib or done.peak_memory_mib
-    comment = f"gpufarm: {done.peak_memory_mib:,.0f} MiB, bound {bound:,.0f} MiB on {name}"
-    added = [] if "--comment" in names else [f"--comment={comment}"]
+    added = [] if "--comment" in names else [f"--comment=gpufarm: {figures_of(done)} on {done.device}"]
     if not fitting:
         return added
     if not names & set(_GPU_OPTIONS) and not done.ranks:
