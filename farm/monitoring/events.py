@@ -44,17 +44,13 @@ class LogSettings:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise unknown_name("log.format", self.format, FORMATS)
-        problems = []
-        if isinstance(self.max_mib, bool) or not isinstance(self.max_mib, int | float) or not self.max_mib > 0:
-            problems.append(f"log.max_mib must be a number > 0, got {self.max_mib!r}")
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
-            problems.append(f"log.keep must be an integer >= 1, got {self.keep!r}")
-        if self.file is not None and not (parent := Path(self.file).expanduser().parent).is_dir():
-            problems += folder_problems(parent, key=_KEY)
-        if problems:
+        if self.file is None:
+            return
+        path = Path(self.file).expanduser()
+        if path.parent.is_dir():
+            checked_report(path, key=_KEY, like="events.jsonl", data=[])
+        elif problems := folder_problems(path.parent, key=_KEY):
             raise UsageError("; ".join(problems))
-        if self.file is not None and parent.is_dir():
-            checked_report(Path(self.file).expanduser(), key=_KEY, like="events.jsonl", data=[])
 
 
 class Events:

@@ -48,12 +48,6 @@ class MetricsSettings:
     )
     address: str = key("127.0.0.1", "who may ask: this machine; 0.0.0.0 lets everybody")
 
-    def __post_init__(self) -> None:
-        if self.port is not None and (
-            isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536
-        ):
-            raise UsageError(f"metrics.port must be null or an integer from 0 to 65535, got {self.port!r}")
-
 
 class FarmMetrics:
     """Figures from events and samples, and the queue's state at each scrape.
