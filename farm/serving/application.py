@@ -28,7 +28,7 @@ from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
 from farm.serving.gate import CLIENT, Gate, GateRules, wait_asked
 from farm.serving.kubernetes import reviewed
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
-from farm.serving.question_access import LocalQuestions, QuestionAccess
+from farm.serving.question_access import LocalQuestions
 from farm.serving.questions import (
     ClientQuestion,
     Policy,
@@ -56,8 +56,6 @@ _TOGETHER = 32  # jobs of a batch at a time: others have their turns in between
 _CONFIG_WAIT_S = 5.0  # in which most trial configs are traced: without `Prefer`, a request waits so long for one
 _REVIEW_WAIT_S = 1.0  # of the two seconds that Kubernetes gives the webhook
 _OLD_PULSE_S = 10.0
-_PARTS = {"estimate": "estimate", "fit": "fit", "plan": "plan"}
-_PATHS = {"estimate": "/v1/estimates/", "fit": "/v1/fits/", "plan": "/v1/plans/"}
 _PROBLEM = {"model": answers.ProblemDocument, "content": {PROBLEM_TYPE: {}}}
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     code: {**_PROBLEM, "description": text}
@@ -86,7 +84,7 @@ class EstimationService:
     A request holds a place of `working`, or of `waiting` while it waits for a trace.
     """
 
-    def __init__(self, settings: ServeSettings, questions: QuestionAccess | None = None) -> None:
+    def __init__(self, settings: ServeSettings, questions: LocalQuestions | None = None) -> None:
         folder = DataFolder.resolve(settings.data)
         self.settings = settings
         self.scrubber = Scrubber(folder.root)
@@ -111,7 +109,7 @@ class EstimationService:
         """Return 200 with the estimate, or 202 with where it will be. Raises `Problem`."""
         question = estimate_question(request, self.policy)
         if question.fast:
-            return _json(json.dumps(await self._fast(question)).encode())
+            return _json(await self._fast(question))
         if caller.wait_s is None and question.config is not None:
             caller = replace(caller, wait_s=_CONFIG_WAIT_S)
         return await self._traced(question, caller)
@@ -125,7 +123,7 @@ class EstimationService:
             for start in range(0, len(jobs), _TOGETHER):
                 turn = enumerate(jobs[start : start + _TOGETHER], start)
                 results += await asyncio.gather(*(self._of_batch(job, place, caller) for place, job in turn))
-        return _json(json.dumps({"results": results}).encode())
+        return _json({"results": results})
 
     async def fit(self, request: requests.FitRequest, caller: Caller) -> Response:
         """Return what fits, or where it will be. Raises `Problem`."""
@@ -160,7 +158,7 @@ class EstimationService:
         answer = await self._in_thread(
             lambda: admit(jobs[0], gpu, data=self.data, risk=risk, max_slowdown=most).to_mapping()
         )
-        return _json(json.dumps(self.scrubber.values(answer)).encode())
+        return _json(self.scrubber.values(answer))
 
     async def review(self, review: dict[str, Any], caller: Caller) -> Response:
         """Return the answer to a Kubernetes admission review: always allowed, with what is known of the pod's job.
@@ -174,7 +172,7 @@ class EstimationService:
             )  # fmt: skip
             return done
 
-        return _json(json.dumps(await reviewed(review, answer)).encode())
+        return _json(await reviewed(review, answer))
 
     async def _known(self, questions: Sequence[ClientQuestion], caller: Caller) -> list[Estimate]:
         """Return the estimates of jobs that were traced, or are traced in time. Raises `Problem`."""
@@ -308,10 +306,10 @@ class EstimationService:
         if row.state == FAILED:
             raise _failed(row)
         if row.state == DONE:
-            return _json(json.dumps(_done(kind, row)).encode())
+            return _json(_done(kind, row))
         pending = _pending(kind, row)
         headers = {"location": pending["url"], "retry-after": "1"}
-        return _json(json.dumps(pending).encode(), HTTPStatus.ACCEPTED, headers)
+        return _json(pending, HTTPStatus.ACCEPTED, headers)
 
     async def _over(self, row: Traced, wait_s: float) -> Traced:
         """Return the row when it is over, or as it is after the time."""
@@ -335,7 +333,7 @@ class EstimationService:
 _BODY: TypeAdapter[requests.EstimateRequest] = TypeAdapter(requests.EstimateRequest)
 
 
-def make_application(settings: ServeSettings, questions: QuestionAccess | None = None) -> Any:
+def make_application(settings: ServeSettings, questions: LocalQuestions | None = None) -> Any:
     """Return the ASGI application of one process. questions: those for traces; default the data folder's own."""
     service = EstimationService(settings, questions)
     pages = ExplorerPages(DataFolder.resolve(settings.data), settings.limits, service.scrubber)
@@ -424,7 +422,12 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.get("/v1/devices", responses=_REFUSALS, tags=["devices"])
     async def devices() -> answers.DevicesAnswer:
         """Return the GPU models that are described."""
-        return _devices()
+        from featurize.device_spec import describe_device, device_names
+
+        specs = sorted(map(describe_device, device_names()), key=lambda one: (one.memory_mib, one.name))
+        fields = [answers.DeviceFields(name=one.name, memory_mib=one.memory_mib, vendor=one.architecture.vendor)
+                  for one in specs]  # fmt: skip
+        return answers.DevicesAnswer(devices=fields)
 
     @app.get("/healthz", tags=["operations"])
     async def healthz() -> dict[str, str]:
@@ -494,26 +497,14 @@ def _failed(row: Traced) -> Problem:
 
 
 def _done(kind: str, row: Traced) -> dict[str, Any]:
-    return {"id": row.key, "status": "done", "method": "full", _PARTS[kind]: row.answer}
+    return {"id": row.key, "status": "done", "method": "full", kind: row.answer}
 
 
 def _pending(kind: str, row: Traced) -> dict[str, Any]:
-    return {"id": row.key, "status": row.state, "url": f"{_PATHS[kind]}{row.key}", "retry_after_s": 1.0}
+    return {"id": row.key, "status": row.state, "url": f"/v1/{kind}s/{row.key}", "retry_after_s": 1.0}
 
 
 def _json(
-    body: bytes, status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None
+    value: Any, status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None
 ) -> Response:  # fmt: skip
-    return Response(body, int(status), headers, _JSON)
-
-
-def _devices() -> answers.DevicesAnswer:
-    from featurize.device_spec import describe_device, device_names
-
-    specs = [describe_device(name) for name in device_names()]
-    return answers.DevicesAnswer(
-        devices=[
-            answers.DeviceFields(name=one.name, memory_mib=one.memory_mib, vendor=one.architecture.vendor)
-            for one in sorted(specs, key=lambda one: (one.memory_mib, one.name))
-        ]
-    )
+    return Response(json.dumps(value).encode(), int(status), headers, _JSON)
