@@ -20,7 +20,7 @@ from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.extras import naming_the_extra
 from conf.plain_text import one_line
-from conf.settings import key
+from conf.settings import Checked, key
 from farm.scheduling import figures_of, keep_asking
 from farm.serving.kubernetes import JOB, device_of, value_at
 
@@ -37,7 +37,7 @@ Decision = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KueueSettings:
+class KueueSettings(Checked):
     """Which API server and which service. Raises `UsageError`.
 
       python -m farm.kueue server=http://gpufarm:8350
@@ -52,9 +52,9 @@ class KueueSettings:
     once: bool = key(False, "true: decide what is pending now, then leave")
     every_s: float = key(5.0, "between two looks for pending workloads", "number > 0")
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         if self.api is not None and urlsplit(self.api).scheme not in ("http", "https"):
-            raise UsageError(f"api is a URL such as http://127.0.0.1:8001, got {self.api!r}")
+            yield f"api is a URL such as http://127.0.0.1:8001, got {self.api!r}"
 
 
 class KueueApi:

@@ -15,13 +15,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from conf.cli import command
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import bounded, one_line
-from conf.settings import key
-from farm.scheduling import features_of, figures_of
+from conf.settings import Checked, key, same_key
+from farm.scheduling import figures_of
+from farm.slurm import SlurmSettings
 
 if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
@@ -49,7 +50,7 @@ class TrainingCommand(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SbatchSettings:
+class SbatchSettings(Checked):
     """How to estimate, and what to tell Slurm. Raises `UsageError`.
 
       python -m farm.sbatch devices='{A100-SXM4-40GB: a100, L4: l4}' -- --partition=gpu train.sbatch --epochs 3
@@ -61,16 +62,11 @@ class SbatchSettings:
     submitted as it is, with a note.
     """
 
-    devices: Mapping[str, Any] = key(
-        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'"
-    )
+    devices: Mapping[str, str] = same_key(SlurmSettings, "devices")
     reject: bool = key(False, "true: a job that fits none of the GPU models is not submitted")
     dry_run: bool = key(False, "true: print the command line of sbatch, and submit nothing")
     sbatch: str = key("sbatch", "the program that submits")
     time_limit_s: float = key(300, "an estimate is given up after this many seconds", "number > 0")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", features_of(self.devices))
 
 
 def entry(settings: SbatchSettings, arguments: Sequence[str]) -> int:

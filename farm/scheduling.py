@@ -1,4 +1,4 @@
-"""What the programs beside a scheduler share: the service that they ask, the cluster's GPU models, and their words.
+"""What the programs beside a scheduler share: the loop in which they ask the service, and their words.
 
 Start reading at `keep_asking`. `farm.slurm`, `farm.sbatch` and `farm.kueue` are these programs.
 """
@@ -9,11 +9,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from conf.device_names import resolve_device
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from learn.client import Client
@@ -46,24 +45,6 @@ def keep_asking(
                 break
             ended.wait(every_s)
     return 0
-
-
-def features_of(devices: Mapping[str, Any]) -> dict[str, str]:
-    """Return the feature of each GPU model, by its described name. Raises `UsageError` that names every bad one."""
-    from featurize.device_spec import device_names
-
-    problems = [] if devices else ["devices must name the cluster's GPU models, as in '{L4: l4}'"]
-    features: dict[str, str] = {}
-    for name, feature in devices.items():
-        try:
-            features[resolve_device(name, device_names())] = str(feature)
-        except UsageError as error:
-            problems.append(str(error))
-        if not str(feature).replace("_", "").replace("-", "").replace(".", "").isalnum():
-            problems.append(f"devices: the feature of {name} is a name that Slurm's nodes have, got {feature!r}")
-    if problems:
-        raise UsageError("; ".join(problems))
-    return features
 
 
 def needed_mib(done: Estimate) -> float:

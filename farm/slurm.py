@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.cli import command
+from conf.device_names import resolve_device
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import one_line
-from conf.settings import key
-from farm.scheduling import features_of, figures_of, keep_asking
+from conf.settings import Checked, key
+from farm.scheduling import figures_of, keep_asking
 from warehouse.layout import write_bytes
 
 if TYPE_CHECKING:
@@ -35,8 +36,26 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CODING = {"encoding": "utf-8", "errors": "surrogateescape"}  # any bytes of a script come back as they were
 
 
+def features_by_device(devices: Mapping[str, Any]) -> dict[str, str]:
+    """Return Slurm's feature of each GPU model, by its full name. Raises `UsageError` that names what is wrong."""
+    from featurize.device_spec import device_names
+
+    problems = [] if devices else ["devices must name the cluster's GPU models, as in '{L4: l4}'"]
+    features: dict[str, str] = {}
+    for name, feature in devices.items():
+        try:
+            features[resolve_device(name, device_names())] = str(feature)
+        except UsageError as error:
+            problems.append(str(error))
+        if not str(feature).replace("_", "").replace("-", "").replace(".", "").isalnum():
+            problems.append(f"devices: the feature of {name} is a name that Slurm's nodes have, got {feature!r}")
+    if problems:
+        raise UsageError("; ".join(problems))
+    return features
+
+
 @dataclass(frozen=True, kw_only=True)
-class SlurmSettings:
+class SlurmSettings(Checked):
     """Where the table lies, and whom to ask. Raises `UsageError`.
 
       python -m farm.slurm table=/var/lib/gpufarm/slurm.tsv devices='{A100-SXM4-40GB: a100, H100-SXM5-80GB: h100}'
@@ -48,8 +67,9 @@ class SlurmSettings:
     it stays until SIGTERM. docs/service.md describes how to set Slurm up.
     """
 
-    devices: Mapping[str, Any] = key(
-        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'"
+    devices: Mapping[str, str] = key(
+        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'",
+        build=features_by_device,
     )
     table: str = key(
         "/var/lib/gpufarm/slurm.tsv", "the table; beside it, .wanted has the directives not answered", "path"
@@ -58,10 +78,9 @@ class SlurmSettings:
     once: bool = key(False, "true: answer what is wanted now, then leave")
     every_s: float = key(2.0, "between two looks for wanted directives", "number > 0")
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", features_of(self.devices))
-        if not self.path.parent.is_dir():
-            raise UsageError(f"table={self.table}: its folder does not exist")
+    def problems(self) -> Iterator[str]:
+        if not Path(self.table).expanduser().parent.is_dir():
+            yield f"table={self.table}: its folder does not exist"
 
     @property
     def path(self) -> Path:

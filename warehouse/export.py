@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import pyarrow.compute as pc
 from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from conf.outputs import folder_problems
-from conf.settings import key
+from conf.settings import Checked, key
 from warehouse.connection import connect
 from warehouse.dataset import ALWAYS_THERE, CARD, KINDS, DatasetPart, find_parts, read_part, repository_folder, to_bytes
 from warehouse.dataset_card import card
@@ -44,7 +43,7 @@ _LARGEST = 5  # files named where the data set is too large
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings:
+class ExportSettings(Checked):
     """What to export, and where to. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.export data=data/collect
@@ -57,32 +56,21 @@ class ExportSettings:
 
     out: str | None = key(None, "the data set's folder; default datasets/ of this checkout", "new path")
     data: str | None = key(None, "data folder to export from; default $GPUFARM_DATA, else ./data", "new path")
-    source: str = key("measured", "measured (on GPUs), cpu (measured on CPUs) or simulated")
-    families: Sequence[str] | None = key(
+    source: str = key("measured", "cpu: measured on CPUs", choices=tuple(SOURCES))
+    families: tuple[str, ...] | None = key(
         None, "as in [cnn,gpt]; default all that have such runs", "text | list of text | null"
     )
-    hz: float = key(10, "telemetry is thinned to this many readings a second of each sensor")
+    hz: float = key(10, "telemetry is thinned to this many readings a second of each sensor", "number > 0")
     kernels: bool = key(True, "export the kernels of runs that were profiled; false: leave them out")
-    max_mb: float = key(20, "refuse a data set that would be larger, in 10^6 bytes")
+    max_mb: float = key(20, "refuse a data set that would be larger, in 10^6 bytes", "number > 0")
 
-    def __post_init__(self) -> None:
-        problems = []
-        if self.source not in SOURCES:
-            problems.append(str(unknown_name("source", self.source, SOURCES)))
-        if isinstance(self.families, str):
-            object.__setattr__(self, "families", (self.families,))
-        for name in ("hz", "max_mb"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                problems.append(f"{name} must be a number > 0, got {value!r}")
-        if self.out is not None and Path(self.out).expanduser().is_file():
-            problems.append(f"out={self.out} is a file, not a folder")
+    def problems(self) -> Iterator[str]:
         if self.out is not None:
-            problems += folder_problems(self.out)
-        if self.out is None and not repository_folder().parent.joinpath("pyproject.toml").is_file():
-            problems.append("out=... is missing: this is no checkout with a datasets/ folder of its own")
-        if problems:
-            raise UsageError("; ".join(problems))
+            if Path(self.out).expanduser().is_file():
+                yield f"out={self.out} is a file, not a folder"
+            yield from folder_problems(self.out)
+        elif not repository_folder().parent.joinpath("pyproject.toml").is_file():
+            yield "out=... is missing: this is no checkout with a datasets/ folder of its own"
 
     @property
     def root(self) -> Path:

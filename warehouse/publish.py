@@ -25,10 +25,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from conf.identity import sha256_of
 from conf.outputs import folder_problems
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, key
 from warehouse import load_example
 from warehouse.checks import check
 from warehouse.columns import JOBS, TABLES, described
@@ -64,7 +64,7 @@ _TOLD = ("citation", "creators", "url", "version")  # reported where missing
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishSettings:
+class PublishSettings(Checked):
     """What to publish, and where to. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.publish out=/srv/gpu-runs licence=CC-BY-4.0
@@ -80,7 +80,7 @@ class PublishSettings:
     snapshot: str | None = key(None, "which one; default the newest, or one that is taken now where there is none")
     licence: str | None = key(None, "required: an SPDX name or a URL")
     citation: str | None = key(None, "how to cite the data set, best in BibTeX", "any text")
-    creators: Sequence[str] | None = key(
+    creators: tuple[str, ...] | None = key(
         None, "names of persons, as in [Ada Lovelace]; 'org:NAME' for an organization", "text | list of text | null"
     )
     url: str | None = key(None, "of the data set's page")
@@ -88,38 +88,33 @@ class PublishSettings:
     published: str | None = key(None, "day, as in 2026-11-20; default the snapshot's")
     name: str | None = key(None, "of the data set; default the folder's")
     description: str | None = key(None, "a sentence or two; default says how many rows there are", "any text")
-    sources: Sequence[str] = key(
+    sources: tuple[str, ...] = key(
         ("measured", "simulated"),
         "imported rows are others', under licences of their own, and published only if named",
         "text | list of text",
+        SOURCES,
     )
     pages: int = key(200, "runs that get a page of their own among the pages to browse; 0 writes no pages", "int >= 0")
-    hz: float | None = key(10, "telemetry is thinned to this many readings a second of each sensor; null keeps all")
+    hz: float | None = key(
+        10, "telemetry is thinned to this many readings a second of each sensor; null keeps all", "number > 0"
+    )
 
-    def __post_init__(self) -> None:
-        for name in ("creators", "sources"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, (getattr(self, name),))
-        problems = [str(unknown_name("source", name, SOURCES)) for name in self.sources if name not in SOURCES]
+    def problems(self) -> Iterator[str]:
         if not self.sources:
-            problems.append(f"sources must name one or more of {', '.join(SOURCES)}")
+            yield f"sources must name one or more of {', '.join(SOURCES)}"
         if not self.licence:
-            problems.append(
+            yield (
                 "licence=... is missing: nobody may use a data set without one; give an SPDX name or a URL, as in "
                 "licence=CC-BY-4.0"
             )
-        if self.hz is not None and (isinstance(self.hz, bool) or not self.hz > 0):
-            problems.append(f"hz must be a number > 0 or null, got {self.hz!r}")
         if self.published is not None:
             try:
                 datetime.date.fromisoformat(str(self.published))
             except ValueError:
-                problems.append(f"published must be a day as in 2026-11-20, got {self.published!r}")
-        problems += folder_problems(self.out)
+                yield f"published must be a day as in 2026-11-20, got {self.published!r}"
+        yield from folder_problems(self.out)
         if self.root.is_file() or (self.root.is_dir() and any(self.root.iterdir())):
-            problems.append(f"out={self.out} is there already; name a new or an empty folder")
-        if problems:
-            raise UsageError("; ".join(problems))
+            yield f"out={self.out} is there already; name a new or an empty folder"
 
     @property
     def root(self) -> Path:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from conf.outputs import checked_output, checked_report, folder_problems
-from conf.settings import key
+from conf.settings import Checked, key
 from farm.job_records import Lease
 from workers.task import TaskSpec
 
@@ -31,26 +31,24 @@ Sink = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogSettings:
+class LogSettings(Checked, section="log"):
     """The `log` key. `file` gets JSON lines; at `max_mib` it becomes `file.1`, and `keep` of those are kept."""
 
     file: str | None = key(
         None, "one JSON line an event; without it, and in the human format, nothing is logged", "new path"
     )
-    format: str = key("human", "human, or json: events on standard output, and no progress bar")
+    format: str = key("human", "json: events on standard output, and no progress bar", choices=FORMATS)
     max_mib: float = key(64, "the file is then renamed to FILE.1", "number > 0")
     keep: int = key(5, "how many of these are kept", "int >= 1")
 
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("log.format", self.format, FORMATS)
+    def problems(self) -> Sequence[str]:
         if self.file is None:
-            return
-        path = Path(self.file).expanduser()
-        if path.parent.is_dir():
-            checked_report(path, key=_KEY, like="events.jsonl", data=[])
-        elif problems := folder_problems(path.parent, key=_KEY):
-            raise UsageError("; ".join(problems))
+            return ()
+        file = Path(self.file).expanduser()
+        if not file.parent.is_dir():
+            return folder_problems(file.parent, key=_KEY)
+        checked_report(file, key=_KEY, like="events.jsonl", data=[])
+        return ()
 
 
 class Events:

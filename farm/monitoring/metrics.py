@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from conf.errors import UsageError
-from conf.settings import key
+from conf.settings import Checked, key
 from farm.jobs import Queue, QueueError
 from farm.monitoring.health import Pulse
 from warehouse.run import Run
@@ -38,7 +38,7 @@ _GPU_LABELS = ("node", "device", "uuid", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsSettings:
+class MetricsSettings(Checked, section="metrics"):
     """The `metrics` key. `port` None: nothing is served; 0: any free port."""
 
     port: int | None = key(

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.bars import terminal_bar
@@ -29,7 +28,6 @@ from conf.reports.blocks import (
     Table,
     TableColumn,
 )
-from conf.reports.render import render_page
 from learn.evaluation.benchmark_figures import by_group, worst_of
 from learn.evaluation.plots import plots_of
 from learn.evaluation.scores import NOT_INFORMATIVE
@@ -322,11 +320,6 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
 
 
 # ---- the page
-
-
-def write_page(path: str | Path, page: Page) -> None:
-    """Write a page in one step, in place of what was there."""
-    write_output(path, render_page(page).encode("utf-8", errors="replace"), key="report")
 
 
 def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:

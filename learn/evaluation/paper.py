@@ -16,9 +16,10 @@ import numpy as np
 from conf.errors import UsageError
 from conf.outputs import write_output
 from conf.reports.blocks import Callout, Lead, Page, Pictures, Section
+from conf.reports.render import write_page
 from learn.evaluation.benchmark_figures import TRUSTED_ALONE
 from learn.evaluation.benchmark_rows import NEVER_FITTED_ON
-from learn.evaluation.benchmark_view import OTHERS, TableText, picture_of, print_table, table_blocks, write_page
+from learn.evaluation.benchmark_view import OTHERS, TableText, picture_of, print_table, table_blocks
 from learn.evaluation.plots import draw_svg, styles_of
 from learn.evaluation.published_figures import GPUMEMNET, PUBLISHED_FIGURES
 from learn.evaluation.scores import mean, median

@@ -13,7 +13,7 @@ import numpy as np
 
 from conf.reports.blocks import Callout, Facts, Fold, Page, Picture, Pictures, Section, table
 from conf.reports.page_text import count_of
-from conf.reports.render import render_page
+from conf.reports.render import page_bytes
 from learn.evaluation.benchmark_figures import Benchmark, told_classes
 from learn.evaluation.evaluate import PUBLISHED, TEST, Evaluation
 from learn.evaluation.plots import confusion, draw_svg, predicted
@@ -73,7 +73,7 @@ def write_report(folder: Path, evaluation: Evaluation, meta: Mapping) -> None:
     """Write `report.html` and `test_predictions.csv` into `folder`."""
     _write_predictions(folder / "test_predictions.csv", evaluation)
     page = _page(evaluation, meta)
-    (folder / "report.html").write_bytes(render_page(page).encode("utf-8", errors="replace"))
+    (folder / "report.html").write_bytes(page_bytes(page))
 
 
 def _where(evaluation: Evaluation) -> str:
