@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from conf.errors import UsageError
 from conf.values import Kind, problems_of
@@ -172,15 +172,14 @@ class Checked:
             cls._section = f"{section}."
 
     def __post_init__(self) -> None:
-        """Make tuples and what `build` of a key makes, and check everything. Raises `UsageError` with every problem."""
+        """Make the values of sections, groups and keys, and check them. Raises `UsageError` with every problem."""
         settings: type = type(self)
         problems = problems_of(vars(self), kinds_of(settings), self._section)
-        keys = [field for field in dataclasses.fields(settings) if _KIND in field.metadata]
-        for field in keys if not problems else ():
+        fields = [field for field in dataclasses.fields(settings) if field.metadata and _GIVEN not in field.metadata]
+        for field in fields if not problems else ():
             try:
-                object.__setattr__(
-                    self, field.name, _made(field, _hints(settings)[field.name], getattr(self, field.name))
-                )
+                value = _made(field, _hints(settings)[field.name], getattr(self, field.name))
+                object.__setattr__(self, field.name, value)
             except UsageError as error:
                 problems.append(str(error))
         if problems := problems or [*self.problems()]:
@@ -192,8 +191,16 @@ class Checked:
 
 
 def _made(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
-    """Return a field's value: as its key's `build` makes it, and a single name as a tuple where there are several."""
-    if build := field.metadata[_BUILD]:
+    """Return a field's value: the object of a section, what `build` makes, several names as a tuple."""
+    about = field.metadata
+    if (inner := about.get(_SECTION)) and not isinstance(value, inner):
+        known = [one.name for one in dataclasses.fields(inner)]
+        if unknown := [str(key) for key in _mapping(field.name, value) if key not in known]:  # of another version
+            raise UsageError(f"{field.name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+        return built(inner, value)
+    if (chosen := about.get(_GROUP)) and isinstance(value, Mapping | list | str | int | float):
+        return chosen.build(_mapping(field.name, value))
+    if build := about.get(_BUILD):
         return build(value)
     annotations = _alternatives(annotation)
     if isinstance(value, list | str) and any(typing.get_origin(one) is tuple for one in annotations):
@@ -202,32 +209,10 @@ def _made(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
 
 
 def built(settings: type[Settings], values: Mapping[str, Any]) -> Settings:
-    """Return an object of a settings class from the values of a composed command line.
-
-    Raises:
-        UsageError: From the class's own checks, and from those of its sections and groups.
-    """
-    arguments: dict[str, Any] = {}
-    assert dataclasses.is_dataclass(settings)
-    for field in dataclasses.fields(settings):
-        if _GIVEN in field.metadata:
-            arguments[field.name] = values
-        if field.name not in values:
-            continue
-        value = values[field.name]
-        if inner := field.metadata.get(_SECTION):
-            value = _built_section(field.name, inner, value)
-        elif chosen := field.metadata.get(_GROUP):
-            value = None if value is None else chosen.build(_mapping(field.name, value))
-        arguments[field.name] = value
-    return settings(**arguments)
-
-
-def _built_section(name: str, settings: type, values: object) -> Any:
-    known = [field.name for field in dataclasses.fields(settings)]
-    if unknown := [str(key) for key in _mapping(name, values) if key not in known]:  # of another version's journal
-        raise UsageError(f"{name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-    return built(settings, _mapping(name, values))
+    """Return an object of a settings class from the values of a composed command line. Raises `UsageError`."""
+    names = [field.name for field in dataclasses.fields(cast(Any, settings))]
+    given = {field.name: values for field in dataclasses.fields(cast(Any, settings)) if _GIVEN in field.metadata}
+    return settings(**{name: values[name] for name in names if name in values}, **given)
 
 
 def _mapping(name: str, value: object) -> Mapping[str, Any]:

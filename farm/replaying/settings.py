@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from conf.settings import Checked, data_key, format_key, group, key
 from farm.replaying.catalogue import ESTIMATORS
-from farm.replaying.contention import SHARING
 from farm.replaying.generators import GENERATORS
 from farm.replaying.policies import LOOKAHEAD, POLICIES
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.shared_gpu import SHARING
 from learn.commands.estimate import described_device
 
 _CARMA_GPUS, _OTHER_GPUS = 4, 64

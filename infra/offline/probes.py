@@ -15,6 +15,7 @@ from conf.arguments import exit_code
 from conf.overrides import load_settings
 from conf.plain_text import counted
 from conf.settings import Checked, key
+from workers.probes.children import DEVICES
 
 PROBES = ("contexts", "workspaces", "questions", "histories")
 EXIT_LEFT = 3  # some of it is not measured: no time was left, or it failed
@@ -27,7 +28,7 @@ class ProbesSettings(Checked):
 
     probes: tuple[str, ...] = key(help="what to measure", kind="text | list of text", choices=PROBES)
     out: str = key(help="the folder of the results", kind="new path")
-    device: str = key(help="where")
+    device: str = key(help="where", choices=DEVICES)
     seconds: float = key(help="for all probes together", kind="number > 0")
 
 
@@ -38,9 +39,6 @@ def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int
 
     Returns:
         0, `EXIT_LEFT`, `EXIT_NOT_HERE`, or 1 where some failed and none was ever measured.
-
-    Raises:
-        UsageError: An unknown device.
     """
     from workers.probes import contexts, histories, questions, workspaces
 

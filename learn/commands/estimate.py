@@ -13,7 +13,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from conf.errors import CommandError, UsageError
 from conf.reports.page_text import MISSING
@@ -155,6 +155,11 @@ class EstimateSettings(TrainingKeys):
     The report is one HTML page: memory over the step, the peak and its operator, what it consists of, module by module,
     and the step's time by kind of kernel.
     """
+
+    COMMON: ClassVar = (
+        "model", "input", "input_dtype", "batch", "arguments", "config", "run", "device", "optimizer", "precision",
+        "checkpointing", "parallel", "find", "report", "format", "data",
+    )  # fmt: skip
 
     device: DeviceSpec | None = group(
         None, "GPU model, by default A100-SXM4-40GB, and for run= the run's own", described_device

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from conf.bars import StepBar
 from conf.errors import UsageError
@@ -37,6 +37,11 @@ class PlanSettings(TrainingKeys):
     the meta device; no GPU is needed.
     The report is one HTML page: the memory of each layout over its throughput.
     """
+
+    COMMON: ClassVar = (
+        "model", "input", "input_dtype", "arguments", "gpus", "device", "global_batch", "optimizer", "precision",
+        "checkpointing", "parallel", "modes", "rows", "report", "format", "data",
+    )  # fmt: skip
 
     device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
     gpus: int | tuple[int, ...] | None = key(
