@@ -182,8 +182,8 @@ def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
     labels = [bins.labels[k] for k in present]
     scores = {f.estimator: f for f in done.figures if f.file == file}
     charts = []
-    for name, (true, told) in classes_of.items():
-        counts = np.array([[((true == t) & (told == p)).sum() for p in present] for t in present])
+    for name, (true, answered) in classes_of.items():
+        counts = np.array([[((true == t) & (answered == p)).sum() for p in present] for t in present])
         of = scores[name]
         verdict = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
         label = f"{name}: rows by their class and the one that was told"
