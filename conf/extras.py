@@ -18,7 +18,6 @@ EXTRAS = {
     "learn": {
         "lightgbm": "lightgbm",
         "sklearn": "scikit-learn",
-        "matplotlib": "matplotlib",
         "torch_geometric": "torch-geometric",
         "psutil": "psutil",
     },
