@@ -32,6 +32,7 @@ from farm.serving.question_access import LocalQuestions
 from farm.serving.questions import (
     ClientQuestion,
     Policy,
+    ServiceState,
     config_at,
     device_at,
     estimate_question,
@@ -40,7 +41,6 @@ from farm.serving.questions import (
 )
 from farm.serving.request_log import RequestLog
 from farm.serving.service_metrics import ServiceMetrics
-from farm.serving.service_state import ServiceState
 from farm.serving.settings import ServeSettings
 from farm.serving.shares import Places
 from farm.serving.trace_store import DONE, FAILED, QuestionLimits, Traced, TraceStore
