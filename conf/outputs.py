@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import stat
@@ -17,10 +18,13 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.json_file import MARKER_BYTES, read_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 # What a data folder consists of; other names in it belong to the user. `warehouse.layout` takes its paths from here.
 DATA_FORMAT = "gpufarm-data"
@@ -153,12 +157,8 @@ def output_file(
     """
     target = out if isinstance(out, Output) else _output(out, key, data)
     try:
-        if target.is_plain:
-            with _replaced(target.path) as file:
-                yield file
-        else:
-            with _stream(target) as file:
-                yield file
+        with _replaced(target.path) if target.is_plain else _stream(target) as file:
+            yield file
     except BrokenPipeError:  # the reader has what it wanted
         raise
     except OSError as error:
@@ -269,54 +269,28 @@ def _replaced(path: Path) -> Iterator[BinaryIO]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _stream(target: Output) -> Iterator[BinaryIO]:
+def _stream(target: Output) -> _Stream:
     if target.descriptor is None:
-        descriptor = os.open(target.path, os.O_WRONLY)
-    else:
-        for printed in (sys.stdout, sys.stderr):  # what was printed before comes before
-            printed.flush()
-        descriptor = os.dup(target.descriptor)
-    with _Stream(descriptor) as file:
-        yield cast(BinaryIO, file)
+        return _Stream(os.open(target.path, os.O_WRONLY))
+    for printed in (sys.stdout, sys.stderr):  # what was printed before comes before
+        printed.flush()
+    return _Stream(os.dup(target.descriptor))
 
 
-class _Stream:
+class _Stream(io.BufferedWriter):
     """A file that counts the bytes written: Parquet's writer asks for its position, which a pipe does not know."""
 
     def __init__(self, descriptor: int) -> None:
-        self._file = os.fdopen(descriptor, "wb")
+        super().__init__(io.FileIO(descriptor, "wb"))
         self._written = 0
 
-    def write(self, content: bytes) -> int:
-        count = self._file.write(content)
+    def write(self, content: Buffer, /) -> int:
+        count = super().write(content)
         self._written += count
         return count
 
     def tell(self) -> int:
         return self._written
 
-    def flush(self) -> None:
-        self._file.flush()
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
-
-    def close(self) -> None:
-        self._file.close()
-
-    def readable(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return False
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()

@@ -13,7 +13,7 @@ from functools import partial
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
-from conf.settings import data_key, group, key, section
+from conf.settings import Checked, data_key, group, key, section
 from farm.cluster_settings import ClusterSettings
 from farm.dispatch import Dispatcher, StopRequest, make_executor, reconcile
 from farm.jobs import Job, Queue
@@ -34,7 +34,7 @@ _LOOK_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkSettings:
+class WorkSettings(Checked):
     """How to work off the queue.
 
     usage: python -m farm.work [KEY=VALUE ...]
@@ -53,12 +53,10 @@ class WorkSettings:
         None,
         "modules whose code may run although this user did not submit the job, as in [mypackage]",
         "text | list of text | null",
+        build=parse_trust,
     )
     log: LogSettings = section(LogSettings)
     metrics: MetricsSettings = section(MetricsSettings)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "trust", parse_trust(self.trust))
 
 
 def entry(settings: WorkSettings) -> int:

@@ -18,9 +18,9 @@ import duckdb
 import pyarrow as pa
 
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from conf.plain_text import table_lines
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, format_key, key
 from warehouse.checks import LABELS
 from warehouse.connection import connect
 from warehouse.disk_errors import disk_errors_named
@@ -31,7 +31,6 @@ from warehouse.schema import ENVIRONMENT, RUN_SCHEMA, TABLES
 from warehouse.snapshot import NOW, find_snapshot
 from warehouse.views import VIEWS
 
-FORMATS = ("table", "json")
 _WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")
 _BY = ("family", "device_name", "status")
 _KEY = ("config_hash", "family", "source", *_WHERE)
@@ -149,21 +148,18 @@ def _counts(joined: duckdb.DuckDBPyConnection, side: str, which: str) -> tuple[R
 def _changed_columns(
     joined: duckdb.DuckDBPyConnection, sides: Sequence[WarehouseConnection]
 ) -> dict[str, int]:  # fmt: skip
+    """Return how many runs of both sides differ in each column, the most frequent first."""
     ids = joined.sql("SELECT run_id FROM pairs WHERE was AND is_there AND NOT same").to_arrow_table()
     if not ids.num_rows:
         return {}
-    columns = ", ".join(RUN_SCHEMA.names)
-    runs_by_side = []
-    for side in sides:
+    for name, side in zip(("old", "new"), sides, strict=True):
         side.register("wanted", ids)
-        runs_by_side.append(
-            side.sql(f"SELECT {columns} FROM runs JOIN wanted USING (run_id) ORDER BY run_id").fetchall()
-        )
+        changed = f"SELECT {', '.join(RUN_SCHEMA.names)} FROM runs JOIN wanted USING (run_id)"
+        joined.register(name, side.sql(changed).to_arrow_table())
         side.unregister("wanted")
-    counts: Counter[str] = Counter()
-    for old, new in zip(*runs_by_side, strict=True):
-        counts.update(name for name, a, b in zip(RUN_SCHEMA.names, old, new, strict=True) if a != b)
-    return dict(counts.most_common())
+    counts = ", ".join(f"count(*) FILTER (old.{name} IS DISTINCT FROM new.{name})" for name in RUN_SCHEMA.names)
+    (runs,) = joined.execute(f"SELECT {counts} FROM old JOIN new USING (run_id)").fetchall()
+    return dict((+Counter(dict(zip(RUN_SCHEMA.names, runs, strict=True)))).most_common())
 
 
 def _label_shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> tuple[Shift, ...]:
@@ -267,7 +263,7 @@ def named_arguments(argv: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffSettings:
+class DiffSettings(Checked):
     """Which two sides to compare.
 
       python -m warehouse.diff 2026-11-19 2026-11-20
@@ -281,15 +277,9 @@ class DiffSettings:
 
     before: str = key(help="snapshot that is compared; the first name of the command line")
     after: str = key("now", "snapshot that it is compared with, or now for the folder as it is; the second name")
-    tolerance: float = key(0.05, "shift above which a configuration or kernel counts as beyond")
-    format: str = key("table", "table or json")
+    tolerance: float = key(0.05, "shift above which a configuration or kernel counts as beyond", "number >= 0")
+    format: str = format_key()
     data: str | None = data_key()
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
-        if not self.tolerance >= 0:
-            raise UsageError(f"tolerance must be a number >= 0, got {self.tolerance!r}")
 
 
 def entry(settings: DiffSettings) -> int:

@@ -27,7 +27,7 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_na
 from conf.identity import sha256_of
 from conf.json_file import read_json
 from conf.plain_text import first_line
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, key
 from warehouse.believed import SNAPSHOT_LISTING, refuse_lost
 from warehouse.compaction import CompactionReport, compaction_lock
 from warehouse.counting import counting_files
@@ -359,7 +359,7 @@ def read_manifest(path: Path) -> Snapshot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotSettings:
+class SnapshotSettings(Checked):
     """Whether to take, list or verify. Raises `UsageError` for more than one of these.
 
       python -m warehouse.snapshot
@@ -377,9 +377,9 @@ class SnapshotSettings:
     verify: str | None = key(None, "a snapshot's name, or all: compare its files with their SHA-256 instead")
     data: str | None = data_key()
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         if sum((self.name is not None, self.list, self.verify is not None)) > 1:
-            raise UsageError("name=, list=true and verify= exclude each other: give one")
+            yield "name=, list=true and verify= exclude each other: give one"
 
 
 def entry(settings: SnapshotSettings) -> int:

@@ -65,7 +65,7 @@ class Axis:
     @classmethod
     def decades(cls, low: float, high: float) -> Axis:
         """Return a logarithmic axis that begins and ends at a power of ten. Both values are positive."""
-        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) + 1e-9)
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) - 1e-9)
         return cls.log(10.0**first, 10.0 ** max(last, first + 1))
 
     def share(self, value: float) -> float:
@@ -112,11 +112,13 @@ class Plot(Drawing):
             self.text("axis", self.left - 8, self.top - 9, unit, "end")
 
     def ticks_below(self, title: str = "", unit: str = "", *, lines: bool = False) -> None:
-        """Name the ticks of the horizontal axis; with `lines`, draw a vertical one at each. `title` stands below."""
-        for tick in self.x_axis.ticks:
-            if lines:
-                self.path("grid", f"M{self.x(tick):.1f} {self.top:g}V{self.bottom:g}")
-            self.text("axis", self.x(tick), self.bottom + 18, figure(tick) + unit)
+        """Name the ticks of the horizontal axis, as far as there is room; `title` stands below.
+
+        With `lines`, draw a vertical line at each.
+        """
+        for tick in self.x_axis.ticks if lines else ():
+            self.path("grid", f"M{self.x(tick):.1f} {self.top:g}V{self.bottom:g}")
+        self.texts("axis", [(self.x(tick), self.bottom + 18, figure(tick) + unit) for tick in self.x_axis.ticks])
         if title:
             self.text("axis", self.right, self.height - 5, title, "end")
 

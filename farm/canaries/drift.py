@@ -6,7 +6,6 @@ Start reading at `drift_of`; its marks go to `warehouse.stale.write_marks`, and 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import math
 import statistics
 from collections import Counter
@@ -230,17 +229,14 @@ def remeasure(
     for config_hash_ in sorted(set(cells_of) - measured, reverse=True):
         kinds.setdefault(cells_of[config_hash_], []).append(config_hash_)
     chosen: list[TrialConfig] = []
-    # What a kind is worth only falls, so one whose old worth leads, and still holds, is the best.
-    queue = [(-len(cells), hashes[-1], cells) for cells, hashes in kinds.items()]
-    heapq.heapify(queue)
-    while queue and (at_most is None or len(chosen) < at_most):
-        worth, _, cells = heapq.heappop(queue)
-        worth_now = -sum(need[cell] > 0 for cell in cells)
-        if worth_now == worth:
-            chosen.append(configs[kinds[cells].pop()])
-            need.update((cell, need[cell] - 1) for cell in cells)
-        if worth_now and kinds[cells]:
-            heapq.heappush(queue, (worth_now, kinds[cells][-1], cells))
+    while kinds and (at_most is None or len(chosen) < at_most):
+        useful = {cells: sum(need[cell] > 0 for cell in cells) for cells in kinds}
+        cells = min(kinds, key=lambda cells: (-useful[cells], kinds[cells][-1]))
+        if not useful[cells]:
+            break
+        chosen.append(configs[kinds[cells].pop()])
+        need.update((cell, need[cell] - 1) for cell in cells)
+        kinds = {cells: hashes for cells, hashes in kinds.items() if hashes and useful[cells]}
     return tuple(chosen)
 
 

@@ -13,11 +13,11 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from conf.errors import CommandError, UsageError, unknown_name
+from conf.errors import CommandError, UsageError
 from conf.reports.page_text import MISSING
-from conf.settings import data_key, group, key
+from conf.settings import Checked, data_key, format_key, group, key
 from featurize.device_spec import DeviceSpec, describe_device, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
@@ -35,10 +35,11 @@ from featurize.trial_config import OPTIMIZERS
 from learn.cases import DEFAULT_DEVICE
 from learn.commands.model_inputs import model_batches, model_inputs
 from learn.estimation.estimate_view import PastRun, bound_name, coverage_text, known_to, load_run, print_notes, rate
-from learn.estimation.estimating import estimate, estimate_many
-from learn.estimation.fits import BOUND, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
+from learn.estimation.estimating import METHODS, estimate, estimate_many
+from learn.estimation.fits import BOUND, BY, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE, RUNS
+from learn.estimation.loops import LOOPS
 from learn.estimation.model_names import load_factory
 from learn.estimation.notes import AMD_GPU, PROBLEM, Note
 from learn.estimation.requests import ScriptKeywords
@@ -49,9 +50,9 @@ if TYPE_CHECKING:
 
     from learn.estimation.requests import AnyModel, Inputs
 
-FORMATS = ("table", "json")
 FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
+LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
 DEFAULT_DTYPE = "float32"
 
 
@@ -107,12 +108,12 @@ def _training_keys() -> type:
         meaning = _TRAINING[name]
         text, kind = (meaning, "") if isinstance(meaning, str) else meaning
         keys.append((name, annotation, key(None, f"for model: {text}", kind)))
-    return make_dataclass("TrainingKeys", keys, frozen=True, kw_only=True)
+    return make_dataclass("TrainingKeys", keys, bases=(Checked,), frozen=True, kw_only=True)
 
 
 if TYPE_CHECKING:
 
-    class TrainingKeys: ...
+    class TrainingKeys(Checked): ...
 else:
     TrainingKeys = _training_keys()
 
@@ -155,6 +156,11 @@ class EstimateSettings(TrainingKeys):
     and the step's time by kind of kernel.
     """
 
+    COMMON: ClassVar = (
+        "model", "input", "input_dtype", "batch", "arguments", "config", "run", "device", "optimizer", "precision",
+        "checkpointing", "parallel", "find", "report", "format", "data",
+    )  # fmt: skip
+
     device: DeviceSpec | None = group(
         None, "GPU model, by default A100-SXM4-40GB, and for run= the run's own", described_device
     )
@@ -163,6 +169,7 @@ class EstimateSettings(TrainingKeys):
         "GPU models of a table, as in [A100-SXM4-40GB,L4]; device=[...] says the same; default those of find=devices: "
         "all",
         "text | list of text | null",
+        build=lambda names: (names,) if isinstance(names, str) else tuple(names or ()),
     )
     model: str | None = key(
         None, "MODULE:FACTORY, a torch.nn.Module, a function that gives one, or a model class of transformers"
@@ -212,10 +219,11 @@ class EstimateSettings(TrainingKeys):
     )
     method: str = key(
         "full",
-        "full, or fast: from a trial config alone, without tracing it, by fitted trees; prints its held-out error",
+        "fast: from a trial config alone, without tracing it, by fitted trees; prints its held-out error",
+        choices=METHODS,
     )
     loop: str | None = key(
-        None, "resident or pipeline; default that of run=, else for each figure the one that its source knows"
+        None, "default that of run=, else for each figure the one that its source knows", choices=LOOPS
     )
     machine: str | None = key(
         None,
@@ -256,18 +264,19 @@ class EstimateSettings(TrainingKeys):
     )
     find: str | None = key(
         None,
-        "for model and config: largest_batch (that fits the device), or devices (that the job fits); default one "
+        "for model and config: the largest batch that fits the device, or the devices that the job fits; default one "
         "estimate",
+        choices=FINDS,
     )
     by: str | None = key(
-        None, "for find: what has to fit, bound (99 of 100 jobs stay below it) or point; default bound"
+        None, "for find: what has to fit; 99 of 100 jobs stay below the bound; default bound", choices=BY
     )
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
     snapshot: str | None = key(
         None, "write the step's memory into this file, for PyTorch's viewer (pytorch.org/memory_viz)", "new path"
     )
-    format: str = key("table", "table or json")
-    notes: str = key(IMPORTANT, "of a table: important, at most three of them, or all")
+    format: str = format_key()
+    notes: str = key(IMPORTANT, "of a table; important: at most three of them", choices=NOTES)
     server: str | None = key(
         None,
         "URL of a service (python -m farm.serve) that answers in place of this machine, as http://127.0.0.1:8350; "
@@ -283,16 +292,15 @@ class EstimateSettings(TrainingKeys):
         None,
         "modules whose code may run where run= or configs= name it, as in [mypackage]; default none",
         "text | list of text | null",
+        build=parse_trust,
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trust", parse_trust(self.trust))
+        super().__post_init__()
         # One GPU stays as given: it overrides the layout of a config. So does the network, which a script takes.
         if not names_network_only(self.parallel):
             object.__setattr__(self, "parallel", parse_parallel(self.parallel, files=True) or self.parallel)
-        names = (self.devices,) if isinstance(self.devices, str) else tuple(self.devices or ())
-        object.__setattr__(self, "devices", names)
-        if names and self.find is None:
+        if self.devices and self.find is None:
             object.__setattr__(self, "find", DEVICES)
 
     def require_one_job(self) -> None:
@@ -317,8 +325,6 @@ class EstimateSettings(TrainingKeys):
             if self.by is not None:
                 raise UsageError("by is for find=largest_batch and find=devices")
             return
-        if self.find not in FINDS:
-            raise unknown_name("find", self.find, FINDS)
         if self.devices and self.find != DEVICES:
             raise UsageError(f"find={self.find} is of one GPU model; name it with device=")
         if self.model is None and self.config is None:
@@ -326,13 +332,6 @@ class EstimateSettings(TrainingKeys):
         default = {"report": None, "snapshot": None, "method": "full", "power_limit_w": None}
         if one_only := [name for name, value in default.items() if getattr(self, name) != value]:
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
-
-    def require_format(self) -> None:
-        """Raise `UsageError` for an unknown format, or an unknown choice of notes."""
-        if self.notes not in NOTES:
-            raise unknown_name("notes", self.notes, NOTES)
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
 
     def how(self) -> dict[str, Any]:
         """Return the keywords of `learn.estimate` that say what the job runs on and how its answer is wanted."""
@@ -356,7 +355,6 @@ def entry(settings: EstimateSettings) -> int:
     if settings.server is not None:
         return entry_of_server(settings)
     settings.require_one_job()
-    settings.require_format()
     open_data(settings.data)
     if settings.configs is not None:
         return _print_many(settings.configs, settings)
@@ -452,7 +450,6 @@ def config_mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
 _WIDTH_WITH_ENERGY = 90  # characters
 
 
@@ -581,7 +578,6 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     given += ["input_dtype"] if settings.input_dtype != DEFAULT_DTYPE else []
     if given:
         raise UsageError(f"a script says itself what it trains; leave {', '.join(given)} out")
-    settings.require_format()
     if settings.method != "full":
         raise UsageError("a script is estimated with method=full")
     open_data(settings.data)
@@ -620,7 +616,6 @@ def entry_of_server(settings: EstimateSettings) -> int:
     if given:
         raise UsageError(f"server= answers for model= and config=; leave {', '.join(given)} out")
     settings.require_one_job()
-    settings.require_format()
     body = request_of(settings)
     title = settings.model or f"{body['config'].get('family')}, batch {body['config'].get('batch_size')}"
     with Client(settings.server or "", token=os.environ.get(TOKEN_VARIABLE)) as service:

@@ -10,14 +10,14 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from conf.bars import StepBar
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from conf.settings import group, key, same_key
 from featurize.device_spec import DeviceSpec
 from learn.cases import DEFAULT_DEVICE
-from learn.commands.estimate import FORMATS, SETTINGS, EstimateSettings, TrainingKeys, described_device, open_data
+from learn.commands.estimate import SETTINGS, EstimateSettings, TrainingKeys, described_device, open_data
 from learn.commands.model_inputs import model_inputs
 from learn.estimation.model_names import load_factory
 from learn.estimators import LEVEL
@@ -37,6 +37,11 @@ class PlanSettings(TrainingKeys):
     the meta device; no GPU is needed.
     The report is one HTML page: the memory of each layout over its throughput.
     """
+
+    COMMON: ClassVar = (
+        "model", "input", "input_dtype", "arguments", "gpus", "device", "global_batch", "optimizer", "precision",
+        "checkpointing", "parallel", "modes", "rows", "report", "format", "data",
+    )  # fmt: skip
 
     device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
     gpus: int | tuple[int, ...] | None = key(
@@ -81,12 +86,10 @@ class PlanSettings(TrainingKeys):
     data: str | None = same_key(EstimateSettings, "data")
 
     def require_job(self) -> tuple[str, int | tuple[int, ...]]:
-        """Return the model and the GPUs. Raises `UsageError` where a key is missing, or for an unknown format."""
+        """Return the model and the GPUs. Raises `UsageError` where a key is missing."""
         missing = [f"{name}={like}" for name, like in _NEEDED.items() if getattr(self, name) is None]
         if missing or self.model is None or self.gpus is None:
             raise UsageError(f"a plan needs {' and '.join(missing)}")
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
         return self.model, self.gpus
 
 

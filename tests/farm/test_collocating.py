@@ -213,7 +213,7 @@ def test_pairs_really_train_side_by_side_on_the_cpu(tmp_path):
     [
         (["+collocate=twins", "+arch=mlp", "n=1"], "known: pairs, quads, triples"),
         (["arch=[mlp,cnn]", "n=1"], "families goes with collocate=pairs"),
-        (["collocate=pairs", "arch=[mlp,no]", "n=1"], "unknown family 'no'"),
+        (["collocate=pairs", "arch=[mlp,no]", "n=1"], "unknown name in families: 'no'"),
         (["collocate=pairs", "arch=[mlp,cnn]", "+arch=mlp", "n=1"], "not both"),
         (["collocate=pairs", "n=1"], "which family"),
         (["collocate=pairs", "+arch=mlp", "sharing=mig", "n=1"], "known: mps, time_slicing"),

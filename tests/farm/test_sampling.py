@@ -276,22 +276,8 @@ def test_a_space_of_constants_gives_its_one_configuration(toy):
     }
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"policy": "sobol"}, "unknown sampling policy 'sobol'; known: stratified, uniform"),
-        ({"seed": 1.5}, "seed must be an integer"),
-        ({"seed": 2**63}, "seed must be an integer"),
-        ({"index": -1}, "index must be >= 0"),
-    ],
-)
-def test_wrong_arguments_are_usage_errors(space, kwargs, message):
-    with pytest.raises(UsageError, match=message):
-        sample(**{"space": space, "seed": 0, "index": 0, **kwargs})
-
-
 def test_limits_report_every_bad_value():
-    with pytest.raises(UsageError, match=r"max_parameters must be > 0, got 0; max_memory_mib must be > 0, got 'x'"):
+    with pytest.raises(UsageError, match=r"max_parameters must be a number > 0, got 0; limits.max_mem.*'x'"):
         Limits(max_parameters=0, max_memory_mib="x")
 
 

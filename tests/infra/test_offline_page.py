@@ -305,11 +305,11 @@ def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixe
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "results=DIR is missing"),
+        ([], "missing results=..."),
         (["results={empty}/none"], "is not a folder"),
         (["results={empty}"], "holds no results"),
         (["results={empty}", "out={empty}/file"], "is a file, not a folder"),
-        (["folder=x"], "valid are KEY=VALUE of results, out, datasets"),
+        (["folder=x"], "unknown key 'folder'; valid keys: results, out, datasets"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, words):
