@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from conf.cli import command
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import bounded, one_line
-from conf.settings import Checked, key, same_key
-from farm.slurm import SlurmSettings
+from conf.settings import Checked, key
+from farm.slurm import devices_key
 
 if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
@@ -61,7 +61,7 @@ class SbatchSettings(Checked):
     submitted as it is, with a note.
     """
 
-    devices: Mapping[str, str] = same_key(SlurmSettings, "devices")
+    devices: Mapping[str, str] = devices_key()
     reject: bool = key(False, "true: a job that fits none of the GPU models is not submitted")
     dry_run: bool = key(False, "true: print the command line of sbatch, and submit nothing")
     sbatch: str = key("sbatch", "the program that submits")
