@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from conf.cli import command
+from conf.cli import command as run_command
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import bounded, one_line
 from conf.settings import Checked, key
@@ -68,14 +68,14 @@ class SbatchSettings(Checked):
     time_limit_s: float = key(300, "an estimate is given up after this many seconds", "number > 0")
 
 
-def entry(settings: SbatchSettings, arguments: Sequence[str]) -> int:
+def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
     """Estimate, add options, and run sbatch. Returns its exit code.
 
     Raises:
         UsageError: No batch script; with reject=true, a job that fits no GPU model.
         EnvironmentProblem: sbatch cannot be run.
     """
-    options, script, rest = parted(arguments)
+    options, script, rest = parted(command)
     added: list[str] = []
     try:
         # Bytes that are no UTF-8 reach the command as they are.
@@ -294,6 +294,4 @@ def _leads(words: Sequence[str]) -> bool:
 
 
 if __name__ == "__main__":
-    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    rest, sys.argv[at:] = sys.argv[at + 1 :], []
-    command("sbatch", lambda settings: entry(settings, rest))
+    run_command("sbatch", entry, entry_of_rest=entry)
