@@ -18,7 +18,6 @@ EXTRAS = {
     "learn": {
         "lightgbm": "lightgbm",
         "sklearn": "scikit-learn",
-        "matplotlib": "matplotlib",
         "torch_geometric": "torch-geometric",
         "psutil": "psutil",
     },
@@ -30,6 +29,7 @@ EXTRAS = {
         "httptools": "httptools",
         "uvloop": "uvloop",
     },
+    "kubernetes": {"lightkube": "lightkube"},
     # Wheels of libraries have no modules: `featurize.cudnn.oracle` looks for their files, of CUDA 12 or 13.
     "cudnn": {
         "cudnn": "nvidia-cudnn-frontend",

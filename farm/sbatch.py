@@ -21,6 +21,7 @@ from conf.cli import command as run_command
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import bounded, one_line
 from conf.settings import Checked, key
+from farm.scheduling import figures_of
 from farm.slurm import devices_key
 
 if TYPE_CHECKING:
@@ -94,10 +95,7 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
         added = added_options(estimates, settings.devices, given)
         fitting = [name for name, done in estimates.items() if done.fits_device]
         for name, done in estimates.items():
-            bound = done.upper_mib or done.peak_memory_mib
-            verdict = "fits" if done.fits_device else "does not fit"
-            peak_mib = done.peak_memory_mib
-            print(f"{name}: {peak_mib:,.0f} MiB, bound {bound:,.0f} MiB, {verdict}", file=sys.stderr)
+            print(f"{name}: {figures_of(done)}, {'fits' if name in fitting else 'does not fit'}", file=sys.stderr)
         if not fitting and settings.reject:
             raise UsageError(f"{script} fits none of {', '.join(estimates)}; it was not submitted")
     line = [settings.sbatch, *added, *options, script, *rest]
@@ -164,12 +162,9 @@ def added_options(
 ) -> list[str]:  # fmt: skip
     """Return the options that the estimates add to those that are given."""
     fitting = [name for name, done in estimates.items() if done.fits_device]
-    name = (fitting or list(estimates))[0]
-    done = estimates[name]
+    done = estimates[(fitting or list(estimates))[0]]
     names = {option.partition("=")[0] for option in given}
-    bound = done.upper_mib or done.peak_memory_mib
-    comment = f"gpufarm: {done.peak_memory_mib:,.0f} MiB, bound {bound:,.0f} MiB on {name}"
-    added = [] if "--comment" in names else [f"--comment={comment}"]
+    added = [] if "--comment" in names else [f"--comment=gpufarm: {figures_of(done)} on {done.device}"]
     if not fitting:
         return added
     if not names & set(_GPU_OPTIONS) and not done.ranks:

@@ -112,11 +112,13 @@ class Plot(Drawing):
             self.text("axis", self.left - 8, self.top - 9, unit, "end")
 
     def ticks_below(self, title: str = "", unit: str = "", *, lines: bool = False) -> None:
-        """Name the ticks of the horizontal axis; with `lines`, draw a vertical one at each. `title` stands below."""
-        for tick in self.x_axis.ticks:
-            if lines:
-                self.path("grid", f"M{self.x(tick):.1f} {self.top:g}V{self.bottom:g}")
-            self.text("axis", self.x(tick), self.bottom + 18, figure(tick) + unit)
+        """Name the ticks of the horizontal axis, as far as there is room; `title` stands below.
+
+        With `lines`, draw a vertical line at each.
+        """
+        for tick in self.x_axis.ticks if lines else ():
+            self.path("grid", f"M{self.x(tick):.1f} {self.top:g}V{self.bottom:g}")
+        self.texts("axis", [(self.x(tick), self.bottom + 18, figure(tick) + unit) for tick in self.x_axis.ticks])
         if title:
             self.text("axis", self.right, self.height - 5, title, "end")
 

@@ -6,7 +6,6 @@ every value that a template shows is cleaned and escaped.
 
 from __future__ import annotations
 
-import base64
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -82,7 +81,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        "cell": cell_text, "base64": _base64, "shown": shown, "counted": counted, "wrapped": wrapped,
+        "cell": cell_text, "shown": shown, "counted": counted, "wrapped": wrapped,
         "numeric": numeric_places,
     }  # fmt: skip
     return environment
@@ -91,10 +90,6 @@ def _environment() -> Environment:
 @cache
 def _style(name: str) -> str:
     return resources.files("conf.reports").joinpath("templates", f"{name}.css").read_text("utf-8")
-
-
-def _base64(content: bytes) -> Markup:
-    return Markup(base64.b64encode(content).decode("ascii"))
 
 
 def _cleaned(value: object) -> object:

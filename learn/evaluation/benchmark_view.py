@@ -21,8 +21,6 @@ from conf.reports.blocks import (
     Heading,
     Lead,
     Page,
-    Picture,
-    Pictures,
     Row,
     Section,
     Table,
@@ -340,7 +338,6 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
         title=f"Estimators of {done.target.name}",
         head=(Lead(headline(done)),),
         sections=(*sections, Section("settings", "Settings", keys)),
-        pictures=True,
     )
 
 
@@ -364,10 +361,4 @@ def _plots(done: Benchmark, file: str, key: str) -> Section:
     own = next(figures for figures in done.figures if figures.file == file)
     oom = f", {own.oom:,} that ran out of memory" if own.oom else ""
     intro = Lead(f"{own.ok + own.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
-    pictures = tuple(picture_of(svg, caption) for caption, svg in plots_of(done, file))
-    return Section(key, file, (intro, Pictures(pictures)), name=file)
-
-
-def picture_of(svg: str, caption: str) -> Picture:
-    """Return a plot as a page shows it."""
-    return Picture(svg.encode(), "image/svg+xml", caption, caption)
+    return Section(key, file, (intro, *plots_of(done, file)), name=file)

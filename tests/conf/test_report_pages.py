@@ -1,6 +1,5 @@
-"""The templates that draw every report page: escaping, pictures, every block, what a page may load."""
+"""The templates that draw every report page: escaping, every block, what a page may load."""
 
-import base64
 import dataclasses
 from importlib import resources
 from typing import get_args
@@ -41,7 +40,6 @@ BLOCKS = (
     b.Legend({EVIL: "k1"}),
     b.Callout(EVIL, "bad"),
     b.Outcome("good", EVIL, EVIL),
-    b.Pictures((b.Picture(b"\x89PNG" + bytes(30_000), "image/png", EVIL, EVIL),)),
     b.Preformatted(EVIL),
     b.SideBySide((b.Group(EVIL, (b.Lead(EVIL),)),)),
     STACK,
@@ -53,7 +51,7 @@ BLOCKS = (
 
 def page(*blocks, title="a page"):
     section = b.Section("key", title, blocks, name=title)
-    return render_page(b.Page(title=title, head=blocks, sections=(section,), pictures=True))
+    return render_page(b.Page(title=title, head=blocks, sections=(section,)))
 
 
 def test_every_block_is_among_those_that_these_tests_draw():
@@ -66,7 +64,7 @@ def test_a_block_shows_hostile_text_and_obeys_none_of_it(block):
     shown = [*parsed.texts, *(value for _, value in parsed.attributes)]
     assert any(EVIL in text for text in shown if text)
     assert "script" not in parsed.tags and not [name for name, _ in parsed.attributes if name.startswith("on")]
-    assert parsed.tags.count("img") == (block.kind == "pictures")
+    assert "img" not in parsed.tags
 
 
 def test_a_page_of_all_blocks_loads_nothing_and_keeps_its_title_in_one_line():
@@ -80,15 +78,6 @@ def test_a_page_of_all_blocks_loads_nothing_and_keeps_its_title_in_one_line():
     assert "\n" not in title and "\x1b" not in text
     assert "default-src 'none'" in text and "url(" not in text and "@import" not in text and "http" not in text.replace(
         "http-equiv", "")  # fmt: skip
-
-
-def test_a_picture_is_whole_and_only_pages_with_pictures_may_show_some():
-    content = bytes(range(256)) * 400  # longer than any text on a page
-    text = page(b.Pictures((b.Picture(content, "image/png", "a plot"),)))
-    ((_, address),) = {item for item in ParsedPage(text).attributes if item[0] == "src"}
-    assert base64.b64decode(address.removeprefix("data:image/png;base64,")) == content
-    assert "img-src data:" in text
-    assert "img-src" not in render_page(b.Page(title="a page", head=(), sections=()))
 
 
 def test_text_of_a_terminal_is_cleaned_and_too_long_text_keeps_its_end():

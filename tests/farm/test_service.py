@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, submit
 
 from conf.errors import UsageError
+from conf.overrides import load_settings
 from farm.cluster_settings import ClusterSettings
 from farm.dispatch import Dispatcher, StopRequest, lost_run
 from farm.lock import DispatcherLock
@@ -25,7 +26,7 @@ from farm.monitoring.metrics import FarmMetrics, MetricsSettings
 from farm.monitoring.server import MetricsServer
 from farm.monitoring.service import Service
 from farm.ray_nodes import NodeWatch
-from farm.work import TimedStop, work
+from farm.work import TimedStop, WorkSettings, work
 from featurize.families import get_family
 from warehouse.run import Run
 from workers.settings import TrialSettings, WindowSettings
@@ -106,12 +107,12 @@ def test_every_way_a_task_ends_is_an_event(folder, queue, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"format": "xml"}, "human, json"), ({"max_mib": 0}, "log.max_mib"), ({"keep": 0}, "log.keep")],
+    ("argument", "message"),
+    [("log.format=xml", "human, json"), ("log.max_mib=0", "log.max_mib"), ("log.keep=0", "log.keep")],
 )
-def test_a_mistaken_log_key_is_named(settings, message):
+def test_a_mistaken_log_key_is_named(argument, message):
     with pytest.raises(UsageError, match=message):
-        LogSettings(**settings)
+        load_settings(WorkSettings, "work", [argument])
 
 
 def test_a_log_that_cannot_be_written_is_a_users_mistake(tmp_path):
@@ -217,10 +218,10 @@ def test_a_port_that_is_taken_is_told(folder):
             MetricsServer(MetricsSettings(port=port), metrics, pulse)
 
 
-@pytest.mark.parametrize("port", [-1, 65536, "http", True])
+@pytest.mark.parametrize("port", [-1, 65536, "http", "true"])
 def test_a_mistaken_port_is_named(port):
     with pytest.raises(UsageError, match=r"metrics\.port"):
-        MetricsSettings(port=port)
+        load_settings(WorkSettings, "work", [f"metrics.port={port}"])
 
 
 # Leaving

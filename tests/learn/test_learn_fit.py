@@ -81,7 +81,7 @@ def test_artifact_holds_model_provenance_report_and_plots(data, fitted):
     assert meta["environment"]["lightgbm"] and meta["bins"]["labels"][-1] == "32+ GB"
     assert any("out-of-memory rows count as members of the bin 32+ GB" in text for text in meta["warnings"])
     page = (fitted.path / "report.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 2 and "macro F1" in page
+    assert page.count("<svg") == 2 and "macro F1" in page
     assert not [p for p in fitted.path.parent.iterdir() if p.name.startswith(".")]
 
 
