@@ -8,6 +8,8 @@ from __future__ import annotations
 if __name__ == "learn.estimate":  # an imported module of this name would take the function's place in `learn`
     raise ImportError("learn.estimate is a function, and as a module a command only: from learn import estimate")
 
+from collections.abc import Sequence
+
 from conf.cli import command
 from featurize.light_imports import without_compiler
 from learn.commands.estimate import entry, entry_of_script
@@ -15,7 +17,7 @@ from learn.commands.estimate import entry, entry_of_script
 _SERVER = "--server"
 
 
-def _server_as_key(arguments: list[str]) -> list[str]:
+def _server_as_key(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with `--server URL` as the key that it is."""
     done: list[str] = []
     for argument in arguments:
