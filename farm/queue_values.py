@@ -90,7 +90,7 @@ def text_of_settings(settings: TrialSettings) -> str:
 def settings_of_text(text: str) -> TrialSettings:
     """Return the settings that `text_of_settings` wrote. Raises `UsageError`."""
     with _refusing(text, "are no trial settings"):
-        return TrialSettings.from_mapping(json.loads(text))
+        return TrialSettings(**json.loads(text))
 
 
 def device_key(choice: DeviceChoice) -> str:

@@ -54,6 +54,14 @@ def features_by_device(devices: Mapping[str, Any]) -> dict[str, str]:
     return features
 
 
+def devices_key() -> Any:
+    """Return the field `devices` of commands that know a cluster's GPU models."""
+    return key(
+        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'",
+        build=features_by_device,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlurmSettings(Checked):
     """Where the table lies, and whom to ask. Raises `UsageError`.
@@ -67,10 +75,7 @@ class SlurmSettings(Checked):
     it stays until SIGTERM. docs/service.md describes how to set Slurm up.
     """
 
-    devices: Mapping[str, str] = key(
-        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'",
-        build=features_by_device,
-    )
+    devices: Mapping[str, str] = devices_key()
     table: str = key(
         "/var/lib/gpufarm/slurm.tsv", "the table; beside it, .wanted has the directives not answered", "path"
     )

@@ -26,7 +26,6 @@ from farm.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
 from farm.progress import Progress
 from farm.queue_values import device_from_key, settings_of_text
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
-from farm.settings import cluster_settings
 from featurize.own_code import parse_trust
 from warehouse.folder import DataFolder
 
@@ -46,7 +45,7 @@ class WorkSettings(Checked):
     SIGTERM or Ctrl-C once finishes what runs, gives back the rest and leaves with 130; twice stops at once.
     """
 
-    cluster: ClusterSettings = group("local", "where the workers live", cluster_settings, ClusterSettings)
+    cluster: ClusterSettings = group("local", "where the workers live", schema=ClusterSettings)
     data: str | None = data_key()
     wait: bool = key(False, "true: stay when the queue is empty, and look again")
     trust: tuple[str, ...] = key(

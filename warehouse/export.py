@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
-from conf.outputs import folder_problems
+from conf.outputs import folder_problems, sync
 from conf.settings import Checked, key
 from warehouse.connection import connect
 from warehouse.dataset import ALWAYS_THERE, CARD, KINDS, DatasetPart, find_parts, read_part, repository_folder, to_bytes
@@ -28,7 +28,7 @@ from warehouse.dataset_card import card
 from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
-from warehouse.layout import sync, write_bytes
+from warehouse.layout import write_bytes
 from warehouse.public_rows import naive, public_row, public_tables
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import RUN_SCHEMA

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from conf.cli import command
 from conf.errors import UsageError
 from conf.identity import sha256_of
-from conf.outputs import folder_problems
+from conf.outputs import TEMPORARY_SUFFIX, folder_problems, sync
 from conf.settings import Checked, data_key, key
 from warehouse import load_example
 from warehouse.checks import check
@@ -40,7 +40,6 @@ from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.explorer.static_pages import FIRST_PAGE, FOLDER, write_pages
 from warehouse.folder import DataFolder
-from warehouse.layout import TEMPORARY_SUFFIX, sync
 from warehouse.public_rows import naive, public_row, public_tables, scrubbed
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES

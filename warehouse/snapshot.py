@@ -26,6 +26,7 @@ from conf.cli import command
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from conf.identity import sha256_of
 from conf.json_file import read_json
+from conf.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
 from conf.settings import Checked, data_key, key
 from warehouse.believed import SNAPSHOT_LISTING, refuse_lost
@@ -37,16 +38,7 @@ from warehouse.disk_errors import disk_errors_named, is_disk_error
 from warehouse.file_check import file_problem
 from warehouse.folder import DataFolder
 from warehouse.held_rows import run_ids_of
-from warehouse.layout import (
-    KINDS,
-    LISTING_SCHEMA,
-    OF_RUNS,
-    TEMPORARY_SUFFIX,
-    checked_name,
-    sync,
-    write_bytes,
-    write_parquet,
-)
+from warehouse.layout import KINDS, LISTING_SCHEMA, OF_RUNS, checked_name, write_bytes, write_parquet
 from warehouse.merged import is_merged_name
 from warehouse.schema import SCHEMA_VERSION, TABLES
 from warehouse.settle import settled_listings
