@@ -21,8 +21,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from conf.errors import EnvironmentProblem, UsageError
+from warehouse.catalogue import counting_files
 from warehouse.compaction import compaction_lock
-from warehouse.counting import counting_files
 from warehouse.folder import DataFolder
 from warehouse.layout import KINDS, TEMPORARY_SUFFIX, sync, write_bytes
 
