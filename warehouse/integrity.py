@@ -21,8 +21,7 @@ from conf.identity import OWN_SHA256, own_sha256, sha256_of
 from conf.plain_text import first_line
 from warehouse.catalogue import look
 from warehouse.checksum import recorded_checksum
-from warehouse.damage import DamagedFile, parquet_files
-from warehouse.file_check import file_problem
+from warehouse.damage import DamagedFile, file_problem, parquet_files
 from warehouse.folder import DataFolder
 from warehouse.layout import KINDS
 from warehouse.mending import unlisted_problems

@@ -30,10 +30,9 @@ from conf.plain_text import first_line
 from conf.settings import data_key, key
 from warehouse.catalogue import SNAPSHOT_LISTING, counting, refuse_lost
 from warehouse.compaction import CompactionReport, compaction_lock
-from warehouse.damage import DamagedFile
+from warehouse.damage import DamagedFile, file_problem
 from warehouse.damage import report as report_damage
 from warehouse.disk_errors import disk_errors_named, is_disk_error
-from warehouse.file_check import file_problem
 from warehouse.folder import DataFolder
 from warehouse.layout import (
     KINDS,
