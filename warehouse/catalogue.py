@@ -68,11 +68,7 @@ class Catalogue:
     @functools.cached_property
     def whole(self) -> tuple[Listing, ...]:
         """The listings whose merged file is there and not damaged, as far as its footer tells."""
-        return tuple(
-            one
-            for one in self.listings
-            if not self.is_left_out(self.path(one)) and merged_damage(self.path(one)) is None
-        )
+        return tuple(listing for listing in self.listings if self._is_whole(listing))
 
     @functools.cached_property
     def _missing(self) -> tuple[Listing, ...]:
@@ -81,6 +77,10 @@ class Catalogue:
     @functools.cached_property
     def _hiding(self) -> tuple[Listing, ...]:
         return (*self.whole, *(listing for listing in self._missing if not self.gives_back(listing)))
+
+    def _is_whole(self, listing: Listing) -> bool:
+        path = self.path(listing)
+        return not self.is_left_out(path) and merged_damage(path) is None
 
     def path(self, listing: Listing) -> Path:
         """Return the path of the merged file of a listing."""
@@ -102,7 +102,7 @@ class Catalogue:
 
     def holder(self, name: str) -> Listing | None:
         """Return the listing that counts and has a run's own name, None if the run is in no merged file."""
-        holders = (listing for listing in self.whole if name in listing.hidden)
+        holders = (listing for listing in self.listings if name in listing.hidden and self._is_whole(listing))
         return next((listing for listing in holders if not self.hides(listing.merged)), None)
 
     def lost_lines(self) -> list[str]:
@@ -133,7 +133,7 @@ def look(
     """
     for _ in range(_LOOKS):
         state = _state(folder, kind)
-        catalogue = _read(folder, kind, tuple(path for path, _ in state))
+        catalogue = _read(folder, kind, state)
         if is_left_out is not None:
             catalogue = replace(catalogue, is_left_out=is_left_out)
         result = at(catalogue)
@@ -217,26 +217,24 @@ def _state(folder: FolderLayout, kind: str) -> list[tuple[Path, Hashable]]:
     return [(root / name, identity(root / name)) for name in names if name.endswith(".parquet")]
 
 
-def _read(folder: FolderLayout, kind: str, paths: Sequence[Path]) -> Catalogue:
+def _read(folder: FolderLayout, kind: str, state: Sequence[tuple[Path, Hashable]]) -> Catalogue:
     listings: list[Listing] = []
     damaged: list[DamagedListing] = []
-    for path in paths:
-        known = identity(path)
+    for path, known in state:
         if known is None:  # compaction has removed it since
             continue
         if path.name == SNAPSHOT_LISTING:
             listings += _of_snapshot(path, known)
             continue
-        merged = _merged_file_named(folder.root / kind, path.name)
         try:
             listing = _listing(path, known)
-            if not listing.is_current and merged is not None:
+            if not listing.is_current:
+                merged = folder.root / kind / listing.merged
                 with contextlib.suppress(Unreadable, OSError):  # damaged: it hides nothing, and is named elsewhere
-                    scanned = _scanned(path, merged, identity(merged), verified=False)
-                    listing = replace(listing, hidden=listing.hidden | scanned.hidden)
+                    listing = _completed(listing, merged, identity(merged))
             listings.append(listing)
         except (ValueError, OSError) as error:
-            recovered = _recovered(path, merged, first_line(error))
+            recovered = _recovered(path, _merged_file_named(folder.root / kind, path.name), first_line(error))
             if isinstance(recovered, Listing):
                 listings.append(recovered)
             else:
@@ -265,8 +263,15 @@ def _listing(path: Path, known: Hashable) -> Listing:
 
 
 @functools.lru_cache(1024)
-def _scanned(file: Path, merged: Path, known: Hashable, *, verified: bool = True) -> Listing:
-    return Listing.of_merged(file, merged, merged.stat().st_mtime, verified=verified)
+def _completed(listing: Listing, merged: Path, known: Hashable) -> Listing:
+    """Return a listing of an older version with the names of all runs of its merged file."""
+    scanned = Listing.of_merged(listing.file, merged, listing.published_at_s, verified=False)
+    return replace(listing, hidden=listing.hidden | scanned.hidden)
+
+
+@functools.lru_cache(1024)
+def _scanned(file: Path, merged: Path, known: Hashable) -> Listing:
+    return Listing.of_merged(file, merged, merged.stat().st_mtime)
 
 
 @functools.lru_cache(64)
