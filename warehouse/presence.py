@@ -96,7 +96,7 @@ def landed_tasks(folder: DataFolder, families: set[str] | None = None) -> dict[s
 
 def _names_of_runs(catalogue: Catalogue) -> list[str]:
     merged: frozenset[str] = frozenset().union(*(listing.hidden for listing in catalogue.whole))
-    return [*merged, *(name for name in counting(catalogue) if name not in merged)]
+    return [*merged, *counting(catalogue)]
 
 
 def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
