@@ -60,10 +60,10 @@ class SecondStep:
         if moment != _MOMENTS[len(self._marks)]:  # an average is updated in a phase of its own
             return
         if moment == "optimizer":
-            recorder.keep_operators = False  # the second step's counts
+            recorder.log.keep_operators = False  # the second step's counts
         if self._marks:
-            self._stretches.append(recorder.since(self._marks[-1]))
-        self._marks.append(recorder.mark())
+            self._stretches.append(recorder.memory.since(self._marks[-1]))
+        self._marks.append(recorder.memory.mark())
 
     def goes_alike(self) -> bool:
         """Return whether the first step shows that passes of the second one are the same."""
@@ -74,27 +74,27 @@ class SecondStep:
         forward, rest, _update, end = self._stretches
         left = {*forward.leaving, *rest.leaving}
         given_back = {*forward.entering, *rest.entering, *end.entering}
-        kept = recorder.blocks_in([*gradients, *tensors_of(self._step.held)])
+        kept = recorder.memory.blocks_in([*gradients, *tensors_of(self._step.held)])
         return given_back <= left and left - given_back == kept and not end.leaving
 
     def run(self, batch: tuple[Tensor, ...]) -> None:
         """Note the second step. `batch` is copied to the device before; of a batch that stays there, it is empty."""
         recorder, step = self._recorder, self._step
         forward, rest, _update, end = self._stretches
-        recorder.step, recorder.phase, begins = 2, "forward", len(recorder.events)
+        recorder.memory.step, recorder.memory.phase, begins = 2, "forward", len(recorder.memory.events)
         if batch:
             recorder.new_batch(batch)
-        for block in dict.fromkeys(map(recorder.block_of, self._gradients())):
-            recorder.give_back(block)
-        passes = len(recorder.events)
-        known = recorder.repeat(forward, {})
+        for block in dict.fromkeys(map(recorder.memory.block_of, self._gradients())):
+            recorder.memory.give_back(block)
+        passes = len(recorder.memory.events)
+        known = recorder.memory.repeat(forward, {})
         step.hold()
-        known |= recorder.repeat(rest, known)
-        recorder.keep_operators = True
+        known |= recorder.memory.repeat(rest, known)
+        recorder.log.keep_operators = True
         with recorder:
             step.update()
-        updated = len(recorder.events)
-        recorder.repeat(end, {block: known[block] for block in end.entering})
+        updated = len(recorder.memory.events)
+        recorder.memory.repeat(end, {block: known[block] for block in end.entering})
         if self._loop is not None:
             self._loop.repeat(begins, known, self._moved(known, passes, updated))
 

@@ -79,7 +79,7 @@ class Tracing:
         _require_trainable(self._step.model)  # quantized weights are frozen
         refuse_odd_tokens(self._step.model)
         recorder = self._recorder = self._regions.recorder = Recorder(self._step.model)
-        recorder.graphs = self._graphs
+        recorder.memory.graphs = self._graphs
         self._rank.attach(recorder)
 
     def run(self) -> None:
@@ -101,7 +101,7 @@ class Tracing:
         alone = alone and training.zero_grad == "before_forward"
         # The trace shows how its steps go in a usual loop, too.
         shows_a_loop = alone and not self.training_loop and training.holds_output
-        self._in_a_loop = StepsInALoop(recorder) if shows_a_loop else None
+        self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
         alike = alone and training.set_to_none and not training.optimizer_in_backward
         self._second = SecondStep(recorder, self._step, self._in_a_loop) if alike else None
         with recorder.modules(), policy as enter_policy, self._rank.intercept():
@@ -115,8 +115,8 @@ class Tracing:
     def result(self) -> StepTrace:
         """Return what the steps showed."""
         recorder, graphs = self._recorder, self._graphs
-        blocks = recorder.final_blocks()
-        events, operators, mix = tuple(recorder.events), tuple(recorder.operators), None
+        blocks = recorder.memory.final_blocks()
+        events, operators, mix = tuple(recorder.memory.events), tuple(recorder.log.operators), None
         if self._sequence is not None:
             operators = self._sequence.operators
             steps = tuple(self._met_at[shape] for shape in self._sequence.shapes)
@@ -229,7 +229,7 @@ class Tracing:
             self._run_step(1, *of_shape[0], keep_operators=keeps)
             if second is not None and second.goes_alike():
                 second.run(tuple(tensors_of(of_shape[0])) if self.training_loop else ())
-                recorder.name(step.optimizer_tensors(), "optimizer_state")
+                recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
             else:
                 self._second = None
                 self._run_step(STEPS, *of_shape[0])
@@ -248,7 +248,7 @@ class Tracing:
         self._recorder.begin_phase(phase)
         self._enter_policy(phase)
         if phase == "optimizer":
-            self._recorder.name((p.grad for p in self._trained if p.grad is not None), "gradient")
+            self._recorder.memory.name((p.grad for p in self._trained if p.grad is not None), "gradient")
 
     def _hold(self, inputs: Inputs, *variables: object) -> None:
         """The step's model has run, or, with its output and loss as `variables`, its loss."""
@@ -263,7 +263,7 @@ class Tracing:
         self._reached("updated")
 
     def _reached(self, moment: str) -> None:
-        if self._second is not None and self._recorder.step == 1:
+        if self._second is not None and self._recorder.memory.step == 1:
             self._second.reached(moment)
 
     def _run_step(
@@ -285,7 +285,7 @@ class Tracing:
         if self._in_a_loop is not None:
             self._in_a_loop.dropped()
         self._reached("end")
-        recorder.name(step.optimizer_tensors(), "optimizer_state")
+        recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
 
 
 def _require_trainable(model: nn.Module) -> None:

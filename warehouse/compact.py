@@ -30,6 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conf.cli import command
+from conf.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
 from warehouse.catalogue import Catalogue, counting, names_on_disk, read_catalogue
 from warehouse.compaction import (
@@ -40,7 +41,7 @@ from warehouse.compaction import (
     is_open_somewhere,
 )
 from warehouse.folder import DataFolder
-from warehouse.layout import KINDS, OF_RUNS, TEMPORARY_SUFFIX, sync
+from warehouse.layout import KINDS, OF_RUNS
 from warehouse.mending import REDUNDANT, mend_listings, unlisted_problems
 from warehouse.merged import (
     Listing,

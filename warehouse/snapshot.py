@@ -26,23 +26,16 @@ from conf.cli import command
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from conf.identity import sha256_of
 from conf.json_file import read_json
+from conf.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, key
 from warehouse.catalogue import SNAPSHOT_LISTING, counting, refuse_lost
 from warehouse.compaction import CompactionReport, compaction_lock
 from warehouse.damage import DamagedFile, file_problem
 from warehouse.damage import report as report_damage
 from warehouse.disk_errors import disk_errors_named, is_disk_error
 from warehouse.folder import DataFolder
-from warehouse.layout import (
-    KINDS,
-    LISTING_SCHEMA,
-    TEMPORARY_SUFFIX,
-    checked_name,
-    sync,
-    write_bytes,
-    write_parquet,
-)
+from warehouse.layout import KINDS, LISTING_SCHEMA, checked_name, write_bytes, write_parquet
 from warehouse.mending import mend_listings
 from warehouse.merged import is_merged_name
 from warehouse.schema import SCHEMA_VERSION, TABLES
@@ -351,7 +344,7 @@ def read_manifest(path: Path) -> Snapshot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotSettings:
+class SnapshotSettings(Checked):
     """Whether to take, list or verify. Raises `UsageError` for more than one of these.
 
       python -m warehouse.snapshot
@@ -369,9 +362,9 @@ class SnapshotSettings:
     verify: str | None = key(None, "a snapshot's name, or all: compare its files with their SHA-256 instead")
     data: str | None = data_key()
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         if sum((self.name is not None, self.list, self.verify is not None)) > 1:
-            raise UsageError("name=, list=true and verify= exclude each other: give one")
+            yield "name=, list=true and verify= exclude each other: give one"
 
 
 def entry(settings: SnapshotSettings) -> int:

@@ -1,4 +1,4 @@
-"""What to refit once a GPU has measured: rules on the figures, each with its command.
+"""Fits to repeat once a GPU has measured: rules on the figures, each with its command.
 
 Start reading at `refits`; `RULES` states the thresholds.
 """

@@ -31,6 +31,7 @@ from conf.reports.blocks import (
     SideBySide,
     table,
 )
+from conf.reports.charts import against
 from conf.reports.page_text import MISSING
 from infra.offline.estimated_runs import (
     FIGURES,
@@ -44,7 +45,6 @@ from infra.offline.estimated_runs import (
 )
 from infra.offline.probe_sections import Absent, mib, records
 from learn.estimation.loops import RESIDENT
-from warehouse.explorer.plot import against
 
 MEMORY = ("allocated", "reserved", "process")
 ACTIVITY = ("step_time", "smact", "smocc", "drama")
@@ -237,7 +237,7 @@ def shipped_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
 
 
 def is_corrected(one: EstimatedRun, target: str) -> bool:
-    """Whether a model that was fitted on measured rows gives the run's figure, for the loop that the run had."""
+    """Return True if a model that was fitted on measured rows gives the run's figure, for the loop that the run had."""
     shipped = one.estimates[SHIPPED]
     is_of_loop = target == "memory" or shipped.loops.get(target) == RESIDENT  # memory hardly depends on the loop
     return is_of_loop and shipped.answered_by.get(target, TRACE) != TRACE
