@@ -100,7 +100,7 @@ def work(
             if lock is not None:
                 held.enter_context(_held(lock, service))
                 _QueueWork(
-                    folder=folder, queue=queue, cluster=cluster, stop=stop, lock=lock, service=service,
+                    folder=folder, queue=queue, cluster=cluster, stop=stop, service=service,
                     outcomes=outcomes, job_id=job_id, wait=wait, trust=trust,
                 ).run()  # fmt: skip
         except ClusterLost as lost:
@@ -160,7 +160,7 @@ def run_job(
                 dispatcher = Dispatcher(
                     folder, queue, executor, job.device, progress, service=service, job_id=job_id, shares=shares
                 )
-                return dispatcher.run(stop, lock)
+                return dispatcher.run(stop)
 
 
 def _take_lock(
@@ -225,7 +225,6 @@ class _QueueWork:
     queue: Queue
     cluster: ClusterSettings
     stop: StopRequest
-    lock: DispatcherLock
     service: Service
     outcomes: JobOutcomes
     job_id: str | None
@@ -254,7 +253,7 @@ class _QueueWork:
                     Dispatcher(
                         self.folder, self.queue, executor, key, progress, service=self.service, trust=self.trust,
                         outcomes=self.outcomes,
-                    ).run(self.stop, self.lock)  # fmt: skip
+                    ).run(self.stop)  # fmt: skip
                 compacted = False
             elif self.wait:
                 if not compacted:

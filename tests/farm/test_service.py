@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, submit
+from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, submit
 
 from conf.errors import UsageError
 from conf.overrides import load_settings
@@ -30,11 +30,11 @@ from farm.work import TimedStop, WorkSettings, work
 from featurize.families import get_family
 from warehouse.run import Run
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 
 CONFIG = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
 SETTINGS = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
-SPEC = TaskSpec(job_id="mlp-00000001", task_index=7, attempt=2, config=CONFIG, settings=SETTINGS, seed=7)
+SPEC = Task(job_id="mlp-00000001", task_index=7, attempt=2, config=CONFIG, settings=SETTINGS)
 
 
 def lines(path):
@@ -57,7 +57,7 @@ def dispatch(folder, queue, service, outcomes=None):
     executor = ScriptedExecutor(Clock(), outcomes)
     return Dispatcher(
         folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock, service=service
-    ).run(Stop(), NoLock())
+    ).run(Stop())
 
 
 def ask(url):
@@ -257,7 +257,7 @@ def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):
     executor, announced = LikeRay(Clock()), []
     with StopRequest(lambda: announced.append("stop")).installed() as stop:
         assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-            stop, NoLock()
+            stop
         )
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested and announced == ["stop"]

@@ -13,7 +13,7 @@ from workers.devices import DeviceChoice, profiling
 from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
 from workers.reports import BrokenReport, KernelsSeen, Profiled, ReportReader, TrialResult
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 from workers.worker import Worker, kernel_rows
 
 MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
@@ -180,9 +180,7 @@ def worker(request):
 
 def task(steps):
     settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=0.05), kernels=KernelSettings(steps=steps))
-    return TaskSpec(
-        job_id="kernels-00000000", task_index=0, attempt=1, config=config_from_mapping(MLP), settings=settings, seed=0
-    )
+    return Task(job_id="kernels-00000000", task_index=0, attempt=1, config=config_from_mapping(MLP), settings=settings)
 
 
 def test_a_trial_lands_the_operators_of_its_steps_after_its_labels(worker):
