@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import re
@@ -48,17 +49,24 @@ def command(
     entry: Entry,
     positional: str | None = None,
     rewrite: Rewrite | None = None,
+    entry_of_rest: Callable[..., int | None] | None = None,
 ) -> NoReturn:
     """Run `entry(settings)` with the settings that the process's arguments give, then exit with its return value.
 
     `positional` names the key of the one argument that is no override, the one with white space. Values of text keys
     are taken as they stand, with their commas and brackets.
-    `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`.
+    `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`. `entry_of_rest` is called in
+    place of `entry` where there is a `--`, with what follows as `command`.
     Exit codes: 0, what `entry` returns, 2 for anything that the user can fix, 130 after Ctrl-C.
     """
     if not _standard_files():
         sys.exit(EXIT_USAGE)
-    code = _flushed(run(name, entry, sys.argv[1:], positional, rewrite))
+    arguments = sys.argv[1:]
+    if entry_of_rest is not None and "--" in arguments:
+        at = arguments.index("--")
+        arguments, rest = arguments[:at], arguments[at + 1 :]
+        entry = functools.partial(entry_of_rest, command=rest)
+    code = _flushed(run(name, entry, arguments, positional, rewrite))
     if code in (EXIT_INTERRUPTED, EXIT_TEMPORARY):
         # At once, and with this code: Ray's clean-up at exit would put its own in its place.
         sys.stderr.flush()

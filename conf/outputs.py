@@ -35,6 +35,7 @@ OWN_FOLDERS = (
 # And what SQLite and DuckDB put beside them.
 OWN_FILES = ("format.json", "queue.sqlite", "service.sqlite", "warehouse.duckdb")
 
+TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _LINKS = 40  # as many as the kernel follows
@@ -248,21 +249,32 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[BinaryIO]:
-    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
     before = _status(path)
-    try:
+    with replacing(path) as temporary:
         with open(temporary, "xb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         if before is not None:
             os.chmod(temporary, stat.S_IMODE(before.st_mode))
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it to `path` durably on success, remove it on any error."""
+    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}{TEMPORARY_SUFFIX}")
+    try:
+        yield temporary
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Call fsync on a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -31,13 +31,13 @@ class ConfigGroup:
     """A key whose value is chosen by name from the files of `conf/NAME/`.
 
     default: the name of a file, or None
-    build: makes the typed value of a file's values
-    schema: dataclass that says what the files' keys may hold; None where the files themselves do
+    build: makes the typed value of a file's values; None: an object of `schema`
+    schema: settings class that says what the files' keys may hold; None where the files themselves do
     added: chosen with `+NAME=CHOICE`, without a default
     """
 
     default: str | None
-    build: Callable[[Mapping[str, Any]], Any]
+    build: Callable[[Mapping[str, Any]], Any] | None
     schema: type | None = None
     added: bool = False
 
@@ -62,19 +62,17 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def same_key(settings: type, name: str) -> Any:
-    """Return a dataclass field that is the same key as that of another command's settings: default, meaning, kind."""
-    other = next(field for field in dataclasses.fields(settings) if field.name == name)
-    return dataclasses.field(default=other.default, metadata=other.metadata)
-
-
-def section(settings: type) -> Any:
+def section(settings: type, required: bool = False) -> Any:
     """Return a dataclass field that holds keys of its own: `log.file`, `log.format`, ..."""
-    return dataclasses.field(default_factory=settings, metadata={_SECTION: settings})
+    default: dict[str, Any] = {} if required else {"default_factory": settings}
+    return dataclasses.field(**default, metadata={_SECTION: settings})
 
 
 def group(
-    default: str | None, help: str, build: Callable[[Mapping[str, Any]], Any], schema: type | None = None
+    default: str | None,
+    help: str,
+    build: Callable[[Mapping[str, Any]], Any] | None = None,
+    schema: type | None = None,
 ) -> Any:  # fmt: skip
     """Return a dataclass field whose value is chosen with `NAME=CHOICE` from the files of `conf/NAME/`."""
     return dataclasses.field(default=None, metadata={_HELP: help, _GROUP: ConfigGroup(default, build, schema)})
@@ -193,13 +191,16 @@ class Checked:
 def _made(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     """Return a field's value: the object of a section, what `build` makes, several names as a tuple."""
     about = field.metadata
-    if (inner := about.get(_SECTION)) and not isinstance(value, inner):
-        known = [one.name for one in dataclasses.fields(inner)]
+    chosen = about.get(_GROUP)
+    if chosen and (chosen.build or value is None):
+        is_built = not isinstance(value, Mapping | list | str | int | float)
+        return value if is_built else chosen.build(_mapping(field.name, value))
+    settings = about.get(_SECTION) or (chosen and chosen.schema)
+    if settings and not isinstance(value, settings):
+        known = [one.name for one in dataclasses.fields(settings)]
         if unknown := [str(key) for key in _mapping(field.name, value) if key not in known]:  # of another version
             raise UsageError(f"{field.name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-        return built(inner, value)
-    if (chosen := about.get(_GROUP)) and isinstance(value, Mapping | list | str | int | float):
-        return chosen.build(_mapping(field.name, value))
+        return built(settings, value)
     if build := about.get(_BUILD):
         return build(value)
     annotations = _alternatives(annotation)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from conf.cli import command
+from conf.cli import command as run_command
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import bounded, one_line
-from conf.settings import Checked, key, same_key
-from farm.slurm import SlurmSettings
+from conf.settings import Checked, key
+from farm.scheduling import figures_of
+from farm.slurm import devices_key
 
 if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
@@ -61,21 +62,21 @@ class SbatchSettings(Checked):
     submitted as it is, with a note.
     """
 
-    devices: Mapping[str, str] = same_key(SlurmSettings, "devices")
+    devices: Mapping[str, str] = devices_key()
     reject: bool = key(False, "true: a job that fits none of the GPU models is not submitted")
     dry_run: bool = key(False, "true: print the command line of sbatch, and submit nothing")
     sbatch: str = key("sbatch", "the program that submits")
     time_limit_s: float = key(300, "an estimate is given up after this many seconds", "number > 0")
 
 
-def entry(settings: SbatchSettings, arguments: Sequence[str]) -> int:
+def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
     """Estimate, add options, and run sbatch. Returns its exit code.
 
     Raises:
         UsageError: No batch script; with reject=true, a job that fits no GPU model.
         EnvironmentProblem: sbatch cannot be run.
     """
-    options, script, rest = parted(arguments)
+    options, script, rest = parted(command)
     added: list[str] = []
     try:
         # Bytes that are no UTF-8 reach the command as they are.
@@ -94,10 +95,7 @@ def entry(settings: SbatchSettings, arguments: Sequence[str]) -> int:
         added = added_options(estimates, settings.devices, given)
         fitting = [name for name, done in estimates.items() if done.fits_device]
         for name, done in estimates.items():
-            bound = done.upper_mib or done.peak_memory_mib
-            verdict = "fits" if done.fits_device else "does not fit"
-            peak_mib = done.peak_memory_mib
-            print(f"{name}: {peak_mib:,.0f} MiB, bound {bound:,.0f} MiB, {verdict}", file=sys.stderr)
+            print(f"{name}: {figures_of(done)}, {'fits' if name in fitting else 'does not fit'}", file=sys.stderr)
         if not fitting and settings.reject:
             raise UsageError(f"{script} fits none of {', '.join(estimates)}; it was not submitted")
     line = [settings.sbatch, *added, *options, script, *rest]
@@ -164,12 +162,9 @@ def added_options(
 ) -> list[str]:  # fmt: skip
     """Return the options that the estimates add to those that are given."""
     fitting = [name for name, done in estimates.items() if done.fits_device]
-    name = (fitting or list(estimates))[0]
-    done = estimates[name]
+    done = estimates[(fitting or list(estimates))[0]]
     names = {option.partition("=")[0] for option in given}
-    bound = done.upper_mib or done.peak_memory_mib
-    comment = f"gpufarm: {done.peak_memory_mib:,.0f} MiB, bound {bound:,.0f} MiB on {name}"
-    added = [] if "--comment" in names else [f"--comment={comment}"]
+    added = [] if "--comment" in names else [f"--comment=gpufarm: {figures_of(done)} on {done.device}"]
     if not fitting:
         return added
     if not names & set(_GPU_OPTIONS) and not done.ranks:
@@ -294,6 +289,4 @@ def _leads(words: Sequence[str]) -> bool:
 
 
 if __name__ == "__main__":
-    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    rest, sys.argv[at:] = sys.argv[at + 1 :], []
-    command("sbatch", lambda settings: entry(settings, rest))
+    run_command("sbatch", entry, entry_of_rest=entry)

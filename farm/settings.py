@@ -65,19 +65,6 @@ def _described(spec: DeviceSpec) -> dict[str, Any]:
     return {**mapping, "interconnect": None if spec.interconnect is None else dataclasses.asdict(spec.interconnect)}
 
 
-def window_settings(values: Mapping[str, Any]) -> WindowSettings:
-    """Return the window that a file of `conf/window/` describes. Raises `UsageError`."""
-    try:
-        return WindowSettings(**values)
-    except TypeError as error:  # a key that this version does not know, from a journal
-        raise UsageError(f"window: {error}") from error
-
-
-def cluster_settings(values: Mapping[str, Any]) -> ClusterSettings:
-    """Return where the workers live, as a file of `conf/cluster/` says. Raises `UsageError`."""
-    return ClusterSettings(**values)
-
-
 def space_within_limits(values: Mapping[str, Any]) -> Space:
     """Return the search space of a file of `conf/arch/`. Raises `UsageError`, also for numbers beyond the family's."""
     space = space_of_mapping(values)
@@ -92,8 +79,8 @@ class TrialsSettings(Checked):
     device: DeviceChoice = group(
         "auto", "what trials run on; a device description means: simulate it", device_choice, DeviceKeys
     )
-    cluster: ClusterSettings = group("local", "where the workers live", cluster_settings, ClusterSettings)
-    window: WindowSettings = group("adaptive", "how long a run is measured", window_settings, WindowSettings)
+    cluster: ClusterSettings = group("local", "where the workers live", schema=ClusterSettings)
+    window: WindowSettings = group("adaptive", "how long a run is measured", schema=WindowSettings)
     data: str | None = data_key()
     limits: Limits = section(Limits)
     trial: TrialRules = section(TrialRules)

@@ -26,7 +26,6 @@ from farm.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
 from farm.progress import Progress
 from farm.queue_values import device_from_key, settings_of_text
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
-from farm.settings import cluster_settings
 from featurize.own_code import parse_trust
 from warehouse.folder import DataFolder
 
@@ -46,7 +45,7 @@ class WorkSettings(Checked):
     SIGTERM or Ctrl-C once finishes what runs, gives back the rest and leaves with 130; twice stops at once.
     """
 
-    cluster: ClusterSettings = group("local", "where the workers live", cluster_settings, ClusterSettings)
+    cluster: ClusterSettings = group("local", "where the workers live", schema=ClusterSettings)
     data: str | None = data_key()
     wait: bool = key(False, "true: stay when the queue is empty, and look again")
     trust: tuple[str, ...] = key(
@@ -101,7 +100,7 @@ def work(
             if lock is not None:
                 held.enter_context(_held(lock, service))
                 _QueueWork(
-                    folder=folder, queue=queue, cluster=cluster, stop=stop, lock=lock, service=service,
+                    folder=folder, queue=queue, cluster=cluster, stop=stop, service=service,
                     outcomes=outcomes, job_id=job_id, wait=wait, trust=trust,
                 ).run()  # fmt: skip
         except ClusterLost as lost:
@@ -161,7 +160,7 @@ def run_job(
                 dispatcher = Dispatcher(
                     folder, queue, executor, job.device, progress, service=service, job_id=job_id, shares=shares
                 )
-                return dispatcher.run(stop, lock)
+                return dispatcher.run(stop)
 
 
 def _take_lock(
@@ -226,7 +225,6 @@ class _QueueWork:
     queue: Queue
     cluster: ClusterSettings
     stop: StopRequest
-    lock: DispatcherLock
     service: Service
     outcomes: JobOutcomes
     job_id: str | None
@@ -255,7 +253,7 @@ class _QueueWork:
                     Dispatcher(
                         self.folder, self.queue, executor, key, progress, service=self.service, trust=self.trust,
                         outcomes=self.outcomes,
-                    ).run(self.stop, self.lock)  # fmt: skip
+                    ).run(self.stop)  # fmt: skip
                 compacted = False
             elif self.wait:
                 if not compacted:

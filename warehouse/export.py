@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
-from conf.outputs import folder_problems
+from conf.outputs import folder_problems, sync
 from conf.settings import Checked, key
 from warehouse.connection import connect
 from warehouse.dataset import ALWAYS_THERE, CARD, KINDS, DatasetPart, find_parts, read_part, repository_folder, to_bytes
@@ -28,8 +28,8 @@ from warehouse.dataset_card import card
 from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
-from warehouse.layout import sync, write_bytes
-from warehouse.public_rows import count_rows, naive, public_details, public_row, public_telemetry
+from warehouse.layout import write_bytes
+from warehouse.public_rows import naive, public_row, public_tables
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import RUN_SCHEMA
 
@@ -123,33 +123,15 @@ def export(settings: ExportSettings) -> ExportReport:
             if not new:
                 continue
             report.added[part] = len(new)
-            whole = _with_samples(connection, report.root, part, new, settings)
-            report.kernels += whole["kernels"].num_rows
-            whole["runs"] = pa.Table.from_pylist([row for _, row in new], schema=RUN_SCHEMA)
+            tables = public_tables(connection, new, settings.hz, kernels=settings.kernels)
+            report.kernels += tables["kernels"].num_rows
             # Runs last, so readers of the runs see their samples, kernels and ranks.
-            for kind, added in whole.items():
+            for kind, added in tables.items():
                 table = pa.concat_tables([_of_runs(read_part(report.root, part, kind), known), added])
                 if table.num_rows or kind in ALWAYS_THERE or (report.root / part.path(kind)).exists():
                     contents[part.path(kind)] = to_bytes(part, kind, _sorted(table))
     _write(report, contents, settings.max_mb)
     return report
-
-
-def _with_samples(
-    connection: WarehouseConnection, root: Path, part: DatasetPart, new: list[tuple[str, dict[str, Any]]],
-    settings: ExportSettings,
-) -> dict[str, pa.Table]:  # fmt: skip
-    """Return the telemetry, kernels and ranks of new runs of a part, and count them in the runs' rows."""
-    ids = {own: row["run_id"] for own, row in new}
-    samples = public_telemetry(connection, ids, settings.hz)
-    details = {
-        kind: public_details(connection, kind, ids if settings.kernels or kind != "kernels" else {}) for kind in DETAILS
-    }
-    if not settings.kernels:
-        for _, row in new:
-            row["kernel_rows"] = None
-    count_rows([row for _, row in new], samples, details)
-    return {"telemetry": samples, **details}
 
 
 def _of_runs(table: pa.Table, run_ids: set[str]) -> pa.Table:
@@ -209,8 +191,8 @@ def _sorted(table: pa.Table) -> pa.Table:
 def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> None:
     root = report.root
     parts = sorted({*find_parts(root), *report.added})
-    tables = [[read_part(root, part, kind, contents.get(part.path(kind))) for part in parts] for kind in KINDS]
-    contents = {**contents, Path(CARD): card(*tables).encode()}
+    tables = {kind: [read_part(root, part, kind, contents.get(part.path(kind))) for part in parts] for kind in KINDS}
+    contents = {**contents, Path(CARD): card(tables).encode()}
     sizes = {path.relative_to(root): path.stat().st_size for path in root.rglob("*.parquet")}
     sizes |= {path: len(content) for path, content in contents.items()}
     report.total_bytes = sum(sizes.values())

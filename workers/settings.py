@@ -6,12 +6,12 @@ Start reading at `TrialSettings`, which travels with every task. Torch-free.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UsageError
-from conf.settings import Checked, key
+from conf.settings import Checked, key, section
 from workers.telemetry.sampler import TelemetrySettings
 
 PREPARE_AHEAD = ("auto", "always", "never")
@@ -91,27 +91,16 @@ class KernelSettings(Checked, section="kernels"):
 class TrialSettings(TrialRules):
     """How each trial of a job is run: everything but its config and the device."""
 
-    window: WindowSettings
-    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
-    kernels: KernelSettings = field(default_factory=KernelSettings)
+    window: WindowSettings = section(WindowSettings, required=True)
+    telemetry: TelemetrySettings = section(TelemetrySettings)
+    kernels: KernelSettings = section(KernelSettings)
     sharing: str = "time_slicing"  # of trials that run together
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields, without `kernels` where none are asked for, so that ids of older jobs stay the same."""
+        """Return the fields as the class takes them. Ids of older jobs stay: no `kernels` where none are asked for."""
         values = dataclasses.asdict(self)
         if self.kernels == KernelSettings():
             del values["kernels"]
         if self.sharing == "time_slicing":
             del values["sharing"]
         return values
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> TrialSettings:
-        """Parse the result of `to_mapping`, or a command's config. Raises `UsageError`."""
-        values = dict(mapping)
-        window = WindowSettings(**values.pop("window"))
-        if "telemetry" in values:
-            values["telemetry"] = TelemetrySettings(**values["telemetry"])
-        if "kernels" in values:
-            values["kernels"] = KernelSettings(**values["kernels"])
-        return cls(window=window, **values)

@@ -22,8 +22,7 @@ from typing import Any
 from conf.errors import UsageError
 from conf.outputs import checked_output, checked_report, folder_problems
 from conf.settings import Checked, key
-from farm.job_records import Lease
-from workers.task import TaskSpec
+from workers.task import Lease
 
 _KEY = "log.file"
 FORMATS = ("human", "json")
@@ -90,7 +89,7 @@ class Events:
             self._has_told = True
             print(f"note: {_KEY} cannot be written, events are lost: {sys.exc_info()[1]}", file=sys.stderr)
 
-    def emit(self, event: str, task: TaskSpec | Lease | None = None, **fields: Any) -> None:
+    def emit(self, event: str, task: Lease | None = None, **fields: Any) -> None:
         """Emit an event; fields that are None are left out."""
         if not self._sinks:
             return

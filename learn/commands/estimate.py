@@ -128,7 +128,51 @@ def described_device(values: Mapping[str, Any]) -> DeviceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateSettings(TrainingKeys):
+class ModelKeys(TrainingKeys):
+    """The keys of a command about one model."""
+
+    model: str | None = key(
+        None, "MODULE:FACTORY, a torch.nn.Module, a function that gives one, or a model class of transformers"
+    )
+    input: list[Any] | Mapping[str, Any] | None = key(
+        None,
+        "for model: its input's shape, as in [64,3,224,224], several as in [[8,128],[8,128]], or keyword arguments: "
+        "'{input_ids: [8,128], labels: [8,128]}'; '{shape: [8,128], dtype: int64}' in place of a shape",
+    )
+    input_dtype: str = key(DEFAULT_DTYPE, "of the inputs that name no type; int64 for token ids")
+    arguments: Mapping[str, Any] | str | None = key(
+        None,
+        "for model: the factory's, as in '{num_classes: 10}'; of transformers' models, fields of their configuration",
+        "mapping | any text | null",
+    )
+    allocator: str | None = key(
+        None, "the caching allocator's settings, as PYTORCH_ALLOC_CONF has them: expandable_segments:True,..."
+    )
+    loop: str | None = key(
+        None, "default that of run=, else for each figure the one that its source knows", choices=LOOPS
+    )
+    machine: str | None = key(
+        None,
+        "what lies outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
+        "learn.calibrate; default the one calibrated for this GPU in the data folder, else current",
+    )
+    workspaces: str | None = key(
+        None,
+        "of convolutions, in the trace: guessed; cudnn: asks cuDNN, without a GPU (extra cudnn); auto: cudnn where it "
+        "is installed and knows the GPU model, else guessed; default guessed",
+    )
+    torch_version: str | None = key(
+        None,
+        "release of PyTorch that the job runs, as 2.4; only cuDNN's workspaces follow it, with "
+        "workspaces=cudnn or auto; default the installed one",
+        "text | null",
+    )
+    format: str = format_key()
+    data: str | None = data_key()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateSettings(ModelKeys):
     """Which job to estimate, and how. Raises `UsageError`.
 
       python -m learn.estimate model=torchvision.models:resnet50 input=[64,3,224,224] report=resnet50.html
@@ -171,28 +215,14 @@ class EstimateSettings(TrainingKeys):
         "text | list of text | null",
         build=lambda names: (names,) if isinstance(names, str) else tuple(names or ()),
     )
-    model: str | None = key(
-        None, "MODULE:FACTORY, a torch.nn.Module, a function that gives one, or a model class of transformers"
-    )
-    input: list[Any] | Mapping[str, Any] | None = key(
-        None,
-        "for model: its input's shape, as in [64,3,224,224], several as in [[8,128],[8,128]], or keyword arguments: "
-        "'{input_ids: [8,128], labels: [8,128]}'; '{shape: [8,128], dtype: int64}' in place of a shape",
-    )
     batches: list[Any] | Mapping[Any, Any] | None = key(
         None,
         "for model: the input of each step, as in [[8,128],[8,512]]; or sequence lengths for input=, as in "
         "[128,512,128], or their shares, as in '{128: 0.7, 512: 0.3}'",
         "list | mapping | null",
     )
-    input_dtype: str = key(DEFAULT_DTYPE, "of the inputs that name no type; int64 for token ids")
     batch: int | None = key(
         None, "for model: samples in a batch; scales the first dimension of every input", "int >= 1 | null"
-    )
-    arguments: Mapping[str, Any] | str | None = key(
-        None,
-        "for model: the factory's, as in '{num_classes: 10}'; of transformers' models, fields of their configuration",
-        "mapping | any text | null",
     )
     config: Mapping[str, Any] | str | None = key(
         None, "a trial config: '{family: cnn, ...}', or what runs.config holds", "mapping | text | null"
@@ -204,9 +234,6 @@ class EstimateSettings(TrainingKeys):
     )
     run: str | None = key(
         None, "a run of the warehouse: estimates its config and shows the figures of the run beside it"
-    )
-    allocator: str | None = key(
-        None, "the caching allocator's settings, as PYTORCH_ALLOC_CONF has them: expandable_segments:True,..."
     )
     power_limit_w: float | None = key(
         None,
@@ -221,25 +248,6 @@ class EstimateSettings(TrainingKeys):
         "full",
         "fast: from a trial config alone, without tracing it, by fitted trees; prints its held-out error",
         choices=METHODS,
-    )
-    loop: str | None = key(
-        None, "default that of run=, else for each figure the one that its source knows", choices=LOOPS
-    )
-    machine: str | None = key(
-        None,
-        "what lies outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
-        "learn.calibrate; default the one calibrated for this GPU in the data folder, else current",
-    )
-    workspaces: str | None = key(
-        None,
-        "of convolutions, in the trace: guessed; cudnn: asks cuDNN, without a GPU (extra cudnn); auto: cudnn where it "
-        "is installed and knows the GPU model, else guessed; default guessed",
-    )
-    torch_version: str | None = key(
-        None,
-        "release of PyTorch that the job runs, as 2.4; only cuDNN's workspaces follow it, with "
-        "workspaces=cudnn or auto; default the installed one",
-        "text | null",
     )
     coverage: float = key(
         LEVEL,
@@ -275,14 +283,12 @@ class EstimateSettings(TrainingKeys):
     snapshot: str | None = key(
         None, "write the step's memory into this file, for PyTorch's viewer (pytorch.org/memory_viz)", "new path"
     )
-    format: str = format_key()
     notes: str = key(IMPORTANT, "of a table; important: at most three of them", choices=NOTES)
     server: str | None = key(
         None,
         "URL of a service (python -m farm.serve) that answers in place of this machine, as http://127.0.0.1:8350; "
         "$GPUFARM_TOKEN is its token",
     )
-    data: str | None = data_key()
     time_limit_s: float = key(600, "for a script: it is ended after this many seconds", "number > 0")
     memory_limit_gib: float | None = key(
         None, "for a script: memory of this machine that it may take; default three quarters", "number > 0 | null"

@@ -7,6 +7,7 @@ Hydra or OmegaConf would choke on or take in silence.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import random
 import runpy
@@ -138,13 +139,15 @@ def refused_arguments(name: str) -> Iterator[Case]:
 
 def cases() -> list[Case]:
     """The same 500 at every run, and as many of each command."""
-    chance, chosen = random.Random(SEED), []
+    chance, of_commands = random.Random(SEED), []
     each = -(-CASES // len(COMMANDS))
     for name in sorted(COMMANDS):
+        chosen: list[Case] = []
         kinds_of_case = [list(refused_values(name)), list(refused_spellings(name)), list(refused_arguments(name))]
         for count, several in zip((each - 2 * (each // 4), each // 4, each // 4), kinds_of_case, strict=True):
             chosen += chance.sample(several, min(count, len(several)))
-    return chosen[:CASES]
+        of_commands.append(chosen)
+    return [case for turn in itertools.zip_longest(*of_commands) for case in turn if case is not None][:CASES]
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from conf.errors import UsageError
+from conf.overrides import load_settings
 from farm.sampling import POLICIES as POINTS_OF
-from farm.sampling import Limits, checked_batch_sizes, sample, sample_range
+from farm.sampling import Limits, sample, sample_range
+from farm.settings import SubmitSettings
 from farm.space import parse_space, space_of_mapping
 from featurize import families
 from featurize.families import layers_of
@@ -332,5 +334,5 @@ def test_a_trial_is_within_the_limits_at_every_batch_size():
 
 @pytest.mark.parametrize("wrong", [8, [], [8, 8], [0], [True], ["8"], [2.5]])
 def test_batch_sizes_that_are_none_are_refused(wrong):
-    with pytest.raises(UsageError, match="batch_sizes must be a list of distinct integers >= 1"):
-        checked_batch_sizes(wrong)
+    with pytest.raises(UsageError, match=r"batch_sizes must be a list of (distinct )?integers"):
+        load_settings(SubmitSettings, "submit", ["+arch=mlp", "n=1", f"batch_sizes={wrong}"])
