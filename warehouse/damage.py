@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.plain_text import first_line, one_line
+from warehouse.checksum import verify
 from warehouse.layout import KINDS, LISTING_SCHEMA, FolderLayout
-from warehouse.plain_file import identity, is_out_of_descriptors, open_binary
+from warehouse.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
 from warehouse.schema import TABLES
 from warehouse.sql_text import escaped_glob, sql_text
 
@@ -67,6 +68,19 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
         if is_out_of_descriptors(error):
             raise
         return first_line(error)
+
+
+def file_problem(path: Path) -> tuple[bool, str | None]:
+    """Return whether a Parquet file carries a checksum, and its problem or None; without checksum, decode it in full.
+
+    Anything but a plain file has a problem. Raises `FileNotFoundError` if there is no file, another `OSError` if the
+    disk cannot read it.
+    """
+    try:
+        has_checksum, problem = verify(path)
+    except NoPlainFile as error:
+        return False, str(error)
+    return has_checksum, problem or damage_of(path, pages=not has_checksum)
 
 
 def damage_for_duckdb(path: Path) -> str | None:
