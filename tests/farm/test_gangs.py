@@ -121,8 +121,8 @@ def executor(monkeypatch):
 
 
 def await_runs(executor, queue, count):
-    """The results of all tasks by their index, and the workers in the order in which they brought them back."""
-    done, workers = {}, []
+    """The results of all tasks by their index, and the workers that brought them back."""
+    done, workers = {}, {}
     for _ in range(600):
         for worker in executor.idle():
             if queue:
@@ -131,7 +131,7 @@ def await_runs(executor, queue, count):
         for completion in executor.wait(0.2):
             assert completion.lost is None, completion.lost
             done[completion.task.task_index] = completion.result
-            workers.append(completion.worker)
+            workers[completion.task.task_index] = completion.worker
         if len(done) == count:
             break
     assert sorted(done) == list(range(count))
@@ -157,4 +157,4 @@ def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwh
     for worker in executor.idle():
         executor.submit(worker, tasks.pop(0))
     _, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
-    assert len(set(workers[:3])) == 1, "the GPUs stay together for the next trial of as many ranks"
+    assert workers[0] == workers[1] == workers[2], "the GPUs stay together for the next trial of as many ranks"
