@@ -104,10 +104,9 @@ def entry(settings: SbatchSettings, arguments: Sequence[str]) -> int:
         added = added_options(estimates, settings.devices, given)
         fitting = [name for name, done in estimates.items() if done.fits_device]
         for name, done in estimates.items():
-            bound = done.upper_mib or done.peak_memory_mib
             verdict = "fits" if done.fits_device else "does not fit"
-            peak_mib = done.peak_memory_mib
-            print(f"{name}: {peak_mib:,.0f} MiB, bound {bound:,.0f} MiB, {verdict}", file=sys.stderr)
+            memory = f"{done.peak_memory_mib:,.0f} MiB, bound {done.needed_mib:,.0f} MiB"
+            print(f"{name}: {memory}, {verdict}", file=sys.stderr)
         if not fitting and settings.reject:
             raise UsageError(f"{script} fits none of {', '.join(estimates)}; it was not submitted")
     line = [settings.sbatch, *added, *options, script, *rest]
@@ -177,8 +176,7 @@ def added_options(
     name = (fitting or list(estimates))[0]
     done = estimates[name]
     names = {option.partition("=")[0] for option in given}
-    bound = done.upper_mib or done.peak_memory_mib
-    comment = f"gpufarm: {done.peak_memory_mib:,.0f} MiB, bound {bound:,.0f} MiB on {name}"
+    comment = f"gpufarm: {done.peak_memory_mib:,.0f} MiB, bound {done.needed_mib:,.0f} MiB on {name}"
     added = [] if "--comment" in names else [f"--comment={comment}"]
     if not fitting:
         return added

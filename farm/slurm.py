@@ -181,7 +181,7 @@ def row_of(directive: str, devices: Mapping[str, str], service: Client) -> Direc
         return DirectiveRow(gpus, UNKNOWN, "", f"gpufarm: {fits[0].problem}")
     shown = (fitting or answered)[0]
     assert shown.estimate is not None
-    needed = shown.estimate.upper_mib or shown.estimate.peak_memory_mib
+    needed = shown.estimate.needed_mib
     comment = f"gpufarm: {shown.estimate.peak_memory_mib:,.0f} MiB, bound {needed:,.0f} MiB on {shown.device}"
     if not fitting:
         return DirectiveRow(gpus, NO, "", f"{comment}; fits no GPU of this cluster")

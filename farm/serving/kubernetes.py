@@ -71,7 +71,7 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
     except Problem as problem:
         return annotated(annotations, {PROBLEM: problem.detail[:_LONGEST]})
     fits = "unknown" if done.fits_device is None else str(done.fits_device).lower()
-    needed_mib = math.ceil(done.upper_mib or done.peak_memory_mib)
+    needed_mib = math.ceil(done.needed_mib)
     notes = {PEAK: str(math.ceil(done.peak_memory_mib)), UPPER: str(needed_mib), FITS: fits, DEVICE: done.device}
     if dialect == KAI and KAI_MEMORY not in annotations:
         notes[KAI_MEMORY] = str(needed_mib)
