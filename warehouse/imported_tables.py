@@ -97,19 +97,22 @@ def _text(value: str | list[str] | None) -> str:
 
 
 def cell(name: str) -> Value:
+    """Return a reader of a cell's text."""
     return lambda row: row[name]
 
 
 def lower(name: str) -> Value:
+    """Return a reader of a cell's text, in lower case."""
     return lambda row: row[name].lower()
 
 
 def whole(name: str) -> Value:
+    """Return a reader of a whole number > 0."""
     return lambda row: whole_above_zero(row[name])
 
 
 def scaled(name: str, times: float = 1, over: float = 1) -> Value:
-    """Return what reads a number in our unit."""
+    """Return a reader of a number > 0, converted to our unit."""
 
     def value(row: Cells) -> float | None:
         number = above_zero(row[name])
@@ -132,6 +135,7 @@ def invalid(words: str | Callable[[Cells], str], *emptied: str) -> Change:
 
 
 def doubted(words: str) -> Change:
+    """Return the change of a row whose figures may be wrong."""
     return lambda row: {"error_type": DOUBT, "error": words}
 
 
@@ -146,4 +150,5 @@ def unnamed_instrument(column: str) -> Change:
 
 
 def is_empty(column: str) -> Condition:
+    """Return the condition that a row has no value for a column of `runs`."""
     return lambda row, run: run[column] is None

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 
 from conf.bars import terminal_bar
 from conf.cli import command
-from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
-from conf.settings import data_key, key
+from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.settings import Checked, data_key, key
 from warehouse import neusight
 from warehouse.connection import connect
 from warehouse.csv_columns import CsvMapping, read_mapping
@@ -70,7 +70,7 @@ Progress = Callable[[str, int, int], None]  # (what is done, files done, files i
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestSettings:
+class IngestSettings(Checked):
     r"""What to read. Raises `UsageError` for an unknown source, and for keys of another source.
 
     source=dataset loads the runs that came with the project, with their telemetry and kernels; they stay
@@ -91,7 +91,9 @@ class IngestSettings:
     source: str = key(
         help="dataset (what warehouse.export wrote), gpumemnet (GPUMemNet's CSV files), timm (model, module, "
         "batch_size, max_gpu_memory_mib), neusight, sailor, liger and allreduce (times of operators, layers and "
-        "all-reduces, which land in `kernels`), csv, or a published table: " + ", ".join(TABLES)
+        "all-reduces, which land in `kernels`), csv, or a published table: " + ", ".join(TABLES),
+        kind="text",
+        choices=tuple(SOURCES),
     )
     path: str | None = key(
         None, "a file, or a folder; for source=dataset the default is datasets/ of this checkout", "path"
@@ -109,18 +111,16 @@ class IngestSettings:
     )
     constants: str | None = key(None, "source=csv: the same keys with one value for every row", "any text")
 
-    def __post_init__(self) -> None:
-        if self.source not in SOURCES:
-            raise unknown_name("source", self.source, SOURCES)
+    def problems(self) -> Iterator[str]:
         if self.path is None and self.source != DATASET:
-            raise UsageError("missing path=... (a file, or a folder)")
+            yield "missing path=... (a file, or a folder)"
         if self.source != CSV:
             keys = ("family", "columns", "constants", *(("device_name",) if self.source == DATASET else ()))
             odd = [key for key in keys if getattr(self, key) is not None]
             if odd:
-                raise UsageError(f"{', '.join(odd)}: for source=csv only; source={self.source} knows its columns")
+                yield f"{', '.join(odd)}: for source=csv only; source={self.source} knows its columns"
         elif self.family is None:
-            raise UsageError("family=... is missing: source=csv needs the family that its rows are configurations of")
+            yield "family=... is missing: source=csv needs the family that its rows are configurations of"
 
     def mapping(self) -> CsvMapping:
         """Return the checked mapping of source=csv."""

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,53 +39,22 @@ _DEVICES = {  # as CUDA names them -> names in conf/device
 _EXTENT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})")
 _CHUNK_ROWS = 20_000
 
-Shapes = Sequence[Sequence[int]]
-Sizes = Mapping[str, int]
-
-
-def _bmm(sizes: Sizes) -> Shapes:
-    # Theirs is (M x N) times (N x K): N is what is summed over.
-    batch, rows, depth, columns = (sizes[name] for name in "BMNK")
-    return [[batch, rows, depth], [batch, depth, columns]]
-
-
-def _linear(sizes: Sizes) -> Shapes:
-    (_, rows, depth), (_, _, columns) = _bmm(sizes)
-    return [[columns], [sizes["B"] * rows, depth], [depth, columns]]
-
-
-def _convolution(sizes: Sizes) -> Shapes:
-    batch, inputs, outputs = sizes["B"], sizes["Input_Channel"], sizes["Output_Channel"]
-    side, kernel = sizes["Input_Size"], sizes["Kernel_Szie"]
-    return [[batch, inputs, side, side], [outputs, inputs, kernel, kernel], []]
-
-
-def _one(sizes: Sizes) -> Shapes:
-    return [[sizes["B"], sizes["H"]]]
-
-
-def _two(sizes: Sizes) -> Shapes:
-    return [*_one(sizes), *_one(sizes)]
-
-
-def _with_number(sizes: Sizes) -> Shapes:
-    return [*_one(sizes), []]
-
-
-def _layer_norm(sizes: Sizes) -> Shapes:
-    return [*_one(sizes), [], [sizes["H"]], [sizes["H"]]]
-
-
-# op -> aten operator, shapes of its inputs. `u` at the end: one operand is a number.
-_OPERATORS: dict[str, tuple[str, Callable[[Sizes], Shapes]]] = {
-    "bmm": ("aten::bmm", _bmm),
-    "linear": ("aten::addmm", _linear),
-    "conv": ("aten::convolution", _convolution),
-    "ln": ("aten::native_layer_norm", _layer_norm),
-    "softmax": ("aten::_softmax", _one),
-    **{name: (f"aten::{name}", _one) for name in ("relu", "gelu", "tanh")},
-    **{name: (f"aten::{name}", _two) for name in ("add", "mul", "div", "pow")},
-    **{f"{name}u": (f"aten::{name}", _with_number) for name in ("add", "mul", "div", "pow")},
+_VECTORS = "B H"
+# op -> aten operator, and shapes of its inputs: a tensor behind each comma, its sizes by their names in `dims`; one
+# without sizes is a number.
+# Their products are (M x N) times (N x K): N is what is summed over.
+_OPERATORS: Mapping[str, tuple[str, str]] = {
+    "bmm": ("aten::bmm", "B M N, B N K"),
+    "linear": ("aten::addmm", "K, B*M N, N K"),
+    "conv": (
+        "aten::convolution",
+        "B Input_Channel Input_Size Input_Size, Output_Channel Input_Channel Kernel_Szie Kernel_Szie, ",
+    ),
+    "ln": ("aten::native_layer_norm", f"{_VECTORS}, , H, H"),
+    "softmax": ("aten::_softmax", _VECTORS),
+    **{name: (f"aten::{name}", _VECTORS) for name in ("relu", "gelu", "tanh")},
+    **{name: (f"aten::{name}", f"{_VECTORS}, {_VECTORS}") for name in ("add", "mul", "div", "pow")},
+    **{f"{name}u": (f"aten::{name}", f"{_VECTORS}, ") for name in ("add", "mul", "div", "pow")},
 }
 
 
@@ -120,10 +89,10 @@ def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
     milliseconds = cells["latency_ms"]
     if not isinstance(milliseconds, float) or not (math.isfinite(milliseconds) and milliseconds > 0):
         raise ValueError("latency_ms is no time > 0")
-    operator, shapes_of = _OPERATORS[op]
+    operator, shapes = _OPERATORS[op]
     sizes = _sizes(cells["dims"])
     try:
-        dims: dict[str, Any] = {"shapes": shapes_of(sizes)}
+        dims: dict[str, Any] = {"shapes": [_shape(tensor, sizes) for tensor in shapes.split(",")]}
         if op == "conv":
             both = {name.lower(): [sizes[name]] * 2 for name in ("Stride", "Padding")}
             dims["arguments"] = {**both, "dilation": [1, 1], "groups": 1}
@@ -147,6 +116,10 @@ def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
         "timing": "cuda_events",
         "origin": canonical_json({"op": op, "device": device, "dims": sizes}),
     }
+
+
+def _shape(tensor: str, sizes: Mapping[str, int]) -> list[int]:
+    return [math.prod(sizes[name] for name in size.split("*")) for size in tensor.split()]
 
 
 def _sizes(text: Any) -> dict[str, int]:

@@ -6,7 +6,7 @@ status `invalid` and a reason. Nothing here needs models or torch.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,13 +89,6 @@ class PublishedFile:
     rows: tuple[PublishedRow, ...]
     columns: tuple[str, ...] = ()
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Return the number of rows by status, and by status and reason where there is a reason."""
-        row_counts = Counter(row.status for row in self.rows)
-        row_counts.update(f"{row.status}: {row.reason}" for row in self.rows if row.reason)
-        return dict(sorted(row_counts.items()))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
@@ -109,29 +102,27 @@ def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str]
     """Read one file, several, or every recognised CSV file right in a folder; `stems` names some of them.
 
     Raises `UsageError` for a path that does not exist, a named file without a known header, a stem that the folder
-    lacks, and a folder without any such file.
+    lacks, two files of one stem, and a folder without any such file.
     """
-    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    roots = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
     files: dict[str, PublishedFile] = {}
     others: list[Path] = []
-    for one in paths:
-        if one.is_dir():
-            named = sorted(p for p in one.iterdir() if p.suffix == ".csv" and p.is_file())
-            if stems:
-                named = [p for p in named if p.stem in stems]
-            for csv_path in named:
-                try:
-                    _keep(files, _read_file(csv_path))
-                except _UnknownHeader:
-                    if stems:
-                        raise
-                    others.append(csv_path)
-        elif one.is_file():
-            if not stems or one.stem in stems:
-                _keep(files, _read_file(one))
-        else:
-            raise UsageError(f"published={one}: there is no such file or folder")
-    where = ", ".join(map(str, paths))
+    for root in roots:
+        if not root.exists():
+            raise UsageError(f"published={root}: there is no such file or folder")
+        paths = [root] if root.is_file() else sorted(one for one in root.glob("*.csv") if one.is_file())
+        for one in (one for one in paths if not stems or one.stem in stems):
+            if one.stem in files:
+                raise UsageError(
+                    f"two files are called {one.stem}: {files[one.stem].path} and {one}; read one at a time"
+                )
+            try:
+                files[one.stem] = _read_file(one)
+            except _UnknownHeader:
+                if stems or root.is_file():
+                    raise
+                others.append(one)
+    where = ", ".join(map(str, roots))
     if missing := sorted(set(stems) - set(files)):
         raise UsageError(f"files={','.join(missing)}: no such CSV file in {where}")
     if not files:
@@ -205,13 +196,6 @@ def _columns(row: PublishedRow) -> Columns:
 
 class _UnknownHeader(UsageError):
     pass
-
-
-def _keep(files: dict[str, PublishedFile], file: PublishedFile) -> None:
-    stem = file.path.stem
-    if stem in files:
-        raise UsageError(f"two files are called {stem}: {files[stem].path} and {file.path}; read one at a time")
-    files[stem] = file
 
 
 def _read_file(path: Path) -> PublishedFile:

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from conf.errors import UsageError
-from conf.settings import key
+from conf.settings import Checked, key
 from farm.jobs import Queue, QueueError
 from farm.monitoring.health import Pulse
 from warehouse.run import Run
@@ -38,7 +38,7 @@ _GPU_LABELS = ("node", "device", "uuid", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsSettings:
+class MetricsSettings(Checked, section="metrics"):
     """The `metrics` key. `port` None: nothing is served; 0: any free port."""
 
     port: int | None = key(
@@ -47,12 +47,6 @@ class MetricsSettings:
         "int 0 to 65535",
     )
     address: str = key("127.0.0.1", "who may ask: this machine; 0.0.0.0 lets everybody")
-
-    def __post_init__(self) -> None:
-        if self.port is not None and (
-            isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536
-        ):
-            raise UsageError(f"metrics.port must be null or an integer from 0 to 65535, got {self.port!r}")
 
 
 class FarmMetrics:
