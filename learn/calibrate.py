@@ -19,13 +19,13 @@ import numpy as np
 from conf.cli import command
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
-from conf.settings import data_key, group, key
+from conf.settings import Checked, data_key, format_key, group, key
 from conf.units import MIB
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device, plain_device
 from featurize.machine import CURRENT, PARTS, MachineProfile, machine
 from featurize.row_config import config_of_one_gpu
 from featurize.trial import config_from_mapping
-from learn.commands.estimate import FORMATS, described_device
+from learn.commands.estimate import described_device
 from learn.estimation.platforms import profile_path
 from learn.job import TrainingJob, of_config
 from warehouse.folder import DataFolder
@@ -244,7 +244,7 @@ def to_mapping(made: Calibration, device: DeviceSpec) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings:
+class CalibrateSettings(Checked):
     """Which numbers to calibrate with, and for which GPU model. Raises `UsageError`.
 
       python -m learn.calibrate measured=numbers.csv device=A100-SXM4-40GB
@@ -264,12 +264,8 @@ class CalibrateSettings:
         None, "a process that has only made one tensor, in nvidia-smi's list", "number >= 0 | null"
     )
     name: str = key("calibrated", "of the profile, as answers show it")
-    format: str = key("table", "table or json")
+    format: str = format_key()
     data: str | None = data_key()
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
 
 
 def entry(settings: CalibrateSettings) -> None:

@@ -28,6 +28,8 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "path=kernel_times.parquet": "a published file, which does not come along",
     "path=allreduce_times.csv": "a published file, which does not come along",
     "path=llmfoundry_throughput.csv": "a published file, which does not come along",
+    "path=sailor_layer_times.csv": "a published file, which does not come along",
+    "path=liger_ops.csv": "a published file, which does not come along",
     "trace=cluster_job_log.json": "a published file; tests/farm/test_cluster_replay.py reads one like it",
     "host_load": "the sensor of a walk-through, which is not there",
     "optimizer=adamax": "the optimizer of a walk-through; tests/test_contributing.py runs it",

@@ -31,6 +31,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conf.cli import command
+from conf.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
 from warehouse.compaction import (
     Compaction,
@@ -42,7 +43,7 @@ from warehouse.compaction import (
 from warehouse.counting import counting_files
 from warehouse.folder import DataFolder
 from warehouse.held_rows import Unreadable, run_ids_of
-from warehouse.layout import KINDS, OF_RUNS, TEMPORARY_SUFFIX, sync
+from warehouse.layout import KINDS, OF_RUNS
 from warehouse.listings import read_listings
 from warehouse.merged import is_merged_name, land_merged, listing_file, new_merged_name
 from warehouse.merged_index import MergedIndex

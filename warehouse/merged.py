@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.json_file import parse_json
+from conf.outputs import replacing, sync
 from conf.plain_text import first_line
 from warehouse.checksum import checksum_problem, recorded_checksum, write_sealed
-from warehouse.layout import COMPRESSION, LISTING_SCHEMA, FolderLayout, replacing, sync, write_parquet
+from warehouse.layout import COMPRESSION, LISTING_SCHEMA, FolderLayout, write_parquet
 from warehouse.plain_file import plain
 
 MERGED_PREFIX = "merged-"

@@ -26,8 +26,9 @@ from conf.cli import command
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from conf.identity import sha256_of
 from conf.json_file import read_json
+from conf.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, key
 from warehouse.believed import SNAPSHOT_LISTING, refuse_lost
 from warehouse.compaction import CompactionReport, compaction_lock
 from warehouse.counting import counting_files
@@ -37,16 +38,7 @@ from warehouse.disk_errors import disk_errors_named, is_disk_error
 from warehouse.file_check import file_problem
 from warehouse.folder import DataFolder
 from warehouse.held_rows import run_ids_of
-from warehouse.layout import (
-    KINDS,
-    LISTING_SCHEMA,
-    OF_RUNS,
-    TEMPORARY_SUFFIX,
-    checked_name,
-    sync,
-    write_bytes,
-    write_parquet,
-)
+from warehouse.layout import KINDS, LISTING_SCHEMA, OF_RUNS, checked_name, write_bytes, write_parquet
 from warehouse.merged import is_merged_name
 from warehouse.schema import SCHEMA_VERSION, TABLES
 from warehouse.settle import settled_listings
@@ -359,7 +351,7 @@ def read_manifest(path: Path) -> Snapshot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotSettings:
+class SnapshotSettings(Checked):
     """Whether to take, list or verify. Raises `UsageError` for more than one of these.
 
       python -m warehouse.snapshot
@@ -377,9 +369,9 @@ class SnapshotSettings:
     verify: str | None = key(None, "a snapshot's name, or all: compare its files with their SHA-256 instead")
     data: str | None = data_key()
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         if sum((self.name is not None, self.list, self.verify is not None)) > 1:
-            raise UsageError("name=, list=true and verify= exclude each other: give one")
+            yield "name=, list=true and verify= exclude each other: give one"
 
 
 def entry(settings: SnapshotSettings) -> int:

@@ -9,7 +9,7 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from conf.errors import UsageError
-from conf.settings import key
+from conf.settings import Checked, key
 from farm.jobs import Queue, QueueError
 from farm.monitoring.health import Pulse
 from warehouse.run import Run
@@ -38,7 +38,7 @@ _GPU_LABELS = ("node", "device", "uuid", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsSettings:
+class MetricsSettings(Checked, section="metrics"):
     """The `metrics` key. `port` None: nothing is served; 0: any free port."""
 
     port: int | None = key(
@@ -47,12 +47,6 @@ class MetricsSettings:
         "int 0 to 65535",
     )
     address: str = key("127.0.0.1", "who may ask: this machine; 0.0.0.0 lets everybody")
-
-    def __post_init__(self) -> None:
-        if self.port is not None and (
-            isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536
-        ):
-            raise UsageError(f"metrics.port must be null or an integer from 0 to 65535, got {self.port!r}")
 
 
 class FarmMetrics:
@@ -74,27 +68,27 @@ class FarmMetrics:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         registry.register(self)
-        text = "Runs landed since this dispatcher started."
-        self._runs = Counter("gpufarm_runs", text, ["family", "status"], registry=registry)
-        text = "Attempts that lost their worker and were queued again."
-        self._lost = Counter("gpufarm_attempts_lost", text, registry=registry)
-        text = "Attempts whose labels were not trusted."
-        self._repeated = Counter("gpufarm_attempts_repeated", text, registry=registry)
-        workers = Gauge("gpufarm_workers", "Workers by what they do.", ["state"], registry=registry)
+
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"gpufarm_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+            return Gauge(f"gpufarm_{name}", text, labels, registry=registry)
+
+        self._runs = counter("runs", "Runs landed since this dispatcher started.", ("family", "status"))
+        self._lost = counter("attempts_lost", "Attempts that lost their worker and were queued again.")
+        self._repeated = counter("attempts_repeated", "Attempts whose labels were not trusted.")
+        workers = gauge("workers", "Workers by what they do.", ("state",))
         workers.labels("busy").set_function(lambda: pulse.busy)
         workers.labels("idle").set_function(lambda: pulse.idle)
-        text = "1 when it holds its data folder and takes on tasks."
-        Gauge("gpufarm_dispatcher_ready", text, registry=registry).set_function(lambda: pulse.ready)
-        text = "Since the dispatcher's loop turned."
-        Gauge("gpufarm_dispatcher_turn_age_seconds", text, registry=registry).set_function(lambda: pulse.age_s)
-
-        def gpu_gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"gpufarm_gpu_{name}", text, _GPU_LABELS, registry=registry)
-
+        ready = gauge("dispatcher_ready", "1 when it holds its data folder and takes on tasks.")
+        ready.set_function(lambda: pulse.ready)
+        gauge("dispatcher_turn_age_seconds", "Since the dispatcher's loop turned.").set_function(lambda: pulse.age_s)
         self._of_gpu = {
-            metric: gpu_gauge(metric, f"{text} Last sample of its last run.") for _, metric, text, _ in _GPU
+            metric: gauge(f"gpu_{metric}", f"{text} Last sample of its last run.", _GPU_LABELS)
+            for _, metric, text, _ in _GPU
         }
-        self._sampled_at = gpu_gauge("sample_timestamp_seconds", "When that run landed.")
+        self._sampled_at = gauge("gpu_sample_timestamp_seconds", "When that run landed.", _GPU_LABELS)
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Count an event; a sink for `Events`."""

@@ -31,6 +31,7 @@ from conf.reports.blocks import (
     SideBySide,
     table,
 )
+from conf.reports.charts import against
 from conf.reports.page_text import MISSING
 from infra.offline.estimated_runs import (
     FIGURES,
@@ -44,7 +45,6 @@ from infra.offline.estimated_runs import (
 )
 from infra.offline.probe_sections import Absent, mib, records
 from learn.estimation.loops import RESIDENT
-from warehouse.explorer.plot import against
 
 MEMORY = ("allocated", "reserved", "process")
 ACTIVITY = ("step_time", "smact", "smocc", "drama")

@@ -91,11 +91,6 @@ class _Stop:
         pass
 
 
-class _NoLock:
-    def record(self, processes) -> None:
-        pass
-
-
 def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
     """`rss_mib` after a tenth of the tasks and at the end, their difference, and tasks a second."""
     process = psutil.Process()
@@ -133,7 +128,7 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
             started = time.monotonic()
             with Progress("soak", lambda: ({"ok": done}, tasks), quiet=True) as progress:
                 executor = ScriptedExecutor(landed)
-                Dispatcher(data, queue, executor, DEVICE, progress, service=service).run(_Stop(), _NoLock())
+                Dispatcher(data, queue, executor, DEVICE, progress, service=service).run(_Stop())
             took_s = time.monotonic() - started
             assert queue.counts().by_status == {"ok": tasks}
     early = points[len(points) // 10][1]

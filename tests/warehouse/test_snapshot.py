@@ -250,8 +250,8 @@ def test_a_difference_tells_runs_labels_and_columns(folder, monkeypatch, capsys)
     assert [count.runs for count in difference.changed] == [1] and dict(difference.changed_columns) == {"optimizer": 1}
     memory, smact = difference.shifts
     # run 4 and the changed run 0 have a median of 1.5 MiB, the four runs before too; 0.45 against 0.5
-    assert (memory.label, memory.configurations, memory.median_shift, memory.beyond) == ("peak_memory_mib", 1, 0.0, 0)
-    assert (smact.label, round(smact.median_shift, 6), smact.examples) == ("smact", -0.05, ("c0ffee",))
+    assert (memory.label, memory.pairs, memory.median, memory.beyond) == ("peak_memory_mib", 1, 0.0, 0)
+    assert (smact.label, round(smact.median, 6), smact.examples) == ("smact", -0.05, ("c0ffee",))
     assert difference.schema == () and difference.rows_after["telemetry"] == 18
     assert json.loads(difference.as_json())["rows_before"]["runs"] == 4
     assert run("diff", diff_entry, named_arguments(["a", "b"])) == 0

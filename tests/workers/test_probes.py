@@ -58,13 +58,6 @@ def test_a_cpu_gives_reasons_and_no_figures(probe, tmp_path):
     assert not list(tmp_path.rglob("*.xz")) and not list(tmp_path.glob("*.csv"))
 
 
-@pytest.mark.parametrize("probe", PROBES)
-def test_an_unknown_device_is_refused_before_anything_is_written(probe, tmp_path):
-    with pytest.raises(UsageError, match="known: cpu, cuda"):
-        probe.measure(tmp_path, "tpu", forever)
-    assert not list(tmp_path.iterdir())
-
-
 def test_rows_stand_under_the_names_of_their_measurements(on_a_gpu, tmp_path):
     path = tmp_path / "context.json"
     assert measured(path, child("first", "two_rows")).measured == ("first",)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import UsageError
+from conf.reports.charts import against
 from conf.reports.svg import Svg
 from warehouse.explorer.pages import LABELS
-from warehouse.explorer.plot import against
 from warehouse.explorer.reading import ExplorerReader, QueryRows
 from warehouse.schema import SOURCES
 from warehouse.sql_text import sql_text
