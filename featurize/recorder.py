@@ -51,7 +51,6 @@ class Recorder(OperatorRecord, _Uncompiled):
         self.ranks: Ranks | None = None  # of a job on several GPUs whose wrapper is PyTorch's own
         self.paused = False  # what runs belongs to another rank
         self.decided = 0  # operators whose results known values decided
-        self.ran: list[tuple] | None = None  # operators and the shapes of their results, while somebody compares them
         self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
         self.values = Values()
@@ -127,9 +126,6 @@ class Recorder(OperatorRecord, _Uncompiled):
             self.decided += 1
             return decided
         out = meta_result(func, traits.name, args, kwargs)
-        if self.ran is not None:
-            outputs = out if isinstance(out, tuple | list) else (out,)
-            self.ran.append((func, *(one.shape for one in outputs if isinstance(one, Tensor))))
         if self.ranks is not None and traits.name == "aten::empty":
             return out  # a buffer of a wrapper, most likely: no model reads it
         if traits.mutates or self.follows_values():
