@@ -237,8 +237,10 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
         if not isinstance(model, nn.Module):
             return None, build
         build = BuiltOnMeta(model, build)
+    if (of_torch := trace_cache.torch_state()) is None:
+        return None, build
     digest = hashlib.sha256()
-    known = (model, rest, job.settings, repr(job.parallel), trace_cache.torch_state())
+    known = (model, rest, job.settings, repr(job.parallel), of_torch)
     try:
         _Teller(types.SimpleNamespace(write=digest.update), protocol=5).dump(known)
     except Exception:  # somebody's object may raise anything as it is pickled
@@ -300,7 +302,9 @@ def _tensor(value: Tensor) -> Any:
         content = (held.float() if held.dtype in _NOT_OF_NUMPY else held).numpy().tobytes()
     shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
     state = {name: one for name, one in value.__dict__.items() if not name.startswith("_backward")}
-    return _told, (type(value).__qualname__, shape, content), state or None
+    # Their numbers are the process's: they count in their order.
+    hooks = [list(one.values()) for one in (value._backward_hooks, value._post_accumulate_grad_hooks) if one]
+    return _told, (type(value).__qualname__, shape, content), (state, hooks) if state or hooks else None
 
 
 def _class(kind: type) -> Any:
