@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from featurize.batches import tensors_of
 from featurize.block_record import RecordMoment, Stretch
 from featurize.kept_state import State, state_of
 from featurize.recorder import Recorder
@@ -68,7 +67,7 @@ class SecondStep:
         forward, rest, _update, end = self._stretches
         left = {*forward.leaving, *rest.leaving}
         given_back = {*forward.entering, *rest.entering, *end.entering}
-        kept = recorder.blocks_in([*gradients, *tensors_of(self._step.held)])
+        kept = recorder.blocks_in(gradients) | self._held()
         memory = given_back <= left and left - given_back == kept and not end.leaving
         return memory and self._before.stays(kept_by(self._step))
 
@@ -86,7 +85,7 @@ class SecondStep:
             recorder.give_back(block)
         passes = len(recorder.events)
         known = recorder.repeat(forward, {})
-        held = [recorder.storage_of(block) for block in recorder.blocks_in(tensors_of(step.held))]
+        held = [recorder.storage_of(block) for block in self._held()]
         step.hold()
         if any(recorder.block_in(storage) is not None for storage in held):
             raise TraceAgain(repeats=False)
@@ -98,6 +97,12 @@ class SecondStep:
         recorder.repeat(end, {block: known[block] for block in end.entering})
         if self._loop is not None:
             self._loop.repeat(begins, known, self._moved(known, passes, updated))
+
+    def _held(self) -> set[int]:
+        """Return the blocks that a loop's variables hold, also within objects, as caches of keys and values are."""
+        held = state_of(self._step.held)
+        tensors = () if held is None else (tensor for one in held.tensors if (tensor := one()) is not None)
+        return self._recorder.blocks_in(tensors)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._step.model.parameters() if p.grad is not None]

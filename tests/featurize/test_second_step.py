@@ -201,6 +201,16 @@ class CountingLoss(nn.Module):
         return loss if self.calls % 2 else (loss + nn.functional.cross_entropy(y, target)) / 2
 
 
+class GivesObject(Plain):
+    """The output holds tensors in an object, as caches of keys and values are."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        cache = Counter()
+        cache.rows = [y + 1, y + 2]
+        return y, cache
+
+
 KEEP = (
     Counts, CountsInMapping, CountsInObject, CountsInClass, CountsInGlobal, CountsOnHost, CountsInBackward,
     CountsInHook, Draws, Goes, Grows, KeepsOutput, Reads, MakesMask,
@@ -243,7 +253,7 @@ def require_as_it_runs(monkeypatch, **request):
 
 
 @pytest.mark.parametrize("training_loop", [True, False])
-@pytest.mark.parametrize("model", [Plain, *KEEP])
+@pytest.mark.parametrize("model", [Plain, GivesObject, *KEEP])
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp16", "clip_norm": 1.0, "ema": True}, {"optimizer": "sgd"}])
 def test_the_trace_is_that_of_two_steps_that_run(monkeypatch, model, training_loop, settings):
     require_as_it_runs(monkeypatch, model=model, training_loop=training_loop, **settings)
@@ -283,7 +293,7 @@ def test_what_the_first_step_makes_is_in_the_trace():
         assert [event.step for event in trace.events if event.nbytes == 2**22] == [1]
 
 
-@pytest.mark.parametrize("model, passes", [(Plain, 1), *((model, 2) for model in KEEP)])
+@pytest.mark.parametrize("model, passes", [(Plain, 1), (GivesObject, 1), *((model, 2) for model in KEEP)])
 def test_only_a_model_that_keeps_something_runs_its_second_step(model, passes):
     ran = []
     hook = module_hooks.register_module_forward_pre_hook(lambda module, _: ran.append(module))
