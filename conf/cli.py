@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import re
@@ -19,13 +20,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from conf.commands import COMMANDS, description, settings_class
 from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
 from conf.extras import advice_for
-from conf.keys import command_options, documented_choice, documented_keys, group_options, groups, meaning
-from conf.overrides import Override, check_readable, load_config, parsed, plain_values
+from conf.keys import command_options, documented_choice, documented_keys, group_options, groups
+from conf.overrides import Override, check_readable, load_config, made, parsed
 from conf.plain_text import bounded, one_line, printable
-from conf.settings import built
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from typing_extensions import Buffer
 
 __all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
@@ -50,17 +49,24 @@ def command(
     entry: Entry,
     positional: str | None = None,
     rewrite: Rewrite | None = None,
+    entry_of_rest: Callable[..., int | None] | None = None,
 ) -> NoReturn:
     """Run `entry(settings)` with the settings that the process's arguments give, then exit with its return value.
 
     `positional` names the key of the one argument that is no override, the one with white space. Values of text keys
     are taken as they stand, with their commas and brackets.
-    `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`.
+    `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`. `entry_of_rest` is called in
+    place of `entry` where there is a `--`, with what follows as `command`.
     Exit codes: 0, what `entry` returns, 2 for anything that the user can fix, 130 after Ctrl-C.
     """
     if not _standard_files():
         sys.exit(EXIT_USAGE)
-    code = _flushed(run(name, entry, sys.argv[1:], positional, rewrite))
+    arguments = sys.argv[1:]
+    if entry_of_rest is not None and "--" in arguments:
+        at = arguments.index("--")
+        arguments, rest = arguments[:at], arguments[at + 1 :]
+        entry = functools.partial(entry_of_rest, command=rest)
+    code = _flushed(run(name, entry, arguments, positional, rewrite))
     if code in (EXIT_INTERRUPTED, EXIT_TEMPORARY):
         # At once, and with this code: Ray's clean-up at exit would put its own in its place.
         sys.stderr.flush()
@@ -79,7 +85,7 @@ def run(
     try:
         arguments = list(argv)
         if {"-h", "--help"} & set(arguments):
-            print(help_text(name))
+            print(help_text(name, everything="all" in arguments))
             return 0
         _check_current_folder()
         show_config, arguments = _split_show_config(arguments)
@@ -92,8 +98,7 @@ def run(
 
             print(OmegaConf.to_yaml(cfg), end="")
             return 0
-        _require(name, cfg)
-        settings = _typed(name, cfg)
+        settings: Any = made(settings_class(name), cfg)
         try:
             return entry(settings) or 0
         except SystemExit as error:  # of a user's model
@@ -148,27 +153,21 @@ def _standard_files() -> bool:
     A closed one would give its number to the next file that is opened, a database say, and whoever then prints writes
     into that. What the terminal's encoding lacks is printed escaped.
     """
-    closed = [number for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)) if stream is None]
-    for number in closed:
-        with contextlib.suppress(OSError):
-            os.fstat(number)
-            continue  # in use again
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, number)  # which children inherit
-        if null != number:
-            os.close(null)
+    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        if stream is None:
+            try:
+                os.fstat(number)  # in use again
+            except OSError:  # the lowest free number, which the next file gets, is this one
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr.reconfigure(errors="backslashreplace")
     if sys.stdout is None:
         print_error("standard output is closed; redirect it, as in >/dev/null")
         return False
-    if not isinstance(sys.stdout, io.TextIOWrapper):
-        return True
-    if sys.stdout is not sys.__stdout__:
-        sys.stdout.reconfigure(errors="backslashreplace")
-    else:
+    for text in (sys.stderr, sys.stdout):
+        if isinstance(text, io.TextIOWrapper):
+            text.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
         sys.stdout.flush()
         unbuffered = isinstance(sys.stdout.buffer, io.RawIOBase)
         sys.stdout = io.TextIOWrapper(
@@ -242,21 +241,6 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
     return True, arguments[:at] + arguments[at + 2 :]
 
 
-def _typed(name: str, cfg: DictConfig) -> Any:
-    """Return the composed config as an object of the command's settings class."""
-    return built(settings_class(name), plain_values(cfg))
-
-
-def _require(name: str, cfg: DictConfig) -> None:
-    """Raise `UsageError` that names every missing required key with its help text."""
-    from omegaconf import OmegaConf
-
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        parts = [f"{key}=... ({text})" if (text := meaning(name, key)) else f"{key}=..." for key in missing]
-        raise UsageError(f"missing {'; '.join(parts)}")
-
-
 def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split off the positional argument: the first with white space that is no `KEY=...`; SQL may hold `=`."""
     for at, item in enumerate(arguments):
@@ -265,25 +249,31 @@ def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
-def help_text(name: str) -> str:
-    """Return the `--help` of a command from its settings class: description, keys and defaults, choices."""
+def help_text(name: str, everything: bool = True) -> str:
+    """Return the `--help` of a command from its settings class: description, keys and defaults, choices.
+
+    Without `everything`, only the keys in `COMMON` of the class are explained, in that order, and the others named.
+    """
     described = []
     for line in description(name):
         for group in groups():  # {arch} in a description stands for the choices there are
             line = line.replace(f"{{{group}}}", ", ".join(group_options(group)))
         described.append(line)
-    rows = []
-    for key, default, text in documented_keys(name):
+    rows: list[tuple[str, str]] = []
+    documented = {key: (default, text) for key, default, text in documented_keys(name)}
+    common = getattr(settings_class(name), "COMMON", documented)
+    for key in documented if everything else common:
+        default, text = documented[key]
         if key not in groups():
             rows.append((f"{key}={'(required)' if default == '???' else default}", text))
-            continue
-        rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
-        if default in group_options(key):
-            rows += [
-                (f"  {key}.{inner}={value}", comment) for inner, value, comment in documented_choice(name, key, default)
-            ]
+        else:
+            rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
+            choice = documented_choice(name, key, default) if default in group_options(key) else ()
+            rows += [(f"  {key}.{inner}={value}", comment) for inner, value, comment in choice]
     width = min(38, max(len(left) for left, _ in rows))
     lines = [f"  {left:<{width}}  {text}".rstrip() for left, text in rows]
+    if others := [] if everything else [key for key in documented if key not in common]:
+        lines += ["", f"`--help all` explains {len(others)} more keys: {', '.join(others)}."]
     if name in COMMANDS:
         described += ["", f"`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command."]
     return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])

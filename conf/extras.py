@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from conf.errors import EnvironmentProblem
 
@@ -18,7 +18,6 @@ EXTRAS = {
     "learn": {
         "lightgbm": "lightgbm",
         "sklearn": "scikit-learn",
-        "matplotlib": "matplotlib",
         "torch_geometric": "torch-geometric",
         "psutil": "psutil",
     },
@@ -30,6 +29,7 @@ EXTRAS = {
         "httptools": "httptools",
         "uvloop": "uvloop",
     },
+    "kubernetes": {"lightkube": "lightkube"},
     # Wheels of libraries have no modules: `featurize.cudnn.oracle` looks for their files, of CUDA 12 or 13.
     "cudnn": {
         "cudnn": "nvidia-cudnn-frontend",
@@ -69,21 +69,19 @@ def naming_the_extra() -> Iterator[None]:
 
 def missing_from_extra(extra: str) -> str | None:
     """Return one line on the modules of an extra that are not installed; None where all are there."""
-    modules = {name: package for name, package in EXTRAS[extra].items() if "." not in name}
-    missing = [package for name, package in modules.items() if importlib.util.find_spec(name) is None]
-    if not missing:
-        return None
-    return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'gpufarm[{extra}]'"
+    return _absent({name: package for name, package in EXTRAS[extra].items() if "." not in name}, extra)
 
 
 def missing_from(package: str) -> str | None:
     """Return one line on the libraries that the package's commands need and lack; None where all are there."""
-    missing = [name for name in _FROM_THE_START.get(package, ()) if importlib.util.find_spec(name) is None]
+    packages = {name: distribution for members in EXTRAS.values() for name, distribution in members.items()}
+    needed = {name: packages[name] for name in _FROM_THE_START.get(package, ())}
+    return _absent(needed, "cli" if package == "learn" else package)
+
+
+def _absent(packages: Mapping[str, str], extra: str) -> str | None:
+    """Return one line on the modules that are not installed, by their packages."""
+    missing = sorted({package for name, package in packages.items() if importlib.util.find_spec(name) is None})
     if not missing:
         return None
-    extra = "cli" if package == "learn" else package
-    packages = {
-        distribution for members in EXTRAS.values() for name, distribution in members.items() if name in missing
-    }
-    verb = "is" if len(packages) == 1 else "are"
-    return f"{', '.join(sorted(packages))} {verb} not installed: pip install 'gpufarm[{extra}]'"
+    return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'gpufarm[{extra}]'"

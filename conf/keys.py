@@ -1,4 +1,4 @@
-"""Keys of a command: names, defaults, help texts and kinds, from its settings class and the files of its groups.
+"""Keys of a command: names, defaults, help texts and choices, from its settings class and the files of its groups.
 
 Start reading at `documented_keys`. Nothing is composed here, and neither Hydra nor OmegaConf is imported.
 """
@@ -11,8 +11,7 @@ from functools import cache
 from typing import Any
 
 from conf.commands import settings_class
-from conf.settings import Key, groups_of, keys_of, kinds_of, written
-from conf.values import Kind
+from conf.settings import Key, groups_of, keys_of, written
 
 # (command, group): no choices with a backend that runs trials
 _DESCRIPTIONS_ONLY = {("estimate", "device"), ("plan", "device")}
@@ -41,20 +40,10 @@ def command_options(name: str, group: str) -> tuple[str, ...]:
     return tuple(option for option in options if "backend" not in choice_values(group, option))
 
 
-def offered_groups(name: str) -> tuple[str, ...]:
-    """Return the groups that a command takes with `+GROUP=CHOICE`."""
-    return tuple(group for group, one in groups_of(settings_class(name)).items() if one.added)
-
-
-def chosen_by_default(name: str) -> dict[str, str]:
-    """Return the groups that a command takes with `GROUP=CHOICE`, with their default choice (`null`: none)."""
-    return {group: one.default or "null" for group, one in groups_of(settings_class(name)).items() if not one.added}
-
-
 def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
     """Return (dotted key, default as written, help text with the kind) of each key of a command."""
     return tuple(
-        (one.name, one.group.default or "null" if one.group else written(one.default), text_of(one))
+        (one.name, written(one.default), text_of(one))
         for one in keys_of(settings_class(name))
         if one.group is None or not one.group.added
     )
@@ -62,57 +51,31 @@ def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
 
 def text_of(key: Key) -> str:
     """Return a key's help text, which begins with its kind."""
-    return f"[{key.kind}] {key.help}".strip() if key.kind else key.help
+    return f"[{key.kind.declared}] {key.help}".strip() if key.kind else key.help
 
 
 def documented_choice(name: str, group: str, choice: str) -> tuple[tuple[str, str, str], ...]:
     """Return the same of each key of a group's choice, as a command takes it."""
     described = groups_of(settings_class(name))[group].schema
     texts = {one.name: text_of(one) for one in keys_of(described)} if described else {}
-    return tuple((key, written(value), texts.get(key, "")) for key, value in choice_values(group, choice).items())
-
-
-def meaning(name: str, key: str) -> str:
-    """Return a key's help text without its kind."""
-    return next((one.help for one in keys_of(settings_class(name)) if one.name == key), "")
-
-
-def known_keys(name: str, chosen: Mapping[str, str]) -> tuple[str, ...]:
-    """Return every key of a command with these choices of groups, the groups included."""
-    keys = [key for key, _default, _text in documented_keys(name)]
-    keys += [group for group in chosen if group not in keys]
-    for group, choice in chosen.items():
-        if choice in group_options(group):
-            keys += [f"{group}.{key}" for key in choice_values(group, choice)]
-    return tuple(keys)
-
-
-def kinds(name: str, chosen: Mapping[str, str]) -> dict[str, Kind]:
-    """Return the kind of each key that declares one.
-
-    Keys of search spaces and of device descriptions are checked where they are parsed.
-    """
-    settings = settings_class(name)
-    declared = dict(kinds_of(settings))
-    for group, one in groups_of(settings).items():
-        if one.schema is not None and chosen.get(group) in group_options(group):
-            there = choice_values(group, chosen[group])
-            declared |= {f"{group}.{key}": kind for key, kind in kinds_of(one.schema).items() if key in there}
-    return declared
+    return tuple((key, written(value), texts.get(key, "")) for key, value in flat(choice_values(group, choice)))
 
 
 @cache
 def choice_values(group: str, choice: str) -> Mapping[str, Any]:
-    """Return the values of `conf/GROUP/CHOICE.yaml` by dotted key."""
+    """Return the values of `conf/GROUP/CHOICE.yaml`."""
     import yaml
 
     text = (importlib.resources.files("conf") / group / f"{choice}.yaml").read_text(encoding="utf-8")
-    return dict(_flat(yaml.safe_load(text)))
+    values = yaml.safe_load(text)
+    assert isinstance(values, dict)
+    return values
 
 
-def _flat(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values by dotted key."""
     for key, value in values.items():
         if isinstance(value, Mapping) and "low" not in value:  # a range of a search space is one value
-            yield from _flat(value, f"{parent}{key}.")
+            yield from flat(value, f"{parent}{key}.")
         else:
             yield f"{parent}{key}", value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import stat
@@ -17,10 +18,13 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.json_file import MARKER_BYTES, read_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 # What a data folder consists of; other names in it belong to the user. `warehouse.layout` takes its paths from here.
 DATA_FORMAT = "gpufarm-data"
@@ -31,6 +35,7 @@ OWN_FOLDERS = (
 # And what SQLite and DuckDB put beside them.
 OWN_FILES = ("format.json", "queue.sqlite", "service.sqlite", "warehouse.duckdb")
 
+TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _LINKS = 40  # as many as the kernel follows
@@ -153,12 +158,8 @@ def output_file(
     """
     target = out if isinstance(out, Output) else _output(out, key, data)
     try:
-        if target.is_plain:
-            with _replaced(target.path) as file:
-                yield file
-        else:
-            with _stream(target) as file:
-                yield file
+        with _replaced(target.path) if target.is_plain else _stream(target) as file:
+            yield file
     except BrokenPipeError:  # the reader has what it wanted
         raise
     except OSError as error:
@@ -248,75 +249,60 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[BinaryIO]:
-    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
     before = _status(path)
-    try:
+    with replacing(path) as temporary:
         with open(temporary, "xb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         if before is not None:
             os.chmod(temporary, stat.S_IMODE(before.st_mode))
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it to `path` durably on success, remove it on any error."""
+    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}{TEMPORARY_SUFFIX}")
+    try:
+        yield temporary
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Call fsync on a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _stream(target: Output) -> Iterator[BinaryIO]:
+def _stream(target: Output) -> _Stream:
     if target.descriptor is None:
-        descriptor = os.open(target.path, os.O_WRONLY)
-    else:
-        for printed in (sys.stdout, sys.stderr):  # what was printed before comes before
-            printed.flush()
-        descriptor = os.dup(target.descriptor)
-    with _Stream(descriptor) as file:
-        yield cast(BinaryIO, file)
+        return _Stream(os.open(target.path, os.O_WRONLY))
+    for printed in (sys.stdout, sys.stderr):  # what was printed before comes before
+        printed.flush()
+    return _Stream(os.dup(target.descriptor))
 
 
-class _Stream:
+class _Stream(io.BufferedWriter):
     """A file that counts the bytes written: Parquet's writer asks for its position, which a pipe does not know."""
 
     def __init__(self, descriptor: int) -> None:
-        self._file = os.fdopen(descriptor, "wb")
+        super().__init__(io.FileIO(descriptor, "wb"))
         self._written = 0
 
-    def write(self, content: bytes) -> int:
-        count = self._file.write(content)
+    def write(self, content: Buffer, /) -> int:
+        count = super().write(content)
         self._written += count
         return count
 
     def tell(self) -> int:
         return self._written
 
-    def flush(self) -> None:
-        self._file.flush()
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
-
-    def close(self) -> None:
-        self._file.close()
-
-    def readable(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return False
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()

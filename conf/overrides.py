@@ -1,7 +1,8 @@
 """Command-line arguments as values of a composed config; all mistakes are reported together.
 
-Start reading at `load_config`. Keys and choices are checked against the settings class before Hydra sees anything, as
-its own grammar knows more (packages, deletions, sweeps, its own settings) than these commands have.
+Start reading at `load_config`. Hydra composes the defaults of a command with the chosen files of `conf/`, and its
+parser reads each value. Keys are checked here, as Hydra's grammar knows more (packages, deletions, sweeps, its own
+settings) than these commands have.
 """
 
 from __future__ import annotations
@@ -12,25 +13,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from conf.commands import settings_class
 from conf.device_names import is_device_file, read_device_file, resolve_device
 from conf.errors import UsageError, shown, unknown_name
-from conf.keys import (
-    choice_values,
-    chosen_by_default,
-    command_options,
-    group_options,
-    groups,
-    kinds,
-    known_keys,
-    offered_groups,
-)
+from conf.keys import choice_values, command_options, flat, group_options
 from conf.mig_slices import slice_values, split_slice
 from conf.plain_text import first_line
-from conf.settings import Settings, built, schema
-from conf.space_overrides import replacing
+from conf.settings import ConfigGroup, Settings, built, defaults_of, groups_of, keys_of, kinds_of
 from conf.values import Kind, problems_of
 
 if TYPE_CHECKING:
@@ -39,7 +30,7 @@ if TYPE_CHECKING:
 _LONGEST_VALUE = 20_000  # characters that Hydra's parser is given: it takes seconds for each 100,000
 _LONGEST_TEXT = 1_000_000  # characters of a value that is taken as it stands
 DEVICES = "device"  # the group of GPU models and backends
-_RATES = "peak_tflops."
+_SPACE = "arch.space."
 _QUOTE = "quote values that hold spaces or commas"
 _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
 
@@ -105,69 +96,55 @@ def _unreadable(argument: str) -> str | None:
     return None
 
 
-def load_config(name: str, arguments: Sequence[str | Override]) -> DictConfig:
+def load_config(
+    name: str, arguments: Sequence[str | Override], settings: type | None = None
+) -> DictConfig:  # fmt: skip
     """Compose a command's settings with `KEY=VALUE` arguments into a `DictConfig` whose values are of their kinds.
 
     Of a key that is given twice the last value counts, so that a script's own arguments can be overridden. The values
     of keys whose kind is text are taken as they stand. Required keys may be missing
-    still. Raises `UsageError` that reports every bad argument together, each with its nearest or valid choices.
-    """
-    from omegaconf import OmegaConf
+    still. `settings` is the class of a command that is not in `conf.commands.TABLE`.
 
+    Raises:
+        UsageError: It reports every bad argument together, each with its nearest or valid choices.
+    """
     overrides = [item if isinstance(item, Override) else parsed([item])[0] for item in arguments]
-    overrides = [_with_device(name, _as_own_key(name, override)) for override in overrides]
-    overrides, own_device = _with_file(name, overrides)
-    overrides, slice_problems = _with_slices(name, overrides)
-    chosen, problems = _choices(name, overrides)
-    problems += slice_problems
-    keys = known_keys(name, chosen)
-    problems += [problem for override in overrides if (problem := _problem_of_key(override, keys, name, chosen))]
-    declared = kinds(name, chosen)
-    texts: dict[str, str] = {}
+    overrides = [_as_own_key(name, override) for override in overrides]
+    settings = settings or settings_class(name)
+    groups, kinds = groups_of(settings), kinds_of(settings)
+    chosen: dict[str, tuple[Override, Mapping[str, Any] | None]] = {}
+    problems: list[str] = []
     for override in overrides:
-        kind = declared.get(override.key)
-        texts.pop(override.key, None)
-        if _stands_as_typed(override, kind):
-            texts[override.key] = override.written
-            if kind is not None and not override.verbatim:
-                problems += kind.problems_as_written(override.key, override.written)
-        elif len(override.written) > _LONGEST_VALUE:
-            problems.append(f"{override.key} is longer than {_LONGEST_VALUE:,} characters: {shown(override.text())}")
+        if override.key in groups:
+            with _collected(problems):
+                chosen[override.key] = _chosen(name, override, groups[override.key])
+    cfg = _composed(settings, [override for override, _ in chosen.values()])
+    composed = plain_values(cfg)
+    known = [one.name for one in keys_of(settings) if one.name.partition(".")[0] in composed]
+    known += [key for key, _ in flat(composed) if key not in known]
+    for group, (_, values) in chosen.items():
+        if values is not None:
+            with _collected(problems):
+                _put(cfg, group, values)
+    for override in overrides:
+        if override.key not in groups:
+            with _collected(problems):
+                _require_known(cfg, override.plus, override.key, known)
+                _set(cfg, override.plus, override.key, _value(override, kinds.get(override.key)), known)
+    with _collected(problems):
+        problems += problems_of(plain_values(cfg), kinds)
     if problems:
-        raise UsageError("; ".join(problems))
-    # Hydra takes no null for a group, and of these the default is null anyway.
-    no_choices = [group for group, choice in chosen.items() if choice == "null"]
-    composed = _composed(
-        name, [override for override in overrides if override.key not in (*texts, *no_choices)], declared
-    )
-    absent = [group for group in offered_groups(name) if group not in chosen]
-    cfg = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in absent])
-    for key, written in texts.items():
-        OmegaConf.update(cfg, key, literal(written))
-    if own_device is not None:
-        given = {override.key: OmegaConf.select(cfg, override.key) for override in overrides}
-        cfg[DEVICES] = _plain_texts(own_device)
-        for key, value in given.items():
-            if key.startswith(f"{DEVICES}."):
-                OmegaConf.update(cfg, key, value)
-    if problems := problems_of(plain_values(cfg), declared):
         raise UsageError("; ".join(problems))
     return cfg
 
 
-def literal(value: str) -> str:
-    r"""Escape text for OmegaConf, for which `${` begins an interpolation and `\${` does not."""
-    return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
-
-
-def _with_device(name: str, override: Override) -> Override:
-    """Return `device=h100` as `device=H100-SXM5-80GB`; `_choices` refuses names that fit no device."""
-    if override.key != DEVICES or override.choice in group_options(DEVICES):
-        return override
+@contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    """Append the message of a `UsageError` to the problems, and go on."""
     try:
-        return replace(override, written=resolve_device(override.choice, command_options(name, DEVICES)))
-    except UsageError:
-        return override
+        yield
+    except UsageError as error:
+        problems.append(str(error))
 
 
 def _as_own_key(name: str, override: Override) -> Override:
@@ -187,100 +164,98 @@ def _as_own_key(name: str, override: Override) -> Override:
     return override
 
 
-def _with_file(name: str, overrides: Sequence[Override]) -> tuple[list[Override], dict[str, Any] | None]:
-    """Return the overrides with a described GPU model in place of `device=FILE.yaml`, and what the file holds.
-
-    The model in its place has the keys that a description has, so that `device.memory_mib=20000` goes with a file too.
-    """
-    files = [override.choice for override in overrides if override.key == DEVICES and is_device_file(override.choice)]
-    if not files or DEVICES not in chosen_by_default(name):
-        return list(overrides), None
-    values = read_device_file(files[-1])
-    vendor = "llvm_target" if "llvm_target" in values else "compute_capability"
-    like = next(option for option in command_options(name, DEVICES) if vendor in choice_values(DEVICES, option))
-    return [replace(one, written=like) if one.key == DEVICES else one for one in overrides], values
-
-
-def _plain_texts(value: Any) -> Any:
-    """Return the value with no text that OmegaConf would interpolate."""
-    if isinstance(value, dict):
-        return {str(key): _plain_texts(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_plain_texts(one) for one in value]
-    return literal(value) if isinstance(value, str) else value
-
-
-def _with_slices(name: str, overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:
-    """Return the overrides with those of each MIG slice in place of its name, and the problems of slices."""
-    result, problems = [], []
-    for override in overrides:
-        parts = split_slice(override.choice) if override.key == DEVICES else None
-        try:
-            result += [override] if parts is None else _of_slice(name, override, *parts)
-        except UsageError as error:
-            problems.append(str(error))
-    return result, problems
-
-
-def _of_slice(name: str, override: Override, parent: str, profile: str) -> list[Override]:
-    """Return `device=A100-SXM4-40GB:3g.20gb` as the whole GPU and the keys that differ in the slice.
+def _chosen(name: str, override: Override, group: ConfigGroup) -> tuple[Override, Mapping[str, Any] | None]:
+    """Return the override with the file of its group that it chooses, and what holds in place of the file's values.
 
     Raises:
-        UsageError: An unknown GPU model, or one without such a slice.
+        UsageError: An unknown choice, or one that is chosen in another way.
     """
-    parent = resolve_device(parent, command_options(name, DEVICES))
-    flat = choice_values(DEVICES, parent)
-    rates = {key.removeprefix(_RATES): rate for key, rate in flat.items() if key.startswith(_RATES)}
-    values = slice_values({**flat, "peak_tflops": rates}, profile)
-    values |= {f"{_RATES}{rate}": tflops for rate, tflops in values.pop("peak_tflops").items()}
-    keys = [Override("", f"{DEVICES}.{key}", "null" if value is None else str(value)) for key, value in values.items()]
-    return [replace(override, written=parent), *keys]
+    choice, values = override.choice, None
+    options = group_options(override.key)
+    if override.key == DEVICES and choice not in options:
+        choice, values = ("null", None) if choice == "null" and group.default is None else _device(name, choice)
+    if choice not in options and not (choice == "null" and group.default is None and not group.added):
+        raise unknown_name(override.key, override.choice, options)
+    if override.plus != (needed := "+" if group.added else ""):
+        raise UsageError(f"{override.key!r} is chosen with {needed}{override.key}={override.choice} here")
+    return replace(override, written=choice), values
 
 
-def _unknown_choice(name: str, group: str, choice: str) -> str:
-    options = command_options(name, group)
-    if group == DEVICES:
-        try:
-            resolve_device(choice, options)
-        except UsageError as error:
-            return str(error)
-    return str(unknown_name(group, choice, options))
+def _device(name: str, choice: str) -> tuple[str, Mapping[str, Any] | None]:
+    """Return the file of a device that is named in another way, and the values of what has no file of its own.
+
+    A user's own file and a slice stand beside a described GPU model, which has the keys that a description has.
+    """
+    options = command_options(name, DEVICES)
+    if is_device_file(choice):
+        values = read_device_file(choice)
+        vendor = "llvm_target" if "llvm_target" in values else "compute_capability"
+        return next(option for option in options if vendor in choice_values(DEVICES, option)), values
+    if (parts := split_slice(choice)) is not None:
+        whole = resolve_device(parts[0], options)
+        return whole, {**choice_values(DEVICES, whole), **slice_values(choice_values(DEVICES, whole), parts[1])}
+    return resolve_device(choice, options), None
 
 
-def _choices(name: str, overrides: Sequence[Override]) -> tuple[dict[str, str], list[str]]:
-    """Return group -> choice, by default or by argument, and the problems of the arguments' choices."""
-    defaults, offered = chosen_by_default(name), offered_groups(name)
-    chosen, problems = dict(defaults), []
-    for override in overrides:
-        group = override.key
-        if group not in groups() or (group not in defaults and group not in offered):
-            continue
-        if override.choice not in group_options(group) and not (override.choice == defaults.get(group) == "null"):
-            problems.append(_unknown_choice(name, group, override.choice))
-        elif override.plus != ("" if group in defaults else "+"):
-            needed = "" if group in defaults else "+"
-            problems.append(f"{group!r} is chosen with {needed}{group}={override.choice} here")
-        else:
-            chosen[group] = override.choice
-    return chosen, problems
+def _composed(settings: type, choices: Sequence[Override]) -> DictConfig:
+    """Return the command's defaults with the chosen files of its groups, as Hydra composes them."""
+    from hydra import compose, initialize_config_module
+    from hydra.core.config_store import ConfigStore
+
+    name = settings.__name__
+    defaults = [{group: one.default} for group, one in groups_of(settings).items() if not one.added]
+    store = ConfigStore.instance()
+    store.store(name=name, node={"defaults": ["_self_", *defaults], **defaults_of(settings)})
+    try:
+        with initialize_config_module(config_module="conf", version_base="1.3"):
+            # Hydra takes no null for a group, and of these the default is null anyway.
+            return compose(name, overrides=[one.text() for one in choices if one.written != "null"])
+    finally:  # Hydra copies all that is there each time
+        del store.repo[f"{name}.yaml"]
 
 
-def _problem_of_key(override: Override, known: Sequence[str], name: str, chosen: Mapping[str, str]) -> str | None:
-    """Return why no command reads this key, or None. The keys of a search space may be added with `+`."""
-    key = override.key
-    if key in groups() and (key in chosen or key in offered_groups(name)):
-        return None
-    space = "arch" in chosen and key.startswith("arch.space.")
-    if override.plus:
-        if space:
-            return None
-        if key in known:
-            return f"{key} is set without +: {key}=VALUE"
-    elif key in known or any(other.startswith(f"{key}.") for other in known):
-        return None
-    elif space and any(key.startswith(f"{other}.") for other in known if other.startswith("arch.space.")):
-        return None  # an end of a range
-    return _unknown_key(key, [other for other in known if other != key])
+def _require_known(cfg: DictConfig, plus: str, key: str, known: Sequence[str]) -> None:
+    """Raise `UsageError` for a key that no command reads. The keys of a search space may be added with `plus`."""
+    in_space = "arch" in cfg and key.startswith(_SPACE)
+    if plus and not in_space:
+        raise UsageError(f"{key} is set without +: {key}=VALUE" if key in known else _unknown_key(key, known))
+    if plus or key in known or _has_keys_below(key, known):
+        return
+    name, _, end = key.removeprefix(_SPACE).partition(".")
+    if not (in_space and end and isinstance(cfg.arch.space.get(name), Mapping)):  # an end of a range
+        raise UsageError(_unknown_key(key, known))
+
+
+def _has_keys_below(key: str, known: Sequence[str]) -> bool:
+    return any(other.startswith(f"{key}.") for other in known)
+
+
+def _set(cfg: DictConfig, plus: str, key: str, value: Any, known: Sequence[str]) -> None:
+    """Set a key to a value, or those below it one by one.
+
+    What is given replaces what stood there, so that a new range keeps nothing of the old one.
+
+    Raises:
+        UsageError: The key has keys below it, and the value is no mapping of these.
+    """
+    if not _has_keys_below(key, known):
+        _put(cfg, key, value)
+    elif not isinstance(value, dict):
+        raise UsageError(f"{key} must be {Kind.parse('mapping').words()}, got {shown(value)}")
+    else:
+        for name, inner in value.items():
+            _require_known(cfg, plus, f"{key}.{name}", known)
+            _set(cfg, plus, f"{key}.{name}", inner, known)
+
+
+def _put(cfg: DictConfig, key: str, value: Any) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{key}: {first_line(error)}") from error
 
 
 def _unknown_key(key: str, known: Sequence[str]) -> str:
@@ -291,76 +266,57 @@ def _unknown_key(key: str, known: Sequence[str]) -> str:
     return f"unknown key {shown(key)}; {choices}valid keys: {', '.join(siblings)}"
 
 
-def _stands_as_typed(override: Override, kind: Kind | None) -> bool:
-    return override.verbatim or (kind is not None and kind.stands_as_typed(override.written))
+def _value(override: Override, kind: Kind | None) -> Any:
+    """Return an argument's value: text as it stands, and anything else as Hydra's parser reads it.
 
-
-def _composed(name: str, overrides: Sequence[Override], declared: Mapping[str, Kind]) -> DictConfig:
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    if problems := list(_unfit(overrides, declared)):
-        raise UsageError("; ".join(problems))
-    with _schema_stored(name), initialize_config_module(config_module="conf", version_base="1.3"):
-        try:
-            return compose(name, overrides=replacing([override.text() for override in overrides]))
-        except (HydraException, OmegaConfBaseException) as error:
-            problems, chosen = [], [override.text() for override in overrides if override.key in groups()]
-            for override in overrides:
-                if override.key in groups():
-                    continue
-                try:
-                    compose(name, overrides=[*chosen, *replacing([override.text()])])
-                except (HydraException, OmegaConfBaseException) as own:
-                    problems.append(f"{override.key}: {first_line(own)}")
-            raise UsageError("; ".join(problems) or first_line(error)) from error
-
-
-@contextmanager
-def _schema_stored(name: str) -> Iterator[None]:
-    """Hold a command's schema where Hydra looks for it, and no longer: Hydra copies all that is there each time."""
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    store.store(name=name, node=schema(settings_class(name)))
-    try:
-        yield
-    finally:
-        del store.repo[f"{name}.yaml"]
-
-
-def _unfit(overrides: Sequence[Override], declared: Mapping[str, Kind]) -> Iterator[str]:
-    """Yield the problems of each value by itself: before composing, which would make 5 of `'5'` and true of 2."""
+    Raises:
+        UsageError: It cannot be read, or says several values.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    parser = OverridesParser.create()
-    for override in overrides:
-        try:
-            parsed_override = parser.parse_override(override.text())
-        except (HydraException, RecursionError):
-            quoted_keys = re.search(r"[{,]\s*[\"'][^\"']*[\"']\s*:", override.written)
-            advice = "a mapping's keys have no quotes: {key: value}" if quoted_keys else _QUOTE
-            yield f"cannot read {shown(override.text())}; write KEY=VALUE ({advice})"
-            continue
-        if parsed_override.is_sweep_override():
-            yield f"{override.key} takes one value, not several to choose from: {shown(override.text())}"
-        elif "${" not in override.written and override.key not in groups():
-            yield from problems_of(_nested(override.key, parsed_override.value()), declared)
+    key, written = override.key, override.written
+    if override.verbatim:
+        return literal(written)
+    if kind is not None and kind.stands_as_typed(written):
+        if problems := kind.problems_as_written(key, written):
+            raise UsageError("; ".join(problems))
+        return literal(written)
+    if len(written) > _LONGEST_VALUE:
+        raise UsageError(f"{key} is longer than {_LONGEST_VALUE:,} characters: {shown(override.text())}")
+    try:
+        read = OverridesParser.create().parse_override(override.text())
+    except (HydraException, RecursionError) as error:
+        quoted_keys = re.search(r"[{,]\s*[\"'][^\"']*[\"']\s*:", written)
+        advice = "a mapping's keys have no quotes: {key: value}" if quoted_keys else _QUOTE
+        raise UsageError(f"cannot read {shown(override.text())}; write KEY=VALUE ({advice})") from error
+    if read.is_sweep_override():
+        raise UsageError(f"{key} takes one value, not several to choose from: {shown(override.text())}")
+    return read.value()
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    *parents, last = key.split(".")
-    values = {last: value}
-    for name in reversed(parents):
-        values = {name: values}
-    return values
+def literal(value: str) -> str:
+    r"""Escape text for OmegaConf, for which `${` begins an interpolation and `\${` does not."""
+    return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
 
 
 def load_settings(settings: type[Settings], name: str, arguments: Sequence[str]) -> Settings:
-    """Return what a command's `entry` is given for these arguments, as an object of its settings class."""
-    return built(settings, plain_values(load_config(name, arguments)))
+    """Return what a command's `entry` is given for these arguments. Raises `UsageError` as `load_config` and `made`."""
+    return made(settings, load_config(name, arguments, settings))
+
+
+def made(settings: type[Settings], cfg: DictConfig) -> Settings:
+    """Return the composed config as an object of its settings class.
+
+    Raises:
+        UsageError: It names every missing required key with its meaning, or what the class refuses.
+    """
+    from omegaconf import OmegaConf
+
+    if missing := OmegaConf.missing_keys(cfg):
+        meanings = {one.name: f" ({one.help})" for one in keys_of(cast(type, settings)) if one.help}
+        raise UsageError("missing " + "; ".join(f"{key}=...{meanings.get(key, '')}" for key in sorted(missing)))
+    return built(settings, plain_values(cfg))
 
 
 def plain_values(cfg: DictConfig) -> dict[str, Any]:

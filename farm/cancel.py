@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass
 
 from conf.cli import command
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, key
 from farm.jobs import Queue
 from farm.status import existing_queue
 from warehouse.folder import DataFolder
 
 
 @dataclass(frozen=True, kw_only=True)
-class CancelSettings:
+class CancelSettings(Checked):
     """Which job to cancel.
 
       python -m farm.cancel job=cnn-3f2a9c1b

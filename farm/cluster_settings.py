@@ -10,31 +10,21 @@ from pathlib import Path
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.plain_text import error_line
-from conf.settings import key
+from conf.settings import Checked, key
 
 _CONNECT_TIMEOUT_S = 5.0
 _ERROR_CHARACTERS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterSettings:
+class ClusterSettings(Checked, section="cluster"):
     """The `cluster` key: `ray` (our own, or joined by `address`) or `inline`."""
 
-    kind: str = key("ray", "")
+    kind: str = key("ray", choices=("ray", "inline"))
     address: str | None = key(None, 'null: a Ray of our own; "auto" or HOST:PORT joins a running cluster')
     dashboard: bool = key(False, "Ray's dashboard, on loopback")
-    object_store_mib: int = key(128, "shared memory for results on their way to the writer")
+    object_store_mib: int = key(128, "shared memory for results on their way to the writer", "int >= 80")
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the trial servers' own
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("ray", "inline"):
-            raise UsageError(f"cluster.kind must be one of ray, inline, got {self.kind!r}")
-        if (
-            isinstance(self.object_store_mib, bool)
-            or not isinstance(self.object_store_mib, int)
-            or self.object_store_mib < 80
-        ):
-            raise UsageError(f"cluster.object_store_mib must be an integer >= 80, got {self.object_store_mib!r}")
 
     def check_address(self) -> None:
         """Raise `EnvironmentProblem` if nothing answers at `address`; Ray itself would try for minutes first."""

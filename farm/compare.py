@@ -8,9 +8,9 @@ import sys
 from conf.bars import StepBar
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.outputs import checked_report
+from farm.comparison.page import write_comparison
 from farm.comparison.run import CompareSettings, Interrupted, run_comparison
 from farm.comparison.view import as_json, lines
-from farm.comparison.write import write_comparison
 from warehouse.folder import DataFolder
 
 

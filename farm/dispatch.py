@@ -16,10 +16,8 @@ from types import FrameType
 
 from farm.cluster_settings import ClusterSettings
 from farm.executors import Completion, Executor, InlineExecutor
-from farm.job_records import run_id_of
-from farm.jobs import MIXED_FAMILY, Queue, RunDoubt, Task, UnreadableTask
+from farm.jobs import MIXED_FAMILY, Queue, RunDoubt, UnreadableTask
 from farm.layouts import gpu_problem
-from farm.lock import DispatcherLock
 from farm.monitoring.service import Service
 from farm.outcomes import JobOutcomes
 from farm.process_marker import session_marker
@@ -28,7 +26,7 @@ from farm.queue_values import device_from_key
 from farm.ray_executor import RayExecutor
 from farm.runs_alone import RunsAlone
 from farm.submitted_code import SubmittedCode
-from farm.sweep import SESSION_VARIABLE, descendants
+from farm.sweep import SESSION_VARIABLE
 from farm.task_runs import (
     accepted,
     as_attempt,
@@ -38,13 +36,12 @@ from farm.task_runs import (
     lost_run,
     reason_lines,
     refused_run,
-    task_spec,
 )
 from warehouse.folder import DataFolder
 from warehouse.run import reasons_of
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice
-from workers.task import RunResult, TaskSpec
+from workers.task import RunResult, Task, run_id_of
 
 LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
@@ -111,7 +108,7 @@ class Dispatcher:
         self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back, by `steady`
         self._renewed_at = steady()
 
-    def run(self, stop: StopRequest, lock: DispatcherLock) -> bool:
+    def run(self, stop: StopRequest) -> bool:
         """Work until this device's tasks are done (True) or `stop` asks to leave (False).
 
         On the way out, whatever the reason, tasks that were handed out and did not land are given back.
@@ -122,7 +119,6 @@ class Dispatcher:
             self._executor.start()
             events.emit("device_started", device=device_from_key(self._device_key).to_mapping())
             stop.install()  # again: Ray has put its own handlers in their place
-            recorded = False
             while True:
                 if not stop.requested:
                     self._hand_out()
@@ -134,9 +130,6 @@ class Dispatcher:
                     self._hand_out()  # before the runs are landed: meanwhile their workers need not stand idle
                 for completion in completions:
                     self._land(completion)
-                if not recorded and self._executor.idle():
-                    lock.record(descendants())
-                    recorded = True
                 self._restart_stuck_workers()
                 for notice in self._executor.notices():
                     events.emit("notice", message=notice)
@@ -173,10 +166,10 @@ class Dispatcher:
         for expired in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
             self._land_run(expired, lost_run(expired, "every attempt lost its worker or its dispatcher"))
 
-    def _spec(self, task: Task, worker: str) -> TaskSpec:
+    def _spec(self, task: Task, worker: str) -> Task:
         (config, *partners), _ = self._code.decide_all((task.config, *task.partners))
-        marked = dataclasses.replace(task, config=config, partners=tuple(partners))
-        return task_spec(marked, self._alone.of(task, worker))
+        alone = self._alone.of(task, worker)
+        return dataclasses.replace(task, config=config, partners=tuple(partners), alone=alone)
 
     def _lease(self, worker: str) -> Task | None:
         """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""
@@ -213,7 +206,7 @@ class Dispatcher:
         layout, gpus = task.config.layout, self._executor.most_gpus()
         return None if layout is None or gpus is None else gpu_problem(layout, gpus)
 
-    def _expect_back(self, spec: TaskSpec) -> None:
+    def _expect_back(self, spec: Task) -> None:
         trials = 1 + (len(spec.alone) if spec.partners else 0)  # of a group also each member alone
         self._stuck_at[spec.run_id] = self._steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
 

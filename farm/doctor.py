@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.cli import command
-from conf.errors import CommandError, EnvironmentProblem, unknown_name
-from conf.settings import data_key, group, key, section
+from conf.errors import CommandError, EnvironmentProblem
+from conf.settings import Checked, data_key, format_key, group, key, section
 from farm.described_device import described_device, device_rows
 from farm.settings import DeviceKeys, device_choice
 from warehouse.folder import DataFolder
@@ -28,7 +28,6 @@ from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
 from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.sampler import SENSORS, DcgmAddress, TelemetrySettings, make_sensors
 
-FORMATS = ("table", "json")
 _BYTES_PER_MIB = 1024**2
 TESTED_TORCH = ("2.6.0", "2.15.0")  # the oldest and the newest release that the golden traces were made under
 _LISTEN_S = 1.5  # how long a sensor is listened to, at most: an exporter that renews its values each second shows
@@ -37,7 +36,7 @@ _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorSettings:
+class DoctorSettings(Checked):
     """What to examine.
 
     usage: python -m farm.doctor [KEY=VALUE ...]
@@ -59,13 +58,9 @@ class DoctorSettings:
         "auto", "the device to judge; a device description means: simulate it", device_choice, DeviceKeys
     )
     data: str | None = data_key()
-    format: str = key("table", "table or json")
+    format: str = format_key()
     repair: bool = key(False, "true: repair the data folder instead; see above")
     telemetry: DcgmAddress = section(DcgmAddress)
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
 
 
 def entry(settings: DoctorSettings) -> int:

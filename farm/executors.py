@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from conf.errors import UsageError
 from workers.devices import DeviceChoice, make_device
 from workers.server_client import ServerLost
-from workers.task import RunResult, TaskSpec
+from workers.task import RunResult, Task
 from workers.worker import Worker
 
 
@@ -23,7 +23,7 @@ class Completion:
     """A task that left its worker, with a result, or because the worker was lost (`lost` has the reason)."""
 
     worker: str
-    task: TaskSpec
+    task: Task
     result: RunResult | None = None
     lost: str | None = None
 
@@ -40,7 +40,7 @@ class Executor(Protocol):
         """Return the workers that can take a task now."""
         ...
 
-    def submit(self, worker: str, task: TaskSpec, upcoming: TaskSpec | None = None) -> None:
+    def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
         """Hand a task to an idle worker; `upcoming` is its probable next task, which it may prepare."""
         ...
 
@@ -48,7 +48,7 @@ class Executor(Protocol):
         """Return the tasks that ended since the last call; wait at most `timeout_s` for one (inline: run it)."""
         ...
 
-    def running(self) -> Mapping[str, TaskSpec]:
+    def running(self) -> Mapping[str, Task]:
         """Return the tasks handed out and not yet returned by `wait`, by worker."""
         ...
 
@@ -80,8 +80,8 @@ class InlineExecutor:
         slot = make_device(choice).slots()[0]  # the first that can be used: the first of all may be a display's
         self._choice = choice
         self._worker = Worker(choice, str(slot.index), "inline-0", environment)
-        self._task: TaskSpec | None = None
-        self._upcoming: TaskSpec | None = None
+        self._task: Task | None = None
+        self._upcoming: Task | None = None
 
     def start(self) -> None:
         self._worker.start()
@@ -89,7 +89,7 @@ class InlineExecutor:
     def idle(self) -> list[str]:
         return [] if self._task else [self._worker.name]
 
-    def submit(self, worker: str, task: TaskSpec, upcoming: TaskSpec | None = None) -> None:
+    def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
         assert self._task is None, "one task at a time"
         self._task, self._upcoming = task, upcoming
 
@@ -109,7 +109,7 @@ class InlineExecutor:
         self._task = None
         return [Completion(worker=self._worker.name, task=task, result=result, lost=lost)]
 
-    def running(self) -> Mapping[str, TaskSpec]:
+    def running(self) -> Mapping[str, Task]:
         return {self._worker.name: self._task} if self._task else {}
 
     def waiting(self) -> Collection[str]:

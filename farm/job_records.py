@@ -1,6 +1,6 @@
 """Records of the durable queue: jobs, tasks, counts, progress, and a job's id.
 
-Start reading at `Job` and `Task`; `farm.jobs` is the queue itself.
+Start reading at `Job`; `workers.task` has the tasks, `farm.jobs` is the queue itself.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from featurize.trial import TrialConfig
-from workers.devices import DeviceChoice
-from workers.settings import TrialSettings
+from workers.task import Lease
 
 JOB_COLUMNS = "job_id, family, space_json, n, seed, policy, priority, settings_json, device, submitted_at"
 
@@ -38,49 +36,16 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lease:
-    """One leased task. `attempt` is 1 for the first execution, and distinguishes its holder from earlier ones."""
-
-    job_id: str
-    task_index: int
-    attempt: int
-    family: str  # of the task itself, also in a job of several families
-
-    @property
-    def run_id(self) -> str:
-        """Return the run's id, which is the same for every attempt, so that a repeated task lands once."""
-        return run_id_of(self.job_id, self.task_index)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task(Lease):
-    """A leased task, parsed. The config's names of code are data: `farm.submitted_code` says whether they may run."""
-
-    config: TrialConfig
-    settings: TrialSettings
-    device: DeviceChoice
-    partners: tuple[TrialConfig, ...] = ()  # trials that start together with it on the same device
-
-    @property
-    def simulated(self) -> bool:
-        return self.device.backend == "simulated"
-
-
-@dataclass(frozen=True, kw_only=True)
 class UnreadableTask(Lease):
     """A leased task that this version cannot read; it lands as `invalid`, with the problem.
 
     `config` as far as its text is a JSON object.
     """
 
+    family: str
     problem: str
     config: Mapping[str, Any] | None
     simulated: bool
-
-
-def run_id_of(job_id: str, task_index: int) -> str:
-    """Return the id of a task's run."""
-    return f"{job_id}-{task_index:06d}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,7 @@ from farm.job_records import (
     Counts,
     Job,
     JobProgress,
-    Lease,
     RunDoubt,
-    Task,
     TaskError,
     UnreadableTask,
     counts_of,
@@ -32,6 +30,7 @@ from farm.job_records import (
 )
 from farm.queue_file import QUALITIES_TABLE, QueueError, QueueFile
 from farm.queue_values import TASK_COLUMNS, config_hash_of_text, task_of_row
+from workers.task import Lease, Task
 
 __all__ = [
     "MIXED_FAMILY",
@@ -39,11 +38,9 @@ __all__ = [
     "Counts",
     "Job",
     "JobProgress",
-    "Lease",
     "Queue",
     "QueueError",
     "RunDoubt",
-    "Task",
     "TaskError",
     "UnreadableTask",
     "job_id_for",

@@ -19,9 +19,9 @@ import numpy as np
 
 from conf.errors import EnvironmentProblem
 from conf.json_file import parse_json
+from conf.outputs import sync
 from farm.journal_payloads import P, payload_of
 from warehouse.folder import DataFolder
-from warehouse.layout import sync
 
 STEPS = ("canaries", "choose", "run", "land", "learn", "report")
 OUTCOMES = ("done", "cut short", "sick", "failed")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 from conf.plain_text import shown
+from warehouse.pairing import shift_of
 
 P = TypeVar("P", bound="Payload")
 T = TypeVar("T")
@@ -33,7 +34,12 @@ class Payload:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedLabel:
-    """One label of one canary, see `farm.canaries.compare.Compared`."""
+    """One label of one canary, tonight and before; or its `status` or `quality`, if that moved.
+
+    before, now  medians, in `unit`; None where there is none
+    tolerance    by which they may differ, in `unit`
+    run_ids      of tonight's
+    """
 
     family: str = ""
     config_hash: str = ""
@@ -46,6 +52,15 @@ class ComparedLabel:
     history_runs: int = 0
     run_ids: tuple[str, ...] = ()
     said: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.config_hash[:6]}"
+
+    @property
+    def shift(self) -> float | None:
+        """Return the relative difference, for ratios the absolute one; None if a figure is missing."""
+        return shift_of(self.label, self.before, self.now)
 
 
 @dataclass(frozen=True, kw_only=True)

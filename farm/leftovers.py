@@ -1,12 +1,15 @@
 """Temporary folders of our processes, which record their owner and are deleted once the owner is dead.
 
 Start reading at `sweep_folders`. A folder `gpufarm-trial-*`, `gpufarm-ray-*` or `gpufarm-child-*` holds a file `owner`
-with the identity of the process that made it (`conf.identity`).
+with the identity of the process that made it (`conf.identity`). That of Ray also holds a file `processes`: Ray's agents
+overwrite their environment with their title, so the marker that other processes carry (`farm.sweep`) is lost on them,
+and they outlive a killed Ray by up to a minute.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -23,6 +26,8 @@ from farm.process_marker import has_ended, parse_marker, session_marker
 
 PREFIXES = ("gpufarm-trial-", "gpufarm-ray-", FOLDER_PREFIX)
 _OWNER_BYTES = 256
+_PROCESSES_FILE = "processes"
+_PROCESSES_BYTES = 1 << 20  # of a record that is read: some ten thousand processes
 _SOCKET_PATH_BYTES = 107  # the kernel's limit
 _SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")
 _UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for so long
@@ -47,6 +52,33 @@ def make_ray_folder() -> Path | None:
     return None
 
 
+def record_processes(folder: Path, processes: list[str]) -> None:
+    """Record the identities of processes that are to end with this one. A full disk is no error: it is only a help."""
+    with contextlib.suppress(OSError):
+        (folder / _PROCESSES_FILE).write_text(json.dumps(processes))
+
+
+def recorded_processes() -> set[str]:
+    """Return the identities that folders of ended processes record, of those that began after their owner.
+
+    A record counts only in a folder that this user alone may write to, as a plain file of this user.
+    """
+    recorded: set[str] = set()
+    for path in _folders(temporary_folders()):
+        descriptor = open_own_folder(path, private=True)
+        if descriptor is None:
+            continue
+        try:
+            owner = _owner_of(descriptor)
+            begun = parse_marker(owner)
+            if begun is not None and has_ended(owner):
+                markers = {text: parse_marker(text) for text in _recorded_in(descriptor)}
+                recorded |= {text for text, one in markers.items() if one and one.start_ticks >= begun.start_ticks}
+        finally:
+            os.close(descriptor)
+    return recorded
+
+
 def sweep_folders(bases: Iterable[str | os.PathLike] | None = None, now: float | None = None) -> list[Path]:
     """Delete the temporary folders of ended processes; return their paths.
 
@@ -55,14 +87,8 @@ def sweep_folders(bases: Iterable[str | os.PathLike] | None = None, now: float |
     `now` is in seconds since the epoch.
     """
     now = time.time() if now is None else now
-    deleted = []
-    for base in dict.fromkeys(map(os.path.realpath, temporary_folders() if bases is None else bases)):
-        try:
-            names = sorted(name for name in os.listdir(base) if name.startswith(PREFIXES))
-        except OSError:
-            continue
-        deleted += [Path(base, name) for name in names if _delete_if_abandoned(Path(base, name), now)]
-    return deleted
+    folders = _folders(temporary_folders() if bases is None else bases)
+    return [path for path in folders if _delete_if_abandoned(path, now)]
 
 
 def temporary_folders() -> list[str]:
@@ -84,6 +110,23 @@ def delete_folder(path: Path) -> bool:
         os.rmdir(path)  # never a folder that was put in its place: that one is not empty, or not worth keeping
         return True
     return False
+
+
+def _folders(bases: Iterable[str | os.PathLike]) -> list[Path]:
+    folders = []
+    for base in dict.fromkeys(map(os.path.realpath, bases)):
+        with contextlib.suppress(OSError):
+            folders += [Path(base, name) for name in sorted(os.listdir(base)) if name.startswith(PREFIXES)]
+    return folders
+
+
+def _recorded_in(folder: int) -> list[str]:
+    try:
+        with os.fdopen(open_own_file(folder, _PROCESSES_FILE), "rb") as file:
+            content = json.loads(file.read(_PROCESSES_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [text for text in content if isinstance(text, str)] if isinstance(content, list) else []
 
 
 def _delete_if_abandoned(path: Path, now: float) -> bool:

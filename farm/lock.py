@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 from pathlib import Path
@@ -12,7 +11,6 @@ from conf.errors import EnvironmentProblem
 from conf.identity import alive
 from farm.leftovers import sweep_folders
 from farm.process_marker import parse_marker, session_marker
-from farm.session_record import SessionRecord
 from farm.sweep import sweep_orphans
 from warehouse.lock_file import is_held, open_lock, read_lock
 
@@ -26,14 +24,12 @@ class DispatcherBusy(EnvironmentProblem):
 class DispatcherLock:
     """One dispatcher for a data folder: an advisory lock that the kernel drops with the process, however it ends.
 
-    The file says who holds it, for messages only: whoever may write to the folder may write anything there. What is to
-    be swept after a kill stands in the user's own `SessionRecord`.
+    The file says who holds it, for messages only: whoever may write to the folder may write anything there.
     """
 
     def __init__(self, path: Path):
         self._path = path
         self._file: BinaryIO | None = None
-        self._session: SessionRecord | None = None
 
     def __enter__(self) -> DispatcherLock:
         """Take the lock, then sweep what killed dispatchers of this user left behind.
@@ -57,22 +53,14 @@ class DispatcherLock:
             self._file.flush()
             sweep_orphans()
             sweep_folders()
-            self._session = SessionRecord.open()
         except BaseException:
             self._file.close()
             raise
         return self
 
-    def record(self, processes: list[str]) -> None:
-        """Record the processes to be swept if this one is killed."""
-        assert self._session is not None, "the lock is held"
-        self._session.write(processes)
-
     def __exit__(self, *_: object) -> None:
-        with contextlib.ExitStack() as held:  # whatever fails, the rest is closed
-            for file in (self._file, self._session):
-                if file is not None:
-                    held.callback(file.close)
+        assert self._file is not None, "the lock is held"
+        with self._file:
             sweep_folders()  # of workers that were killed, as Ray's are at the end
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.plain_text import shown
-from farm.job_records import Task, UnreadableTask
+from farm.job_records import UnreadableTask
 from featurize.trial import TrialConfig, canonical_json, config_from_mapping, mapping_hash
 from warehouse.layout import checked_name
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
+from workers.task import Task
 
 TOGETHER = "together"  # key of a group's members
 MOST_TOGETHER = 4
@@ -30,7 +31,7 @@ def task_of_row(row: Sequence[Any]) -> Task | UnreadableTask:
     try:
         config, *partners = configs_of_text(config_json)
         return Task(
-            job_id=job_id, task_index=task_index, attempt=attempt, family=config.family, config=config,
+            job_id=job_id, task_index=task_index, attempt=attempt, config=config,
             partners=tuple(partners), settings=settings_of_text(settings_json), device=device_from_key(device),
         )  # fmt: skip
     except UsageError as error:
@@ -89,7 +90,7 @@ def text_of_settings(settings: TrialSettings) -> str:
 def settings_of_text(text: str) -> TrialSettings:
     """Return the settings that `text_of_settings` wrote. Raises `UsageError`."""
     with _refusing(text, "are no trial settings"):
-        return TrialSettings.from_mapping(json.loads(text))
+        return TrialSettings(**json.loads(text))
 
 
 def device_key(choice: DeviceChoice) -> str:

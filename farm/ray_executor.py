@@ -6,7 +6,6 @@ Start reading at `RayExecutor`. Defaults that Ray has changed between versions a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import threading
@@ -25,14 +24,13 @@ from conf.own_packages import SAFE_PATH
 from conf.ray_session import own_session_environment
 from farm.cluster_settings import ClusterSettings, plain_error
 from farm.executors import Completion
-from farm.gangs import Gang, Gangs
-from farm.leftovers import delete_folder, make_ray_folder
+from farm.leftovers import delete_folder, make_ray_folder, record_processes
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
 from farm.ray_nodes import NodeWatch, RayNode
 from farm.ray_worker import actor_class
-from farm.sweep import end_processes
+from farm.sweep import descendants, end_processes
 from workers.devices import DeviceChoice, make_device
-from workers.task import TaskSpec
+from workers.task import Task
 
 _END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
 _SHUTDOWN_S = 10.0  # of a Ray that has lost its head
@@ -41,12 +39,27 @@ _READY_TRIES = 3  # a worker whose trial server fails to start this often in a r
 
 @dataclass(frozen=True)
 class _Seat:
-    """One actor with its node; that of a gang has several GPUs, in a placement group of their own."""
+    """One actor with its node; one of several GPUs has them in a placement group of their own."""
 
     actor: Any
     node: RayNode
-    gang: Gang | None = None
+    gpus: int = 1
     group: Any = None
+
+
+@dataclass
+class _Waiting:
+    """A task that waits for as many GPUs of a node as it has ranks.
+
+    worker  that it was handed to, and which takes no other task meanwhile; None: it has made room
+    freed   GPUs whose workers have made room for it
+    """
+
+    name: str
+    node: RayNode
+    task: Task
+    worker: str | None
+    freed: int = 0
 
 
 class RayExecutor:
@@ -63,7 +76,7 @@ class RayExecutor:
         self._environment = {**safe_path, **environment}  # other nodes have their own
         self._seats: dict[str, _Seat] = {}  # worker -> its actor
         self._starting: dict[Any, str] = {}  # ref of ready() -> worker
-        self._running: dict[Any, tuple[str, TaskSpec]] = {}  # ref of run() -> (worker, task)
+        self._running: dict[Any, tuple[str, Task]] = {}  # ref of run() -> (worker, task)
         self._failures: dict[str, int] = {}
         self._unstarted: list[str] = []
         self._notices: list[str] = []
@@ -72,8 +85,9 @@ class RayExecutor:
         self._module: ModuleType | None = None  # Ray, once it is imported
         self._joined = cluster.address is not None
         self._idle: list[str] = []
-        self._gangs = Gangs()
-        self._replaced = 0  # workers that were started where a gang has ended
+        self._waiting: list[_Waiting] = []  # on each node the first one gathers GPUs
+        self._workers_of: dict[str, int] = {}  # node -> its workers, while each has one GPU
+        self._added = 0  # tasks that waited, and workers that took the place of others
         self._head: HeadWatch | None = None
         self._folder: Path | None = None  # of our own Ray: its session
         self._before: set[int] = set()  # child processes of ours that are not Ray's
@@ -180,104 +194,107 @@ class RayExecutor:
             keys: list[str | None] = [None] * min(node.gpus, self._choice.count or node.gpus)
         else:
             keys = [str(slot.index) for slot in make_device(self._choice).slots()]
+        self._workers_of[node.node_id] = len(keys)
         for index, slot_key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
-            self._add_worker(node, name, slot_key, len(keys))
+            self._add_worker(node, name, slot_key)
+            self._unstarted.append(name)
         return len(keys)
 
-    def _add_worker(self, node: RayNode, name: str, slot_key: str | None, workers: int) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        bound = self._actor_class.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
-        )
-        actor = bound.remote(self._choice.to_mapping(), slot_key, self._environment, workers)
-        self._seats[name] = _Seat(actor, node)
-        self._unstarted.append(name)
-
-    def _gpus_of(self, node_id: str) -> int:
-        """Return the GPUs of a node that workers have, or gangs, or that are gathered for one."""
-        seats = [seat for seat in self._seats.values() if seat.node.node_id == node_id]
-        gathered = sum(gang.gathered for gang in self._gangs.on_node(node_id))
-        return gathered + sum(1 if seat.gang is None else seat.gang.size for seat in seats)
-
-    def _wait_for_gpus(self, worker: str, task: TaskSpec) -> None:
-        """Let a task of several ranks wait for GPUs of one node: that of its worker, or the largest."""
-        size, node = task.config.ranks, self._seats[worker].node
-        if self._gpus_of(node.node_id) < size:  # another node's workers make room for it
-            nodes = {seat.node.node_id: seat.node for seat in self._seats.values()}
-            node = max(nodes.values(), key=lambda one: self._gpus_of(one.node_id))
-            self._gangs.add(node.node_id, size, task, worker, abroad=True)
-        else:
-            self._gangs.add(node.node_id, size, task, worker)
-        self._make_room(node)
-
-    def _waits_no_more(self, gang: Gang) -> None:
-        """Let the workers that a gang kept take tasks again."""
-        for worker in (*gang.parked, *([] if gang.abroad is None else [gang.abroad])):
-            self._now_idle(worker)
-        gang.parked, gang.abroad = [], None
-
-    def _make_room(self, node: RayNode) -> None:
-        """End workers for the gang that is next on a node, and start it once it has its GPUs."""
-        idle = [worker for worker in self._idle if self._seats[worker].node.node_id == node.node_id]
-        move = self._gangs.advance(node.node_id, [worker for worker in idle if self._seats[worker].gang is None])
-        for worker in move.retired:
-            if worker in self._idle:
-                self._idle.remove(worker)
-            self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
-        if move.placed is not None:
-            self._place(move.placed, node)
-            self._waits_no_more(move.placed)
-
-    def _place(self, gang: Gang, node: RayNode) -> None:
-        """Start a gang's actor on its GPUs, which are one placement group."""
+    def _add_worker(self, node: RayNode, name: str, slot_key: str | None, gpus: int = 1) -> None:
+        """Create an actor on a node; one of several `gpus` on those that Ray reserves for it together."""
         from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-        group = placement_group([{"GPU": gang.size}], strategy="STRICT_PACK", _soft_target_node_id=node.node_id)
-        together = self._actor_class.options(
-            num_gpus=gang.size,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-        )
-        shares = max(1, self._gpus_of(node.node_id) // gang.size)  # of the host's memory
-        actor = together.remote(self._choice.to_mapping(), None, self._environment, shares, gang.size)
-        self._seats[gang.name] = _Seat(actor, node, gang, group)
-        self._running[actor.run.remote(gang.task, None)] = (gang.name, gang.task)
+        group = None
+        if gpus == 1:
+            bound = self._actor_class.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
+            )
+        else:
+            group = placement_group([{"GPU": gpus}], strategy="STRICT_PACK", _soft_target_node_id=node.node_id)
+            bound = self._actor_class.options(
+                num_gpus=gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            )
+        shares = max(1, self._workers_of[node.node_id] // gpus)  # of the host's memory
+        actor = bound.remote(self._choice.to_mapping(), slot_key, self._environment, shares, gpus)
+        self._seats[name] = _Seat(actor, node, gpus, group)
 
-    def _after_gang(self, worker: str, usable: bool) -> None:
-        """Give a gang's GPUs to the next gang of its size, else back to workers of one each."""
-        seat = self._seats[worker]
-        assert seat.gang is not None
-        following = self._gangs.successor(seat.gang) if usable else None
-        if following is not None:
-            del self._seats[worker]
-            self._seats[following.name] = dataclasses.replace(seat, gang=following)
-            self._running[seat.actor.run.remote(following.task, None)] = (following.name, following.task)
-            self._waits_no_more(following)
-            return
-        workers = self._gpus_of(seat.node.node_id)
-        self._end_gang(worker)
-        for _ in range(seat.gang.size):
-            self._replaced += 1
-            self._add_worker(seat.node, f"worker-{seat.node.node_id[:6]}-r{self._replaced}", None, workers)
-        self._start_servers()
-
-    def _end_gang(self, worker: str) -> None:
+    def _end_worker(self, worker: str) -> _Seat:
         from ray.util.placement_group import remove_placement_group
 
         seat = self._seats.pop(worker)
         self._ray.kill(seat.actor, no_restart=True)
-        remove_placement_group(seat.group)
+        if seat.group is not None:
+            remove_placement_group(seat.group)  # a joined cluster would keep its GPUs
+        if worker in self._idle:
+            self._idle.remove(worker)
+        for one in self._waiting:
+            one.worker = None if one.worker == worker else one.worker
+        return seat
+
+    def _gpus_of(self, node: RayNode) -> int:
+        """Return the GPUs of a node that workers have, or that are gathered for a task."""
+        held = sum(seat.gpus for seat in self._seats.values() if seat.node.node_id == node.node_id)
+        return held + sum(one.freed for one in self._waiting if one.node.node_id == node.node_id)
+
+    def _run(self, worker: str, task: Task, upcoming: Task | None) -> None:
+        self._running[self._seats[worker].actor.run.remote(task, upcoming)] = (worker, task)
+
+    def _wait_for_gpus(self, worker: str | None, task: Task) -> None:
+        """Let a task wait for GPUs of one node: that of its worker, or the largest."""
+        nodes = {seat.node.node_id: seat.node for seat in self._seats.values()}
+        nodes |= {one.node.node_id: one.node for one in self._waiting}
+        node = max(nodes.values(), key=self._gpus_of)
+        if worker is not None and self._gpus_of(self._seats[worker].node) >= task.config.ranks:
+            node = self._seats[worker].node
+        self._added += 1
+        self._waiting.append(_Waiting(f"waiting-{self._added}", node, task, worker))
+        self._make_room(node)
+
+    def _make_room(self, node: RayNode) -> None:
+        """Start the task that is first on a node, on an idle worker of as many GPUs or on those of workers that end."""
+        waiting = [one for one in self._waiting if one.node.node_id == node.node_id]
+        if not waiting:
+            return
+        first, size = waiting[0], waiting[0].task.config.ranks
+        here = [name for name in self._idle if self._seats[name].node.node_id == node.node_id]
+        worker = next((name for name in here if self._seats[name].gpus == size), None)
+        if worker is None:
+            for name in [*(one.worker for one in waiting if one.worker is not None), *here]:
+                if first.freed < size and self._seats[name].node.node_id == node.node_id:
+                    first.freed += self._end_worker(name).gpus
+            if first.freed < size:
+                return
+            worker, first.freed = self._replace(node, size), first.freed - size
+        else:
+            self._idle.remove(worker)
+        self._waiting.remove(first)
+        self._run(worker, first.task, None)
+        self._unstarted += [self._replace(node, 1) for _ in range(first.freed)]
+        if first.worker is not None:
+            self._now_idle(first.worker)
+        self._make_room(node)
+
+    def _replace(self, node: RayNode, gpus: int) -> str:
+        """Start a worker where others have ended; return its name."""
+        self._added += 1
+        name = f"worker-{node.node_id[:6]}-r{self._added}"
+        self._add_worker(node, name, None, gpus)
+        return name
 
     def _without_gpus(self) -> list[Completion]:
         """Return the tasks whose node has lost GPUs, so that they would wait for ever."""
-        lost = self._gangs.drop(lambda gang: self._gpus_of(gang.node_id) < gang.size)
-        for gang in lost:
-            self._waits_no_more(gang)
+        lost = [one for one in self._waiting if self._gpus_of(one.node) < one.task.config.ranks]
+        self._waiting = [one for one in self._waiting if one not in lost]
+        for worker in [one.worker for one in lost if one.worker is not None]:
+            self._now_idle(worker)
         return [
-            Completion(worker=gang.name, task=gang.task, lost=f"its node has fewer than {gang.size} GPUs left")
-            for gang in lost
+            Completion(
+                worker=one.name, task=one.task, lost=f"its node has fewer than {one.task.config.ranks} GPUs left"
+            )
+            for one in lost
         ]
 
     def _drop_node(self, node: RayNode) -> list[Completion]:
@@ -291,13 +308,10 @@ class RayExecutor:
         self._starting = {ref: worker for ref, worker in self._starting.items() if worker not in gone}
         self._unstarted = [worker for worker in self._unstarted if worker not in gone]
         self._unreached = [worker for worker in self._unreached if worker not in gone]
-        self._idle = [worker for worker in self._idle if worker not in gone]
         for worker in gone:
-            self._gangs.forget_worker(worker)
-            if self._seats[worker].gang is not None:
-                self._end_gang(worker)
-            else:
-                self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
+            self._end_worker(worker)
+        for one in self._waiting:
+            one.freed = 0 if one.node.node_id == node.node_id else one.freed
         if gone:
             rest = "" if self._seats else "; no worker is left, waiting for a node to join"
             self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{rest}")
@@ -306,12 +320,18 @@ class RayExecutor:
     def idle(self) -> list[str]:
         return list(self._idle)
 
-    def submit(self, worker: str, task: TaskSpec, upcoming: TaskSpec | None = None) -> None:
-        self._idle.remove(worker)
-        if self._choice.backend == "cuda" and task.config.ranks > 1:
-            self._wait_for_gpus(worker, task)
-            return
-        self._running[self._seats[worker].actor.run.remote(task, upcoming)] = (worker, task)
+    def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
+        """As in the Protocol, but that another idle worker may run it, which has as many GPUs as the task has ranks."""
+        gpus = task.config.ranks if self._choice.backend == "cuda" else 1
+        idle = sorted(self._idle, key=lambda name: name != worker)  # itself first, unless it has made room meanwhile
+        fitting = next((name for name in idle if self._seats[name].gpus == gpus), None)
+        taken = fitting or next(iter(idle), None)
+        if taken is not None:
+            self._idle.remove(taken)
+        if fitting is None:
+            self._wait_for_gpus(taken, task)
+        else:
+            self._run(fitting, task, upcoming)
 
     def wait(self, timeout_s: float) -> list[Completion]:
         import ray
@@ -338,16 +358,16 @@ class RayExecutor:
         self._start_servers()
         return completions + self._without_gpus()
 
-    def running(self) -> Mapping[str, TaskSpec]:
-        return {**dict(self._running.values()), **{gang.name: gang.task for gang in self._gangs.waiting()}}
+    def running(self) -> Mapping[str, Task]:
+        return {**dict(self._running.values()), **{one.name: one.task for one in self._waiting}}
 
     def waiting(self) -> Collection[str]:
-        return {gang.name for gang in self._gangs.waiting()}
+        return {one.name for one in self._waiting}
 
     def most_gpus(self) -> int | None:
         if self._choice.backend != "cuda":
             return None
-        return max((self._gpus_of(seat.node.node_id) for seat in self._seats.values()), default=None)
+        return max((self._gpus_of(seat.node) for seat in self._seats.values()), default=None)
 
     def restart(self, worker: str) -> None:
         self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails, as any lost worker's does
@@ -371,11 +391,8 @@ class RayExecutor:
     def _shut_down(self, lost: bool) -> None:
         def shut_down() -> None:
             if not lost:
-                for worker, seat in list(self._seats.items()):
-                    if seat.gang is not None:
-                        self._end_gang(worker)  # a joined cluster would keep its GPUs
-                    else:
-                        self._ray.kill(seat.actor, no_restart=True)
+                for worker in list(self._seats):
+                    self._end_worker(worker)
             self._ray.shutdown()
 
         if not lost:
@@ -436,17 +453,19 @@ class RayExecutor:
                 self._await_ready(worker)
                 return
             self._notices.append(f"{worker} does not start and is left out: {plain_error(error)}")
-            self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
+            self._end_worker(worker)
             # Of a cluster that did work, another node may still join.
             if not self._seats and not (self._joined and self._was_ready):
                 raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:
             self._failures[worker] = 0
+            if self._folder is not None and not self._was_ready:
+                record_processes(self._folder, descendants())
             self._was_ready = True
             self._now_idle(worker)
 
     def _now_idle(self, worker: str) -> None:
-        """A worker can take a task, or make room for a gang that waits."""
+        """A worker can take a task, or make room for one that waits."""
         self._idle.append(worker)
         self._make_room(self._seats[worker].node)
 
@@ -457,23 +476,13 @@ class RayExecutor:
         try:
             result = ray.get(ref)
         except ray.exceptions.RayTaskError as error:  # our own bug: it must cost one task, not the job
-            self._free(worker)
+            self._now_idle(worker)
             return Completion(worker=worker, task=task, lost=f"worker failed: {error}")
         except ray.exceptions.RayError as error:  # the process is gone; Ray starts another, unless the node is gone
-            if self._seats[worker].gang is not None:
-                self._after_gang(worker, usable=False)
-            else:
-                self._await_ready(worker)
+            self._await_ready(worker)
             return Completion(worker=worker, task=task, lost=f"worker lost: {plain_error(error)}")
         except Exception as error:  # what it sent cannot be read: again one task's business
-            self._free(worker)
-            return Completion(worker=worker, task=task, lost=f"worker's answer cannot be read: {error!r}")
-        self._free(worker)
-        return Completion(worker=worker, task=task, result=result)
-
-    def _free(self, worker: str) -> None:
-        """A worker has given back its task."""
-        if self._seats[worker].gang is not None:
-            self._after_gang(worker, usable=True)
-        else:
             self._now_idle(worker)
+            return Completion(worker=worker, task=task, lost=f"worker's answer cannot be read: {error!r}")
+        self._now_idle(worker)
+        return Completion(worker=worker, task=task, result=result)

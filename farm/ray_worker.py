@@ -6,7 +6,7 @@ from typing import Any
 
 from conf.own_packages import searching_last, working_folder
 from workers.devices import DeviceChoice
-from workers.task import RunResult, TaskSpec
+from workers.task import RunResult, Task
 from workers.worker import Worker
 
 
@@ -28,7 +28,7 @@ class PinnedWorker:
         """Start the trial server and wait until it is ready."""
         self._worker.ready()
 
-    def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
+    def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
         return self._worker.run(task, upcoming)
 
 
@@ -46,7 +46,7 @@ def actor_class() -> type:
         def ready(self) -> None:
             self._pinned.ready()
 
-        def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
+        def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
             return self._pinned.run(task, upcoming)
 
     return RayWorker

@@ -9,8 +9,9 @@ from pathlib import Path
 from conf.bars import StepBar
 from conf.cli import command
 from conf.outputs import checked_report
+from conf.reports.render import write_page
 from farm.replaying.crossing import run_crossing
-from farm.replaying.page import keep_in, write_page
+from farm.replaying.page import keep_in, replay_page
 from farm.replaying.settings import ReplaySettings
 from farm.replaying.view import as_mapping, lines
 from warehouse.folder import DataFolder
@@ -24,8 +25,12 @@ def entry(settings: ReplaySettings) -> int:
     with StepBar("replay") as bar:
         done = run_crossing(settings, bar.update)
     print(json.dumps(as_mapping(done), indent=1) if settings.format == "json" else "\n".join(lines(done)))
-    places: list[str | Path] = [] if settings.report is None else [write_page(settings.report, done)]
-    places += [] if home is None else [keep_in(home, done)]
+    places: list[str | Path] = []
+    if settings.report is not None:
+        write_page(settings.report, replay_page(done))
+        places.append(settings.report)
+    if home is not None:
+        places.append(keep_in(home, done))
     for place in places:
         print(f"report: {place}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0

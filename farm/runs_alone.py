@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from farm.job_records import Task
 from featurize.trial import config_hash
 from workers.alone import AloneRun
 from workers.settings import TrialSettings
-from workers.task import RunResult
+from workers.task import RunResult, Task
 
 _TELLING = ("ok", "oom")  # statuses of runs alone that need no repetition
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from conf.errors import UsageError, unknown_name
-from conf.settings import key
+from conf.errors import UsageError
+from conf.settings import Checked, key
 from farm.dimensions import Choice, Scalar, Space
 from farm.sampling_points import POLICIES, PointsOf, key_of, uniform_point
 from featurize import families
@@ -36,23 +36,13 @@ _POINTS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Checked, section="limits"):
     """Ceilings that a config must stay under, computed from its layer plan; None is no limit."""
 
     max_parameters: float | None = key(None, "sample no model with more parameters", "number > 0")
     max_memory_mib: float | None = key(
         None, "sample no model whose weights, optimizer state and layer outputs take more, roughly", "number > 0"
     )
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{field.name} must be > 0, got {value!r}"
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) is not None
-            and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0)
-        ]
-        if problems:
-            raise UsageError("; ".join(problems))
 
     def to_mapping(self) -> dict[str, int | float | None]:
         return dataclasses.asdict(self)
@@ -61,15 +51,15 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def checked_batch_sizes(values) -> tuple[int, ...] | None:
+def checked_batch_sizes(values: Sequence[int] | None) -> tuple[int, ...] | None:
     """Return the `batch_sizes` of a submission; None for null. Raises `UsageError` unless they are distinct sizes."""
     if values is None:
         return None
-    sizes = tuple(values) if isinstance(values, list | tuple) else ()
-    wrong = any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes)
-    if not sizes or wrong or len(set(sizes)) < len(sizes):
-        given = list(values) if isinstance(values, tuple) else values
-        raise UsageError(f"batch_sizes must be a list of distinct integers >= 1, as in [8,32,128], got {given!r}")
+    sizes = tuple(values)
+    if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise UsageError(
+            f"batch_sizes must be a list of distinct integers >= 1, as in [8,32,128], got {list(values)!r}"
+        )
     return sizes
 
 
@@ -83,7 +73,7 @@ def sample(
 ) -> TrialConfig:
     """Return the trial config of one index.
 
-    Raises `UsageError` for an unknown policy, for a space that sets too few of the family's fields, and when
+    Raises `UsageError` for a space that sets too few of the family's fields, and when
     `MAX_ATTEMPTS` points in a row had to be rejected; the message says by which rules.
     """
     return next(sample_range(space, seed, index, index + 1, policy, limits, None, batch_sizes))
@@ -108,12 +98,6 @@ def sample_range(
     `rejections`, if given, is filled with how many points each rule rejected. Errors as in `sample`, at the first
     config drawn.
     """
-    if policy not in POLICIES:
-        raise unknown_name("sampling policy", policy, POLICIES)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise UsageError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}")
-    if start < 0:
-        raise UsageError(f"index must be >= 0, got {start}")
     sizes = tuple(batch_sizes or ())
     k = max(1, len(sizes))
     first, last = start // k, -(-stop // k)  # of points

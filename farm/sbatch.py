@@ -15,13 +15,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from conf.cli import command
-from conf.device_names import resolve_device
+from conf.cli import command as run_command
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import bounded, one_line
-from conf.settings import key
+from conf.settings import Checked, key
+from farm.scheduling import figures_of
+from farm.slurm import devices_key
 
 if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
@@ -49,7 +50,7 @@ class TrainingCommand(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SbatchSettings:
+class SbatchSettings(Checked):
     """How to estimate, and what to tell Slurm. Raises `UsageError`.
 
       python -m farm.sbatch devices='{A100-SXM4-40GB: a100, L4: l4}' -- --partition=gpu train.sbatch --epochs 3
@@ -61,31 +62,21 @@ class SbatchSettings:
     submitted as it is, with a note.
     """
 
-    devices: Mapping[str, Any] = key(
-        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'"
-    )
+    devices: Mapping[str, str] = devices_key()
     reject: bool = key(False, "true: a job that fits none of the GPU models is not submitted")
     dry_run: bool = key(False, "true: print the command line of sbatch, and submit nothing")
     sbatch: str = key("sbatch", "the program that submits")
     time_limit_s: float = key(300, "an estimate is given up after this many seconds", "number > 0")
 
-    def __post_init__(self) -> None:
-        from featurize.device_spec import device_names
 
-        if not self.devices:
-            raise UsageError("devices must name the cluster's GPU models, as in '{L4: l4}'")
-        features = {resolve_device(name, device_names()): str(feature) for name, feature in self.devices.items()}
-        object.__setattr__(self, "devices", features)
-
-
-def entry(settings: SbatchSettings, arguments: Sequence[str]) -> int:
+def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
     """Estimate, add options, and run sbatch. Returns its exit code.
 
     Raises:
         UsageError: No batch script; with reject=true, a job that fits no GPU model.
         EnvironmentProblem: sbatch cannot be run.
     """
-    options, script, rest = parted(arguments)
+    options, script, rest = parted(command)
     added: list[str] = []
     try:
         # Bytes that are no UTF-8 reach the command as they are.
@@ -104,10 +95,7 @@ def entry(settings: SbatchSettings, arguments: Sequence[str]) -> int:
         added = added_options(estimates, settings.devices, given)
         fitting = [name for name, done in estimates.items() if done.fits_device]
         for name, done in estimates.items():
-            bound = done.upper_mib or done.peak_memory_mib
-            verdict = "fits" if done.fits_device else "does not fit"
-            peak_mib = done.peak_memory_mib
-            print(f"{name}: {peak_mib:,.0f} MiB, bound {bound:,.0f} MiB, {verdict}", file=sys.stderr)
+            print(f"{name}: {figures_of(done)}, {'fits' if name in fitting else 'does not fit'}", file=sys.stderr)
         if not fitting and settings.reject:
             raise UsageError(f"{script} fits none of {', '.join(estimates)}; it was not submitted")
     line = [settings.sbatch, *added, *options, script, *rest]
@@ -174,12 +162,9 @@ def added_options(
 ) -> list[str]:  # fmt: skip
     """Return the options that the estimates add to those that are given."""
     fitting = [name for name, done in estimates.items() if done.fits_device]
-    name = (fitting or list(estimates))[0]
-    done = estimates[name]
+    done = estimates[(fitting or list(estimates))[0]]
     names = {option.partition("=")[0] for option in given}
-    bound = done.upper_mib or done.peak_memory_mib
-    comment = f"gpufarm: {done.peak_memory_mib:,.0f} MiB, bound {bound:,.0f} MiB on {name}"
-    added = [] if "--comment" in names else [f"--comment={comment}"]
+    added = [] if "--comment" in names else [f"--comment=gpufarm: {figures_of(done)} on {done.device}"]
     if not fitting:
         return added
     if not names & set(_GPU_OPTIONS) and not done.ranks:
@@ -304,6 +289,4 @@ def _leads(words: Sequence[str]) -> bool:
 
 
 if __name__ == "__main__":
-    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    rest, sys.argv[at:] = sys.argv[at + 1 :], []
-    command("sbatch", lambda settings: entry(settings, rest))
+    run_command("sbatch", entry, entry_of_rest=entry)

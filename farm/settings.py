@@ -6,12 +6,12 @@ Start reading at `SubmitSettings`; `conf.settings` says what becomes of its fiel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError, unknown_name
-from conf.settings import added_group, data_key, group, key, keys_of, section
+from conf.errors import UsageError
+from conf.settings import Checked, added_group, data_key, group, key, keys_of, section
 from farm.cluster_settings import ClusterSettings
 from farm.collocating import POOL, SIZES
 from farm.layouts import with_layouts
@@ -65,19 +65,6 @@ def _described(spec: DeviceSpec) -> dict[str, Any]:
     return {**mapping, "interconnect": None if spec.interconnect is None else dataclasses.asdict(spec.interconnect)}
 
 
-def window_settings(values: Mapping[str, Any]) -> WindowSettings:
-    """Return the window that a file of `conf/window/` describes. Raises `UsageError`."""
-    try:
-        return WindowSettings(**values)
-    except TypeError as error:  # a key that this version does not know, from a journal
-        raise UsageError(f"window: {error}") from error
-
-
-def cluster_settings(values: Mapping[str, Any]) -> ClusterSettings:
-    """Return where the workers live, as a file of `conf/cluster/` says. Raises `UsageError`."""
-    return ClusterSettings(**values)
-
-
 def space_within_limits(values: Mapping[str, Any]) -> Space:
     """Return the search space of a file of `conf/arch/`. Raises `UsageError`, also for numbers beyond the family's."""
     space = space_of_mapping(values)
@@ -86,14 +73,14 @@ def space_within_limits(values: Mapping[str, Any]) -> Space:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialsSettings:
+class TrialsSettings(Checked):
     """What trials run on and how. `device` may still be `auto`; `choose_device` resolves it."""
 
     device: DeviceChoice = group(
         "auto", "what trials run on; a device description means: simulate it", device_choice, DeviceKeys
     )
-    cluster: ClusterSettings = group("local", "where the workers live", cluster_settings, ClusterSettings)
-    window: WindowSettings = group("adaptive", "how long a run is measured", window_settings, WindowSettings)
+    cluster: ClusterSettings = group("local", "where the workers live", schema=ClusterSettings)
+    window: WindowSettings = group("adaptive", "how long a run is measured", schema=WindowSettings)
     data: str | None = data_key()
     limits: Limits = section(Limits)
     trial: TrialRules = section(TrialRules)
@@ -111,17 +98,8 @@ class SampledSettings(TrialsSettings):
     """What is sampled, and how."""
 
     arch: Space | None = added_group(space_within_limits)
-    seed: int = key(0, "with the space, it decides every sampled configuration")
-    policy: str = key("stratified", "uniform, or stratified: fills every range evenly for any n")
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.seed < 0:
-            problems.append(f"seed must be an integer >= 0, got {self.seed!r}")
-        if self.policy not in POLICIES:
-            problems.append(str(unknown_name("policy", self.policy, POLICIES)))
-        if problems:
-            raise UsageError("; ".join(problems))
+    seed: int = key(0, "with the space, it decides every sampled configuration", "int >= 0")
+    policy: str = key("stratified", "stratified: fills every range evenly for any n", choices=tuple(POLICIES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +132,22 @@ class SubmitSettings(SampledSettings):
         "list | mapping | text | null",
     )
     batch_sizes: tuple[int, ...] | None = key(
-        None, "a list, as in [8,32,128]: every sampled trial is run at each of these; n counts the trials"
+        None,
+        "a list, as in [8,32,128]: every sampled trial is run at each of these; n counts the trials",
+        build=checked_batch_sizes,
     )
     collocate: str | None = key(
         None,
-        "pairs, triples or quads of trials that start together on one device, after each has run alone; n counts them",
-        "text | null",
+        "groups of trials that start together on one device, after each has run alone; n counts them",
+        choices=tuple(SIZES),
     )
     families: tuple[str, ...] | None = key(
         None,
         "with collocate: families whose own search spaces trials are drawn from; arch=[cnn,gpt] means the same",
         "text | list of text | null",
+        family_names(),
     )
-    sharing: str = key("time_slicing", "with collocate: how trials share a GPU, time_slicing or mps")
+    sharing: str = key("time_slicing", "with collocate: how trials share a GPU", choices=SHARING)
     priority: int = key(0, "jobs of higher priority run first")
     detach: bool = key(False, "true: queue the job and return")
     yes: bool = key(False, "true: queue more than a million trials without being asked")
@@ -175,40 +156,26 @@ class SubmitSettings(SampledSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_groups()
-        if self.arch is None and self.families is None:
-            raise UsageError(f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}")
-        object.__setattr__(self, "batch_sizes", checked_batch_sizes(self.batch_sizes))
         if self.parallel is not None and self.arch is not None:
             object.__setattr__(self, "arch", with_layouts(self.arch, self.parallel))
 
-    def _check_groups(self) -> None:
-        """Check what belongs to groups of trials. Raises `UsageError`."""
-        if self.families is not None and isinstance(self.families, str):
-            object.__setattr__(self, "families", (self.families,))
-        problems = []
+    def problems(self) -> Iterator[str]:
         if self.collocate is None:
             given = [("families", self.families is not None), ("sharing", self.sharing != SHARING[0])]
-            problems += [f"{name} goes with collocate=pairs" for name, present in given if present]
-        elif self.collocate not in SIZES:
-            problems.append(str(unknown_name("collocate", self.collocate, tuple(SIZES))))
+            yield from (f"{name} goes with collocate=pairs" for name, present in given if present)
         else:
             together = [("batch_sizes", self.batch_sizes is not None), ("parallel", self.parallel is not None),
                         ("kernels.steps", self.kernels.steps > 0)]  # fmt: skip
-            problems += [f"{name} does not go with collocate" for name, present in together if present]
+            yield from (f"{name} does not go with collocate" for name, present in together if present)
             if self.sharing == "mps" and self.device.backend == "cpu":
-                problems.append("sharing=mps is of NVIDIA GPUs; trials on the CPU share its cores")
-        if self.sharing not in SHARING:
-            problems.append(str(unknown_name("sharing", self.sharing, SHARING)))
+                yield "sharing=mps is of NVIDIA GPUs; trials on the CPU share its cores"
         if self.families is not None:
             if self.arch is not None:
-                problems.append("give +arch=FAMILY or arch=[A,B], not both")
-            known = family_names()
-            problems += [str(unknown_name("family", name, known)) for name in self.families if name not in known]
+                yield "give +arch=FAMILY or arch=[A,B], not both"
             if not self.families or len(set(self.families)) < len(self.families):
-                problems.append("families must name some families, each once")
-        if problems:
-            raise UsageError("; ".join(problems))
+                yield "families must name some families, each once"
+        elif self.arch is None:
+            yield f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}"
 
     @property
     def spaces(self) -> tuple[Space, ...]:

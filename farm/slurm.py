@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,13 +20,13 @@ from conf.cli import command
 from conf.device_names import resolve_device
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import one_line
-from conf.settings import key
+from conf.settings import Checked, key
+from farm.scheduling import figures_of, keep_asking
 from warehouse.layout import write_bytes
 
 if TYPE_CHECKING:
     from learn.client import Client
 
-TOKEN_VARIABLE = "GPUFARM_TOKEN"
 HEADER = "gpufarm-slurm 1"
 YES, NO, UNKNOWN = "yes", "no", "unknown"
 _LONGEST = 8192  # bytes of a directive, as the plugin has it
@@ -38,8 +36,34 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CODING = {"encoding": "utf-8", "errors": "surrogateescape"}  # any bytes of a script come back as they were
 
 
+def features_by_device(devices: Mapping[str, Any]) -> dict[str, str]:
+    """Return Slurm's feature of each GPU model, by its full name. Raises `UsageError` that names what is wrong."""
+    from featurize.device_spec import device_names
+
+    problems = [] if devices else ["devices must name the cluster's GPU models, as in '{L4: l4}'"]
+    features: dict[str, str] = {}
+    for name, feature in devices.items():
+        try:
+            features[resolve_device(name, device_names())] = str(feature)
+        except UsageError as error:
+            problems.append(str(error))
+        if not str(feature).replace("_", "").replace("-", "").replace(".", "").isalnum():
+            problems.append(f"devices: the feature of {name} is a name that Slurm's nodes have, got {feature!r}")
+    if problems:
+        raise UsageError("; ".join(problems))
+    return features
+
+
+def devices_key() -> Any:
+    """Return the field `devices` of commands that know a cluster's GPU models."""
+    return key(
+        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'",
+        build=features_by_device,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class SlurmSettings:
+class SlurmSettings(Checked):
     """Where the table lies, and whom to ask. Raises `UsageError`.
 
       python -m farm.slurm table=/var/lib/gpufarm/slurm.tsv devices='{A100-SXM4-40GB: a100, H100-SXM5-80GB: h100}'
@@ -51,9 +75,7 @@ class SlurmSettings:
     it stays until SIGTERM. docs/service.md describes how to set Slurm up.
     """
 
-    devices: Mapping[str, Any] = key(
-        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'"
-    )
+    devices: Mapping[str, str] = devices_key()
     table: str = key(
         "/var/lib/gpufarm/slurm.tsv", "the table; beside it, .wanted has the directives not answered", "path"
     )
@@ -61,25 +83,9 @@ class SlurmSettings:
     once: bool = key(False, "true: answer what is wanted now, then leave")
     every_s: float = key(2.0, "between two looks for wanted directives", "number > 0")
 
-    def __post_init__(self) -> None:
-        from featurize.device_spec import device_names
-
-        problems = []
-        features: dict[str, str] = {}
-        for name, feature in self.devices.items():
-            try:
-                features[resolve_device(name, device_names())] = str(feature)
-            except UsageError as error:
-                problems.append(str(error))
-            if not str(feature).replace("_", "").replace("-", "").replace(".", "").isalnum():
-                problems.append(f"devices: the feature of {name} is a name that Slurm's nodes have, got {feature!r}")
-        if not self.devices:
-            problems.append("devices must name the cluster's GPU models, as in '{L4: l4}'")
+    def problems(self) -> Iterator[str]:
         if not Path(self.table).expanduser().parent.is_dir():
-            problems.append(f"table={self.table}: its folder does not exist")
-        if problems:
-            raise UsageError("; ".join(problems))
-        object.__setattr__(self, "devices", features)
+            yield f"table={self.table}: its folder does not exist"
 
     @property
     def path(self) -> Path:
@@ -112,25 +118,12 @@ def entry(settings: SlurmSettings) -> int:
     Raises:
         EnvironmentProblem: The table or the folder cannot be written; with once=true, the service does not answer.
     """
-    from learn.client import Client
-
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     rows = read_table(settings.path)
-    with Client(settings.server, token=os.environ.get(TOKEN_VARIABLE)) as service:
-        write_table(settings.path, rows)  # one that cannot be written is told at once
-        while not ended.is_set():
-            try:
-                _answer_wanted(settings, rows, service, ended)
-            except EnvironmentProblem as error:
-                if settings.once:
-                    raise
-                print(f"{error}; trying again", file=sys.stderr, flush=True)
-            if settings.once:
-                break
-            ended.wait(settings.every_s)
-    return 0
+    write_table(settings.path, rows)  # one that cannot be written is told at once
+    return keep_asking(
+        lambda service, ended: _answer_wanted(settings, rows, service, ended),
+        server=settings.server, once=settings.once, every_s=settings.every_s,
+    )  # fmt: skip
 
 
 def _answer_wanted(
@@ -159,33 +152,37 @@ def _forget_oldest(rows: dict[str, DirectiveRow]) -> None:
 def row_of(directive: str, devices: Mapping[str, str], service: Client) -> DirectiveRow:
     """Return what the service says of a directive. Raises `EnvironmentProblem` where it does not answer."""
     try:
-        directive.encode()
-    except UnicodeEncodeError:
-        return DirectiveRow(1, UNKNOWN, "", "gpufarm: the #GPUFARM line is not UTF-8")
-    try:
-        body = json.loads(directive)
-    except (ValueError, RecursionError):
-        return DirectiveRow(1, UNKNOWN, "", "gpufarm: the #GPUFARM line is not JSON")
-    if not isinstance(body, dict) or "devices" in body or "device" in body:
-        return DirectiveRow(1, UNKNOWN, "", "gpufarm: the #GPUFARM line is a JSON object without a device")
-    try:
+        body = _job_of(directive)
         gpus = _gpus_of(body.get("parallel"))
         fits = service.devices_that_fit(**{**body, "devices": sorted(devices)})
     except EnvironmentProblem:
         raise
     except (CommandError, TypeError) as error:
         return DirectiveRow(1, UNKNOWN, "", f"gpufarm: {error}")
-    answered = [one for one in fits if one.estimate is not None]
-    fitting = [one for one in answered if one.fits]
+    answered = {one.device: one.estimate for one in fits if one.estimate is not None}
+    fitting = [one.device for one in fits if one.estimate is not None and one.fits]
     if not answered:
         return DirectiveRow(gpus, UNKNOWN, "", f"gpufarm: {fits[0].problem}")
-    shown = (fitting or answered)[0]
-    assert shown.estimate is not None
-    needed = shown.estimate.upper_mib or shown.estimate.peak_memory_mib
-    comment = f"gpufarm: {shown.estimate.peak_memory_mib:,.0f} MiB, bound {needed:,.0f} MiB on {shown.device}"
+    shown = (fitting or list(answered))[0]
+    comment = f"gpufarm: {figures_of(answered[shown])} on {shown}"
     if not fitting:
         return DirectiveRow(gpus, NO, "", f"{comment}; fits no GPU of this cluster")
-    return DirectiveRow(gpus, YES, "|".join(sorted({devices[one.device] for one in fitting})), comment)
+    return DirectiveRow(gpus, YES, "|".join(sorted({devices[one] for one in fitting})), comment)
+
+
+def _job_of(directive: str) -> dict[str, Any]:
+    """Return a directive's request. Raises `UsageError` where it is none."""
+    problem, body = "a JSON object without a device", None
+    try:
+        directive.encode()
+        body = json.loads(directive)
+    except UnicodeEncodeError:
+        problem = "UTF-8"
+    except (ValueError, RecursionError):
+        problem = "JSON"
+    if not isinstance(body, dict) or "devices" in body or "device" in body:
+        raise UsageError(f"the #GPUFARM line is not {problem}")
+    return body
 
 
 def _gpus_of(parallel: object) -> int:

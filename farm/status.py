@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from conf.plain_text import error_line, one_line, printable
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, format_key, key
 from farm.jobs import JobProgress
 from farm.lock import dispatcher_of
 from farm.queue_copy import queue_to_read
@@ -36,13 +36,12 @@ from warehouse.folder import DataFolder
 if TYPE_CHECKING:
     from warehouse.presence import Presence
 
-FORMATS = ("table", "json")
 _MAIN_REASONS = 2  # of doubts, in the table
 _PLAIN_WIDTH = 200  # without a terminal nothing is cut off
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusSettings:
+class StatusSettings(Checked):
     """Which jobs to show, and how.
 
       python -m farm.status                      all jobs
@@ -53,12 +52,8 @@ class StatusSettings:
     """
 
     job: str | None = key(None, "only this job, in detail")
-    format: str = key("table", "table | json")
+    format: str = format_key()
     data: str | None = data_key()
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
 
 
 def entry(settings: StatusSettings) -> None:
@@ -114,7 +109,7 @@ def presence_of(folder: DataFolder) -> Presence:
     if not folder.runs.is_dir():
         return Presence()
     try:
-        return compare(folder, quick=True)
+        return compare(folder)
     except sqlite3.Error:
         return Presence()
 

@@ -2,7 +2,7 @@
 
 Start reading at `sweep_orphans`. A process is ended only with proof that it is ours: it runs as this user, and either
 its environment holds `SESSION_VARIABLE` with the identity of a dispatcher that runs no more, or that dispatcher wrote
-its identity into a record that only this user can write (`farm.session_record`). What a data folder says is no proof.
+its identity into a folder that only this user can write to (`farm.leftovers`). What a data folder says is no proof.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import psutil
 
 from conf.identity import identity
+from farm.leftovers import recorded_processes
 from farm.process_marker import has_ended, parse_marker
-from farm.session_record import dead_sessions
 
 SESSION_VARIABLE = "GPUFARM_SESSION"  # its value: the identity of the dispatcher, as `conf.identity` makes it
 _END_WITHIN_S = 5.0
 
 
 def descendants() -> list[str]:
-    """Return the identities of this process's descendants, for `SessionRecord.write`."""
+    """Return the identities of this process's descendants, for `farm.leftovers.record_processes`."""
     identities = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(ProcessLookupError):
@@ -32,7 +32,7 @@ def descendants() -> list[str]:
 
 def sweep_orphans() -> list[int]:
     """Kill the processes that dead dispatchers of this user left, see above; return their ids."""
-    recorded = {text for processes in dead_sessions() for text in processes}
+    recorded = recorded_processes()
     return end_processes(
         [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_orphan(process, recorded)]
     )

@@ -1,4 +1,4 @@
-"""Turns queued tasks into work for workers, and the workers' answers into runs that can land.
+"""Turns the answers of workers into runs that can land.
 
 Start reading at `accepted`: everything that a worker sends passes through it.
 """
@@ -8,19 +8,18 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
 
 from farm.executors import Completion
-from farm.job_records import RunDoubt, Task, UnreadableTask
+from farm.job_records import RunDoubt, UnreadableTask
 from featurize.trial import TrialConfig, mapping_hash
 from warehouse.run import JSON_COLUMNS, Run
 from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
-from workers.alone import AloneRun
 from workers.safe_text import safe_text
-from workers.task import RunResult, TaskSpec
+from workers.task import RunResult, Task
 
 _TEXT_CHARACTERS = 4_000  # of any text of a run, but its error
 _JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is none
@@ -29,23 +28,6 @@ _TEXT_COLUMNS = tuple(
     field.name for field in RUN_SCHEMA if pa.types.is_string(field.type) and field.name not in JSON_COLUMNS
 )
 _MAPPING_COLUMNS = tuple(name for name in JSON_COLUMNS if name != "config")
-
-
-def task_spec(task: Task, alone: Sequence[AloneRun | None] = ()) -> TaskSpec:
-    """Return a queued task as its worker needs it; its seed is the task's index, so that repeats are equal.
-
-    `alone`: of each member of a group the run alone, where it is known.
-    """
-    return TaskSpec(
-        job_id=task.job_id,
-        task_index=task.task_index,
-        attempt=task.attempt,
-        config=task.config,
-        settings=task.settings,
-        seed=task.task_index,
-        partners=task.partners,
-        alone=tuple(alone),
-    )
 
 
 def attempt_run_id(run_id: str, attempt: int) -> str:

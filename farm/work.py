@@ -13,7 +13,7 @@ from functools import partial
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
-from conf.settings import data_key, group, key, section
+from conf.settings import Checked, data_key, group, key, section
 from farm.cluster_settings import ClusterSettings
 from farm.dispatch import Dispatcher, StopRequest, make_executor, reconcile
 from farm.jobs import Job, Queue
@@ -26,7 +26,6 @@ from farm.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
 from farm.progress import Progress
 from farm.queue_values import device_from_key, settings_of_text
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
-from farm.settings import cluster_settings
 from featurize.own_code import parse_trust
 from warehouse.folder import DataFolder
 
@@ -34,7 +33,7 @@ _LOOK_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkSettings:
+class WorkSettings(Checked):
     """How to work off the queue.
 
     usage: python -m farm.work [KEY=VALUE ...]
@@ -46,19 +45,17 @@ class WorkSettings:
     SIGTERM or Ctrl-C once finishes what runs, gives back the rest and leaves with 130; twice stops at once.
     """
 
-    cluster: ClusterSettings = group("local", "where the workers live", cluster_settings, ClusterSettings)
+    cluster: ClusterSettings = group("local", "where the workers live", schema=ClusterSettings)
     data: str | None = data_key()
     wait: bool = key(False, "true: stay when the queue is empty, and look again")
     trust: tuple[str, ...] = key(
         None,
         "modules whose code may run although this user did not submit the job, as in [mypackage]",
         "text | list of text | null",
+        build=parse_trust,
     )
     log: LogSettings = section(LogSettings)
     metrics: MetricsSettings = section(MetricsSettings)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "trust", parse_trust(self.trust))
 
 
 def entry(settings: WorkSettings) -> int:
@@ -103,7 +100,7 @@ def work(
             if lock is not None:
                 held.enter_context(_held(lock, service))
                 _QueueWork(
-                    folder=folder, queue=queue, cluster=cluster, stop=stop, lock=lock, service=service,
+                    folder=folder, queue=queue, cluster=cluster, stop=stop, service=service,
                     outcomes=outcomes, job_id=job_id, wait=wait, trust=trust,
                 ).run()  # fmt: skip
         except ClusterLost as lost:
@@ -163,7 +160,7 @@ def run_job(
                 dispatcher = Dispatcher(
                     folder, queue, executor, job.device, progress, service=service, job_id=job_id, shares=shares
                 )
-                return dispatcher.run(stop, lock)
+                return dispatcher.run(stop)
 
 
 def _take_lock(
@@ -228,7 +225,6 @@ class _QueueWork:
     queue: Queue
     cluster: ClusterSettings
     stop: StopRequest
-    lock: DispatcherLock
     service: Service
     outcomes: JobOutcomes
     job_id: str | None
@@ -257,7 +253,7 @@ class _QueueWork:
                     Dispatcher(
                         self.folder, self.queue, executor, key, progress, service=self.service, trust=self.trust,
                         outcomes=self.outcomes,
-                    ).run(self.stop, self.lock)  # fmt: skip
+                    ).run(self.stop)  # fmt: skip
                 compacted = False
             elif self.wait:
                 if not compacted:

@@ -137,7 +137,7 @@ class CompiledRegions:
             if capture is None:
                 return forward(*args, **kwargs)
             # Its graphs run without gradients and below no module's hooks: they do not tell a checkpoint's second pass.
-            with recorder.computing_again(recorder.phase == "backward"):
+            with recorder.log.computing_again(recorder.memory.phase == "backward"):
                 return capture(tensors)
 
         return compiled
@@ -244,7 +244,7 @@ def _captured(
         alive = list(range(weights))  # anyhow: saving them costs nothing
         return aot_function(
             function,
-            lambda graph, _inputs: GraphReplay(graph, regions),
+            lambda graph, _inputs: GraphReplay(graph, regions.recorder_now, regions.graphs),
             partition_fn=functools.partial(partition, alive),
             decompositions=dict(select_decomp_table()),
             num_params_buffers=weights,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,8 @@ from featurize.operators import GATHERS, INDEXING, POINTWISE, REDUCTION, SCATTER
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-    from featurize.compiled import CompiledRegions
+    from featurize.cuda_graphs import CudaGraphs
+    from featurize.recorder import Recorder
 
 # torch/_inductor/config.py: realize_reads_threshold, of a value with several readers; realize_acc_reads_threshold.
 _MOST_READS_SHARED = 4
@@ -48,9 +49,12 @@ class GraphReplay:
 
     _boxed_call = True
 
-    def __init__(self, graph_module: GraphModule, regions: CompiledRegions) -> None:
+    def __init__(
+        self, graph_module: GraphModule, recorder_now: Callable[[], Recorder | None], graphs: CudaGraphs | None
+    ) -> None:
+        """`recorder_now` gives the recorder of what runs; `graphs`: what it runs as, where that is CUDA graphs."""
         self._constants = graph_module
-        self._regions = regions
+        self._recorder_now, self._graphs = recorder_now, graphs
         self._nodes = list(graph_module.graph.nodes)
         for node in self._nodes:
             if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -128,10 +132,12 @@ class GraphReplay:
         return (self._bases[node], *parts)
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        recorder, graphs = self._regions.recorder_now(), self._regions.graphs
+        recorder, graphs = self._recorder_now(), self._graphs
         if recorder is None or graphs is None:
             return self._run(args)
-        with graphs.replay(self, recorder, args):
+        stays = recorder.memory.stays  # no name for the copied ones: it would keep them for as long as the graph runs
+        copied = recorder.log.copied([one for one in args if isinstance(one, Tensor) and not stays(one)])
+        with graphs.replay(self, copied):
             return self._run(args)
 
     def _run(self, args: list[Any]) -> list[Any]:
@@ -157,9 +163,9 @@ class GraphReplay:
         raise AssertionError("a graph ends with its output")
 
     def _run_extern(self, node: Node, values: dict[Node, Any]) -> None:
-        recorder = self._regions.recorder_now()
+        recorder = self._recorder_now()
         again = recorder is not None and "recompute" in node.meta
-        with recorder.computing_again(again) if recorder is not None and again else contextlib.nullcontext():
+        with recorder.log.computing_again(again) if recorder is not None and again else contextlib.nullcontext():
             result = _call(node, values)
         self._keep(node, result, values)
         del result
@@ -178,12 +184,12 @@ class GraphReplay:
             with torch._C._DisableTorchDispatch():
                 made = _like(node.meta["val"]) if made is None else made
             self._keep(node, made, values)
-        if (recorder := self._regions.recorder_now()) is not None:
+        if (recorder := self._recorder_now()) is not None:
             assert isinstance(node.target, torch._ops.OpOverload)  # `_role` calls nothing else a kernel
             kernel = noted.setdefault(self._group[node], _Noted())
             again = [values[base] for base in sources if base in kernel.buffers]
             results = made if isinstance(made, tuple) else (made,)
-            kernel.operator = recorder.fused(
+            kernel.operator = recorder.log.fused(
                 node.target,
                 (first,),
                 inputs,

@@ -9,12 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
-
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from featurize.recorder import Recorder
 
 GRAPHED = (
     "the compiled model runs as CUDA graphs: the host launches each graph once, loss and optimizer stay eager; their "
@@ -32,17 +26,10 @@ class CudaGraphs:
         self._launched: bool | None = None  # the graph that runs; None: none does
 
     @contextlib.contextmanager
-    def replay(self, graph: Hashable, recorder: Recorder, given: list[object]) -> Iterator[None]:
-        """Run one graph within: its inputs are copied, its operators are launched together.
-
-        Args:
-            graph: Tells one graph from another.
-            recorder: Of the trace.
-            given: Its inputs.
-        """
-        copied = [one for one in given if isinstance(one, Tensor) and not recorder.stays(one, self.blocks)]
-        self._input_bytes[graph] = recorder.copied(copied)
-        del copied  # a reference here would keep them for as long as the graph runs
+    def replay(self, graph: Hashable, input_bytes: int) -> Iterator[None]:
+        """Run one graph within, by whatever tells it from another: its operators are launched together. `input_bytes`
+        were copied into it."""
+        self._input_bytes[graph] = input_bytes
         before, self._launched = self._launched, False
         try:
             yield

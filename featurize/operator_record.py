@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
 
 from featurize.block_record import BlockRecord
@@ -85,15 +85,20 @@ def _has_kernel(func: OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
-class OperatorRecord(BlockRecord):
-    """Notes operators beside the blocks that they read and make, while `keep_operators` says so."""
+class OperatorRecord:
+    """Notes operators by the blocks that they read and make, while `keep_operators` says so.
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+    Args:
+        memory: The blocks.
+        stack: The modules that run.
+    """
+
+    def __init__(self, memory: BlockRecord, stack: ModuleStack) -> None:
+        self._memory, self._stack = memory, stack
         self.operators: list[Operator] = []
         self.keep_operators = False
+        self.made_by: dict[int, int] = {}  # block -> place of the operator that wrote it last, or `BATCH`
         self._again = False  # a compiled graph computes what was computed already
-        self.stack = ModuleStack(model)
 
     @contextlib.contextmanager
     def computing_again(self, again: bool) -> Iterator[None]:
@@ -104,12 +109,12 @@ class OperatorRecord(BlockRecord):
         finally:
             self._again = before
 
-    def begin_step(self, number: int, *, keep_operators: bool) -> None:
+    def begin_step(self, *, keep_operators: bool) -> None:
         """A step begins. Operators of an earlier one are dropped, so that none counts as a source of this one's."""
-        self.step, self.phase, self.keep_operators = number, "forward", keep_operators
+        self.keep_operators = keep_operators
         if self.operators:
             self.operators = []
-            self._made_by = [made if made == BATCH else -1 for made in self._made_by]
+            self.made_by = {block: made for block, made in self.made_by.items() if made == BATCH}
 
     def fused(
         self,
@@ -139,15 +144,15 @@ class OperatorRecord(BlockRecord):
             The place of the kernel's operator; None where operators are not kept.
         """
         traits = traits_of(func)
-        maker = (traits.name, self.stack.now(), None)
+        maker = (traits.name, self._stack.now(), None)
         made = meta_tensors(outputs)
         for tensor in inputs:
-            self._see(tensor.untyped_storage(), "buffer")
+            self._memory.see(tensor.untyped_storage(), "buffer")
         for tensor in made:
-            self._see(tensor.untyped_storage(), None, maker)
+            self._memory.see(tensor.untyped_storage(), None, maker)
         if not self.keep_operators or not made:
             return into
-        self._note(traits, maker[1], args, meta_tensors(inputs), made)
+        self.note(traits, maker[1], args, meta_tensors(inputs), made)
         place, own = len(self.operators) - 1, self.operators[-1]
         own = own._replace(
             bytes_read=max(0, own.bytes_read - sum(map(bytes_read, again))),
@@ -158,7 +163,7 @@ class OperatorRecord(BlockRecord):
             return place
         self.operators.pop()
         for tensor in made:
-            self._made_by[self._live[tensor.untyped_storage()._cdata][0]] = into
+            self.made_by[self._memory.live[tensor.untyped_storage()._cdata][0]] = into
         self.operators[into] = joined(self.operators[into], own, into, leads)
         return into
 
@@ -168,13 +173,16 @@ class OperatorRecord(BlockRecord):
         if total and self.keep_operators:
             shapes = tuple(tuple(tensor.shape) for tensor in tensors)
             dtype = _dtype_name(tensors[0].dtype)
-            self.operators.append(Operator("aten::copy_", self.phase, dtype, shapes, (), 0, total, total, 1))
+            self.operators.append(Operator("aten::copy_", self._memory.phase, dtype, shapes, (), 0, total, total, 1))
         return total
 
-    def _note(self, traits: Traits, module: str, args: Sequence, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        live, made_by = self._live, self._made_by
+    def note(self, traits: Traits, module: str, args: Sequence, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Note an operator of a module; tensors on meta of its arguments, and what it made."""
+        memory, made_by = self._memory, self.made_by
+        live, phase = memory.live, memory.phase
         changed = [t for i in traits.written for t in meta_tensors(args[i : i + 1])]
-        sources = [made_by[live[tensor.untyped_storage()._cdata][0]] for tensor in inputs]
+        read = [live[tensor.untyped_storage()._cdata][0] for tensor in inputs]
+        sources = [made_by.get(block, BATCH if memory.kinds[block] == "batch" else -1) for block in read]
         number = len(self.operators)
         for tensor in (*outputs, *changed):
             made_by[live[tensor.untyped_storage()._cdata][0]] = number
@@ -182,7 +190,7 @@ class OperatorRecord(BlockRecord):
         self.operators.append(
             Operator(
                 traits.name,
-                self.phase,
+                phase,
                 _type_name((*outputs, *inputs)),
                 tuple(tuple(t.shape) for t in inputs),
                 tuple(tuple(t.shape) for t in outputs),
@@ -192,15 +200,15 @@ class OperatorRecord(BlockRecord):
                 launches,
                 module,
                 tuple(sources),
-                self.phase == "backward" and self._recomputes(),
-                self.graphs is not None and self.graphs.is_launched(),
+                phase == "backward" and self._recomputes(),
+                memory.graphs is not None and memory.graphs.is_launched(),
             )
         )
 
     def _recomputes(self) -> bool:
         """Return whether a checkpoint runs its part of the forward pass again, which the engine alone never does: a
         module's forward pass runs, or gradients are recorded."""
-        return self._again or bool(self.stack.running) or torch.is_grad_enabled()
+        return self._again or bool(self._stack.running) or torch.is_grad_enabled()
 
 
 class _Traffic(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,43 +18,49 @@ from torch._ops import OpOverload
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from featurize.block_record import BlockRecord
 from featurize.library_calls import CUBLAS
 from featurize.meta_results import meta_result
+from featurize.module_stack import ModuleStack
 from featurize.operator_record import OperatorRecord, Traits, traits_of
+from featurize.replacing import replaced
 from featurize.tensor_parts import meta_tensors, wrap_others
 from featurize.values import NONZERO, READ, Values
 
 if TYPE_CHECKING:
     from featurize.library_calls import LibraryCall
-    from featurize.parallel.ranks import Ranks
 
 _ADD = torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default
 _READ = torch.ops.aten._local_scalar_dense.default
-KERNEL = object()  # what `Ranks.ran` gives for an operator that this GPU computes
+KERNEL = object()  # what `Recorder.among_ranks` gives for an operator that this GPU computes
 
 
-class _Uncompiled(TorchDispatchMode):
-    """A mode that torch's compiler never sees: without the wrapper that keeps it out, which costs 10 us an operator."""
+class Recorder(TorchDispatchMode):
+    """Records one model's steps.
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class Recorder(OperatorRecord, _Uncompiled):
-    """Records one model's steps."""
+    memory   the blocks that are taken and given back
+    log      the operators that run
+    stack    the module whose forward pass runs
+    values   of tensors that models read
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        _Uncompiled.__init__(self)
-        OperatorRecord.__init__(self, model)
-        self.ranks: Ranks | None = None  # of a job on several GPUs whose wrapper is PyTorch's own
-        self.paused = False  # what runs belongs to another rank
+        super().__init__()
+        self.stack, self.memory, self.values = ModuleStack(model), BlockRecord(), Values()
+        self.log = OperatorRecord(self.memory, self.stack)
+        self.values.module_now = self.stack.now
+        # Runs what concerns other ranks, too, and gives `KERNEL` for the rest; None where PyTorch wraps nothing.
+        self.among_ranks: Callable[..., object] | None = None
+        self.paused = False  # what runs is not recorded: it belongs to another rank
         self.decided = 0  # operators whose results known values decided
         self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
-        self.values = Values()
-        self.values.module_now = self.stack.now
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's compiler never sees this mode: no wrapper keeps it out, which costs 10 us an operator."""
+        return False
 
     # -- what the caller says of the step
 
@@ -78,33 +84,38 @@ class Recorder(OperatorRecord, _Uncompiled):
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Errors name their operator, and nothing is recorded."""
-        with _Watch(self):
+        with replaced(self, "paused", True), self:
             yield
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Blocks that exist before the first step."""
         held = meta_tensors(tensors)
         self.values.learn(held)
-        super().hold(held, kind)
+        self.memory.hold(held, kind)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
         """The step's batch is copied to the device, then the last step's is given back."""
         self.values.learn(tensors, default=1)
-        super().new_batch(tensors)
+        self.memory.new_batch(tensors)
 
     def made(self, tensor: Tensor, by: str) -> None:
         """Note what something other than an operator made."""
-        self._see(tensor.untyped_storage(), None, (by, self.stack.now(), None))
+        self.memory.see(tensor.untyped_storage(), None, (by, self.stack.now(), None))
+
+    def begin_step(self, number: int, *, keep_operators: bool) -> None:
+        """A step begins with its forward pass."""
+        self.memory.step, self.memory.phase = number, "forward"
+        self.log.begin_step(keep_operators=keep_operators)
 
     def begin_phase(self, phase: str) -> None:
         """A phase begins. Before a forward pass, a loop reads the loss of the one before, and so waits for the GPU."""
-        self.phase = phase
+        self.memory.phase = phase
         if phase == "forward":
-            self.host_waited(len(self.events))
+            self.memory.host_waited(len(self.memory.events))
 
     def stop(self) -> None:
         """End the record: what dies from here on is not the step's doing."""
-        self._live.clear()
+        self.memory.live.clear()
         self.values.forget()
 
     # -- what happens
@@ -119,14 +130,14 @@ class Recorder(OperatorRecord, _Uncompiled):
         """Return what the operator gives on meta tensors, and values where they are read back."""
         if traits.view:
             return func(*args, **kwargs)
-        if traits.name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
+        if traits.name == READ and self.memory.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
             return 1.0  # a norm that scales an update: it decides no size
         decided = self.values.decide(func, traits.name, args, kwargs)
         if decided is not NotImplemented:
             self.decided += 1
             return decided
         out = meta_result(func, traits.name, args, kwargs)
-        if self.ranks is not None and traits.name == "aten::empty":
+        if self.among_ranks is not None and traits.name == "aten::empty":
             return out  # a buffer of a wrapper, most likely: no model reads it
         if traits.mutates or self.follows_values():
             self.values.follow(func, traits.name, args, kwargs, out, traits)
@@ -145,23 +156,24 @@ class Recorder(OperatorRecord, _Uncompiled):
 
     def follows_values(self) -> bool:
         """Return whether values of what operators make may be asked for: not within an update."""
-        return self.phase != "optimizer"
+        return self.memory.phase != "optimizer"
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.ranks is not None and (ran := self.ranks.ran(func, types, args, kwargs)) is not KERNEL:
+        if self.among_ranks is not None and (ran := self.among_ranks(func, types, args, kwargs)) is not KERNEL:
             return ran
         if wrap_others(types):
             return NotImplemented  # which runs what it makes of it
         if self.paused:
             return self.unrecorded(func, args, kwargs)
-        if self.phase == "backward":
+        phase = self.memory.phase
+        if phase == "backward":
             func = in_place_overload(func, args, kwargs, self._held_alone) or func
             if (kept := taken_over(func, args)) is not None:
                 return kept
-        elif self.phase == "optimizer" and func is _READ and not args[0].is_meta:
+        elif phase == "optimizer" and func is _READ and not args[0].is_meta:
             return func(*args)  # a step counter on the host
         traits = traits_of(func)
         if traits.composite:  # runs below a tensor that wraps others, where autograd did not take it apart
@@ -189,45 +201,31 @@ class Recorder(OperatorRecord, _Uncompiled):
             inputs += meta_tensors(kwargs.values())
         if not (inputs or outputs):  # an optimizer's step counter: host arithmetic
             return
-        module = self.stack.now()
+        module, memory = self.stack.now(), self.memory
         maker = (traits.name, module, None)
         for tensor in inputs:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._live:  # a constant that the model holds without registering it as a buffer
-                self._see(storage, "buffer")
+            if storage._cdata not in memory.live:  # a constant that the model holds without registering it as a buffer
+                memory.see(storage, "buffer")
         if isinstance(out, Tensor) and out.is_sparse:  # its indices may be those that it was given
             given = {t.untyped_storage()._cdata for t in inputs}
             outputs = [t for t in outputs if t.untyped_storage()._cdata not in given]
         fresh = False
         for tensor in outputs:
-            fresh |= self._see(tensor.untyped_storage(), None, maker)
+            fresh |= memory.see(tensor.untyped_storage(), None, maker)
         if traits.library_calls is not None:
             self._take_workspaces(traits, module, traits.library_calls(args, outputs))
-        if self.keep_operators and traits.kernel and (fresh or traits.mutates):
-            self._note(traits, module, args, inputs, outputs)
+        if self.log.keep_operators and traits.kernel and (fresh or traits.mutates):
+            self.log.note(traits, module, args, inputs, outputs)
 
     def _take_workspaces(self, traits: Traits, module: str, calls: Iterable[LibraryCall]) -> None:
         for call in calls:
             if call.kind == CUBLAS:  # its handles belong to threads, and keep what they took
-                thread = "backward" if self.phase == "backward" else "forward"
+                thread = "backward" if self.memory.phase == "backward" else "forward"
                 if thread in self._cublas_threads:
                     continue
                 self._cublas_threads.add(thread)
-            self._take(0, "workspace", (traits.name, module, call))
-
-
-class _Watch(_Uncompiled):
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        recorder, kwargs = self._recorder, kwargs or {}
-        if recorder.ranks is not None and (ran := recorder.ranks.ran(func, types, args, kwargs)) is not KERNEL:
-            return ran
-        return NotImplemented if wrap_others(types) else recorder.unrecorded(func, args, kwargs)
+            self.memory.take(0, "workspace", (traits.name, module, call))
 
 
 # Where autograd adds a second gradient into the first one's memory instead of making a third tensor, or keeps one. On a

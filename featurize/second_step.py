@@ -53,10 +53,10 @@ class SecondStep:
             return
         if moment == "optimizer":
             self._decided -= recorder.decided
-            recorder.keep_operators = False  # the second step's counts
+            recorder.log.keep_operators = False  # the second step's counts
         if self._marks:
-            self._stretches.append(recorder.since(self._marks[-1]))
-        self._marks.append(recorder.mark())
+            self._stretches.append(recorder.memory.since(self._marks[-1]))
+        self._marks.append(recorder.memory.mark())
 
     def goes_alike(self) -> bool:
         """Return whether the first step shows that passes of the second one are the same."""
@@ -67,7 +67,7 @@ class SecondStep:
         forward, rest, _update, end = self._stretches
         left = {*forward.leaving, *rest.leaving}
         given_back = {*forward.entering, *rest.entering, *end.entering}
-        kept = recorder.blocks_in(gradients) | self._held()
+        kept = recorder.memory.blocks_in(gradients) | self._held()
         memory = given_back <= left and left - given_back == kept and not end.leaving
         return memory and self._before.stays(kept_by(self._step))
 
@@ -78,23 +78,23 @@ class SecondStep:
         """
         recorder, step = self._recorder, self._step
         forward, rest, _update, end = self._stretches
-        recorder.step, recorder.phase, begins = 2, "forward", len(recorder.events)
+        recorder.memory.step, recorder.memory.phase, begins = 2, "forward", len(recorder.memory.events)
         if batch:
             recorder.new_batch(batch)
-        for block in dict.fromkeys(map(recorder.block_of, self._gradients())):
-            recorder.give_back(block)
-        passes = len(recorder.events)
-        known = recorder.repeat(forward, {})
-        held = [recorder.storage_of(block) for block in self._held()]
+        for block in dict.fromkeys(map(recorder.memory.block_of, self._gradients())):
+            recorder.memory.give_back(block)
+        passes = len(recorder.memory.events)
+        known = recorder.memory.repeat(forward, {})
+        held = [recorder.memory.storage_of(block) for block in self._held()]
         step.hold()
-        if any(recorder.block_in(storage) is not None for storage in held):
+        if any(recorder.memory.block_in(storage) is not None for storage in held):
             raise TraceAgain(repeats=False)
-        known |= recorder.repeat(rest, known)
-        recorder.keep_operators = True
+        known |= recorder.memory.repeat(rest, known)
+        recorder.log.keep_operators = True
         with recorder:
             step.update()
-        updated = len(recorder.events)
-        recorder.repeat(end, {block: known[block] for block in end.entering})
+        updated = len(recorder.memory.events)
+        recorder.memory.repeat(end, {block: known[block] for block in end.entering})
         if self._loop is not None:
             self._loop.repeat(begins, known, self._moved(known, passes, updated))
 
@@ -102,7 +102,7 @@ class SecondStep:
         """Return the blocks that a loop's variables hold, also within objects, as caches of keys and values are."""
         held = state_of(self._step.held)
         tensors = () if held is None else (tensor for one in held.tensors if (tensor := one()) is not None)
-        return self._recorder.blocks_in(tensors)
+        return self._recorder.memory.blocks_in(tensors)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._step.model.parameters() if p.grad is not None]

@@ -45,8 +45,8 @@ class StepSequence:
 
     def __init__(self, recorder: Recorder, run: Callable[[int, int], None]) -> None:
         """`run(number, shape)` runs one step on the batch of that shape."""
-        self._recorder, self._run = recorder, run
-        self._alive = self._after(recorder.since(RecordMoment(0, 0)), ())
+        self._memory, self._log, self._run = recorder.memory, recorder.log, run
+        self._alive = self._after(self._memory.since(RecordMoment(0, 0)), ())
         self._recorded: dict[tuple[int, Left], _Run] = {}
         self._ran_last: _Run | None = None
         self._sequence: list[_Run] = []
@@ -78,8 +78,8 @@ class StepSequence:
         left = self._left(self._alive)
         run = self._recorded.get((shape, left))
         if run is not None:
-            self._recorder.step = len(self._sequence) + 1
-            known = self._recorder.repeat(run.stretch, dict(zip(run.before, self._alive, strict=True)))
+            self._memory.step = len(self._sequence) + 1
+            known = self._memory.repeat(run.stretch, dict(zip(run.before, self._alive, strict=True)))
             self._alive = [known[block] for block in run.after]
         elif not self._sequence:
             run = self._ran(shape)
@@ -89,17 +89,17 @@ class StepSequence:
 
     def _ran_after(self, left: Left, shape: int) -> _Run:
         """Run a step after one that left such blocks: where the last one that ran left others, this one runs before."""
-        recorder = self._recorder
+        memory = self._memory
         if self._left(self._held()) != left:
-            alive, mark = self._alive, recorder.mark()
+            alive, mark = self._alive, memory.mark()
             self._ran(self._sequence[-1].shape)
-            del recorder.events[mark.events :]
+            del memory.events[mark.events :]
             self._alive = alive
         if self._left(self._held()) != left:
             raise StepsDiffer("the steps of different batch shapes leave tensors behind that cannot be matched")
         for held, block in zip(self._held(), self._alive, strict=True):
             if held != block:
-                recorder.hold_in(recorder.storage_of(held), block)
+                memory.hold_in(memory.storage_of(held), block)
         return self._ran(shape)
 
     def _held(self) -> Sequence[int]:
@@ -109,21 +109,21 @@ class StepSequence:
 
     def _ran(self, shape: int) -> _Run:
         """Run a step."""
-        recorder, before, mark = self._recorder, self._alive, self._recorder.mark()
+        before, mark = self._alive, self._memory.mark()
         self._run(len(self._sequence) + 1, shape)
-        stretch = recorder.since(mark)
+        stretch = self._memory.since(mark)
         self._alive = after = self._after(stretch, before)
-        self._ran_last = _Run(shape, stretch, before, after, _born_bytes(stretch), tuple(recorder.operators))
+        self._ran_last = _Run(shape, stretch, before, after, _born_bytes(stretch), tuple(self._log.operators))
         return self._ran_last
 
     def _after(self, stretch: Stretch, before: Sequence[int]) -> Sequence[int]:
         """Return the blocks alive, by kind and age: optimizer state made in the first step stands where it stands
         later."""
         alive = {*before, *stretch.leaving}.difference(stretch.entering)
-        return sorted(alive, key=lambda block: (self._recorder.kind_of(block), block))
+        return sorted(alive, key=lambda block: (self._memory.kind_of(block), block))
 
     def _left(self, blocks: Sequence[int]) -> Left:
-        return tuple((self._recorder.kind_of(block), *self._recorder.maker_of(block)) for block in blocks)
+        return tuple((self._memory.kind_of(block), *self._memory.maker_of(block)) for block in blocks)
 
 
 def _born_bytes(stretch: Stretch) -> int:

@@ -84,7 +84,7 @@ class Tracing:
         _require_trainable(self._step.model)  # quantized weights are frozen
         refuse_odd_tokens(self._step.model)
         recorder = self._recorder = self._regions.recorder = Recorder(self._step.model)
-        recorder.graphs = self._graphs
+        recorder.memory.graphs = self._graphs
         self._rank.attach(recorder)
 
     def run(self) -> None:
@@ -106,7 +106,7 @@ class Tracing:
         alone = alone and training.zero_grad == "before_forward"
         # The trace shows how its steps go in a usual loop, too.
         shows_a_loop = alone and not self.training_loop and training.holds_output
-        self._in_a_loop = StepsInALoop(recorder) if shows_a_loop else None
+        self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
         self.repeats &= alone and training.set_to_none and not training.optimizer_in_backward
         with recorder.modules(), policy as enter_policy, self._rank.intercept():
             of_shape = self._with_targets([given[at] for at in self._met_at])
@@ -117,8 +117,8 @@ class Tracing:
     def result(self) -> StepTrace:
         """Return what the steps showed."""
         recorder, graphs = self._recorder, self._graphs
-        blocks = recorder.final_blocks()
-        events, operators, mix = tuple(recorder.events), tuple(recorder.operators), None
+        blocks = recorder.memory.final_blocks()
+        events, operators, mix = tuple(recorder.memory.events), tuple(recorder.log.operators), None
         if self._sequence is not None:
             operators = self._sequence.operators
             steps = tuple(self._met_at[shape] for shape in self._sequence.shapes)
@@ -248,7 +248,7 @@ class Tracing:
             self._run_step(1, *of_shape[0], keep_operators=keeps)
             if second is not None and second.goes_alike():
                 second.run(tuple(tensors_of(of_shape[0])) if self.training_loop else ())
-                recorder.name(step.optimizer_tensors(), "optimizer_state")
+                recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
             else:
                 self._run_step(STEPS, *of_shape[0])
             return
@@ -266,7 +266,7 @@ class Tracing:
         self._recorder.begin_phase(phase)
         self._enter_policy(phase)
         if phase == "optimizer":
-            self._recorder.name((p.grad for p in self._trained if p.grad is not None), "gradient")
+            self._recorder.memory.name((p.grad for p in self._trained if p.grad is not None), "gradient")
 
     def _hold(self, inputs: Inputs, *variables: object) -> None:
         """The step's model has run, or, with its output and loss as `variables`, its loss."""
@@ -281,7 +281,7 @@ class Tracing:
         self._reached("updated")
 
     def _reached(self, moment: str) -> None:
-        if self._second is not None and self._recorder.step == 1:
+        if self._second is not None and self._recorder.memory.step == 1:
             self._second.reached(moment)
 
     def _run_step(
@@ -303,7 +303,7 @@ class Tracing:
         if self._in_a_loop is not None:
             self._in_a_loop.dropped()
         self._reached("end")
-        recorder.name(step.optimizer_tensors(), "optimizer_state")
+        recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
 
 
 def _require_trainable(model: nn.Module) -> None:

@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.arguments import exit_code, keyed_values
+from conf.arguments import exit_code
 from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE
-from conf.errors import CommandError, UsageError, unknown_name
+from conf.errors import CommandError, UsageError
 from conf.overrides import load_settings
 from conf.reports.page_text import count_of
+from conf.settings import Checked, key
 from farm.jobs import Queue
 from farm.layouts import require_gpus
 from farm.settings import SubmitSettings
@@ -69,55 +70,32 @@ _ON_CPU = ("limits.max_memory_mib=600", "limits.max_parameters=20000000", "windo
 _EXPORTED = {"cuda": "measured", "cpu": "cpu", "simulated": "simulated"}
 
 
-# What each key may hold, as `conf.values` spells it.
-KINDS = {
-    "measure": "text", "families": "text | list of text", "n": "int 1 to 10000000", "seed": "int >= 0",
-    "device": "text", "minutes": "number 0 to 1e6 | null", "cluster": "text", "timeout_s": "number 1 to 1e7",
-    "data": "new path", "export": "bool", "out": "new path | null", "max_mb": "number > 0",
-    "overrides": "text | list of text",
-}  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
-class CollectSettings:
-    """The keys. `n`: trials of each family; `minutes` None: until all are done; another `seed` gives other trials."""
+class CollectSettings(Checked):
+    """The keys."""
 
-    measure: str = "runs"
-    families: Sequence[str] = ()
-    n: int = 420
-    seed: int = 0
-    device: str = "cuda"
-    minutes: float | None = None
-    cluster: str = "inline"  # one GPU; local: all of this machine's, by Ray
-    timeout_s: float = 120
-    data: str = "data/collect"
-    export: bool = True  # false: leave the rows in the data folder
-    out: str | None = None
-    max_mb: float = 20
-    overrides: Sequence[str] = ()  # of farm.submit, for every job
+    measure: str = key("runs", choices=MEASURED)
+    families: tuple[str, ...] = key((), kind="text | list of text", choices=family_names())
+    n: int = key(420, "trials of each family", "int 1 to 10000000")
+    seed: int = key(0, "another one gives other trials", "int >= 0")
+    device: str = key("cuda", choices=tuple(_EXPORTED))
+    minutes: float | None = key(None, "default: until all are done", "number 0 to 1e6")
+    cluster: str = key("inline", "one GPU; local: all of this machine's, by Ray")
+    timeout_s: float = key(120, kind="number 1 to 1e7")
+    data: str = key("data/collect", kind="new path")
+    export: bool = key(True, "false: leave the rows in the data folder")
+    out: str | None = key(None, kind="new path")
+    max_mb: float = key(20, kind="number > 0")
+    overrides: tuple[str, ...] = key((), "of farm.submit, for every job", "text | list of text")
 
-    def __post_init__(self) -> None:
-        for name in ("families", "overrides"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        for name in self.families:
-            if name not in family_names():
-                raise unknown_name("family", name, family_names())
-        if self.measure not in MEASURED:
-            raise unknown_name("measure", self.measure, MEASURED)
-        if self.device not in _EXPORTED:
-            raise unknown_name("device", self.device, _EXPORTED)
+    def problems(self) -> Iterator[str]:
         if self.export and self.device != "cuda" and self.out is None:
-            raise UsageError("out=... is missing: only what a GPU measured goes into datasets/")
-        for name, floor in (("n", 1), ("seed", 0), ("minutes", 0), ("timeout_s", 1)):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < floor):
-                raise UsageError(f"{name} must be a number >= {floor}, got {value!r}")
+            yield "out=... is missing: only what a GPU measured goes into datasets/"
 
 
 def settings_of(argv: Sequence[str]) -> CollectSettings:
     """KEY=VALUE arguments as settings. Raises `UsageError`."""
-    return CollectSettings(**keyed_values(argv, KINDS))
+    return load_settings(CollectSettings, "collect", argv)
 
 
 def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, SubmitSettings]]]:

@@ -61,7 +61,7 @@ def commands_markdown() -> str:
     parts = [
         "# Commands",
         "",
-        "Generated from the commands' own `--help` by `make docs`; change the classes named in `conf.commands.TABLE`.",
+        "Generated from each command's `--help all` by `make docs`; change the classes in `conf.commands.TABLE`.",
         "",
         "`gpufarm` lists these commands, and `gpufarm submit` is `python -m farm.submit`. Use `gpufarm` from a folder",
         "whose own files are named like packages of this project (`conf/`, `workers.py`).",
@@ -78,7 +78,7 @@ def commands_markdown() -> str:
         "",
         "## Shared keys",
         "",
-        "Several commands have these keys, with the same meaning. Their `--help` prints them all.",
+        "Several commands have these keys, with the same meaning. Their `--help all` prints them all.",
         "",
         "```text",
         *shared.values(),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Beside torch: what the commands and tests import.
 NEEDED = (
     "numpy", "pyyaml", "pyarrow", "jinja2", "hydra-core", "rich", "duckdb", "fsspec", "psutil", "nvidia-ml-py",
-    "lightgbm", "scikit-learn", "torch-geometric", "matplotlib", "transformers", "pytest", "hypothesis",
+    "lightgbm", "scikit-learn", "torch-geometric", "transformers", "pytest", "hypothesis",
 )  # fmt: skip
 # What a user does, in this order; `DATA` is an empty folder of the release.
 COMMANDS = (

@@ -193,7 +193,7 @@ def save_artifact(
     `extras(folder)` adds further files (plots) before the version appears. Written beside its place under a hidden
     name, synced, then renamed: a reader sees all of it or none. `now` is time-zone aware.
     """
-    from warehouse.layout import sync
+    from conf.outputs import sync
 
     check_target(target)
     home = models_folder(data) / target

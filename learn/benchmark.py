@@ -250,13 +250,8 @@ def entry(settings: BenchmarkSettings) -> int:
         from learn.collocation.command import benchmark_entry
 
         return benchmark_entry(settings)
-    from learn.evaluation.benchmark_view import (
-        BenchmarkProgress,
-        benchmark_page,
-        print_benchmark,
-        write_json,
-        write_page,
-    )
+    from conf.reports.render import write_page
+    from learn.evaluation.benchmark_view import BenchmarkProgress, benchmark_page, print_benchmark, write_json
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:
         with BenchmarkProgress(settings.target) as progress:

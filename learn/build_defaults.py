@@ -9,13 +9,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from conf.cli import command
 from conf.errors import UsageError
-from conf.settings import key
+from conf.settings import Checked, key
 
 TARGETS = ("memory", "smact", "smocc")  # of those that an estimate gives, what the files have
 LIMIT_MIB = 10.0
@@ -70,7 +70,7 @@ Estimators of one training job's peak GPU memory, SM activity (`smact`) and SM o
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildSettings:
+class BuildSettings(Checked):
     """Files to build from. Raises `UsageError` that names every bad key together.
 
       git clone https://github.com/itu-rad/GPUMemNet
@@ -89,13 +89,12 @@ class BuildSettings:
     )
     seed: int = key(0, "of splits and fits", "int >= 0")
 
-    def __post_init__(self) -> None:
-        problems = [] if Path(self.path).exists() else [f"path={self.path}: there is no such file or folder"]
+    def problems(self) -> Iterator[str]:
+        if not Path(self.path).exists():
+            yield f"path={self.path}: there is no such file or folder"
         out = Path(self.out)
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            problems.append(f"out={out} is there already; name a new folder or an empty one")
-        if problems:
-            raise UsageError("; ".join(problems))
+            yield f"out={out} is there already; name a new folder or an empty one"
 
 
 def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) -> None:

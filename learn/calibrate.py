@@ -19,13 +19,13 @@ import numpy as np
 from conf.cli import command
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
-from conf.settings import data_key, group, key
+from conf.settings import Checked, data_key, format_key, group, key
 from conf.units import MIB
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device, plain_device
 from featurize.machine import CURRENT, PARTS, MachineProfile, machine
 from featurize.row_config import config_of_one_gpu
 from featurize.trial import config_from_mapping
-from learn.commands.estimate import FORMATS, described_device
+from learn.commands.estimate import described_device
 from learn.estimation.platforms import profile_path
 from learn.job import TrainingJob, of_config
 from warehouse.folder import DataFolder
@@ -120,10 +120,15 @@ def _parts_in(one: MeasuredMemory) -> tuple[float, ...]:
 
 def _nearest(design: np.ndarray, wanted: np.ndarray, centre: np.ndarray, spread: np.ndarray) -> np.ndarray:
     """Return x >= 0 that minimises |design x - wanted|^2 / noise^2 + |(x - centre) / spread|^2."""
-    from scipy.optimize import nnls
-
     rows = np.vstack([design / _NOISE_MIB, np.diag(1 / spread)])
-    return nnls(rows, np.concatenate([wanted / _NOISE_MIB, centre / spread]))[0]
+    target = np.concatenate([wanted / _NOISE_MIB, centre / spread])
+    free = np.ones(len(centre), dtype=bool)
+    while True:
+        solved = np.zeros(len(centre))
+        solved[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
+        if (solved >= 0).all():
+            return solved
+        free &= solved >= 0
 
 
 def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
@@ -239,7 +244,7 @@ def to_mapping(made: Calibration, device: DeviceSpec) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings:
+class CalibrateSettings(Checked):
     """Which numbers to calibrate with, and for which GPU model. Raises `UsageError`.
 
       python -m learn.calibrate measured=numbers.csv device=A100-SXM4-40GB
@@ -259,12 +264,8 @@ class CalibrateSettings:
         None, "a process that has only made one tensor, in nvidia-smi's list", "number >= 0 | null"
     )
     name: str = key("calibrated", "of the profile, as answers show it")
-    format: str = key("table", "table or json")
+    format: str = format_key()
     data: str | None = data_key()
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
 
 
 def entry(settings: CalibrateSettings) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 if __name__ == "learn.estimate":  # an imported module of this name would take the function's place in `learn`
     raise ImportError("learn.estimate is a function, and as a module a command only: from learn import estimate")
 
-import functools
-import sys
+from collections.abc import Sequence
 
 from conf.cli import command
 from featurize.light_imports import without_compiler
@@ -18,25 +17,17 @@ from learn.commands.estimate import entry, entry_of_script
 _SERVER = "--server"
 
 
-def _server_as_key(arguments: list[str]) -> list[str]:
-    """Return the arguments before `--`, with `--server URL` as the key that it is."""
+def _server_as_key(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with `--server URL` as the key that it is."""
     done: list[str] = []
     for argument in arguments:
         if done[-1:] == [_SERVER]:
             done[-1] = f"server={argument}"
-        elif argument.startswith(f"{_SERVER}="):
-            done.append(argument.removeprefix("--"))
         else:
-            done.append(argument)
+            done.append(argument.removeprefix("--") if argument.startswith(f"{_SERVER}=") else argument)
     return done
 
 
 if __name__ == "__main__":
     without_compiler()
-    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    sys.argv[1:end] = _server_as_key(sys.argv[1:end])
-    if "--" in sys.argv:
-        at = sys.argv.index("--")
-        script_command, sys.argv[at:] = sys.argv[at + 1 :], []
-        command("estimate", functools.partial(entry_of_script, command=script_command))
-    command("estimate", entry)
+    command("estimate", entry, rewrite=_server_as_key, entry_of_rest=entry_of_script)

@@ -6,7 +6,7 @@ Start reading at `fit_bound`. It writes the file that `learn.estimation.memory_c
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 from conf.cli import command
 from conf.errors import UsageError
 from conf.reports.page_text import count_of
-from conf.settings import key
+from conf.settings import Checked, key
 from learn.bounds import BoundShares, bound_shares, group_score, held_of, packaged_path
 from learn.estimation.memory_causes import CONTEXT, COVERAGES, FRAGMENTATION, KERNELS, MEASURED, WORKSPACES
 from learn.estimators import LEVEL
@@ -39,7 +39,7 @@ _MOVED_BY = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitBoundSettings:
+class FitBoundSettings(Checked):
     """Rows to fit on. Raises `UsageError` that names every bad key together.
 
       python -m learn.fit_bound rows=answers.jsonl out=bound_by_causes.json
@@ -58,16 +58,13 @@ class FitBoundSettings:
         None, "file to write; default learn/estimation/bound_by_causes.json of this checkout", "new path"
     )
 
-    def __post_init__(self) -> None:
-        problems = []
+    def problems(self) -> Iterator[str]:
         if not Path(self.rows).is_file():
-            problems.append(f"rows={self.rows}: there is no such file")
+            yield f"rows={self.rows}: there is no such file"
         if self.path.is_dir():
-            problems.append(f"out={self.path} is a folder; name a file")
+            yield f"out={self.path} is a folder; name a file"
         elif not self.path.parent.is_dir():
-            problems.append(f"out={self.path}: there is no folder {self.path.parent}")
-        if problems:
-            raise UsageError("; ".join(problems))
+            yield f"out={self.path}: there is no folder {self.path.parent}"
 
     @property
     def path(self) -> Path:

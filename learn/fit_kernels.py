@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.cli import command
-from conf.errors import UsageError
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from learn.evaluation.scores import RowScores
 
@@ -23,8 +22,8 @@ FOLDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitKernelsSettings:
-    """What to fit on. Raises `UsageError` that names every bad key together.
+class FitKernelsSettings(Checked):
+    """The rows to fit on. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv data=steps
       python -m warehouse.ingest source=neusight path=kernel_times.parquet data=steps
@@ -57,11 +56,11 @@ class FitKernelsSettings:
         60, "rows of the table kernels that are learned from, of each operator on each GPU model", "int 0 to 100000"
     )
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         if self.path.is_dir():
-            raise UsageError(f"out={self.path} is a folder; name a file")
-        if not self.path.parent.is_dir():
-            raise UsageError(f"out={self.path}: there is no folder {self.path.parent}")
+            yield f"out={self.path} is a folder; name a file"
+        elif not self.path.parent.is_dir():
+            yield f"out={self.path}: there is no folder {self.path.parent}"
 
     @property
     def path(self) -> Path:

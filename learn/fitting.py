@@ -6,7 +6,7 @@ Start reading at `fit`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError, unknown_name
-from conf.settings import data_key, key
-from learn.targets import BIN_WIDTHS_GB, SLOWDOWN, Bins, check_target, get_target
+from conf.errors import UsageError
+from conf.settings import Checked, data_key, key
+from featurize.own_code import parse_trust
+from learn.estimators import ESTIMATORS
+from learn.targets import BIN_WIDTHS_GB, SLOWDOWN, TARGETS, Bins, get_target
 
 if TYPE_CHECKING:
     from learn.data import Rows
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitSettings:
-    """What to fit, on which rows. Raises `UsageError` that names every bad key together.
+class FitSettings(Checked):
+    """The target to fit, and its rows. Raises `UsageError` that names every bad key together.
 
       python -m learn.fit target=memory
       python -m learn.fit target=drama family=cnn source=measured
@@ -43,10 +45,11 @@ class FitSettings:
       python -m learn.fit target=slowdown data=pairs
     """
 
-    target: str = key(help="what to estimate: memory, smact, smocc, drama, gpu_util, step_time, power or slowdown")
+    target: str = key(help="what to estimate", choices=(*TARGETS, SLOWDOWN))
     estimator: str | None = key(
         None,
-        "the name of one; an unknown one lists them all; default hybrid, or lightgbm where all rows are simulated",
+        "default hybrid, or lightgbm where all rows are simulated",
+        choices=tuple(ESTIMATORS),
     )
     family: str = key("all", "one family, or all")
     source: str | tuple[str, ...] | None = key(
@@ -55,44 +58,26 @@ class FitSettings:
     device_name: str | None = key(
         None, "as in runs.device_name; default all, needed where conf/device does not describe them all"
     )
-    bin_gb: int | None = key(None, "width of the memory classes: 1, 2 or 8; default 1 for family=mlp, else 8")
+    bin_gb: int | None = key(
+        None, "width of the memory classes; default 1 for family=mlp, else 8", choices=BIN_WIDTHS_GB
+    )
     snapshot: str | None = key(
         None, "name of one whose rows are taken instead of the folder's as it is; meta.json says which"
     )
-    seed: int = key(0, "of splits and fits; same data and seed, same model")
+    seed: int = key(0, "of splits and fits; same data and seed, same model", "int 0 to 2147483647")
     data: str | None = data_key()
     trust: tuple[str, ...] = key(
         None,
         "modules whose code may run where a row names it, as in [mypackage]; default none, see docs/learning.md",
         "text | list of text | null",
+        build=parse_trust,
     )
 
-    def __post_init__(self) -> None:
-        from featurize.own_code import parse_trust
-        from learn.estimators import ESTIMATORS
-
-        problems = []
-        try:
-            object.__setattr__(self, "trust", parse_trust(self.trust))
-        except CommandError as error:
-            problems.append(str(error))
-        try:
-            check_target(self.target)
-        except CommandError as error:
-            problems.append(str(error))
-        else:
-            if self.target == SLOWDOWN:
-                problems += foreign_keys(self, ("target", "source", "device_name", "data", "seed"))
-            elif self.bin_gb is not None and not get_target(self.target).is_memory:
-                problems.append(f"bin_gb is for target=memory; target={self.target} has bins low, medium, high")
-        if self.estimator is not None and self.estimator not in ESTIMATORS:
-            problems.append(str(unknown_name("estimator", self.estimator, ESTIMATORS)))
-        if self.bin_gb is not None and self.bin_gb not in BIN_WIDTHS_GB:
-            problems.append(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {self.bin_gb!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
-            problems.append(f"seed must be an integer from 0 to {2**31 - 1}, got {self.seed!r}")
-        if problems:
-            raise UsageError("; ".join(problems))
+    def problems(self) -> Iterator[str]:
+        if self.target == SLOWDOWN:
+            yield from foreign_keys(self, ("target", "source", "device_name", "data", "seed"))
+        elif self.bin_gb is not None and not get_target(self.target).is_memory:
+            yield f"bin_gb is for target=memory; target={self.target} has bins low, medium, high"
 
 
 def foreign_keys(settings: Any, taken: Sequence[str], of: str = f"target={SLOWDOWN}") -> list[str]:

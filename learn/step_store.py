@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
     from warehouse.folder import DataFolder
 
-_RAY_START_S = 10.0  # Ray itself, and torch in its processes
+_START_S = 5.0  # of processes, which import torch
 _WRITTEN_EVERY_S = 20.0
-BATCH = 8  # cases a task: small enough that no worker waits long for another's
+FEW = 16  # cases that are not worth other processes
 _KEPT = 100_000
 _MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
 
@@ -86,8 +87,8 @@ class StepStore:
 
         Args:
             cases: of trial configs; those of modules are left out
-            workers: processes of Ray; 0: this process; None: this process, until as many as there are CPUs would be
-                done sooner
+            workers: processes; 0: this one; None: this one, until as many as there are CPUs would be done sooner. What
+                ends one of them is the record of its case, and not kept
             progress: `progress(done, of)` hears of every computed case
         """
         self.recall(cases)
@@ -168,31 +169,22 @@ def _identity(case: Case) -> tuple[int, DeviceSpec | None]:
 def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
     """(key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
     processes = len(os.sched_getaffinity(0)) if workers is None else workers
-    elsewhere = processes if workers is None else 1  # cores that Ray would have: with one it is never done sooner
+    elsewhere = processes if workers is None else 1  # cores of other processes: with one they are never done sooner
     here, began_s = 0, 0.0
-    if not workers or len(cases) < 2 * BATCH:
+    if not workers or len(cases) < FEW:
         for key, case in cases:
             if here > 1:  # the first one imports torch
                 left_s = (len(cases) - here) * (time.monotonic() - began_s) / (here - 1)
-                if left_s > _RAY_START_S + left_s / elsewhere:
+                if left_s > _START_S + left_s / elsewhere:
                     break
             yield key, compute(case)
             here += 1
             began_s = began_s or time.monotonic()
-    if here == len(cases):
-        return
-    from learn.parallel import ray_map
+    from learn.processes import NoResult, in_processes
 
-    parts = [cases[i : i + BATCH] for i in range(here, len(cases), BATCH)]
-    for index, records in ray_map(_compute_all, [[case for _, case in part] for part in parts], processes):
-        yield from zip([key for key, _ in parts[index]], records, strict=True)
-
-
-def _compute_all(cases: Sequence[Case]) -> list[StepRecord]:
-    from featurize.light_imports import without_compiler
-
-    without_compiler()
-    import torch
-
-    torch.set_num_threads(1)
-    return [compute(case) for case in cases]
+    left = cases[here:]
+    fresh = [replace(case) for _, case in left]  # what a case remembers need not travel
+    for place, record in in_processes(compute, fresh, workers=processes, imports=["torch"]):
+        if isinstance(record, NoResult):
+            record = StepRecord(error=record.reason, seconds=record.seconds, passing=True)
+        yield left[place][0], record

@@ -1,4 +1,4 @@
-"""What every test process starts with; imported before torch, NumPy and LightGBM are."""
+"""Settings of every test process; imported before torch, NumPy and LightGBM are."""
 
 import contextlib
 import gc
@@ -54,7 +54,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is marked `spread(n)`, mark all but about each n-th, and one at least, as `wide`.
+    """Mark the cases of a test with `spread(n)` as `wide`, but for about each n-th, at least one.
 
     `make test` runs these few, `make test-wide` the others. They are drawn by their names, so that no kind of case is
     always among the others where a test has several kinds.

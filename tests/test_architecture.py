@@ -136,10 +136,18 @@ def test_nothing_lists_the_families_but_their_folder():
     assert families == spaces
 
 
-def imports_at_run_time(path, known):
-    """Yield the modules among `known` that a file imports, wherever the import stands, but for type checkers alone."""
+def is_for_types(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def is_function(node):
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def imports_within(path, known, *, without):
+    """Yield the modules among `known` that a file imports, but for imports in statements that `without` is true of."""
     tree = tree_of(path)
-    guards = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    guards = (node for node in ast.walk(tree) if without(node))
     unread = {inner for guard in guards for statement in guard.body for inner in ast.walk(statement)}
     for node in ast.walk(tree):
         if node in unread:
@@ -177,8 +185,15 @@ def test_a_circle_is_found_whatever_its_length():
 def test_no_modules_of_a_room_import_each_other_in_a_circle(package):
     paths = {module_name(path): path for path in modules(package)}
     # A function that is sent to another process may import its own module there.
-    circles = circles_of({name: {*imports_at_run_time(path, paths)} - {name} for name, path in paths.items()})
-    assert not circles
+    graph = {name: {*imports_within(path, paths, without=is_for_types)} - {name} for name, path in paths.items()}
+    assert not circles_of(graph)
+
+
+@pytest.mark.parametrize("package", ["featurize", "learn"])
+def test_no_modules_name_each_others_types_in_a_circle(package):
+    paths = {module_name(path): path for path in modules(package)}
+    # A value that shows itself imports its view in a function.
+    assert not circles_of({name: {*imports_within(path, paths, without=is_function)} for name, path in paths.items()})
 
 
 def test_a_class_name_means_one_thing_in_the_whole_project():

@@ -9,8 +9,9 @@ import itertools
 import os
 from pathlib import Path
 
+from conf.outputs import sync
 from warehouse.folder import DataFolder
-from warehouse.layout import sync, write_bytes
+from warehouse.layout import write_bytes
 
 REASON_SUFFIX = ".reason.txt"
 

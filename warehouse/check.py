@@ -10,16 +10,13 @@ from dataclasses import dataclass
 
 from conf.bars import terminal_bar
 from conf.cli import command
-from conf.errors import unknown_name
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, format_key
 from warehouse.folder import DataFolder
 from warehouse.integrity import examine
 
-FORMATS = ("table", "json")
-
 
 @dataclass(frozen=True, kw_only=True)
-class CheckSettings:
+class CheckSettings(Checked):
     """Which folder to verify.
 
       python -m warehouse.check
@@ -30,12 +27,8 @@ class CheckSettings:
     repairs what it can. Exits with 1 if anything is damaged or gone.
     """
 
-    format: str = key("table", "table or json")
+    format: str = format_key()
     data: str | None = data_key()
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
 
 
 def entry(settings: CheckSettings) -> int:

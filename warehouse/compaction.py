@@ -1,6 +1,6 @@
 """Settings, report and lock of a compaction, and whether any client has the warehouse open.
 
-Start reading at `CompactionReport`; `warehouse.compact` merges, `warehouse.settle` repairs after kills and damage.
+Start reading at `CompactionReport`; `warehouse.compact` merges, `warehouse.mending` repairs after kills and damage.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conf.errors import UsageError
-from conf.settings import data_key, key
-from warehouse.damage import DamagedFile
+from conf.settings import Checked, data_key, key
 from warehouse.folder import DataFolder
 from warehouse.lock_file import is_shared_by_any, open_lock
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompactionSettings:
+class CompactionSettings(Checked):
     """Thresholds for merging and deleting files.
 
       python -m warehouse.compact
@@ -30,27 +28,18 @@ class CompactionSettings:
     nobody has the warehouse open.
     """
 
-    grace_s: float = key(3600, "seconds before a later compaction deletes the files that were merged", "number <= 1e9")
+    grace_s: float = key(
+        3600, "seconds before a later compaction deletes the files that were merged", "number 0 to 1e9"
+    )
     force_after_s: float = key(
-        86400, "seconds after which it deletes them also while somebody has the warehouse open", "number <= 1e9"
+        86400, "seconds after which it deletes them also while somebody has the warehouse open", "number 0 to 1e9"
     )
-    target_mib: float = key(64, "size that merged files grow to, MiB; larger ones are left alone", "number <= 1e9")
+    target_mib: float = key(64, "size that merged files grow to, MiB; larger ones are left alone", "number > 0 to 1e9")
     target_rows: int = key(
-        1000000, "rows that merged files grow to; bounds the memory that a merge takes", "int <= 1000000000"
+        1000000, "rows that merged files grow to; bounds the memory that a merge takes", "int 1 to 1000000000"
     )
-    min_files: int = key(8, "fewer small files of a family are left as they are")
+    min_files: int = key(8, "fewer small files of a family are left as they are", "int >= 2")
     data: str | None = data_key()
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be >= {floor}, got {getattr(self, name)}"
-            for name, floor in (("grace_s", 0), ("force_after_s", 0), ("target_rows", 1), ("min_files", 2))
-            if getattr(self, name) < floor
-        ]
-        if not self.target_mib > 0:
-            problems.append(f"target_mib must be > 0, got {self.target_mib}")
-        if problems:
-            raise UsageError("; ".join(problems))
 
 
 @dataclass
@@ -70,10 +59,6 @@ class CompactionReport:
         if path not in self.left:
             self.left.add(path)
             self.problems.append(f"{path} is left alone: {why}")
-
-    def damaged(self, file: DamagedFile) -> None:
-        """Report an unreadable file."""
-        self.left_alone(file.path, file.reason)
 
     def lines(self) -> list[str]:
         """Return the report as lines of text."""

@@ -1,11 +1,10 @@
 """Reads any CSV file of measurements as rows of `runs`, by a column mapping that the user gives.
 
-Start reading at `CsvMapping.file`.
+Start reading at `CsvMapping.read`.
 """
 
 from __future__ import annotations
 
-import csv
 import datetime
 import math
 from collections.abc import Mapping
@@ -20,8 +19,15 @@ from conf.cli import group_options
 from conf.errors import UsageError, shown, unknown_name
 from conf.identity import canonical_json
 from warehouse.gpumemnet import STATUS, TRAINING
-from warehouse.imported_rows import ImportedFile, ImportedRow, beyond_the_card, config_columns, identity, run_ids
-from warehouse.published import wide_cells
+from warehouse.imported_rows import (
+    ImportedFile,
+    beyond_the_card,
+    config_columns,
+    identity,
+    read_csv,
+    run_ids,
+    run_row,
+)
 from warehouse.schema import RUN_SCHEMA, STATUSES
 from warehouse.writer import run_problems
 
@@ -69,22 +75,16 @@ class CsvMapping:
         if problems:
             raise UsageError("; ".join(problems))
 
-    def file(self, path: Path) -> ImportedFile:
+    def read(self, path: Path, _device_name: str | None) -> ImportedFile:
         """Return the rows of one file. Raises `UsageError` if it lacks a column or is no CSV file."""
-        try:
-            with wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
-                reader = csv.DictReader(file)
-                header = reader.fieldnames or ()
-                if missing := [name for name in self.columns.values() if name not in header]:
-                    shown = ", ".join(header) or "nothing"
-                    raise UsageError(f"path={path}: no column {', '.join(missing)}; the file has {shown}")
-                cells = list(reader)
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise UsageError(f"path={path} is no CSV file: {error}") from error
+        header, cells = read_csv(path)
+        if missing := [name for name in self.columns.values() if name not in header]:
+            shown = ", ".join(header) or "nothing"
+            raise UsageError(f"path={path}: no column {', '.join(missing)}; the file has {shown}")
         about = {"family": self.family, "constants": {str(k): v for k, v in self.constants.items()}}
         contents = [canonical_json({**about, "cells": {str(k): v for k, v in row.items()}}) for row in cells]
         rows = zip(cells, run_ids("csv", contents), strict=True)
-        return ImportedFile(path, tuple(ImportedRow(at, self._run(row, id_)) for at, (row, id_) in enumerate(rows, 1)))
+        return ImportedFile(path, tuple(run_row(at, self._run(row, id_)) for at, (row, id_) in enumerate(rows, 1)))
 
     def _run(self, cells: Mapping[str, str | None], run_id: str) -> dict[str, Any]:
         values, problems = {}, []

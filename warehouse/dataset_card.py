@@ -96,20 +96,17 @@ The data are under the licence of the project that they come with.
 """
 
 
-def card(
-    runs: Sequence[pa.Table],
-    telemetry: Sequence[pa.Table],
-    kernels: Sequence[pa.Table],
-    ranks: Sequence[pa.Table],
-    collocations: Sequence[pa.Table],
-) -> str:
-    """Return the card as Markdown. The tables have all columns of the schema; equal rows give equal text."""
-    rows = [row for table in runs for row in table.to_pylist()]
+def card(tables: Mapping[str, Sequence[pa.Table]]) -> str:
+    """Return the card as Markdown, from each table's parts with all columns of the schema.
+
+    Equal rows give equal text.
+    """
+    rows = [row for part in tables["runs"] for row in part.to_pylist()]
     if not rows:
         return _HEAD + _NOTHING + _LICENCE
-    parts = [_HEAD, *sections(rows), _run_columns(rows), _telemetry_columns(telemetry)]
-    of_runs = [_kernel_columns(pa.concat_tables(kernels)), _rank_columns(pa.concat_tables(ranks))]
-    return "".join([*parts, *of_runs, _group_columns(pa.concat_tables(collocations)), _LICENCE])
+    parts = [_HEAD, *sections(rows), _run_columns(rows), _telemetry_columns(tables["telemetry"])]
+    parts += [_detail_columns(kind, pa.concat_tables(tables[kind])) for kind in _SUMMARIES]
+    return "".join([*parts, _LICENCE])
 
 
 # What `sections` reads of a row.
@@ -253,35 +250,32 @@ def _telemetry_columns(tables: Sequence[pa.Table]) -> str:
     return text + markdown_table(("column", "unit", "what", "readings"), lines)
 
 
-def _kernel_columns(kernels: pa.Table) -> str:
-    """Return nothing for a data set without kernels."""
-    if not kernels.num_rows:
+def _detail_columns(kind: str, rows: pa.Table) -> str:
+    """Return the section of a table of `DETAILS`; nothing for a data set without such rows."""
+    if not rows.num_rows:
         return ""
+    return f"\n## Columns of {kind}\n\n{rows.num_rows:,} {_SUMMARIES[kind](rows)}\n\n{_column_table(kind, rows)}"
+
+
+def _distinct(rows: pa.Table, column: str) -> str:
+    return f"{len(pc.unique(rows.column(column))):,}"
+
+
+def _kernel_summary(kernels: pa.Table) -> str:
     timings = Counter(_said(name) for name in kernels.column("timing").to_pylist())
-    operators = len(pc.unique(kernels.column("operator")))
-    text = (
-        f"\n## Columns of kernels\n\n{kernels.num_rows:,} rows of {operators:,} operators, by how they were timed: "
-        + ", ".join(f"{name} {count:,}" for name, count in sorted(timings.items()))
-        + ". A row stands for all launches of one kernel by one operator on inputs of the same shapes.\n\n"
+    by_timing = ", ".join(f"{name} {count:,}" for name, count in sorted(timings.items()))
+    return (
+        f"rows of {_distinct(kernels, 'operator')} operators, by how they were timed: {by_timing}. A row stands for "
+        "all launches of one kernel by one operator on inputs of the same shapes."
     )
-    return text + _column_table("kernels", kernels)
 
 
-def _rank_columns(ranks: pa.Table) -> str:
-    """Return nothing for a data set without runs on several devices."""
-    if not ranks.num_rows:
-        return ""
-    runs = len(pc.unique(ranks.column("run_id")))
-    return f"\n## Columns of ranks\n\n{ranks.num_rows:,} ranks of {runs:,} runs.\n\n{_column_table('ranks', ranks)}"
-
-
-def _group_columns(members: pa.Table) -> str:
-    """Return nothing for a data set without groups."""
-    if not members.num_rows:
-        return ""
-    groups = len(pc.unique(members.column("group_id")))
-    counts = f"{members.num_rows:,} members of {groups:,} groups that shared a device"
-    return f"\n## Columns of collocations\n\n{counts}.\n\n{_column_table('collocations', members)}"
+# What a table's rows are, behind their number.
+_SUMMARIES: Mapping[str, Callable[[pa.Table], str]] = {
+    "kernels": _kernel_summary,
+    "ranks": lambda ranks: f"ranks of {_distinct(ranks, 'run_id')} runs.",
+    "collocations": lambda rows: f"members of {_distinct(rows, 'group_id')} groups that shared a device.",
+}
 
 
 def _column_table(table: str, rows: pa.Table) -> str:

@@ -18,25 +18,27 @@ import duckdb
 import pyarrow as pa
 
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from conf.plain_text import table_lines
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, format_key, key
 from warehouse.checks import LABELS
 from warehouse.connection import connect
-from warehouse.diff_kernels import KernelDifference, kernel_rows, kernel_shifts
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
+from warehouse.pairing import Shift, paired, shift_text, summed_up
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import ENVIRONMENT, RUN_SCHEMA, TABLES
 from warehouse.snapshot import NOW, find_snapshot
 from warehouse.views import VIEWS
-from warehouse.writer import RUN_RATIOS
 
-FORMATS = ("table", "json")
 _WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")
 _BY = ("family", "device_name", "status")
-_KEY = ("config_hash", "source", *_WHERE)
-_LARGEST = 5
+_KEY = ("config_hash", "family", "source", *_WHERE)
+# What two rows have in common that time the same work on the same GPU model and software.
+_KERNEL_KEY = (
+    "operator", "source", "device_name", "torch_version", "cuda_version", "cudnn_version", "phase", "dims", "dtype",
+    "kernel", "timing",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +49,6 @@ class RunCount:
     device_name: str | None
     status: str  # after, where there is an after
     runs: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelDifference:
-    """Difference of a label between repeated measurements of the same configurations in the same environment.
-
-    Shifts are of medians: relative to the median before, for ratios (`smact`, ...) the difference.
-    """
-
-    label: str
-    family: str
-    device_name: str | None
-    configurations: int
-    median_shift: float
-    largest_shift: float  # by its absolute value
-    beyond: int  # configurations whose shift is beyond the tolerance
-    examples: tuple[str, ...]  # config hashes of the largest shifts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +73,16 @@ class Difference:
     removed: tuple[RunCount, ...]
     changed: tuple[RunCount, ...]  # same run_id, other content
     changed_columns: Mapping[str, int]  # column -> runs in which it changed
-    shifts: tuple[LabelDifference, ...]
-    kernel_shifts: tuple[KernelDifference, ...]
+    shifts: tuple[Shift, ...]  # of labels that were measured again, by family and device
+    kernel_shifts: tuple[Shift, ...]  # of kernels that were timed again, by operator and device
     tolerance: float
     schema: tuple[SchemaChange, ...]
 
     def as_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        values = dataclasses.asdict(self)
+        for name in ("shifts", "kernel_shifts"):
+            values[name] = [shift.to_mapping() for shift in getattr(self, name)]
+        return json.dumps(values, indent=1)
 
 
 def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 0.05) -> Difference:
@@ -125,8 +113,8 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
             removed=_counts(joined, "before", "NOT is_there"),
             changed=_counts(joined, "after", "was AND is_there AND NOT same"),
             changed_columns=_changed_columns(joined, sides),
-            shifts=tuple(_shifts(joined, tolerance)),
-            kernel_shifts=kernel_shifts(sides[0], sides[1], tolerance),
+            shifts=_label_shifts(joined, tolerance),
+            kernel_shifts=_kernel_shifts(joined, sides, tolerance),
             tolerance=tolerance,
             schema=tuple(_schema_changes(*(_columns(data, name) for name in (before, after)))),
         )
@@ -160,48 +148,40 @@ def _counts(joined: duckdb.DuckDBPyConnection, side: str, which: str) -> tuple[R
 def _changed_columns(
     joined: duckdb.DuckDBPyConnection, sides: Sequence[WarehouseConnection]
 ) -> dict[str, int]:  # fmt: skip
+    """Return how many runs of both sides differ in each column, the most frequent first."""
     ids = joined.sql("SELECT run_id FROM pairs WHERE was AND is_there AND NOT same").to_arrow_table()
     if not ids.num_rows:
         return {}
-    columns = ", ".join(RUN_SCHEMA.names)
-    runs_by_side = []
-    for side in sides:
+    for name, side in zip(("old", "new"), sides, strict=True):
         side.register("wanted", ids)
-        runs_by_side.append(
-            side.sql(f"SELECT {columns} FROM runs JOIN wanted USING (run_id) ORDER BY run_id").fetchall()
-        )
+        changed = f"SELECT {', '.join(RUN_SCHEMA.names)} FROM runs JOIN wanted USING (run_id)"
+        joined.register(name, side.sql(changed).to_arrow_table())
         side.unregister("wanted")
-    counts: Counter[str] = Counter()
-    for old, new in zip(*runs_by_side, strict=True):
-        counts.update(name for name, a, b in zip(RUN_SCHEMA.names, old, new, strict=True) if a != b)
-    return dict(counts.most_common())
+    counts = ", ".join(f"count(*) FILTER (old.{name} IS DISTINCT FROM new.{name})" for name in RUN_SCHEMA.names)
+    (runs,) = joined.execute(f"SELECT {counts} FROM old JOIN new USING (run_id)").fetchall()
+    return dict((+Counter(dict(zip(RUN_SCHEMA.names, runs, strict=True)))).most_common())
 
 
-def _shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> Iterator[LabelDifference]:
-    """Runs of `after` that are new or changed, against those of `before` with the same key."""
-    matched = " AND ".join(f"old.{name} IS NOT DISTINCT FROM new.{name}" for name in _KEY)
-    keys = ", ".join(_KEY)
-    for label in LABELS:
-        of_side = f"""SELECT family, {keys}, median({label}) AS typical FROM {{}}
-            WHERE status = 'ok' AND config_hash IS NOT NULL AND {label} IS NOT NULL {{}} GROUP BY ALL"""
-        of_new = "AND run_id IN (SELECT run_id FROM pairs WHERE NOT same)"
-        shift = "new.typical - old.typical" + ("" if label in RUN_RATIOS else ") / nullif(old.typical, 0")
-        groups = joined.execute(
-            f"""WITH shifts AS (
-                SELECT new.family, new.device_name, new.config_hash, ({shift}) AS shift
-                FROM ({of_side.format("before", "")}) AS old
-                JOIN ({of_side.format("after", of_new)}) AS new ON {matched}
-            )
-            SELECT family, device_name, count(*), median(shift), arg_max(shift, abs(shift)),
-                count(*) FILTER (abs(shift) > {tolerance}),
-                list(config_hash ORDER BY abs(shift) DESC, config_hash)[:{_LARGEST}]
-            FROM shifts WHERE shift IS NOT NULL GROUP BY ALL ORDER BY ALL"""
-        ).fetchall()
-        for family, device, count, typical, largest, beyond, examples in groups:
-            yield LabelDifference(
-                label=label, family=family, device_name=device, configurations=count, median_shift=typical,
-                largest_shift=largest, beyond=beyond, examples=tuple(examples),
-            )  # fmt: skip
+def _label_shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> tuple[Shift, ...]:
+    """Compare runs of `after` that are new or changed with those of `before` of the same key."""
+    measured = "(SELECT * FROM {} WHERE status = 'ok' AND config_hash IS NOT NULL)"
+    again = "(SELECT * FROM {} SEMI JOIN (SELECT run_id FROM pairs WHERE NOT same) USING (run_id))"
+    pairs = paired(
+        joined, measured.format("before"), again.format(measured.format("after")), _KEY, {name: name for name in LABELS}
+    )
+    return tuple(shift for label in LABELS for shift in summed_up(pairs, label, tolerance, ("family", "device_name")))
+
+
+def _kernel_shifts(
+    joined: duckdb.DuckDBPyConnection, sides: Sequence[WarehouseConnection], tolerance: float
+) -> tuple[Shift, ...]:
+    """Compare rows of `kernels` that are new in `after` with those of `before` that time the same kernel."""
+    columns = ", ".join(("kernel_row", "duration_us", *_KERNEL_KEY))
+    for name, side in zip(("kernels_before", "kernels_after"), sides, strict=True):
+        joined.register(name, side.sql(f"SELECT {columns} FROM kernels WHERE duration_us > 0").to_arrow_table())
+    new = "(FROM kernels_after ANTI JOIN kernels_before USING (kernel_row))"
+    pairs = paired(joined, "kernels_before", new, _KERNEL_KEY, {"duration_us": "duration_us"})
+    return tuple(summed_up(pairs, "duration_us", tolerance, ("operator", "device_name")))
 
 
 def _columns(data: DataFolder, name: str) -> Mapping[str, Mapping[str, str]]:
@@ -245,27 +225,27 @@ def lines(difference: Difference) -> list[str]:
     text_lines.append(
         "labels of the same configuration and environment, measured again:" + ("" if difference.shifts else " none")
     )
-    rows = []
-    for shift in difference.shifts:
-        form = "+.3f" if shift.label in RUN_RATIOS else "+.1%"
-        figures = (format(shift.median_shift, form), format(shift.largest_shift, form))
-        beyond = f"{shift.beyond:,}"
-        rows.append(
-            (shift.label, shift.family, shift.device_name or "-", f"{shift.configurations:,}", *figures, beyond)
-        )
+    beyond = f"beyond {difference.tolerance:g}"
     text_lines += table_lines(
-        ("label", "family", "device", "configurations", "median", "largest", f"beyond {difference.tolerance:g}"), rows
-    )  # fmt: skip
+        ("label", "family", "device", "configurations", "median", "largest", beyond),
+        [(shift.label, *_shift_cells(shift)) for shift in difference.shifts],
+    )
     text_lines.append("kernels, timed again:" + ("" if difference.kernel_shifts else " none"))
     text_lines += table_lines(
-        ("operator", "device", "kernels", "median", "largest", f"beyond {difference.tolerance:g}"),
-        kernel_rows(difference.kernel_shifts),
+        ("operator", "device", "kernels", "median", "largest", beyond),
+        [_shift_cells(shift) for shift in difference.kernel_shifts],
     )
     for change in difference.schema:
         changed = {kind: getattr(change, kind) for kind in ("added", "removed", "retyped")}
         parts = [f"{kind} {', '.join(columns)}" for kind, columns in changed.items() if columns]
         text_lines.append(f"schema of {change.table}: {'; '.join(parts)}")
     return text_lines
+
+
+def _shift_cells(shift: Shift) -> tuple[str, ...]:
+    """Return the group, the number of pairs, the median and the largest shift, and how many are beyond."""
+    shown = (shift_text(shift.label, value) for value in (shift.median, shift.largest))
+    return *(name or "-" for name in shift.group.values()), f"{shift.pairs:,}", *shown, f"{shift.beyond:,}"
 
 
 def named_arguments(argv: Sequence[str]) -> list[str]:
@@ -283,7 +263,7 @@ def named_arguments(argv: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffSettings:
+class DiffSettings(Checked):
     """Which two sides to compare.
 
       python -m warehouse.diff 2026-11-19 2026-11-20
@@ -297,15 +277,9 @@ class DiffSettings:
 
     before: str = key(help="snapshot that is compared; the first name of the command line")
     after: str = key("now", "snapshot that it is compared with, or now for the folder as it is; the second name")
-    tolerance: float = key(0.05, "shift above which a configuration or kernel counts as beyond")
-    format: str = key("table", "table or json")
+    tolerance: float = key(0.05, "shift above which a configuration or kernel counts as beyond", "number >= 0")
+    format: str = format_key()
     data: str | None = data_key()
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
-        if not self.tolerance >= 0:
-            raise UsageError(f"tolerance must be a number >= 0, got {self.tolerance!r}")
 
 
 def entry(settings: DiffSettings) -> int:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,16 @@ import pyarrow.compute as pc
 
 from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
-from conf.outputs import folder_problems
-from conf.settings import key
+from conf.outputs import folder_problems, sync
+from conf.settings import Checked, key
 from warehouse.connection import connect
 from warehouse.dataset import ALWAYS_THERE, CARD, KINDS, DatasetPart, find_parts, read_part, repository_folder, to_bytes
 from warehouse.dataset_card import card
 from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
-from warehouse.layout import sync, write_bytes
-from warehouse.public_rows import count_rows, naive, public_details, public_row, public_telemetry
+from warehouse.layout import write_bytes
+from warehouse.public_rows import naive, public_row, public_tables
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import RUN_SCHEMA
 
@@ -44,7 +43,7 @@ _LARGEST = 5  # files named where the data set is too large
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings:
+class ExportSettings(Checked):
     """What to export, and where to. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.export data=data/collect
@@ -57,32 +56,21 @@ class ExportSettings:
 
     out: str | None = key(None, "the data set's folder; default datasets/ of this checkout", "new path")
     data: str | None = key(None, "data folder to export from; default $GPUFARM_DATA, else ./data", "new path")
-    source: str = key("measured", "measured (on GPUs), cpu (measured on CPUs) or simulated")
-    families: Sequence[str] | None = key(
+    source: str = key("measured", "cpu: measured on CPUs", choices=tuple(SOURCES))
+    families: tuple[str, ...] | None = key(
         None, "as in [cnn,gpt]; default all that have such runs", "text | list of text | null"
     )
-    hz: float = key(10, "telemetry is thinned to this many readings a second of each sensor")
+    hz: float = key(10, "telemetry is thinned to this many readings a second of each sensor", "number > 0")
     kernels: bool = key(True, "export the kernels of runs that were profiled; false: leave them out")
-    max_mb: float = key(20, "refuse a data set that would be larger, in 10^6 bytes")
+    max_mb: float = key(20, "refuse a data set that would be larger, in 10^6 bytes", "number > 0")
 
-    def __post_init__(self) -> None:
-        problems = []
-        if self.source not in SOURCES:
-            problems.append(str(unknown_name("source", self.source, SOURCES)))
-        if isinstance(self.families, str):
-            object.__setattr__(self, "families", (self.families,))
-        for name in ("hz", "max_mb"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                problems.append(f"{name} must be a number > 0, got {value!r}")
-        if self.out is not None and Path(self.out).expanduser().is_file():
-            problems.append(f"out={self.out} is a file, not a folder")
+    def problems(self) -> Iterator[str]:
         if self.out is not None:
-            problems += folder_problems(self.out)
-        if self.out is None and not repository_folder().parent.joinpath("pyproject.toml").is_file():
-            problems.append("out=... is missing: this is no checkout with a datasets/ folder of its own")
-        if problems:
-            raise UsageError("; ".join(problems))
+            if Path(self.out).expanduser().is_file():
+                yield f"out={self.out} is a file, not a folder"
+            yield from folder_problems(self.out)
+        elif not repository_folder().parent.joinpath("pyproject.toml").is_file():
+            yield "out=... is missing: this is no checkout with a datasets/ folder of its own"
 
     @property
     def root(self) -> Path:
@@ -135,33 +123,15 @@ def export(settings: ExportSettings) -> ExportReport:
             if not new:
                 continue
             report.added[part] = len(new)
-            whole = _with_samples(connection, report.root, part, new, settings)
-            report.kernels += whole["kernels"].num_rows
-            whole["runs"] = pa.Table.from_pylist([row for _, row in new], schema=RUN_SCHEMA)
+            tables = public_tables(connection, new, settings.hz, kernels=settings.kernels)
+            report.kernels += tables["kernels"].num_rows
             # Runs last, so readers of the runs see their samples, kernels and ranks.
-            for kind, added in whole.items():
+            for kind, added in tables.items():
                 table = pa.concat_tables([_of_runs(read_part(report.root, part, kind), known), added])
                 if table.num_rows or kind in ALWAYS_THERE or (report.root / part.path(kind)).exists():
                     contents[part.path(kind)] = to_bytes(part, kind, _sorted(table))
     _write(report, contents, settings.max_mb)
     return report
-
-
-def _with_samples(
-    connection: WarehouseConnection, root: Path, part: DatasetPart, new: list[tuple[str, dict[str, Any]]],
-    settings: ExportSettings,
-) -> dict[str, pa.Table]:  # fmt: skip
-    """Return the telemetry, kernels and ranks of new runs of a part, and count them in the runs' rows."""
-    ids = {own: row["run_id"] for own, row in new}
-    samples = public_telemetry(connection, ids, settings.hz)
-    details = {
-        kind: public_details(connection, kind, ids if settings.kernels or kind != "kernels" else {}) for kind in DETAILS
-    }
-    if not settings.kernels:
-        for _, row in new:
-            row["kernel_rows"] = None
-    count_rows([row for _, row in new], samples, details)
-    return {"telemetry": samples, **details}
 
 
 def _of_runs(table: pa.Table, run_ids: set[str]) -> pa.Table:
@@ -221,8 +191,8 @@ def _sorted(table: pa.Table) -> pa.Table:
 def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> None:
     root = report.root
     parts = sorted({*find_parts(root), *report.added})
-    tables = [[read_part(root, part, kind, contents.get(part.path(kind))) for part in parts] for kind in KINDS]
-    contents = {**contents, Path(CARD): card(*tables).encode()}
+    tables = {kind: [read_part(root, part, kind, contents.get(part.path(kind))) for part in parts] for kind in KINDS}
+    contents = {**contents, Path(CARD): card(tables).encode()}
     sizes = {path.relative_to(root): path.stat().st_size for path in root.rglob("*.parquet")}
     sizes |= {path: len(content) for path, content in contents.items()}
     report.total_bytes = sum(sizes.values())

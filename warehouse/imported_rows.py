@@ -1,39 +1,101 @@
-"""Turns rows of published files into rows of `runs`: their identity and their columns.
+"""What all importers share: a file's rows, and their identity and columns in our tables.
 
-Start reading at `published_file`; `warehouse.csv_columns` does the same for any CSV file.
+Start reading at `ImportedFile`; `warehouse.ingest` lands one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.errors import UsageError
 from conf.identity import canonical_json, mapping_hash
 from warehouse.gpumemnet import to_number
-from warehouse.published import (
-    CARD_MIB,
-    CUDA_VERSION,
-    DEVICE_NAME,
-    TORCH_VERSION,
-    PublishedFile,
-    PublishedRow,
-    timm_config,
-)
-from warehouse.schema import RUN_SCHEMA
 
 DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
 UNTRACEABLE = "untraceable"  # `runs.error_type` of a row that no trial config describes: queried, never fitted
 UNKNOWN_FAMILY = "unknown"  # of a row that does not tell what ran
 
-
 _NO_CARD_MIB = 2**20  # more than any device has, for a device of unknown memory
+_CELL_CHARACTERS = 2**27  # a cell lists all layers of a network; csv's own limit is 128 Ki
+
+Cells = Mapping[str, str]  # of a row of a file
+Columns = dict[str, Any]  # of a row of ours
 
 
-def untraceable(reason: str, **columns: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ImportedRow:
+    """A row of a file as a row of ours.
+
+    row      its place in the file, 1 for the first below the header
+    columns  of the table that it lands in; `status` is `ok` where the table has none
+    problem  why it is `invalid`
+    doubt    why its figures may be wrong
+    """
+
+    row: int
+    columns: Columns
+    problem: str | None = None
+    doubt: str | None = None
+
+
+@dataclass(frozen=True)
+class ImportedFile:
+    """One file's rows, in its order.
+
+    rows              of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
+    measured_columns  how many of its columns describe the run besides its memory
+    pairs             places and cells of its rows that are two jobs on one GPU
+    left_out          rows that no table keeps
+    """
+
+    path: Path
+    rows: tuple[ImportedRow, ...]
+    kind: str = "runs"
+    measured_columns: int = 0
+    pairs: tuple[tuple[int, Cells], ...] = ()
+    left_out: tuple[ImportedRow, ...] = ()
+
+
+def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+    """Return the header and the rows of a CSV file. Raises `UsageError` where it is none.
+
+    Cells beyond the header are a list under the key None; those that lack are None.
+    """
+    try:
+        with _wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            return tuple(reader.fieldnames or ()), list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"path={path} is no CSV file: {error}") from error
+
+
+@contextlib.contextmanager
+def _wide_cells() -> Iterator[None]:
+    """Let the csv module read cells as large as published files have."""
+    before = csv.field_size_limit(_CELL_CHARACTERS)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def read_with_columns(path: Path, *accepted: str) -> list[dict[str, Any]] | str:
+    """Return the rows of a CSV file that has all columns of one of the lists `accepted`; else why it is left out."""
+    with contextlib.suppress(UsageError):
+        header, rows = read_csv(path)
+        if any(set(columns.split(", ")) <= set(header) for columns in accepted):
+            return rows
+    return f"not of this source, whose files have {', or of pairs: '.join(accepted)}"
+
+
+def untraceable(reason: str, **columns: Any) -> Columns:
     """Return the columns of a run that no trial config describes."""
     return {"family": UNKNOWN_FAMILY, "status": "ok", "error_type": UNTRACEABLE, "error": reason, **columns}
 
@@ -50,50 +112,33 @@ def whole_above_zero(text: str | None) -> int | None:
     return int(number) if number is not None and number == int(number) and number < 2**63 else None
 
 
-@dataclass(frozen=True)
-class ImportedRow:
-    """A row of `runs`, and where it is from. row: its place in the file, 1 for the first below the header."""
+def imported_runs(source: str, runs: Iterable[tuple[int, Columns]], contents: Iterable[str]) -> tuple[ImportedRow, ...]:
+    """Return rows of `runs` with their identity; one whose memory cannot be is invalid.
 
-    row: int
-    run: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ImportedFile:
-    """One file's rows, in its order. measured_columns: how many of its columns describe the run besides its memory."""
-
-    path: Path
-    rows: tuple[ImportedRow, ...]
-    measured_columns: int = 0
-    pairs: tuple[tuple[int, Mapping[str, str]], ...] = ()  # places and cells of its rows that are two jobs on one GPU
-
-
-def published_file(file: PublishedFile, source: str, device_name: str | None) -> ImportedFile:
-    """Return the rows of a file of GPUMemNet or timm models; `device_name` None stands for the card of these files.
-
-    A run's identity is its configuration, card and memory. So measurements that are published again, with other
-    columns or in another file, are the same runs.
+    Args:
+        source: Name of the source.
+        runs: Places in the file, and columns without identity.
+        contents: What the identity of each is made of.
     """
-    other = {} if device_name in (None, DEVICE_NAME) else {"device_name": device_name}
-    contents = [
-        canonical_json({"label": row.label, "batch_size": row.batch_size, "memory_mib": row.memory_mib, **other})
-        for row in file.rows
-    ]
-    device: dict[str, object] = {"device_name": device_name or DEVICE_NAME}
-    if device_name in (None, DEVICE_NAME):
-        device["device_memory_mib"] = CARD_MIB
     rows = []
-    for row, run_id in zip(file.rows, run_ids(source, contents), strict=True):
-        rows.append(imported_row(row.row, source, run_id, {**device, **_columns(row)}))
-    measured_columns = sum(column == "Status" or column.startswith("Avg ") for column in file.columns)
-    return ImportedFile(file.path, tuple(rows), measured_columns)
+    for (place, run), run_id in zip(runs, run_ids(source, contents), strict=True):
+        if run["status"] == "ok" and (problem := beyond_the_card(run)):
+            run = {**run, "status": "invalid", "error_type": None, "error": problem, "peak_memory_mib": None}
+        rows.append(run_row(place, {**identity(source, run_id), **run}))
+    return tuple(rows)
 
 
-def imported_row(row: int, source: str, run_id: str, run: Mapping[str, Any]) -> ImportedRow:
-    """Return a row with its identity; one whose memory cannot be is invalid."""
-    problem = beyond_the_card(run) if run["status"] == "ok" else None
-    invalid = {"status": "invalid", "error_type": None, "error": problem, "peak_memory_mib": None} if problem else {}
-    return ImportedRow(row, {**identity(source, run_id), **run, **invalid})
+def run_row(place: int, run: Columns) -> ImportedRow:
+    """Return a row of `runs`, whose `error` says why it is invalid or in doubt."""
+    is_doubted = run.get("error_type") == DOUBT
+    return ImportedRow(
+        place, run, run["error"] if run["status"] == "invalid" else None, run["error"] if is_doubted else None
+    )  # fmt: skip
+
+
+def identity(source: str, run_id: str) -> Columns:
+    """Return the columns that identify an imported run."""
+    return {"run_id": run_id, "job_id": f"import-{source}", "source": "imported"}
 
 
 def beyond_the_card(run: Mapping[str, Any]) -> str | None:
@@ -104,11 +149,6 @@ def beyond_the_card(run: Mapping[str, Any]) -> str | None:
     return f"peak_memory_mib: {peak:,.6g} MiB, on a device of {card:,.0f} MiB" if peak > 0 else (
         f"peak_memory_mib: {peak:,.6g} MiB is no need"
     )  # fmt: skip
-
-
-def identity(source: str, run_id: str) -> dict[str, Any]:
-    """Return the columns that identify an imported run."""
-    return {"run_id": run_id, "job_id": f"import-{source}", "source": "imported"}
 
 
 def run_ids(source: str, contents: Iterable[str]) -> list[str]:
@@ -124,7 +164,7 @@ def run_ids(source: str, contents: Iterable[str]) -> list[str]:
     return ids
 
 
-def config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_columns(config: Mapping[str, Any]) -> Columns:
     """Return the columns of `runs` for a trial config in mapping form; an empty mapping for an empty one."""
     if not config:
         return {}
@@ -135,24 +175,28 @@ def config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _columns(row: PublishedRow) -> dict[str, Any]:
-    config = row.config
-    if row.family is None and row.group is not None and row.status != "invalid":
-        config = timm_config(row)
-    family = row.family or ("timm" if row.group is not None else UNKNOWN_FAMILY)
-    utilization = {name: value for name, value in row.utilization.items() if name in RUN_SCHEMA.names}
-    return {
-        "family": family,
-        "status": row.status,
-        "oom_kind": "device" if row.status == "oom" else None,
-        "error_type": DOUBT if row.doubt else None,
-        "error": row.doubt or row.reason,
-        "torch_version": TORCH_VERSION,
-        "cuda_version": CUDA_VERSION,
-        "batch_size": row.batch_size,
-        **config_columns(config),
-        # the transformers' counts lack the attention's input projections
-        "parameters": None if family == "transformer" else row.parameters,
-        "peak_memory_mib": row.memory_mib,
-        **utilization,
-    }
+def imported_kernels(
+    source: str, path: Path, rows: Iterable[Mapping[str, Any]], read: Callable[[Any], Columns],
+    content: Callable[[Mapping[str, Any]], str],
+) -> ImportedFile:  # fmt: skip
+    """Return a file's rows of `kernels`.
+
+    Args:
+        source: Name of the source.
+        path: The file.
+        rows: Its cells.
+        read: Takes a row's cells and returns its columns; its `ValueError` is the reason why a row is left out.
+        content: What a row's identity is made of.
+    """
+    kept: list[tuple[int, Columns]] = []
+    left_out, contents = [], []
+    for place, cells in enumerate(rows, 1):
+        try:
+            kept.append((place, {"source": "imported", "count": 1, **read(cells)}))
+        except ValueError as error:
+            left_out.append(ImportedRow(place, {"status": "invalid"}, str(error)))
+            continue
+        contents.append(content(cells))
+    ids = run_ids(source, contents)
+    landed = (ImportedRow(at, {**row, "kernel_row": name}) for (at, row), name in zip(kept, ids, strict=True))
+    return ImportedFile(path, tuple(landed), "kernels", left_out=tuple(left_out))

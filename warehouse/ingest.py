@@ -22,9 +22,9 @@ import pyarrow.compute as pc
 
 from conf.bars import terminal_bar
 from conf.cli import command
-from conf.errors import EnvironmentProblem, UsageError, unknown_name
-from conf.settings import data_key, key
-from warehouse import neusight, published_links
+from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.settings import Checked, data_key, key
+from warehouse import neusight
 from warehouse.connection import connect
 from warehouse.csv_columns import CsvMapping, read_mapping
 from warehouse.dataset import (
@@ -42,26 +42,27 @@ from warehouse.dataset import (
 from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
-from warehouse.imported_rows import DOUBT, UNKNOWN_FAMILY, ImportedFile, published_file, run_ids
-from warehouse.ingest_groups import land_groups
+from warehouse.imported_rows import UNKNOWN_FAMILY, ImportedFile, ImportedRow, run_ids
+from warehouse.imported_tables import read_table
 from warehouse.lock_file import open_lock
 from warehouse.merged import land_batch
-from warehouse.published import known_headers, read_recognised
-from warehouse.published_groups import Member
-from warehouse.published_layers import SOURCES as LAYER_SOURCES
-from warehouse.published_layers import layer_columns, read_layer_times
-from warehouse.published_tables import TABLES, read_table, table_columns
-from warehouse.writer import RunWriter
+from warehouse.published import read_published_runs
+from warehouse.published_groups import group_members
+from warehouse.published_kernels import KERNEL_TABLES, read_kernel_table
+from warehouse.published_tables import TABLES
+from warehouse.writer import RunWriter, detail_table
 
-PUBLISHED = ("gpumemnet", "timm")
-DATASET = "dataset"
-# Source -> suffix of its files, their columns, and their reader: of rows that land in `kernels`.
-_OF_KERNELS: Mapping[str, tuple[str, str, Callable[..., neusight.KernelFile | None]]] = {
-    neusight.SOURCE: (".parquet", ", ".join(neusight.COLUMNS), neusight.read_kernel_times),
-    published_links.SOURCE: (".csv", ", ".join(published_links.COLUMNS), published_links.read_all_reduces),
-    **{source: (".csv", layer_columns(source), partial(read_layer_times, source=source)) for source in LAYER_SOURCES},
+DATASET, CSV = "dataset", "csv"
+# Takes a file and the GPU model that was measured, in place of the file's own; returns the file's rows, or why it is
+# left out.
+Reader = Callable[[Path, str | None], ImportedFile | str]
+READERS: Mapping[str, Reader] = {
+    **{source: partial(read_published_runs, source=source) for source in ("gpumemnet", "timm")},
+    **{source: partial(read_table, source=source, table=table) for source, table in TABLES.items()},
+    neusight.SOURCE: neusight.read_kernel_times,
+    **{source: partial(read_kernel_table, source=source) for source in KERNEL_TABLES},
 }
-SOURCES = (DATASET, *PUBLISHED, *TABLES, *_OF_KERNELS, "csv")
+SOURCES = (DATASET, *READERS, CSV)
 _SHOWN_ROWS = 5  # places named for each reason
 _WIDTH_ELSEWHERE = 140  # columns of a table that goes into a file or pipe
 
@@ -69,7 +70,7 @@ Progress = Callable[[str, int, int], None]  # (what is done, files done, files i
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestSettings:
+class IngestSettings(Checked):
     r"""What to read. Raises `UsageError` for an unknown source, and for keys of another source.
 
     source=dataset loads the runs that came with the project, with their telemetry and kernels; they stay
@@ -90,7 +91,9 @@ class IngestSettings:
     source: str = key(
         help="dataset (what warehouse.export wrote), gpumemnet (GPUMemNet's CSV files), timm (model, module, "
         "batch_size, max_gpu_memory_mib), neusight, sailor, liger and allreduce (times of operators, layers and "
-        "all-reduces, which land in `kernels`), csv, or a published table: " + ", ".join(TABLES)
+        "all-reduces, which land in `kernels`), csv, or a published table: " + ", ".join(TABLES),
+        kind="text",
+        choices=tuple(SOURCES),
     )
     path: str | None = key(
         None, "a file, or a folder; for source=dataset the default is datasets/ of this checkout", "path"
@@ -108,18 +111,16 @@ class IngestSettings:
     )
     constants: str | None = key(None, "source=csv: the same keys with one value for every row", "any text")
 
-    def __post_init__(self) -> None:
-        if self.source not in SOURCES:
-            raise unknown_name("source", self.source, SOURCES)
+    def problems(self) -> Iterator[str]:
         if self.path is None and self.source != DATASET:
-            raise UsageError("missing path=... (a file, or a folder)")
-        if self.source != "csv":
+            yield "missing path=... (a file, or a folder)"
+        if self.source != CSV:
             keys = ("family", "columns", "constants", *(("device_name",) if self.source == DATASET else ()))
             odd = [key for key in keys if getattr(self, key) is not None]
             if odd:
-                raise UsageError(f"{', '.join(odd)}: for source=csv only; source={self.source} knows its columns")
+                yield f"{', '.join(odd)}: for source=csv only; source={self.source} knows its columns"
         elif self.family is None:
-            raise UsageError("family=... is missing: source=csv needs the family that its rows are configurations of")
+            yield "family=... is missing: source=csv needs the family that its rows are configurations of"
 
     def mapping(self) -> CsvMapping:
         """Return the checked mapping of source=csv."""
@@ -142,6 +143,18 @@ class FileReport:
     statuses: Counter[str] = field(default_factory=Counter)
     invalid: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     doubts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def of(cls, path: Path, rows: Sequence[ImportedRow], new: int, label: str = "", left_out: int = 0) -> FileReport:
+        """Return the report of rows of which `new` have landed."""
+        report = cls(path, len(rows), new, left_out, label)
+        for row in rows:
+            report.statuses[row.columns.get("status", "ok")] += 1
+            if row.problem is not None:
+                report.invalid[row.problem].append(row.row)
+            if row.doubt is not None:
+                report.doubts[row.doubt].append(row.row)
+        return report
 
     @property
     def already_there(self) -> int:
@@ -170,67 +183,101 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
     report = IngestReport()
     if settings.source == DATASET:
         return _ingest_dataset(settings, report, progress)
-    if settings.source in _OF_KERNELS:
-        return _ingest_kernels(settings, report, progress)
     # Of files with the same measurements, the one with most measured columns lands first.
     files = sorted(_read(settings, report, progress), key=lambda file: -file.measured_columns)
     if not files:
-        raise _no_file(settings, report)
+        left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
+        raise UsageError(f"path={settings.path} holds no file of source={settings.source}{left}")
     folder = DataFolder.resolve(settings.data).create()
     with _lock(folder):
-        known = _known_ids(folder)
-        writer = RunWriter(folder)
+        known = _known_ids(folder, files[0].kind)
         for done, file in enumerate(files):
             progress("landing", done, len(files))
             if file.rows or not file.pairs:
-                report.files.append(_land(file, writer, known))
-        for file, members, new_count in land_groups(folder, settings.source, files, settings.device_name):
-            report.files.append(_groups_report(file, members, new_count))
+                land = _land_runs if file.kind == "runs" else partial(_land_details, kind=file.kind)
+                new = land(folder, settings.source, file.rows, known)
+                rows = (*file.rows, *file.left_out)
+                report.files.append(FileReport.of(file.path, rows, new, left_out=len(file.left_out)))
+        report.files += _land_pairs(folder, settings, [file for file in files if file.pairs])
         progress("landing", len(files), len(files))
     return report
 
 
-def _groups_report(file: ImportedFile, members: Sequence[Member], new_count: int) -> FileReport:
-    report = FileReport(file.path, rows=len(members), new=new_count, label=f"{file.path.name}: members of pairs")
-    for member in members:
-        columns = member.columns
-        report.statuses[columns["status"]] += 1
-        if columns["status"] == "invalid":
-            report.invalid["no speed beside the other, or alone"].append(member.row)
-        elif columns.get("doubt"):
-            report.doubts[columns["doubt"]].append(member.row)
-    return report
-
-
 def _read(settings: IngestSettings, report: IngestReport, progress: Progress) -> Iterator[ImportedFile]:
-    mapping = settings.mapping() if settings.source == "csv" else None
-    root, paths = _paths(settings, ".csv", report)
+    read = settings.mapping().read if settings.source == CSV else READERS[settings.source]
+    root, paths = _paths(settings, ".parquet" if settings.source == neusight.SOURCE else ".csv", report)
     for done, path in enumerate(paths):
         progress("reading", done, len(paths))
-        if mapping is not None:
-            try:
-                yield mapping.file(path)
-            except UsageError as error:
-                if root.is_file():
-                    raise
-                report.left[path] = str(error).removeprefix(f"path={path}").lstrip(": ")
-            continue
-        if settings.source in TABLES:
-            table = read_table(path, settings.source, settings.device_name)
-            if table is not None:
-                yield table
-            else:
-                report.left[path] = f"not of this source, whose files have {table_columns(settings.source)}"
-            continue
-        file = read_recognised(path)
-        if file is not None and file.form == settings.source:
-            yield published_file(file, settings.source, settings.device_name)
-        elif file is None:
-            report.left[path] = f"unknown header; known: {known_headers()}"
-        elif file.form in PUBLISHED:
-            report.left[path] = f"its rows are of source={file.form}"
+        try:
+            file = read(path, settings.device_name)
+        except CommandError as error:
+            if root.is_file():
+                raise
+            file = str(error).removeprefix(f"path={path}").lstrip(": ")
+        if isinstance(file, str):
+            report.left[path] = file
         else:
-            report.left[path] = "well-known models by name: no configurations of a family that could be rebuilt"
+            yield file
+
+
+def _known_ids(folder: DataFolder, kind: str) -> set[str]:
+    """Return the ids of the imported rows of a table."""
+    column = "run_id" if kind == "runs" else DETAILS[kind].row_id
+    with contextlib.closing(connect(folder)) as connection:
+        table = connection.sql(f"SELECT {column} FROM {kind} WHERE source = 'imported'").to_arrow_table()
+    return set(table.column(column).to_pylist())
+
+
+def _land_runs(folder: DataFolder, _source: str, rows: Sequence[ImportedRow], known: set[str]) -> int:
+    """Land the runs that the folder lacks; return how many these are."""
+    new: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row.columns["run_id"] not in known:
+            known.add(row.columns["run_id"])
+            new[row.columns["family"]].append(row.columns)
+    writer = RunWriter(folder)
+    for family in sorted(new):
+        writer.write_batch(new[family])
+    return sum(map(len, new.values()))
+
+
+def _land_details(folder: DataFolder, source: str, rows: Sequence[ImportedRow], known: set[str], *, kind: str) -> int:
+    """Land the rows of a table of `DETAILS` that the folder lacks, in one batch; return how many these are."""
+    detail = DETAILS[kind]
+    new = {row.columns[detail.row_id]: row.columns for row in rows if row.columns[detail.row_id] not in known}
+    known |= new.keys()
+    if new:
+        (batch,) = run_ids(source, ["\n".join(new)])
+        fields = [field for field in detail.schema if field.name != "run_id"]
+        table = pa.Table.from_pylist(list(new.values()), schema=pa.schema(fields))
+        land_batch(folder, kind, UNKNOWN_FAMILY, detail_table(kind, table, {"run_id": batch}))
+    return len(new)
+
+
+def _land_pairs(
+    folder: DataFolder, settings: IngestSettings, files: Sequence[ImportedFile]
+) -> Iterator[FileReport]:  # fmt: skip
+    """Land the files' pairs in `collocations`, once the runs have landed.
+
+    Raises `UsageError` for pairs of jobs of which none has figures alone.
+    """
+    if not files:
+        return
+    with contextlib.closing(connect(folder)) as connection:
+        alone = connection.sql(
+            "SELECT run_id, status, origin, peak_memory_mib, gpu_util, step_time_ms FROM runs "
+            f"WHERE source = 'imported' AND job_id = 'import-{settings.source}' AND origin IS NOT NULL ORDER BY run_id"
+        ).to_arrow_table()
+    known = _known_ids(folder, "collocations")
+    for file in files:
+        members = group_members(settings.source, file.pairs, alone.to_pylist(), settings.device_name)
+        if not any(member.columns.get("solo_run_id") for member in members):
+            raise UsageError(
+                f"path={file.path}: figures of these jobs alone are in no file of the path, nor in data={folder.root}; "
+                f"ingest the file of jobs alone first, or name the folder with both"
+            )
+        new = _land_details(folder, settings.source, members, known, kind="collocations")
+        yield FileReport.of(file.path, members, new, label=f"{file.path.name}: members of pairs")
 
 
 def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple[Path, list[Path]]:
@@ -248,76 +295,6 @@ def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple
         else:
             report.left[path] = "a link that leads out of the folder"
     return root, paths
-
-
-def _ingest_kernels(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:
-    """Land the kernels of each file that the data folder lacks, in one batch a file."""
-    suffix, columns, read = _OF_KERNELS[settings.source]
-    root, paths = _paths(settings, suffix, report)
-    files = []
-    for path in paths:
-        try:
-            file = read(path, settings.device_name, partial(progress, "reading"))
-        except EnvironmentProblem as error:
-            if root.is_file():
-                raise
-            report.left[path] = str(error).removeprefix(f"path={path} ")
-            continue
-        if file is None:
-            report.left[path] = f"not of this source, whose files have {columns}"
-        else:
-            files.append(file)
-    if not files:
-        raise _no_file(settings, report)
-    folder = DataFolder.resolve(settings.data).create()
-    with _lock(folder):
-        known = _known_kernels(folder)
-        for done, file in enumerate(files):
-            progress("landing", done, len(files))
-            new = [row for row in file.rows if row["kernel_row"] not in known]
-            known |= {row["kernel_row"] for row in new}
-            if new:
-                (batch,) = run_ids(settings.source, ["\n".join(row["kernel_row"] for row in new)])
-                land_batch(folder, "kernels", UNKNOWN_FAMILY, file.table(batch, new))
-            invalid = sum(map(len, file.invalid.values()))
-            landed = FileReport(file.path, rows=len(file.rows) + invalid, new=len(new))
-            landed.statuses.update({"ok": len(file.rows), "invalid": invalid})
-            landed.invalid.update(file.invalid)
-            landed.left_out = invalid
-            report.files.append(landed)
-        progress("landing", len(files), len(files))
-    return report
-
-
-def _known_kernels(folder: DataFolder) -> set[str]:
-    with contextlib.closing(connect(folder)) as connection:
-        table = connection.sql("SELECT kernel_row FROM kernels WHERE source = 'imported'").to_arrow_table()
-    return set(table.column("kernel_row").to_pylist())
-
-
-def _no_file(settings: IngestSettings, report: IngestReport) -> UsageError:
-    left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
-    return UsageError(f"path={settings.path} holds no file of source={settings.source}{left}")
-
-
-def _land(file: ImportedFile, writer: RunWriter, known: set[str]) -> FileReport:
-    report = FileReport(file.path)
-    new: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for entry in file.rows:
-        run = entry.run
-        report.rows += 1
-        report.statuses[run["status"]] += 1
-        if run["status"] == "invalid":
-            report.invalid[run["error"]].append(entry.row)
-        if run.get("error_type") == DOUBT:
-            report.doubts[run["error"]].append(entry.row)
-        if run["run_id"] not in known:
-            known.add(run["run_id"])
-            new[run["family"]].append(dict(run))
-    for family in sorted(new):
-        writer.write_batch(new[family])
-        report.new += len(new[family])
-    return report
 
 
 def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:
@@ -381,12 +358,6 @@ def _known_public_ids(folder: DataFolder) -> set[str]:
         run_id if is_loaded(job_id) else public_id(run_id, uuid, finished_at)
         for run_id, job_id, uuid, finished_at in rows
     }
-
-
-def _known_ids(folder: DataFolder) -> set[str]:
-    with contextlib.closing(connect(folder)) as connection:
-        rows = connection.execute("SELECT run_id FROM runs WHERE source = 'imported'").fetchall()
-    return {run_id for (run_id,) in rows}
 
 
 @contextlib.contextmanager

@@ -5,19 +5,15 @@ Start reading at `FolderLayout`; `warehouse.folder` makes and opens data folders
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import re
-import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from conf.outputs import OWN_FILES, OWN_FOLDERS
+from conf.outputs import OWN_FILES, OWN_FOLDERS, replacing, sync
 from warehouse.checksum import sealed_bytes
 from warehouse.schema import JOB_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TABLES
 
@@ -26,7 +22,6 @@ OF_RUNS = KINDS[1:]  # rows that belong to a run, and land before it
 COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
 # Of at most one row: larger with compression or dictionaries, and three times as long to write.
 _PLAIN: dict[str, Any] = {"compression": "none", "use_dictionary": False}
-TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
 
 # One small file per merged file, see `warehouse.compact`: the merged file (hidden=false) and what it replaces.
 LISTING_SCHEMA = pa.schema([("path", pa.string()), ("hidden", pa.bool_())])
@@ -207,21 +202,6 @@ def checked_name(kind: str, name: object) -> str:
     return name
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it to `path` durably on success, remove it on any error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
-    try:
-        yield temporary
-        sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    sync(path.parent)
-
-
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a whole file atomically and durably."""
     with replacing(path) as temporary, open(temporary, "wb") as file:
@@ -244,12 +224,3 @@ def _write_file(path: Path, content: bytes) -> None:
 def _without_rows(schema: pa.Schema) -> bytes:
     """The same in every folder, and as much work as a file with rows."""
     return sealed_bytes(schema.empty_table(), **_PLAIN)
-
-
-def sync(path: Path) -> None:
-    """Call fsync on a file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,11 +9,11 @@ operator takes several kernels, one of them is named. `cudnn.benchmark` is on.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,7 @@ import pyarrow.parquet as pq
 from conf.errors import EnvironmentProblem
 from conf.identity import canonical_json
 from conf.plain_text import first_line
-from warehouse.imported_rows import run_ids
-from warehouse.schema import KERNEL_SCHEMA
-from warehouse.writer import detail_table
+from warehouse.imported_rows import Columns, ImportedFile, imported_kernels
 
 SOURCE = "neusight"
 COLUMNS = ("op", "device", "latency_ms", "dims", "kernel", "warps_per_sm", "blocks_per_sm", "grid", "block", "torch",
@@ -41,83 +39,27 @@ _DEVICES = {  # as CUDA names them -> names in conf/device
 _EXTENT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})")
 _CHUNK_ROWS = 20_000
 
-Shapes = Sequence[Sequence[int]]
-Sizes = Mapping[str, int]
-
-
-def _bmm(sizes: Sizes) -> Shapes:
-    # Theirs is (M x N) times (N x K): N is what is summed over.
-    batch, rows, depth, columns = (sizes[name] for name in "BMNK")
-    return [[batch, rows, depth], [batch, depth, columns]]
-
-
-def _linear(sizes: Sizes) -> Shapes:
-    (_, rows, depth), (_, _, columns) = _bmm(sizes)
-    return [[columns], [sizes["B"] * rows, depth], [depth, columns]]
-
-
-def _convolution(sizes: Sizes) -> Shapes:
-    batch, inputs, outputs = sizes["B"], sizes["Input_Channel"], sizes["Output_Channel"]
-    side, kernel = sizes["Input_Size"], sizes["Kernel_Szie"]
-    return [[batch, inputs, side, side], [outputs, inputs, kernel, kernel], []]
-
-
-def _one(sizes: Sizes) -> Shapes:
-    return [[sizes["B"], sizes["H"]]]
-
-
-def _two(sizes: Sizes) -> Shapes:
-    return [*_one(sizes), *_one(sizes)]
-
-
-def _with_number(sizes: Sizes) -> Shapes:
-    return [*_one(sizes), []]
-
-
-def _layer_norm(sizes: Sizes) -> Shapes:
-    return [*_one(sizes), [], [sizes["H"]], [sizes["H"]]]
-
-
-# op -> aten operator, shapes of its inputs. `u` at the end: one operand is a number.
-_OPERATORS: dict[str, tuple[str, Callable[[Sizes], Shapes]]] = {
-    "bmm": ("aten::bmm", _bmm),
-    "linear": ("aten::addmm", _linear),
-    "conv": ("aten::convolution", _convolution),
-    "ln": ("aten::native_layer_norm", _layer_norm),
-    "softmax": ("aten::_softmax", _one),
-    **{name: (f"aten::{name}", _one) for name in ("relu", "gelu", "tanh")},
-    **{name: (f"aten::{name}", _two) for name in ("add", "mul", "div", "pow")},
-    **{f"{name}u": (f"aten::{name}", _with_number) for name in ("add", "mul", "div", "pow")},
+_VECTORS = "B H"
+# op -> aten operator, and shapes of its inputs: a tensor behind each comma, its sizes by their names in `dims`; one
+# without sizes is a number.
+# Their products are (M x N) times (N x K): N is what is summed over.
+_OPERATORS: Mapping[str, tuple[str, str]] = {
+    "bmm": ("aten::bmm", "B M N, B N K"),
+    "linear": ("aten::addmm", "K, B*M N, N K"),
+    "conv": (
+        "aten::convolution",
+        "B Input_Channel Input_Size Input_Size, Output_Channel Input_Channel Kernel_Szie Kernel_Szie, ",
+    ),
+    "ln": ("aten::native_layer_norm", f"{_VECTORS}, , H, H"),
+    "softmax": ("aten::_softmax", _VECTORS),
+    **{name: (f"aten::{name}", _VECTORS) for name in ("relu", "gelu", "tanh")},
+    **{name: (f"aten::{name}", f"{_VECTORS}, {_VECTORS}") for name in ("add", "mul", "div", "pow")},
+    **{f"{name}u": (f"aten::{name}", f"{_VECTORS}, ") for name in ("add", "mul", "div", "pow")},
 }
 
 
-@dataclass
-class KernelFile:
-    """Kernels of one file, as rows of `kernels` without `run_id`. `invalid`: reason -> rows, 1 for the first."""
-
-    path: Path
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    invalid: dict[str, list[int]] = field(default_factory=dict)
-
-    def table(self, run_id: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-        """Return some of the rows as a table of `KERNEL_SCHEMA`."""
-        names = [name for name in KERNEL_SCHEMA.names if name not in ("run_id", "stream", "steps")]
-        columns = {name: pa.array([row.get(name) for row in rows], KERNEL_SCHEMA.field(name).type) for name in names}
-        return detail_table("kernels", pa.table(columns), {"run_id": run_id})
-
-
-def read_kernel_times(
-    path: Path, device_name: str | None = None, progress: Callable[[int, int], None] | None = None
-) -> KernelFile | None:
-    """Read a file of kernel times; None if it is a Parquet file of other columns.
-
-    Args:
-        path: Parquet file with one row an operator and shape.
-        device_name: GPU model that was measured, in place of the file's own.
-        progress: is called with the rows read and the rows in all.
-
-    Returns:
-        The rows. Rows that make no sense are named in `invalid` and left out.
+def read_kernel_times(path: Path, device_name: str | None) -> ImportedFile | str:
+    """Return the operators of a Parquet file with one row an operator and shape; or why the file is none of NeuSight's.
 
     Raises:
         EnvironmentProblem: The file cannot be read.
@@ -125,29 +67,21 @@ def read_kernel_times(
     try:
         with pq.ParquetFile(path) as file:
             if not set(COLUMNS) <= set(file.schema_arrow.names):
-                return None
-            kernels = KernelFile(path)
-            total, place = file.metadata.num_rows, 0
-            contents: list[str] = []
-            for batch in file.iter_batches(_CHUNK_ROWS, columns=list(COLUMNS)):
-                for cells in batch.to_pylist():
-                    place += 1
-                    try:
-                        kernels.rows.append(_row(cells, device_name))
-                    except ValueError as error:
-                        kernels.invalid.setdefault(str(error), []).append(place)
-                        continue
-                    contents.append("\n".join([*map(repr, cells.values()), device_name or ""]))
-                if progress is not None:
-                    progress(place, total)
+                return f"not of this source, whose files have {', '.join(COLUMNS)}"
+            batches = (batch.to_pylist() for batch in file.iter_batches(_CHUNK_ROWS, columns=list(COLUMNS)))
+            rows = itertools.chain.from_iterable(batches)
+            return imported_kernels(
+                SOURCE,
+                path,
+                rows,
+                lambda cells: _row(cells, device_name),
+                lambda cells: "\n".join([*map(repr, cells.values()), device_name or ""]),
+            )
     except (pa.ArrowException, OSError) as error:
         raise EnvironmentProblem(f"path={path} is damaged or no Parquet file: {first_line(error)}") from error
-    for row, kernel_row in zip(kernels.rows, run_ids(SOURCE, contents), strict=True):
-        row["kernel_row"] = kernel_row
-    return kernels
 
 
-def _row(cells: Mapping[str, Any], device_name: str | None) -> dict[str, Any]:
+def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
     """Return the columns of one row. Raises `ValueError` with the reason for a row that makes no sense."""
     op, device = cells["op"], cells["device"]
     if op not in _OPERATORS:
@@ -155,17 +89,16 @@ def _row(cells: Mapping[str, Any], device_name: str | None) -> dict[str, Any]:
     milliseconds = cells["latency_ms"]
     if not isinstance(milliseconds, float) or not (math.isfinite(milliseconds) and milliseconds > 0):
         raise ValueError("latency_ms is no time > 0")
-    operator, shapes_of = _OPERATORS[op]
+    operator, shapes = _OPERATORS[op]
     sizes = _sizes(cells["dims"])
     try:
-        dims: dict[str, Any] = {"shapes": shapes_of(sizes)}
+        dims: dict[str, Any] = {"shapes": [_shape(tensor, sizes) for tensor in shapes.split(",")]}
         if op == "conv":
             both = {name.lower(): [sizes[name]] * 2 for name in ("Stride", "Padding")}
             dims["arguments"] = {**both, "dilation": [1, 1], "groups": 1}
     except KeyError as error:
         raise ValueError(f"dims of {op} lack {error.args[0]}") from None
     return {
-        "source": "imported",
         "device_name": device_name or _DEVICES.get(device, device),
         "torch_version": _text(cells["torch"]).removeprefix("p") or None,
         "cuda_version": _cuda(_text(cells["cuda"])),
@@ -180,10 +113,13 @@ def _row(cells: Mapping[str, Any], device_name: str | None) -> dict[str, Any]:
         "blocks_per_sm": cells["blocks_per_sm"],
         "warps_per_sm": cells["warps_per_sm"],
         "duration_us": milliseconds * 1e3,
-        "count": 1,
         "timing": "cuda_events",
         "origin": canonical_json({"op": op, "device": device, "dims": sizes}),
     }
+
+
+def _shape(tensor: str, sizes: Mapping[str, int]) -> list[int]:
+    return [math.prod(sizes[name] for name in size.split("*")) for size in tensor.split()]
 
 
 def _sizes(text: Any) -> dict[str, int]:

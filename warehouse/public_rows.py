@@ -1,6 +1,6 @@
 """Rows as others may see them: public ids, no names of machines, users and paths, telemetry thinned.
 
-Start reading at `public_row`; `public_telemetry` and `public_details` are the rows of some runs.
+Start reading at `public_tables`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import pyarrow as pa
 from warehouse.dataset import JOB_PREFIX, is_loaded, public_id
 from warehouse.details import DETAILS
 from warehouse.reader import WarehouseConnection
-from warehouse.schema import METRICS, TELEMETRY_SCHEMA
+from warehouse.schema import METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
 
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
 _ERROR_CHARACTERS = 2000  # of an error's end, where its message is
@@ -156,14 +156,36 @@ def _public_group_id(group_id: str, device_uuid: str | None) -> str:
     return f"{group_id}-{digest[:8]}"
 
 
-def count_rows(runs: Iterable[dict[str, Any]], samples: pa.Table, details: Mapping[str, pa.Table]) -> None:
-    """Put the number of their samples and of their rows in other tables into public runs. NULL stays: not asked for."""
-    samples_of = Counter(samples.column("run_id").to_pylist())
-    rows_of = {DETAILS[kind].count: Counter(rows.column("run_id").to_pylist()) for kind, rows in details.items()}
-    for run in runs:
-        run["telemetry_rows"] = samples_of[run["run_id"]]
-        for name, counts in rows_of.items():
-            run[name] = None if run[name] is None else counts[run["run_id"]]
+def public_tables(
+    connection: WarehouseConnection,
+    runs: Sequence[tuple[str, dict[str, Any]]],
+    hz: float | None,
+    where: str = "true",
+    kernels: bool = True,
+) -> dict[str, pa.Table]:
+    """Return some runs with their telemetry and details, by table; `runs` comes last, for readers find it last.
+
+    Args:
+        connection: To the runs' warehouse.
+        runs: Own ids, and public rows.
+        hz: As for `public_telemetry`.
+        where: Narrows what is read: a condition on `{0}`, one of the tables, that holds for all of these runs.
+        kernels: False leaves kernels out, and says that they were not asked for.
+    """
+    ids = {own: row["run_id"] for own, row in runs}
+    tables = {"telemetry": public_telemetry(connection, ids, hz, where.format("telemetry"))}
+    for kind in DETAILS:
+        of_runs = ids if kernels or kind != "kernels" else {}
+        tables[kind] = public_details(connection, kind, of_runs, where.format(kind))
+    rows_of = {kind: Counter(table.column("run_id").to_pylist()) for kind, table in tables.items()}
+    for _, run in runs:
+        run["telemetry_rows"] = rows_of["telemetry"][run["run_id"]]
+        if not kernels:
+            run["kernel_rows"] = None
+        for kind, detail in DETAILS.items():
+            if run[detail.count] is not None:  # NULL: not asked for
+                run[detail.count] = rows_of[kind][run["run_id"]]
+    return {**tables, "runs": pa.Table.from_pylist([run for _, run in runs], schema=RUN_SCHEMA)}
 
 
 def _public_uuid(uuid: str | None) -> str | None:

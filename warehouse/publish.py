@@ -25,25 +25,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from conf.identity import sha256_of
-from conf.outputs import folder_problems
-from conf.settings import data_key, key
+from conf.outputs import TEMPORARY_SUFFIX, folder_problems, sync
+from conf.settings import Checked, data_key, key
 from warehouse import load_example
 from warehouse.checks import check
 from warehouse.columns import JOBS, TABLES, described
 from warehouse.connection import connect
 from warehouse.croissant import croissant
-from warehouse.dataset import narrow, writing
+from warehouse.dataset import KINDS, narrow, writing
 from warehouse.dataset_card import SECTION_COLUMNS, levels, markdown_table, plain_markdown, sections
 from warehouse.details import DETAILS
 from warehouse.disk_errors import disk_errors_named
 from warehouse.explorer.static_pages import FIRST_PAGE, FOLDER, write_pages
 from warehouse.folder import DataFolder
-from warehouse.layout import TEMPORARY_SUFFIX, sync
-from warehouse.public_rows import count_rows, naive, public_details, public_row, public_telemetry, scrubbed
+from warehouse.public_rows import naive, public_row, public_tables, scrubbed
 from warehouse.reader import WarehouseConnection
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES
 from warehouse.snapshot import Snapshot, find_snapshot, snapshots, take_snapshot
 from warehouse.sql_text import sql_text
 
@@ -54,6 +53,7 @@ _ALWAYS = {
     "telemetry": ("run_id", "t_ms"),
     **{kind: ("run_id", *detail.required) for kind, detail in DETAILS.items()},
 }
+_JOBS = pa.schema([field for field in JOB_SCHEMA if field.name in JOBS])
 _CHUNK_RUNS = 2_000
 _FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "kernels": 2_000_000, "ranks": 2_000_000,
               "collocations": 2_000_000, "jobs": 500_000}  # fmt: skip
@@ -63,7 +63,7 @@ _TOLD = ("citation", "creators", "url", "version")  # reported where missing
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishSettings:
+class PublishSettings(Checked):
     """What to publish, and where to. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.publish out=/srv/gpu-runs licence=CC-BY-4.0
@@ -79,7 +79,7 @@ class PublishSettings:
     snapshot: str | None = key(None, "which one; default the newest, or one that is taken now where there is none")
     licence: str | None = key(None, "required: an SPDX name or a URL")
     citation: str | None = key(None, "how to cite the data set, best in BibTeX", "any text")
-    creators: Sequence[str] | None = key(
+    creators: tuple[str, ...] | None = key(
         None, "names of persons, as in [Ada Lovelace]; 'org:NAME' for an organization", "text | list of text | null"
     )
     url: str | None = key(None, "of the data set's page")
@@ -87,38 +87,33 @@ class PublishSettings:
     published: str | None = key(None, "day, as in 2026-11-20; default the snapshot's")
     name: str | None = key(None, "of the data set; default the folder's")
     description: str | None = key(None, "a sentence or two; default says how many rows there are", "any text")
-    sources: Sequence[str] = key(
+    sources: tuple[str, ...] = key(
         ("measured", "simulated"),
         "imported rows are others', under licences of their own, and published only if named",
         "text | list of text",
+        SOURCES,
     )
     pages: int = key(200, "runs that get a page of their own among the pages to browse; 0 writes no pages", "int >= 0")
-    hz: float | None = key(10, "telemetry is thinned to this many readings a second of each sensor; null keeps all")
+    hz: float | None = key(
+        10, "telemetry is thinned to this many readings a second of each sensor; null keeps all", "number > 0"
+    )
 
-    def __post_init__(self) -> None:
-        for name in ("creators", "sources"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, (getattr(self, name),))
-        problems = [str(unknown_name("source", name, SOURCES)) for name in self.sources if name not in SOURCES]
+    def problems(self) -> Iterator[str]:
         if not self.sources:
-            problems.append(f"sources must name one or more of {', '.join(SOURCES)}")
+            yield f"sources must name one or more of {', '.join(SOURCES)}"
         if not self.licence:
-            problems.append(
+            yield (
                 "licence=... is missing: nobody may use a data set without one; give an SPDX name or a URL, as in "
                 "licence=CC-BY-4.0"
             )
-        if self.hz is not None and (isinstance(self.hz, bool) or not self.hz > 0):
-            problems.append(f"hz must be a number > 0 or null, got {self.hz!r}")
         if self.published is not None:
             try:
                 datetime.date.fromisoformat(str(self.published))
             except ValueError:
-                problems.append(f"published must be a day as in 2026-11-20, got {self.published!r}")
-        problems += folder_problems(self.out)
+                yield f"published must be a day as in 2026-11-20, got {self.published!r}"
+        yield from folder_problems(self.out)
         if self.root.is_file() or (self.root.is_dir() and any(self.root.iterdir())):
-            problems.append(f"out={self.out} is there already; name a new or an empty folder")
-        if problems:
-            raise UsageError("; ".join(problems))
+            yield f"out={self.out} is there already; name a new or an empty folder"
 
     @property
     def root(self) -> Path:
@@ -177,7 +172,7 @@ def _published(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings
     building = root.with_name(f".{root.name}.{uuid.uuid4().hex[:_TOKEN_CHARACTERS]}{TEMPORARY_SUFFIX}")
     try:
         with contextlib.closing(connect(folder, snapshot=snapshot.name)) as connection:
-            _write_tables(connection, building, settings, report)
+            runs = _write_tables(connection, building, settings, report)
             findings = check(connection)
         report.findings = len(findings)
         tables = {table: pq.read_schema(min((building / table).glob("*.parquet"))) for table in TABLES}
@@ -185,7 +180,6 @@ def _published(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings
             (path.relative_to(building).as_posix(), path.stat().st_size, sha256_of(path))
             for path in sorted(building.rglob("*.parquet"))
         ]
-        runs = _section_rows(building)
         about = _about(settings, snapshot, report, runs)
         lines = [plain_markdown(scrubbed(finding.line())) for finding in findings]
         card = _card(runs, settings, snapshot, report, about, tables, lines)
@@ -267,25 +261,21 @@ class _Writer:
 
 def _write_tables(
     connection: WarehouseConnection, root: Path, settings: PublishSettings, report: PublishReport
-) -> None:
+) -> list[dict[str, Any]]:
+    """Write all tables; return what the card's sections read of the published runs."""
     chosen = f"source IN ({', '.join(map(sql_text, settings.sources))})"
     _count_left_out(connection, chosen, report)
+    schemas = {
+        kind: _filled(connection, kind, schema, "true" if kind == "telemetry" else chosen)
+        for kind, schema in KINDS.items()
+    }
+    schemas |= {"telemetry": narrow(schemas["telemetry"]), "jobs": _JOBS}
     with contextlib.ExitStack() as opened:
-        writers = {
-            "runs": _Writer(root, "runs", _filled(connection, "runs", RUN_SCHEMA, chosen), report),
-            "telemetry": _Writer(
-                root, "telemetry", narrow(_filled(connection, "telemetry", TELEMETRY_SCHEMA, "true")), report
-            ),
-            **{
-                kind: _Writer(root, kind, _filled(connection, kind, detail.schema, chosen), report)
-                for kind, detail in DETAILS.items()
-            },
-            "jobs": _Writer(root, "jobs", pa.schema([f for f in JOB_SCHEMA if f.name in JOBS]), report),
-        }
+        writers = {table: _Writer(root, table, schemas[table], report) for table in TABLES}
         for writer in writers.values():
             opened.callback(writer.abandon)
-        jobs = _write_runs(connection, chosen, settings, writers)
-        if not report.rows["runs"]:
+        runs = list(_write_runs(connection, chosen, settings, writers))
+        if not runs:
             raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
         for kind in (kind for kind, detail in DETAILS.items() if detail.imported):
             imported = _imported_rows(connection, kind)
@@ -293,31 +283,23 @@ def _write_tables(
                 writers[kind].write(imported)
             elif imported.num_rows:
                 report.imported_left_out[kind] = imported.num_rows
-        writers["jobs"].write(_jobs(connection, jobs))
+        writers["jobs"].write(_jobs(connection, {run["job_id"] for run in runs}))
         for writer in writers.values():
             writer.close()
+    return runs
 
 
 def _write_runs(
     connection: WarehouseConnection, chosen: str, settings: PublishSettings, writers: Mapping[str, _Writer]
-) -> set[str]:
-    """Write the chosen runs, their samples and details; return the ids of their jobs."""
-    jobs: set[str] = set()
+) -> Iterator[dict[str, Any]]:
+    """Write the chosen runs, their samples and details; yield what is read of each later."""
     for rows in _chunks(connection, chosen):
-        ids = [row["run_id"] for row in rows]
-        published = [public_row(row) for row in rows]
-        family, first, last = (sql_text(text) for text in (rows[0]["family"], ids[0], ids[-1]))
+        published = [(row["run_id"], public_row(row)) for row in rows]
+        family, first, last = (sql_text(text) for text in (rows[0]["family"], published[0][0], published[-1][0]))
         where = f"{{0}}.family = {family} AND {{0}}.run_id BETWEEN {first} AND {last}"
-        public_ids = dict(zip(ids, (row["run_id"] for row in published), strict=True))
-        samples = public_telemetry(connection, public_ids, settings.hz, where.format("telemetry"))
-        details = {kind: public_details(connection, kind, public_ids, where.format(kind)) for kind in DETAILS}
-        count_rows(published, samples, details)
-        jobs.update(row["job_id"] for row in published if row["job_id"] is not None)
-        writers["telemetry"].write(samples)
-        for kind, table in details.items():
-            writers[kind].write(table)
-        writers["runs"].write(pa.Table.from_pylist(published, schema=RUN_SCHEMA))
-    return jobs
+        for table, added in public_tables(connection, published, settings.hz, where).items():
+            writers[table].write(added)
+        yield from ({name: row[name] for name in ("job_id", *SECTION_COLUMNS)} for _, row in published)
 
 
 def _imported_rows(connection: WarehouseConnection, kind: str) -> pa.Table:
@@ -374,18 +356,7 @@ def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
             row["submitted_at"] = row["submitted_at"].replace(tzinfo=datetime.UTC)
         if row["space"] is not None:
             row["space"] = scrubbed(row["space"])
-    return pa.Table.from_pylist(rows, schema=pa.schema([f for f in JOB_SCHEMA if f.name in JOBS]))
-
-
-def _section_rows(root: Path) -> list[dict[str, Any]]:
-    """Return what the card's sections read of the published runs."""
-    rows: list[dict[str, Any]] = []
-    for path in sorted((root / "runs").glob("*.parquet")):
-        file = pq.ParquetFile(path)
-        there = [name for name in SECTION_COLUMNS if name in file.schema_arrow.names]
-        missing = dict.fromkeys(set(SECTION_COLUMNS) - set(there))
-        rows += [missing | row for row in file.read(columns=there).to_pylist()]
-    return rows
+    return pa.Table.from_pylist(rows, schema=_JOBS)
 
 
 def _about(

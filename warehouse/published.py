@@ -6,22 +6,30 @@ status `invalid` and a reason. Nothing here needs models or torch.
 
 from __future__ import annotations
 
-import contextlib
-import csv
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from conf.errors import UsageError
+from conf.identity import canonical_json
 from warehouse.gpumemnet import STATUS, TRAINING, parse_filename, settle_pooling, to_number, utilization, whole
+from warehouse.imported_rows import (
+    DOUBT,
+    UNKNOWN_FAMILY,
+    Columns,
+    ImportedFile,
+    config_columns,
+    imported_runs,
+    read_csv,
+)
+from warehouse.schema import RUN_SCHEMA
 
 DEVICE_NAME = "A100-SXM4-40GB"
 TORCH_VERSION = "2.4.1"  # of all these files
 CUDA_VERSION = "12.2"
 CARD_MIB = 40_960.0
-_CELL_CHARACTERS = 2**27  # a cell lists all layers of a network; csv's own limit is 128 Ki
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +68,7 @@ class PublishedRow:
 
     @property
     def name(self) -> str:
-        """`timm_a100:17`, for messages."""
+        """Return `timm_a100:17`, for messages."""
         return f"{self.file}:{self.row}"
 
     @property
@@ -81,13 +89,6 @@ class PublishedFile:
     rows: tuple[PublishedRow, ...]
     columns: tuple[str, ...] = ()
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Return the number of rows by status, and by status and reason where there is a reason."""
-        row_counts = Counter(row.status for row in self.rows)
-        row_counts.update(f"{row.status}: {row.reason}" for row in self.rows if row.reason)
-        return dict(sorted(row_counts.items()))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
@@ -101,42 +102,32 @@ def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str]
     """Read one file, several, or every recognised CSV file right in a folder; `stems` names some of them.
 
     Raises `UsageError` for a path that does not exist, a named file without a known header, a stem that the folder
-    lacks, and a folder without any such file.
+    lacks, two files of one stem, and a folder without any such file.
     """
-    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    roots = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
     files: dict[str, PublishedFile] = {}
     others: list[Path] = []
-    for one in paths:
-        if one.is_dir():
-            named = sorted(p for p in one.iterdir() if p.suffix == ".csv" and p.is_file())
-            if stems:
-                named = [p for p in named if p.stem in stems]
-            for csv_path in named:
-                try:
-                    _keep(files, _read_file(csv_path))
-                except _UnknownHeader:
-                    if stems:
-                        raise
-                    others.append(csv_path)
-        elif one.is_file():
-            if not stems or one.stem in stems:
-                _keep(files, _read_file(one))
-        else:
-            raise UsageError(f"published={one}: there is no such file or folder")
-    where = ", ".join(map(str, paths))
+    for root in roots:
+        if not root.exists():
+            raise UsageError(f"published={root}: there is no such file or folder")
+        paths = [root] if root.is_file() else sorted(one for one in root.glob("*.csv") if one.is_file())
+        for one in (one for one in paths if not stems or one.stem in stems):
+            if one.stem in files:
+                raise UsageError(
+                    f"two files are called {one.stem}: {files[one.stem].path} and {one}; read one at a time"
+                )
+            try:
+                files[one.stem] = _read_file(one)
+            except _UnknownHeader:
+                if stems or root.is_file():
+                    raise
+                others.append(one)
+    where = ", ".join(map(str, roots))
     if missing := sorted(set(stems) - set(files)):
         raise UsageError(f"files={','.join(missing)}: no such CSV file in {where}")
     if not files:
         raise UsageError(f"published={where} holds no file with a known header; known: {known_headers()}")
     return Published(files=tuple(files[stem] for stem in sorted(files)), others=tuple(others))
-
-
-def read_recognised(path: Path) -> PublishedFile | None:
-    """Read one file; None if it is no CSV file or its header is unknown."""
-    try:
-        return _read_file(path)
-    except _UnknownHeader:
-        return None
 
 
 def timm_config(row: PublishedRow) -> dict[str, object]:
@@ -156,40 +147,67 @@ def timm_config(row: PublishedRow) -> dict[str, object]:
     }
 
 
+def read_published_runs(path: Path, device_name: str | None, *, source: str) -> ImportedFile | str:
+    """Return the rows of one file of GPUMemNet's or of timm models; or why the file is none of `source`.
+
+    A run's identity is its configuration, card and memory. So measurements that are published again, with other
+    columns or in another file, are the same runs. `device_name` None stands for the card of these files.
+    """
+    try:
+        file = _read_file(path)
+    except _UnknownHeader:
+        return f"unknown header; known: {known_headers()}"
+    if file.form == "models":
+        return "well-known models by name: no configurations of a family that could be rebuilt"
+    if file.form != source:
+        return f"its rows are of source={file.form}"
+    other = {} if device_name in (None, DEVICE_NAME) else {"device_name": device_name}
+    card: Columns = other or {"device_name": DEVICE_NAME, "device_memory_mib": CARD_MIB}
+    contents = [
+        canonical_json({"label": row.label, "batch_size": row.batch_size, "memory_mib": row.memory_mib, **other})
+        for row in file.rows
+    ]
+    rows = imported_runs(source, [(row.row, {**card, **_columns(row)}) for row in file.rows], contents)
+    measured_columns = sum(column == "Status" or column.startswith("Avg ") for column in file.columns)
+    return ImportedFile(path, rows, measured_columns=measured_columns)
+
+
+def _columns(row: PublishedRow) -> Columns:
+    config = row.config
+    if row.family is None and row.group is not None and row.status != "invalid":
+        config = timm_config(row)
+    family = row.family or ("timm" if row.group is not None else UNKNOWN_FAMILY)
+    return {
+        "family": family,
+        "status": row.status,
+        "oom_kind": "device" if row.status == "oom" else None,
+        "error_type": DOUBT if row.doubt else None,
+        "error": row.doubt or row.reason,
+        "torch_version": TORCH_VERSION,
+        "cuda_version": CUDA_VERSION,
+        "batch_size": row.batch_size,
+        **config_columns(config),
+        # the transformers' counts lack the attention's input projections
+        "parameters": None if family == "transformer" else row.parameters,
+        "peak_memory_mib": row.memory_mib,
+        **{name: value for name, value in row.utilization.items() if name in RUN_SCHEMA.names},
+    }
+
+
 class _UnknownHeader(UsageError):
     pass
 
 
-def _keep(files: dict[str, PublishedFile], file: PublishedFile) -> None:
-    stem = file.path.stem
-    if stem in files:
-        raise UsageError(f"two files are called {stem}: {files[stem].path} and {file.path}; read one at a time")
-    files[stem] = file
-
-
 def _read_file(path: Path) -> PublishedFile:
     try:
-        with wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            header = set(reader.fieldnames or ())
-            for form, (columns, read) in _FORMS.items():
-                if columns <= header:
-                    rows = tuple(read(path.stem, list(reader)))
-                    return PublishedFile(path=path, form=form, rows=rows, columns=tuple(reader.fieldnames or ()))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise _UnknownHeader(f"published={path} is no CSV file: {error}") from error
+        header, rows = read_csv(path)
+    except UsageError as error:
+        raise _UnknownHeader(f"published={path} is no CSV file: {error.__cause__}") from error
+    for form, (columns, read) in _FORMS.items():
+        if columns <= set(header):
+            return PublishedFile(path=path, form=form, rows=tuple(read(path.stem, rows)), columns=header)
     shown = ", ".join(sorted(header)[:12]) or "nothing"
     raise _UnknownHeader(f"published={path}: unknown header ({shown}); known: {known_headers()}")
-
-
-@contextlib.contextmanager
-def wide_cells() -> Iterator[None]:
-    """Let the csv module read cells as large as these files have."""
-    before = csv.field_size_limit(_CELL_CHARACTERS)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
 
 
 def known_headers() -> str:
@@ -339,7 +357,7 @@ def _doubt_of_ok(
         return "less memory than its tensors fill: it may not have trained, or have crashed"
     if held and row.memory_mib == held[-1].memory_mib:
         return "exactly as much as at a smaller batch: it may not have trained"
-    if len(held) >= 2:
+    if len(held) >= 2 and held[-2].batch_size < held[-1].batch_size:
         one, two = held[-2:]
         slope = (two.memory_mib - one.memory_mib) / (two.batch_size - one.batch_size)
         expected = two.memory_mib + slope * (row.batch_size - two.batch_size)

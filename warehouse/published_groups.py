@@ -10,16 +10,13 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from conf.identity import canonical_json
 from warehouse.gpumemnet import to_number
-from warehouse.imported_rows import above_zero, run_ids, whole_above_zero
+from warehouse.imported_rows import Cells, Columns, ImportedRow, above_zero, run_ids, whole_above_zero
 
-Cells = Mapping[str, str]
-Columns = dict[str, Any]  # of `collocations`
-
+NO_SPEED = "no speed beside the other, or alone"
 NOT_TOGETHER = "the joint memory is that of one member alone: they did not train at the same time"
 _ALWAYS_ONE = "its speed is exactly 1 beside every partner: it may not have been measured"
 _TABLES_DIFFER = "the file's tables differ by more than 10% for this pair on this GPU"
@@ -33,18 +30,10 @@ _BATCH = re.compile(r" ?\(batch size (\d{1,9})\)")
 LUCID_PAIRS = "model1, dataset1, batchsize1, amp1, speed1, model2, dataset2, batchsize2, amp2, speed2, gmem"
 
 
-@dataclass(frozen=True)
-class Member:
-    """A row of `collocations` without `run_id`. row: the pair's place in the file, 1 for the first below the header."""
-
-    row: int
-    columns: Columns
-
-
 def group_members(
     source: str, pairs: Sequence[tuple[int, Cells]], alone: Sequence[Mapping[str, Any]], device_name: str | None = None
-) -> list[Member]:
-    """Return both members of each pair.
+) -> list[ImportedRow]:
+    """Return both members of each pair as rows of `collocations` without `run_id`.
 
     Args:
         source: lucid or gavel.
@@ -57,15 +46,22 @@ def group_members(
     other = {} if device_name is None else {"device_name": device_name}
     contents = [canonical_json({"pair": dict(cells), **other}) for _, cells in pairs]
     members = []
-    for (place, cells), group_id in zip(pairs, run_ids(source, contents), strict=True):
+    for (_, cells), group_id in zip(pairs, run_ids(source, contents), strict=True):
         origin = canonical_json(dict(cells))
         for number, columns in enumerate(read(cells, by_job)):
             status = "ok" if columns.get("slowdown") else "invalid"
             same = {"group_id": group_id, "member_row": f"{group_id}-c{number}", "member": number, "group_size": 2}
             rest = {"source": "imported", "sharing": "time_slicing", "status": status, "origin": origin}
-            members.append(Member(place, {**same, **rest, **columns, **other}))
+            members.append({**same, **rest, **columns, **other})
     doubts(members)
-    return members
+    places = [place for place, _ in pairs for _ in range(2)]
+    return [
+        ImportedRow(
+            place, columns, None if columns["status"] == "ok" else NO_SPEED,
+            columns.get("doubt") if columns["status"] == "ok" else None,
+        )
+        for place, columns in zip(places, members, strict=True)
+    ]  # fmt: skip
 
 
 def _lucid(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Columns]:
@@ -107,25 +103,20 @@ def _figures_alone(run: Mapping[str, Any] | None) -> Columns:
     }
 
 
-def _lucid_doubts(members: Sequence[Member]) -> None:
+def _lucid_doubts(members: Sequence[Columns]) -> None:
     speeds: dict[str, list[float]] = defaultdict(list)
     for member in members:
-        speeds[member.columns["model"]].append(member.columns["slowdown"])
+        speeds[member["model"]].append(member["slowdown"])
     odd = {model for model, ratios in speeds.items() if len(ratios) >= _FEWEST and set(ratios) == {1.0}}
-    for pair in _groups(members):
-        both = [member.columns for member in pair]
-        sizes = [columns["solo_memory_mib"] for columns in both if columns.get("solo_memory_mib") is not None]
-        joint = both[0]["joint_memory_mib"]
-        apart = (
-            joint is not None
-            and len(sizes) == len(both)
-            and joint < max(sizes) + _SHARE_OF_THE_SMALLER * min(sizes)  # each has a context of its own
-        )
-        for columns in both:
-            if apart:
-                columns["doubt"] = NOT_TOGETHER
-            elif columns["model"] in odd:
-                columns["doubt"] = _ALWAYS_ONE
+    for member, partner in _with_partners(members):
+        sizes = [one["solo_memory_mib"] for one in (member, partner) if one.get("solo_memory_mib") is not None]
+        joint = member["joint_memory_mib"]
+        # Each has a context of its own.
+        known = joint is not None and len(sizes) == 2
+        if known and joint < max(sizes) + _SHARE_OF_THE_SMALLER * min(sizes):
+            member["doubt"] = NOT_TOGETHER
+        elif member["model"] in odd:
+            member["doubt"] = _ALWAYS_ONE
 
 
 def _gavel(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Columns]:
@@ -154,7 +145,7 @@ def _gavel_job(cells: Cells) -> tuple[str, ...]:
     return tuple(cells[name] for name in ("table", "gpu", "job_a", "gpus_a"))
 
 
-def _gavel_doubts(members: Sequence[Member]) -> None:
+def _gavel_doubts(members: Sequence[Columns]) -> None:
     """Mark pairs that the file has in several tables, or in both orders, with figures that differ."""
     by_table: dict[Any, list[float]] = defaultdict(list)
     by_order: dict[Any, list[float]] = defaultdict(list)
@@ -183,14 +174,10 @@ def _differ(figures: Sequence[float]) -> bool:
     return bool(figures) and max(figures) > (1 + _SPREAD) * min(figures)
 
 
-def _groups(members: Sequence[Member]) -> Iterator[tuple[Member, Member]]:
-    yield from zip(members[::2], members[1::2], strict=True)
-
-
-def _with_partners(members: Sequence[Member]) -> Iterator[tuple[Columns, Columns]]:
-    for one, other in _groups(members):
-        yield one.columns, other.columns
-        yield other.columns, one.columns
+def _with_partners(members: Sequence[Columns]) -> Iterator[tuple[Columns, Columns]]:
+    for one, other in zip(members[::2], members[1::2], strict=True):
+        yield one, other
+        yield other, one
 
 
 def _share(text: str | None) -> float | None:
@@ -200,7 +187,7 @@ def _share(text: str | None) -> float | None:
 
 
 _Read = Callable[[Cells, Mapping[Any, Mapping[str, Any]]], Iterator[Columns]]
-_SOURCES: Mapping[str, tuple[_Read, Callable[[Cells], Any], Callable[[Sequence[Member]], None]]] = {
+_SOURCES: Mapping[str, tuple[_Read, Callable[[Cells], Any], Callable[[Sequence[Columns]], None]]] = {
     "lucid": (_lucid, _lucid_job, _lucid_doubts),
     "gavel": (_gavel, _gavel_job, _gavel_doubts),
 }

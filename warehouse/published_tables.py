@@ -1,46 +1,48 @@
-"""Readers of published tables of training runs on other GPUs: step times and memory, each of one instrument.
+"""Published tables of training runs on other GPUs: step times, memory and power, each of one instrument.
 
-Start reading at `read_table`. A row that no trial config describes is kept as `untraceable`, with its reason. All
-cells of the file stay in the column `origin`.
+Start reading at `TABLES`; `warehouse.imported_tables` reads the files by these mappings.
 """
 
 from __future__ import annotations
 
-import csv
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-from conf.identity import canonical_json
-from warehouse.gpumemnet import TRAINING
+from warehouse.gpumemnet import TRAINING, to_number
 from warehouse.imported_rows import (
     DOUBT,
     UNKNOWN_FAMILY,
-    ImportedFile,
+    Cells,
+    Columns,
     above_zero,
     config_columns,
-    imported_row,
-    run_ids,
     untraceable,
     whole_above_zero,
 )
-from warehouse.published import wide_cells
+from warehouse.imported_tables import (
+    PublishedTable,
+    Rule,
+    cell,
+    doubted,
+    invalid,
+    is_empty,
+    lower,
+    scaled,
+    unnamed_instrument,
+    whole,
+)
 from warehouse.published_groups import LUCID_PAIRS
-from warehouse.published_parallel import PARALLEL_COLUMNS, read_parallel
-from warehouse.published_power import ZEUS_COLUMNS, zeus_run
-
-Cells = Mapping[str, str]
-Columns = dict[str, Any]  # of `runs`
 
 # The benchmark tries these from the largest down and reports the first that runs.
 TIMM_BATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Samples of an epoch: training images, and SQuAD's questions in pieces of 384 tokens at most.
+EPOCHS: Mapping[str, int] = {"cifar100": 50_000, "imagenet": 1_281_167, "squad": 88_524}
 _MIB = 2**20
 _SLACK = 0.05  # relative: figures that are rounded agree this closely
-_DEVICES = {  # the files' names -> names in conf/device, and MiB that CUDA can use or the card has
+_CARDS = {  # the files' names -> names in conf/device, and MiB that CUDA can use or the card has
     "RTX-3090": ("RTX-3090", 24_260.0),
     "A100-SXM4-40GB": ("A100-SXM4-40GB", 40_960.0),
     "a100_40gb": ("A100-SXM4-40GB", 40_960.0),
@@ -51,29 +53,109 @@ _DEVICES = {  # the files' names -> names in conf/device, and MiB that CUDA can 
     "V100-32GB": ("V100-SXM2-32GB", 32_768.0),
     "NVIDIA L40S": ("L40S", 46_068.0),
 }
+# The same of tables without memory.
+_CLUSTERS = dict.fromkeys(("H100", "DGX-H100"), "H100-SXM5-80GB") | dict.fromkeys(
+    ("B200", "DGX-B200"), "B200-SXM-180GB"
+)
+_ZEUS_GPUS = {"V100": "V100-PCIE-32GB", "P100": "P100-PCIE-16GB", "RTX6000": "Quadro-RTX-6000"}
 _GAVEL_BATCH = re.compile(r"\(batch size (\d{1,9})\)")
 _GAVEL_SPREAD = 0.10  # relative: tables of one job on one GPU that agree within this are no contradiction
 _IMAGE_PRECISIONS = {"amp": "fp16", "tf32": "tf32", "fp32": "fp32"}
+_MS = {"ms": 1.0, "s": 1e3}
+_MOST_WATTS = 2_000.0  # above any GPU's limit
+_POWER, _EPOCH_TIME = ("average power", "W"), ("time per epoch", "s")
+_NO_CODE = "its code, input and optimizer are not in the file"
+_ACTIVE = json.dumps(
+    {"peak_allocated_mib": "the file has torch's peak active: blocks that wait for a stream count, too"}
+)
 
 
-def _device(name: str) -> Columns:
-    known, memory_mib = _DEVICES.get(name, (name, None))
+def _card(name: str) -> Columns:
+    known, memory_mib = _CARDS.get(name, (name, None))
     return {"device_name": known, "device_memory_mib": memory_mib}
 
 
+def _card_of_gpu(row: Cells) -> Columns:
+    return _card(row["gpu"])
+
+
+def _gavel_batch(row: Cells) -> int | None:
+    batch = _GAVEL_BATCH.search(row["job_a"])
+    return int(batch[1]) if batch else None
+
+
+def _torch_version(row: Cells) -> tuple[str, str | None]:
+    """Return the releases of torch and CUDA in a text such as 2.13.0+cu130."""
+    torch_version, _, build = row["torch"].partition("+cu")
+    return torch_version, f"{build[:-1]}.{build[-1]}" if build.isdigit() else None
+
+
+def _foundry_step_ms(row: Cells) -> float | None:
+    tokens, per_second = above_zero(row["GlobalBatchSize (T)"]), above_zero(row["Throughput (T/s)"])
+    return tokens / per_second * 1e3 if tokens and per_second else None
+
+
+def _is_no_whole_batch(row: Cells, _run: Columns) -> bool:
+    sizes = [whole_above_zero(row[name]) for name in ("MicroBatchSize", "GradAccum", "# GPUs")]
+    return whole_above_zero(row["GlobalBatchSize"]) != math.prod(size or 0 for size in sizes)
+
+
+def _gavel_step_ms(row: Cells) -> float | None:
+    per_second = above_zero(row["iters_per_s_a"])
+    return 1e3 / per_second if per_second else None
+
+
+def _parallel_step_ms(row: Cells) -> float | None:
+    """Return the time of a step, which NeMo gives as tokens a second and GPU."""
+    value, kind, unit = above_zero(row["value"]), row["what_was_measured"], row["unit"]
+    if unit == "tokens/s/GPU" and value:
+        samples, length, gpus = (above_zero(row[name]) for name in ("global_batch", "seq", "gpus"))
+        return samples * length / (value * gpus) * 1e3 if samples and length and gpus else None
+    return value * _MS[unit] if value and unit in _MS and "time" in kind else None
+
+
+def _zeus_batch(row: Cells) -> int | None:
+    batch = above_zero(row["batch_per_gpu"])
+    return int(batch) if batch and batch >= 1 else None
+
+
+def _zeus_kind(row: Cells) -> tuple[str, str]:
+    return row["what_was_measured"], row["unit"]
+
+
+def _zeus_step_ms(row: Cells) -> float | None:
+    """Return the time of a step: that of an epoch over its steps, where the data set's samples are known."""
+    samples, batch, value = EPOCHS.get(row["dataset"]), _zeus_batch(row), above_zero(row["value"])
+    if _zeus_kind(row) != _EPOCH_TIME or None in (samples, batch, value):
+        return None
+    return (value or 0.0) / math.ceil((samples or 0) / (batch or 1)) * 1e3
+
+
+def _zeus_why(row: Cells) -> str:
+    unknown = _zeus_kind(row) == _EPOCH_TIME and row["dataset"] not in EPOCHS
+    more = ", and the steps of an epoch are not known: its time is in origin alone" * unknown
+    return f"no family has {row['model']} on {row['dataset']}{more}"
+
+
+def _zeus_problem(row: Cells) -> str | None:
+    value, (kind, unit) = above_zero(row["value"]), _zeus_kind(row)
+    if value is None or _zeus_batch(row) is None:
+        return f"no batch size, or no value of {kind or 'anything'}"
+    if to_number(row["gpus"]) != 1:
+        return f"gpus is {row['gpus'] or 'empty'}: this table is of one GPU"
+    if not row["precision"]:
+        return "no precision"
+    if not 0 < (to_number(row["power_limit_w"]) or 0.0) <= _MOST_WATTS:
+        return f"power_limit_w is no limit of a GPU: {row['power_limit_w'] or 'empty'}"
+    if kind == _POWER[0] and value > _MOST_WATTS:
+        return f"{value:g} W is more than a GPU draws"
+    return None if (kind, unit) in (_POWER, _EPOCH_TIME) else f"{kind} in {unit}: this table is of power and time"
+
+
 def _image_config(model: str, batch: int, precision: str, layout: str, image_size: int | None) -> Columns:
-    settings = {
-        **TRAINING,
-        "family": "timm",
-        "model": model,
-        "image_size": image_size,
-        "batch_size": batch,
-        "precision": precision,
-        "optimizer": "momentum",
-        "channels_last": layout == "nhwc",
-        "cudnn_benchmark": True,
-    }
-    return {"family": "timm", **config_columns(settings)}
+    network = {"family": "timm", "model": model, "image_size": image_size, "batch_size": batch}
+    how = {"precision": precision, "optimizer": "momentum", "channels_last": layout == "nhwc", "cudnn_benchmark": True}
+    return {"family": "timm", **config_columns({**TRAINING, **network, **how})}
 
 
 def _timm_benchmark(row: Cells) -> Iterator[Columns]:
@@ -83,7 +165,7 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
     """
     batch, step_ms = whole_above_zero(row["batch"]), above_zero(row["step_ms"])
     side, per_second = whole_above_zero(row["img_size"]), above_zero(row["samples_per_s"])
-    card = {**_device(row["gpu"]), "torch_version": row["torch"], "cuda_version": row["cuda"]}
+    card = {**_card(row["gpu"]), "torch_version": row["torch"], "cuda_version": row["cuda"]}
     million = above_zero(row["param_m"])
     parameters = None if million is None else round(million * 1e6)
     if batch is None or step_ms is None or side is None or not row["model"]:
@@ -94,7 +176,7 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
            "status": "ok", "step_time_ms": step_ms}  # fmt: skip
     if not row["precision"].lower().startswith("amp"):
         run |= {"status": "invalid", "error": f"precision {row['precision']}: this table is of AMP"}
-    elif per_second is None or not _agree(batch / per_second * 1e3, step_ms):
+    elif per_second is None or not math.isclose(batch / per_second * 1e3, step_ms, rel_tol=_SLACK):
         run |= {"error_type": DOUBT, "error": "step_ms and samples_per_s contradict each other"}
     yield run
     larger = next((size for size in TIMM_BATCHES if size > batch), None)
@@ -105,109 +187,10 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
         yield {**card, **config, "parameters": parameters, "status": "oom", "oom_kind": "device", "error": tried}
 
 
-def _litgpt(row: Cells) -> Iterator[Columns]:
-    gigabytes = above_zero(row["peak_memory_gb"])
-    reason = (
-        f"no family has LitGPT's {row['method']} with quantization {row['quantization']} on {row['gpus'] or '?'} GPU(s)"
-    )
-    run = untraceable(
-        reason,
-        **_device(row["gpu"]),
-        batch_size=whole_above_zero(row["micro_batch"]),
-        precision=row["precision"],
-        optimizer=row["optimizer"].lower(),
-        peak_allocated_mib=None if gigabytes is None else gigabytes * 1e9 / _MIB,
-    )
-    if row["outcome"].lower() == "oom":
-        run |= {"status": "oom", "oom_kind": "device"}
-    elif gigabytes is None:
-        run |= {"status": "invalid", "error_type": None, "error": f"no memory: outcome {row['outcome']}"}
-    elif "allocated" not in row["memory_kind"]:
-        run |= _unnamed_instrument("peak_allocated_mib", row["memory_kind"])
-    yield run
-
-
-def _torchtune(row: Cells) -> Iterator[Columns]:
-    gibibytes = above_zero(row["peak_memory_gib"])
-    run = untraceable(
-        f"no family has torchtune's recipe of {row['model']}: {row['method']}",
-        **_device(row["gpu"]),
-        batch_size=whole_above_zero(row["batch"]),
-        precision=row["precision"],
-        optimizer=row["optimizer"],
-        peak_allocated_mib=None if gibibytes is None else gibibytes * 1024,
-    )
-    if gibibytes is None:
-        run |= {"status": "invalid", "error_type": None, "error": "no memory"}
-    elif row["memory_kind"] == "torch peak active":
-        words = "the file has torch's peak active: blocks that wait for a stream count, too"
-        run["quality_reasons"] = json.dumps({"peak_allocated_mib": words})
-    else:
-        run |= _unnamed_instrument("peak_allocated_mib", row["memory_kind"])
-    yield run
-
-
-def _torchtitan(row: Cells) -> Iterator[Columns]:
-    gibibytes = above_zero(row["memory_gib"])
-    run = untraceable("one rank of a job on several GPUs, which no trial config describes", **_device(row["gpu"]))
-    if row["memory_kind"] == "torch max reserved":
-        run["peak_reserved_mib"] = None if gibibytes is None else gibibytes * 1024
-    elif gibibytes is not None or row["memory_gb_as_printed"]:
-        run |= _unnamed_instrument("peak_reserved_mib", row["memory_kind"])
-    if gibibytes is None and above_zero(row["tps_per_gpu"]) is None:
-        run |= {"status": "invalid", "error_type": None, "error": "neither memory nor throughput"}
-    yield run
-
-
-def _peft(row: Cells) -> Iterator[Columns]:
-    reserved, parameters = above_zero(row["max_reserved_mib"]), whole_above_zero(row["trainable_params"])
-    torch_version, _, build = row["torch"].partition("+cu")
-    run = untraceable(
-        f"no family has {row['model']} with PEFT's {row['method']}; the longest batch is not published",
-        **_device(row["gpu"]),
-        batch_size=whole_above_zero(row["batch"]),
-        precision=row["dtype"],
-        optimizer=row["optimizer"].lower(),
-        parameters=parameters,
-        torch_version=torch_version,
-        cuda_version=f"{build[:-1]}.{build[-1]}" if build.isdigit() else None,
-        peak_reserved_mib=reserved,
-    )
-    total = whole_above_zero(row["total_params"])
-    if reserved is None:
-        run |= {"status": "invalid", "error_type": None, "error": "no memory"}
-    elif parameters is not None and total is not None and parameters > total:
-        run |= {"error_type": DOUBT, "error": "more trainable parameters than parameters"}
-    elif (average := above_zero(row["reserved_avg_mib"])) is not None and average > reserved:
-        run |= {"error_type": DOUBT, "error": "the mean of the reserved memory is above its maximum"}
-    yield run
-
-
-def _llm_foundry(row: Cells) -> Iterator[Columns]:
-    tokens, per_second = above_zero(row["GlobalBatchSize (T)"]), above_zero(row["Throughput (T/s)"])
-    sizes = [whole_above_zero(row[name]) for name in ("MicroBatchSize", "GradAccum", "# GPUs")]
-    run = untraceable(
-        f"MPT-{row['Model']} sharded over {row['# GPUs']} GPUs, which no trial config describes",
-        **_device(row["GPU"]),
-        batch_size=sizes[0],
-        precision=row["Precision"],
-        parameters=whole_above_zero(row["NumParams"]),
-        step_time_ms=tokens / per_second * 1e3 if tokens and per_second else None,
-    )
-    whole = whole_above_zero(row["GlobalBatchSize"])
-    micro, steps, gpus = sizes
-    if run["step_time_ms"] is None:
-        run |= {"status": "invalid", "error_type": None, "error": "no throughput"}
-    elif None in (whole, micro, steps, gpus) or whole != (micro or 0) * (steps or 0) * (gpus or 0):
-        words = "the global batch is not micro-batch x accumulation x GPUs"
-        run |= {"error_type": DOUBT, "error": words}
-    yield run
-
-
 def _deep_learning_examples(row: Cells) -> Iterator[Columns]:
     batch, per_second = whole_above_zero(row["batch"]), above_zero(row["throughput"])
     step_ms = batch / per_second * 1e3 if batch and per_second else None
-    run: Columns = {**_device(row["gpu"]), "status": "ok", "step_time_ms": step_ms}
+    run: Columns = {**_card(row["gpu"]), "status": "ok", "step_time_ms": step_ms}
     precision = _IMAGE_PRECISIONS.get(row["precision"].lower())
     if batch is None or step_ms is None:
         run |= {"family": UNKNOWN_FAMILY, "status": "invalid", "error": "no batch size or throughput"}
@@ -219,186 +202,199 @@ def _deep_learning_examples(row: Cells) -> Iterator[Columns]:
     yield run
 
 
-def _lucid_single(row: Cells) -> Iterator[Columns]:
-    gpu_util, memory = above_zero(row["gpu_util"]), above_zero(row["gmem"])
-    run = untraceable(
-        f"{row['model']} on {row['dataset']}: its code, input and optimizer are not in the file",
-        **_device("RTX-3090"),
-        batch_size=whole_above_zero(row["batchsize"]),
-        precision="fp16" if row["amp"] == "1" else "fp32",
-        peak_memory_mib=memory,
-        gpu_util=None if gpu_util is None else gpu_util / 100,
-    )
-    if memory is None:
-        run |= {"status": "invalid", "error_type": None, "error": "no memory"}
-    elif gpu_util is not None and gpu_util > 100:
-        run |= {"status": "invalid", "error_type": None, "error": f"gpu_util: {gpu_util:g} %", "gpu_util": None}
-    yield run
-
-
-def _gavel(row: Cells) -> Iterator[Columns]:
-    """Yield the run of a job alone; `warehouse.published_groups` reads pairs."""
-    if row["job_b"]:
-        return
-    per_second = above_zero(row["iters_per_s_a"])
-    batch = _GAVEL_BATCH.search(row["job_a"])
-    run = untraceable(
-        f"{row['job_a']} on {row['gpus_a']} GPU(s): its code, input and optimizer are not in the file",
-        **_device(row["gpu"].upper()),
-        batch_size=int(batch[1]) if batch else None,
-        step_time_ms=1e3 / per_second if per_second else None,
-    )
-    if per_second is None:
-        run |= {"status": "invalid", "error_type": None, "error": "no iterations a second"}
-    yield run
-
-
-def _gavel_ratios(rows: Sequence[Cells]) -> dict[int, float]:
-    """Return the factor between the file's tables for each job alone, by the index of its row."""
+def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
+    """Return the columns that mark the jobs alone whose figures differ between the file's tables."""
     speeds: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     for index, row in enumerate(rows):
         per_second = above_zero(row["iters_per_s_a"])
         if not row["job_b"] and per_second is not None:
             speeds[row["gpu"], row["job_a"], row["gpus_a"]][index] = per_second
-    return {index: max(group.values()) / min(group.values()) for group in speeds.values() for index in group}
-
-
-def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
-    """Return the columns that mark the jobs alone whose figures differ between the file's tables."""
     doubt = f"the file's tables differ by more than {_GAVEL_SPREAD:.0%} for this job on this GPU"
-    return {
-        index: {
-            "error_type": DOUBT,
-            "error": doubt,
-            "quality_reasons": json.dumps({"step_time_ms": f"the file's tables differ by a factor of {ratio:.2f}"}),
-        }
-        for index, ratio in _gavel_ratios(rows).items()
-        if ratio > 1 + _GAVEL_SPREAD
-    }
+    doubts: dict[int, Columns] = {}
+    for group in speeds.values():
+        ratio = max(group.values()) / min(group.values())
+        if ratio > 1 + _GAVEL_SPREAD:
+            reasons = json.dumps({"step_time_ms": f"the file's tables differ by a factor of {ratio:.2f}"})
+            doubts |= {at: {"error_type": DOUBT, "error": doubt, "quality_reasons": reasons} for at in group}
+    return doubts
 
 
-def _unnamed_instrument(column: str, kind: str) -> Columns:
-    words = f"the file's instrument is {kind or 'not named'}: the figure is in origin alone"
-    return {column: None, "quality_reasons": json.dumps({column: words})}
-
-
-@dataclass(frozen=True)
-class _Table:
-    """One kind of file: the columns that tell it, separated by commas, and the reader of one row."""
-
-    names: str
-    read: Callable[[Cells], Iterator[Columns]]
-    doubts: Callable[[Sequence[Cells]], Mapping[int, Columns]] | None = None  # of rows that others contradict
-    is_pair: Callable[[Cells], bool] | None = None  # whether a row is of two jobs that shared a GPU
-    pair_names: str | None = None  # columns of the source's files that hold nothing but pairs
-
-    @property
-    def columns(self) -> frozenset[str]:
-        return frozenset(self.names.split(", "))
-
-    @property
-    def pair_columns(self) -> frozenset[str] | None:
-        return None if self.pair_names is None else frozenset(self.pair_names.split(", "))
-
-
-_TABLES = {
-    "timm_benchmark": _Table(
-        "model, gpu, precision, layout, torch, cuda, batch, img_size, step_ms, samples_per_s, param_m",
-        _timm_benchmark,
+_PARALLEL_RULES: tuple[Rule, ...] = (
+    (
+        lambda row, run: bool(row["micro_batch"]) and not (above_zero(row["micro_batch"]) or 0.5).is_integer(),
+        invalid("micro_batch is no whole number > 0", "step_time_ms"),
     ),
-    "litgpt": _Table(
-        "model, method, quantization, precision, optimizer, micro_batch, gpus, gpu, "
-        "peak_memory_gb, outcome, memory_kind",
-        _litgpt,
+    (is_empty("step_time_ms"), invalid(lambda row: f"no time of a step: {row['what_was_measured']}")),
+)
+_PARALLEL = "model, gpu, gpus, tp, pp, micro_batch, global_batch, precision, what_was_measured, value, unit"
+
+
+def _parallel(names: str) -> PublishedTable:
+    """Return a table of steps on several GPUs: vTrain's, and NVIDIA's of DGX Cloud, NeMo and Megatron's tests.
+
+    `batch_size` stays empty: the time is of all micro-batches on all GPUs, and `origin` has their sizes.
+    """
+    return PublishedTable(
+        names=f"{_PARALLEL}, {names}",
+        why=lambda row: f"{row['model']} on {row['gpus']} GPUs, which no trial config describes",
+        device=lambda row: {"device_name": _CLUSTERS.get(row["gpu"], row["gpu"]), "device_memory_mib": None},
+        columns={"precision": cell("precision"), "step_time_ms": _parallel_step_ms},
+        rules=_PARALLEL_RULES,
+    )
+
+
+TABLES: Mapping[str, PublishedTable] = {
+    "timm_benchmark": PublishedTable(
+        names="model, gpu, precision, layout, torch, cuda, batch, img_size, step_ms, samples_per_s, param_m",
+        read=_timm_benchmark,
     ),
-    "torchtune": _Table(
-        "model, method, precision, batch, optimizer, gpu, peak_memory_gib, memory_kind, packed",
-        _torchtune,
+    "litgpt": PublishedTable(
+        names="model, method, quantization, precision, optimizer, micro_batch, gpus, gpu, peak_memory_gb, outcome, "
+        "memory_kind",
+        why=lambda row: (
+            f"no family has LitGPT's {row['method']} with quantization {row['quantization']} on "
+            f"{row['gpus'] or '?'} GPU(s)"
+        ),
+        device=_card_of_gpu,
+        columns={
+            "batch_size": whole("micro_batch"),
+            "precision": cell("precision"),
+            "optimizer": lower("optimizer"),
+            "peak_allocated_mib": scaled("peak_memory_gb", 1e9, _MIB),
+        },
+        rules=(
+            (lambda row, run: row["outcome"].lower() == "oom", lambda row: {"status": "oom", "oom_kind": "device"}),
+            (is_empty("peak_allocated_mib"), invalid(lambda row: f"no memory: outcome {row['outcome']}")),
+            (lambda row, run: "allocated" not in row["memory_kind"], unnamed_instrument("peak_allocated_mib")),
+        ),
     ),
-    "torchtitan": _Table(
-        "setting, technique, gpu, seq, tps_per_gpu, memory_gib, memory_kind, memory_gb_as_printed",
-        _torchtitan,
+    "torchtune": PublishedTable(
+        names="model, method, precision, batch, optimizer, gpu, peak_memory_gib, memory_kind, packed",
+        why=lambda row: f"no family has torchtune's recipe of {row['model']}: {row['method']}",
+        device=_card_of_gpu,
+        columns={
+            "batch_size": whole("batch"),
+            "precision": cell("precision"),
+            "optimizer": cell("optimizer"),
+            "peak_allocated_mib": scaled("peak_memory_gib", 1024),
+        },
+        rules=(
+            (is_empty("peak_allocated_mib"), invalid("no memory")),
+            (lambda row, run: row["memory_kind"] == "torch peak active", lambda row: {"quality_reasons": _ACTIVE}),
+            (lambda row, run: True, unnamed_instrument("peak_allocated_mib")),
+        ),
     ),
-    "peft": _Table(
-        "model, method, batch, dtype, optimizer, gpu, "
-        "torch, max_reserved_mib, reserved_avg_mib, trainable_params, total_params",
-        _peft,
+    "torchtitan": PublishedTable(
+        names="setting, technique, gpu, seq, tps_per_gpu, memory_gib, memory_kind, memory_gb_as_printed",
+        why=lambda row: "one rank of a job on several GPUs, which no trial config describes",
+        device=_card_of_gpu,
+        columns={"peak_reserved_mib": scaled("memory_gib", 1024)},
+        rules=(
+            (
+                lambda row, run: run["peak_reserved_mib"] is None and above_zero(row["tps_per_gpu"]) is None,
+                invalid("neither memory nor throughput"),
+            ),
+            (lambda row, run: row["memory_kind"] == "torch max reserved", lambda row: {}),
+            (
+                lambda row, run: bool(run["peak_reserved_mib"] or row["memory_gb_as_printed"]),
+                unnamed_instrument("peak_reserved_mib"),
+            ),
+        ),
     ),
-    "llm_foundry": _Table(
-        "Model, # GPUs, GPU, MicroBatchSize, GradAccum, GlobalBatchSize, "
-        "GlobalBatchSize (T), Throughput (T/s), Precision, NumParams",
-        _llm_foundry,
+    "peft": PublishedTable(
+        names="model, method, batch, dtype, optimizer, gpu, torch, max_reserved_mib, reserved_avg_mib, "
+        "trainable_params, total_params",
+        why=lambda row: f"no family has {row['model']} with PEFT's {row['method']}; the longest batch is not published",
+        device=_card_of_gpu,
+        columns={
+            "batch_size": whole("batch"),
+            "precision": cell("dtype"),
+            "optimizer": lower("optimizer"),
+            "parameters": whole("trainable_params"),
+            "torch_version": lambda row: _torch_version(row)[0],
+            "cuda_version": lambda row: _torch_version(row)[1],
+            "peak_reserved_mib": scaled("max_reserved_mib"),
+        },
+        rules=(
+            (is_empty("peak_reserved_mib"), invalid("no memory")),
+            (
+                lambda row, run: (run["parameters"] or 0) > (whole_above_zero(row["total_params"]) or math.inf),
+                doubted("more trainable parameters than parameters"),
+            ),
+            (
+                lambda row, run: (above_zero(row["reserved_avg_mib"]) or 0) > run["peak_reserved_mib"],
+                doubted("the mean of the reserved memory is above its maximum"),
+            ),
+        ),
     ),
-    "deeplearningexamples": _Table(
-        "model, gpu, gpus, precision, batch, seq, layout, throughput",
-        _deep_learning_examples,
+    "llm_foundry": PublishedTable(
+        names="Model, # GPUs, GPU, MicroBatchSize, GradAccum, GlobalBatchSize, GlobalBatchSize (T), Throughput (T/s), "
+        "Precision, NumParams",
+        why=lambda row: f"MPT-{row['Model']} sharded over {row['# GPUs']} GPUs, which no trial config describes",
+        device=lambda row: _card(row["GPU"]),
+        columns={
+            "batch_size": whole("MicroBatchSize"),
+            "precision": cell("Precision"),
+            "parameters": whole("NumParams"),
+            "step_time_ms": _foundry_step_ms,
+        },
+        rules=(
+            (is_empty("step_time_ms"), invalid("no throughput")),
+            (_is_no_whole_batch, doubted("the global batch is not micro-batch x accumulation x GPUs")),
+        ),
     ),
-    "gavel": _Table(
-        "table, gpu, job_a, gpus_a, job_b, gpus_b, iters_per_s_a, iters_per_s_b",
-        _gavel,
-        _gavel_doubts,
+    "deeplearningexamples": PublishedTable(
+        names="model, gpu, gpus, precision, batch, seq, layout, throughput", read=_deep_learning_examples
+    ),
+    "gavel": PublishedTable(
+        names="table, gpu, job_a, gpus_a, job_b, gpus_b, iters_per_s_a, iters_per_s_b",
+        why=lambda row: f"{row['job_a']} on {row['gpus_a']} GPU(s): {_NO_CODE}",
+        device=lambda row: _card(row["gpu"].upper()),
+        columns={"batch_size": _gavel_batch, "step_time_ms": _gavel_step_ms},
+        rules=((is_empty("step_time_ms"), invalid("no iterations a second")),),
+        doubts=_gavel_doubts,
         is_pair=lambda row: bool(row["job_b"]),
     ),
-    "lucid": _Table(
-        "model, dataset, batchsize, amp, speed, gpu_util, gmem_util, gmem", _lucid_single, pair_names=LUCID_PAIRS
+    "lucid": PublishedTable(
+        names="model, dataset, batchsize, amp, speed, gpu_util, gmem_util, gmem",
+        why=lambda row: f"{row['model']} on {row['dataset']}: {_NO_CODE}",
+        device=lambda row: _card("RTX-3090"),
+        columns={
+            "batch_size": whole("batchsize"),
+            "precision": lambda row: "fp16" if row["amp"] == "1" else "fp32",
+            "peak_memory_mib": scaled("gmem"),
+            "gpu_util": scaled("gpu_util", over=100),
+        },
+        rules=(
+            (is_empty("peak_memory_mib"), invalid("no memory")),
+            (
+                lambda row, run: (above_zero(row["gpu_util"]) or 0) > 100,
+                invalid(lambda row: f"gpu_util: {above_zero(row['gpu_util']):g} %", "gpu_util"),
+            ),
+        ),
+        pairs=LUCID_PAIRS,
     ),
-    **{source: _Table(names, read_parallel) for source, names in PARALLEL_COLUMNS.items()},
-    "zeus": _Table(ZEUS_COLUMNS, zeus_run),
+    "vtrain": _parallel("num_layers, hidden, heads, dp, pipeline_schedule, micro_batches"),
+    "dgxc": _parallel("cp, ep, framework, section, release"),
+    "nemo": _parallel("seq, cp, ep, container, task, ga"),
+    "megatron": _parallel("num_layers, hidden, test_case, environment"),
+    "zeus": PublishedTable(  # Zeus (NSDI 2023): the power of a job in one row, and the time of its epoch in another
+        names="model, dataset, gpu, gpus, batch_per_gpu, precision, optimizer, power_limit_w, what_was_measured, "
+        "value, unit",
+        why=_zeus_why,
+        device=lambda row: {"device_name": _ZEUS_GPUS.get(row["gpu"], row["gpu"])},
+        columns={
+            "batch_size": _zeus_batch,
+            "precision": lambda row: row["precision"].split()[0] if row["precision"] else None,
+            "optimizer": lower("optimizer"),
+            "power_w": lambda row: to_number(row["value"]) if _zeus_kind(row) == _POWER else None,
+            "step_time_ms": _zeus_step_ms,
+        },
+        rules=(
+            (
+                lambda row, run: _zeus_problem(row) is not None,
+                invalid(lambda row: str(_zeus_problem(row)), "power_w", "step_time_ms"),
+            ),
+        ),
+    ),
 }
-TABLES = tuple(_TABLES)
-
-
-def table_columns(source: str) -> str:
-    """Return the columns that a file of this source must have, for messages."""
-    table = _TABLES[source]
-    of_pairs = "" if table.pair_columns is None else f", or of pairs: {', '.join(sorted(table.pair_columns))}"
-    return ", ".join(sorted(table.columns)) + of_pairs
-
-
-def read_table(path: Path, source: str, device_name: str | None = None) -> ImportedFile | None:
-    """Read one published table; None if the file is no CSV file or lacks a column of `source`.
-
-    Args:
-        path: The CSV file.
-        source: One of `TABLES`.
-        device_name: GPU model that was measured, in place of the file's own.
-
-    Returns:
-        The runs with the places of their rows, and the rows of pairs; a row of `timm_benchmark` may give two runs.
-    """
-    table = _TABLES[source]
-    try:
-        with wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            header = set(reader.fieldnames or ())
-            holds_pairs = table.pair_columns is not None and table.pair_columns <= header
-            if not holds_pairs and not table.columns <= header:
-                return None
-            lines = [{str(name): _text(value) for name, value in row.items()} for row in reader]
-    except (UnicodeDecodeError, csv.Error):
-        return None
-    if holds_pairs:
-        return ImportedFile(path, (), pairs=tuple(enumerate(lines, 1)))
-    other = {} if device_name is None else {"device_name": device_name, "device_memory_mib": None}
-    doubts = {} if table.doubts is None else table.doubts(lines)
-    runs = [
-        (at, part, {**run, **other, **doubts.get(at - 1, {}), "origin": canonical_json(row)})
-        for at, row in enumerate(lines, 1)
-        for part, run in enumerate(table.read(row))
-    ]
-    contents = [canonical_json({"part": part, "cells": run["origin"], **other}) for _, part, run in runs]
-    rows = [
-        imported_row(at, source, run_id, run)
-        for (at, _, run), run_id in zip(runs, run_ids(source, contents), strict=True)
-    ]
-    is_pair = table.is_pair or (lambda row: False)
-    return ImportedFile(path, tuple(rows), pairs=tuple(place for place in enumerate(lines, 1) if is_pair(place[1])))
-
-
-def _text(value: str | list[str] | None) -> str:
-    """Return a cell's text; those beyond the header's columns come as a list, those that lack as None."""
-    return (",".join(value) if isinstance(value, list) else value or "").strip()
-
-
-def _agree(one: float, other: float) -> bool:
-    return abs(one - other) <= _SLACK * max(one, other)

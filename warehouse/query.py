@@ -25,7 +25,7 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from conf.outputs import Output, checked_output, output_file
 from conf.plain_text import printable
-from conf.settings import data_key, key
+from conf.settings import Checked, data_key, key
 from warehouse.connection import check_readable, connect
 from warehouse.folder import DataFolder
 from warehouse.layout import COMPRESSION
@@ -51,7 +51,7 @@ _UNBOUNDED = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuerySettings:
+class QuerySettings(Checked):
     """A query and where its answer goes.
 
       python -m warehouse.query "SELECT family, status, count(*) FROM runs GROUP BY ALL"
@@ -64,7 +64,9 @@ class QuerySettings:
 
     sql: str = key(help="the query: one statement in DuckDB's SQL", kind="any text")
     format: str = key(
-        "table", "table (one line a value where rows are too wide), csv, json or parquet; parquet needs out=FILE"
+        "table",
+        "a table has one line a value where rows are too wide; parquet needs out=FILE",
+        choices=("table", "csv", "json", "parquet"),
     )
     out: str | None = key(None, "file to write instead of standard output", "new path")
     max_rows: int = key(100, "rows that format=table prints; the other formats write all", "int 1 to 10000000")
@@ -73,13 +75,9 @@ class QuerySettings:
     )
     data: str | None = data_key()
 
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
+    def problems(self) -> Iterator[str]:
         if self.format == "parquet" and self.out is None:
-            raise UsageError("format=parquet needs out=FILE")
-        if self.max_rows < 1:
-            raise UsageError(f"max_rows must be >= 1, got {self.max_rows}")
+            yield "format=parquet needs out=FILE"
 
 
 def entry(settings: QuerySettings) -> int:
@@ -266,7 +264,6 @@ def _write_parquet(relation: WarehouseRelation, file: BinaryIO) -> None:
 _TEXT_FORMATS: dict[str, Callable[[WarehouseRelation, TextIO, QuerySettings], None]] = {
     "table": _write_table, "csv": _write_csv, "json": _write_json
 }  # fmt: skip
-FORMATS = (*_TEXT_FORMATS, "parquet")
 
 
 def arrow_batches(relation: WarehouseRelation, rows: int) -> pa.RecordBatchReader:

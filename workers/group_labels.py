@@ -18,7 +18,7 @@ from workers.alone import AloneRun
 from workers.labels import MEANS, window_means
 from workers.outcome import Observed
 from workers.quality import Samples, judge, split_by_sensor
-from workers.task import RunResult, TaskSpec
+from workers.task import RunResult, Task
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,7 +31,7 @@ _OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_siz
 class EndedMember:
     """One member of a group that has ended, and its run alone; None: it was not run alone."""
 
-    spec: TaskSpec
+    spec: Task
     result: RunResult
     observed: Observed
     alone: AloneRun | None
@@ -41,9 +41,7 @@ class EndedMember:
         return self.result.run.status == "ok"
 
 
-def labelled_group(
-    group_id: str, members: Sequence[EndedMember], *, sharing: str, t0_ns: int, backend: str
-) -> list[RunResult]:
+def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: str) -> list[RunResult]:
     """Return the results of a group's members with their rows of `collocations`.
 
     A member's run keeps its own step time and memory; what the device showed is in the group's columns. Where a member
@@ -54,11 +52,9 @@ def labelled_group(
         group_id: The task's own run id.
         members: In the order of their numbers.
         sharing: time_slicing, mps or mig.
-        t0_ns: Where the clock of the members' telemetry begins.
-        backend: cuda, cpu or simulated.
     """
     ended = [place for place, member in enumerate(members) if not member.ok]
-    joint = {} if ended else _joint(members, backend, members[0].spec.settings.telemetry.period_s, t0_ns)
+    joint = {} if ended else _joint(members)
     results = []
     for place, member in enumerate(members):
         others = [other for other in ended if other != place]
@@ -149,11 +145,13 @@ def _memory(member: EndedMember) -> float:
     return known or 0.0
 
 
-def _joint(members: Sequence[EndedMember], backend: str, period_s: float, t0_ns: int) -> dict[str, Any]:
+def _joint(members: Sequence[EndedMember]) -> dict[str, Any]:
     """Return the group's columns, over the time from the latest begin of a window to the latest end of one.
 
     In all of it every member was at work. What the device showed is read from one member's sensors: all saw the same.
     """
+    first = members[0].observed
+    backend = first.backend
     begins = [member.observed.window_ns for member in members if member.observed.window_ns is not None]
     ends = [member.observed.window_end_ns for member in members if member.observed.window_end_ns is not None]
     if len(begins) < len(members) or len(ends) < len(members):
@@ -161,13 +159,13 @@ def _joint(members: Sequence[EndedMember], backend: str, period_s: float, t0_ns:
     start_ns, end_ns = max(begins), max(ends)
     if backend == "simulated":  # of virtual time, in which each has its own
         start_ns, end_ns = begins[0], ends[0]
-    samples: Samples = members[0].observed.samples
+    samples: Samples = first.samples
     if backend != "simulated":
-        samples = judge(samples, start_ns, end_ns, period_s)
+        samples = judge(samples, start_ns, end_ns, first.period_s)
     means = window_means(split_by_sensor(samples), start_ns, end_ns, None)
     joint: dict[str, Any] = {
-        "window_start_ms": (start_ns - t0_ns) / 1e6,
-        "window_end_ms": (end_ns - t0_ns) / 1e6,
+        "window_start_ms": (start_ns - first.t0_ns) / 1e6,
+        "window_end_ms": (end_ns - first.t0_ns) / 1e6,
         "joint_memory_mib": _joint_memory_mib(members, backend, start_ns, end_ns),
     }
     for metric in MEANS:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from workers.outcome import Observed
 from workers.quality import SPOILS, Samples, count_qualities, judge, split_by_sensor
 from workers.telemetry.base import Sample
 from workers.telemetry.means import WindowMean, spoken_from_ns, usual_interval_ns, window_mean
-from workers.verdict import CROSS_CHECKS, RunFacts, judge_run
+from workers.verdict import CROSS_CHECKS, judge_run
 
 # metric -> sensors that give it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
 MEANS = {
@@ -27,80 +27,38 @@ _SHOWN = 0.98  # of what the allocator holds that such growth must show, or it i
 _COUNTER_STEPS = 8  # of the energy counter that a window must hold for its mean power to be taken from there
 
 
-@dataclass(frozen=True, kw_only=True)
-class Course:
-    """Observations of a trial that ended. Times are of `time.monotonic_ns`, or virtual ones that begin at 0.
-
-    `samples` are as the sensors gave them, `values` what the trial itself reported (column -> figure).
-    """
-
-    samples: Samples
-    values: Mapping[str, Any]
-    status: str
-    oom_kind: str | None
-    backend: str  # cuda | cpu | simulated
-    t0_ns: int
-    warmup_ns: int | None
-    window_ns: int | None
-    window_end_ns: int | None
-    period_s: float
-    device_memory_mib: float | None = None
-    clock_drift_s: float = 0.0
-    left_processes: int = 0  # that the trial left behind and that had to be killed
-    stayed_processes: int = 0  # that could not be
-    shared: bool = False  # other trials of its group were on the device: what that shows is not this trial's alone
-
-
-def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
+def label_run(observed: Observed) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
     """Return the columns of `runs` (labels, times, quality) and the judged samples. Not measured: absent or None."""
-    start_ns, end_ns = course.window_ns, course.window_end_ns
-    samples = list(course.samples)
-    if course.backend != "simulated":
-        samples = judge(samples, start_ns, end_ns, course.period_s)
+    start_ns, end_ns = observed.window_ns, observed.window_end_ns
+    samples = list(observed.samples)
+    if observed.backend != "simulated":
+        samples = judge(samples, start_ns, end_ns, observed.period_s)
     columns: dict[str, Any] = {}
-    if course.warmup_ns is not None and start_ns is not None:
-        columns["warmup_s"] = (start_ns - course.warmup_ns) / 1e9
+    if observed.warmup_ns is not None and start_ns is not None:
+        columns["warmup_s"] = (start_ns - observed.warmup_ns) / 1e9
     means: dict[str, dict[str, WindowMean]] = {}
     chosen: dict[str, str | None] = {}
     if start_ns is not None and end_ns is not None:
         columns["window_s"] = (end_ns - start_ns) / 1e9
-        columns["window_start_ms"] = (start_ns - course.t0_ns) / 1e6
-        columns["window_end_ms"] = (end_ns - course.t0_ns) / 1e6
+        columns["window_start_ms"] = (start_ns - observed.t0_ns) / 1e6
+        columns["window_end_ms"] = (end_ns - observed.t0_ns) / 1e6
         by_sensor = split_by_sensor(samples)
-        means = window_means(by_sensor, start_ns, end_ns, course.warmup_ns)
+        means = window_means(by_sensor, start_ns, end_ns, observed.warmup_ns)
         for metric in MEANS:
             known = ((s, mean.mean) for s, mean in means.get(metric, {}).items() if mean.mean is not None)
             chosen[metric], columns[metric] = next(known, (None, None))
         columns["energy_j"], power_w = _energy_and_power(by_sensor, start_ns, end_ns)
         if power_w is not None:
             columns["power_w"] = power_w
-    reserved_peak_mib = course.values.get("peak_reserved_mib")
-    columns["peak_memory_mib"], growth = peak_memory_mib(samples, reserved_peak_mib, alone=not course.shared)
+    reserved_peak_mib = observed.values.get("peak_reserved_mib")
+    columns["peak_memory_mib"], growth = peak_memory_mib(samples, reserved_peak_mib, alone=not observed.shared)
     columns["peak_rss_mib"] = _peak(samples, "rss_mib")
-    columns |= {name: value for name, value in course.values.items() if value is not None}
-    if course.backend == "cpu" and columns["peak_memory_mib"] is not None:
+    columns |= {name: value for name, value in observed.values.items() if value is not None}
+    if observed.backend == "cpu" and columns["peak_memory_mib"] is not None:
         # The trial reports its own process; what that started counts as well.
         columns["peak_memory_mib"] = max(columns["peak_memory_mib"], columns["peak_rss_mib"] or 0.0)
-    verdict = judge_run(
-        samples,
-        RunFacts(
-            status=course.status,
-            oom_kind=course.oom_kind,
-            backend=course.backend,
-            window_ns=start_ns,
-            window_end_ns=end_ns,
-            period_s=course.period_s,
-            device_memory_mib=course.device_memory_mib,
-            clock_drift_s=course.clock_drift_s,
-            left_processes=course.left_processes,
-            stayed_processes=course.stayed_processes,
-            label_sensors=chosen,
-            means=means,
-            energy_j=columns.get("energy_j"),
-            shared=course.shared,
-        ),
-    )
-    if course.shared:
+    verdict = judge_run(samples, observed, chosen, means, columns.get("energy_j"))
+    if observed.shared:
         columns |= dict.fromkeys((*MEANS, "energy_j"))
     summary = {**verdict.summary, **({"peak_memory": _GROWTH} if growth else {})}
     columns |= {

@@ -35,8 +35,25 @@ from workers.telemetry.base import Sample
 
 @dataclass
 class Observed:
-    """Reports and samples of a running trial."""
+    """Reports and samples of one trial. Times are of `time.monotonic_ns`, or virtual ones that begin at 0.
 
+    backend     cuda, cpu or simulated
+    t0_ns       when the trial began
+    period_s    of the sampling
+    samples     as the sensors gave them
+    values      what the trial itself reported: column -> figure
+    shared      other trials of its group were on the device: what that shows is not this trial's alone
+    status, oom_kind, clock_drift_s: known once it has ended; the last is by how much the wall clock ran ahead of the
+                monotonic one
+    """
+
+    backend: str = "cuda"
+    t0_ns: int = 0
+    period_s: float = 0.1
+    device_memory_mib: float | None = None
+    status: str = "ok"
+    oom_kind: str | None = None
+    clock_drift_s: float = 0.0
     samples: list[tuple[str, Sample]] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +66,7 @@ class Observed:
     broken: BrokenReport | None = None
     finished: bool = False
     prepared: bool = False
-    shared: bool = False  # other trials of its group were on the device
+    shared: bool = False
     warm: bool = False  # it waits until its window may open
     warmup_ns: int | None = None
     window_ns: int | None = None
@@ -122,6 +139,18 @@ def failed_rank(observed: Observed) -> int | None:
 def lost_rank_to_kill(observed: Observed) -> bool:
     """Return whether the trial ended because one of its ranks was sent SIGKILL."""
     return observed.rank_ended is not None and observed.rank_ended.signal == signal.SIGKILL
+
+
+def kernel_oom_kills() -> int:
+    """Return how many processes the kernel's out-of-memory killer has killed since boot (0 if not reported)."""
+    try:
+        with open("/proc/vmstat") as lines:
+            for line in lines:
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    except OSError:
+        pass
+    return 0
 
 
 def outcome_of(

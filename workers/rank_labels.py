@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from warehouse.schema import QUALITIES, RANK_OF_RUN, RANK_SCHEMA, RUN_SCHEMA
 from workers.devices.base import Slot
-from workers.labels import Course, label_run
+from workers.labels import label_run
 from workers.outcome import Observed, failed_rank
 from workers.telemetry.base import Sample
 
@@ -30,20 +30,20 @@ class RankedLabels:
     rows: list[dict[str, Any]]
 
 
-def label_ranks(course: Course, observed: Observed, slots: Sequence[Slot], ranks: int) -> RankedLabels:
+def label_ranks(observed: Observed, slots: Sequence[Slot], ranks: int) -> RankedLabels:
     """Label each rank by its own samples and reports.
 
     The run gets the labels of the worst rank: the one that failed, else the one with most memory. Its host memory is
     that of all its processes, and it is trusted as far as its least trusted rank.
     """
     by_rank: dict[int, tuple[dict[str, Any], list[tuple[str, Sample]]]] = {}
-    if course.backend == "simulated":  # not all were traced: the others do as the traced one before them
-        traced = {0, *(pair[1].rank for pair in course.samples if pair[1].rank is not None)}
+    if observed.backend == "simulated":  # not all were traced: the others do as the traced one before them
+        traced = {0, *(pair[1].rank for pair in observed.samples if pair[1].rank is not None)}
         for rank in range(ranks):
-            by_rank[rank] = _labelled(course, observed, rank) if rank in traced else (by_rank[rank - 1][0], [])
+            by_rank[rank] = _labelled(observed, rank) if rank in traced else (by_rank[rank - 1][0], [])
     else:
-        by_rank = {rank: _labelled(course, observed, rank) for rank in range(ranks)}
-    whole, samples = label_run(replace(course, samples=[pair for pair in course.samples if pair[1].rank is None]))
+        by_rank = {rank: _labelled(observed, rank) for rank in range(ranks)}
+    whole, samples = label_run(replace(observed, samples=[pair for pair in observed.samples if pair[1].rank is None]))
     failed = failed_rank(observed)
     worst = failed if failed is not None else max(by_rank, key=lambda rank: _memory_mib(by_rank[rank][0]))
     columns = {**by_rank[worst][0], "ranks": ranks, "worst_rank": worst}
@@ -53,7 +53,7 @@ def label_ranks(course: Course, observed: Observed, slots: Sequence[Slot], ranks
     for rank, (labels, of_rank) in by_rank.items():
         samples += of_rank
         slot = slots[rank] if len(slots) == ranks else None
-        status = course.status if failed in (None, rank) else _STOPPED
+        status = observed.status if failed in (None, rank) else _STOPPED
         own = {"rank": rank, "status": status, "device_uuid": slot.device_uuid if slot else None}
         rows.append({**observed.rank_values.get(rank, {}), **labels, **own})
     return RankedLabels({**columns, **_together([labels for labels, _ in by_rank.values()])}, samples, rows)
@@ -67,11 +67,11 @@ def rank_rows(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     return pa.table({field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in own})
 
 
-def _labelled(course: Course, observed: Observed, rank: int) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
-    samples = [pair for pair in course.samples if pair[1].rank == rank]
+def _labelled(observed: Observed, rank: int) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
+    samples = [pair for pair in observed.samples if pair[1].rank == rank]
     reported = observed.rank_values.get(rank, {})
     own = {name: value for name, value in reported.items() if name in RUN_SCHEMA.names}
-    return label_run(replace(course, samples=samples, values={**course.values, **own}))
+    return label_run(replace(observed, samples=samples, values={**observed.values, **own}))
 
 
 def _memory_mib(labels: Mapping[str, Any]) -> float:

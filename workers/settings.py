@@ -6,89 +6,78 @@ Start reading at `TrialSettings`, which travels with every task. Torch-free.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from conf.errors import UsageError, unknown_name
-from conf.settings import key
+from conf.errors import UsageError
+from conf.settings import Checked, key, section
 from workers.telemetry.sampler import TelemetrySettings
 
-QUALITY_REPEATS = (0, 1, 2)  # a repeat is one of a task's three attempts
-MOST_KERNEL_STEPS = 100
 PREPARE_AHEAD = ("auto", "always", "never")
 SHARING = ("time_slicing", "mps")  # how trials that run together share a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowSettings:
+class WindowSettings(Checked, section="window"):
     """Rules for the begin and end of a run's window. Seconds are real on a real device, virtual when simulated.
 
     Tolerances are half-widths of 95 % confidence intervals: `tolerance` of the step time and `power_tolerance` are
     relative, `utilization_tolerance` absolute. `memory_steps`: steps without a new peak of memory.
     """
 
-    kind: str = key("adaptive", "")
-    warmup_steps: int = key(3, "steps before the window, at least: the first ones grow the allocator and autotune")
+    kind: str = key("adaptive", choices=("adaptive", "fixed"))
+    warmup_steps: int = key(
+        3, "steps before the window, at least: the first ones grow the allocator and autotune", "int >= 0"
+    )
     warmup_max_seconds: float = key(
         20.0,
         "warm-up also waits until memory and step time are steady, but past this for two steps only",
-        "number <= 1e7",
+        "number 0 to 1e7",
     )
-    min_steps: int = key(5, "never fewer steps, unless max_seconds are over")
-    min_seconds: float = key(1.0, "never shorter", "number <= 1e7")
-    max_seconds: float = key(60.0, "never longer", "number <= 1e7")
-    tolerance: float = key(0.02, "relative half-width of the 95 % confidence interval of the step time")
+    min_steps: int = key(5, "never fewer steps, unless max_seconds are over", "int >= 1")
+    min_seconds: float = key(1.0, "never shorter", "number 0 to 1e7")
+    max_seconds: float = key(60.0, "never longer", "number 0 to 1e7")
+    tolerance: float = key(0.02, "relative half-width of the 95 % confidence interval of the step time", "number >= 0")
     utilization_tolerance: float = key(
-        0.01, "absolute half-width for GPU utilization, SM activity, occupancy and DRAM activity"
+        0.01, "absolute half-width for GPU utilization, SM activity, occupancy and DRAM activity", "number >= 0"
     )
-    power_tolerance: float = key(0.02, "relative half-width for power")
-    memory_steps: int = key(5, "steps without a new peak of memory, warm-up's included")
-    seconds: float | None = key(None, "the whole window, of kind=fixed", "number <= 1e7")
+    power_tolerance: float = key(0.02, "relative half-width for power", "number >= 0")
+    memory_steps: int = key(5, "steps without a new peak of memory, warm-up's included", "int >= 0")
+    seconds: float | None = key(None, "the whole window, of kind=fixed", "number 0 to 1e7")
 
     def __post_init__(self) -> None:
-        if self.kind not in ("adaptive", "fixed"):
-            raise unknown_name("window", self.kind, ("adaptive", "fixed"))
-        _check(self, "window", warmup_steps=0, min_steps=1, memory_steps=0)
-        _check(self, "window", warmup_max_seconds=0, min_seconds=0, max_seconds=0)
-        _check(self, "window", tolerance=0, utilization_tolerance=0, power_tolerance=0)
         if self.kind == "fixed":
-            _check(self, "window", seconds=0)
+            if self.seconds is None:
+                raise UsageError("window.seconds is missing: kind=fixed needs it")
             object.__setattr__(self, "min_seconds", self.seconds)
             object.__setattr__(self, "max_seconds", self.seconds)
+        super().__post_init__()
+
+    def problems(self) -> Iterator[str]:
         if self.max_seconds < self.min_seconds:
-            raise UsageError(
-                f"window.max_seconds must be >= window.min_seconds ({self.min_seconds}), got {self.max_seconds}"
-            )
+            yield f"window.max_seconds must be >= window.min_seconds ({self.min_seconds}), got {self.max_seconds}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialRules:
+class TrialRules(Checked, section="trial"):
     """The `trial` key of a command: deadline, preparation, host memory and repeats of each trial."""
 
     timeout_s: float = key(300, "a trial that takes longer is killed and lands as `timeout`", "number 0.001 to 1e7")
     prepare_ahead: str = key(
-        "auto", "make the next trial's process ready while one runs: auto (GPUs, where cores are free), always, never"
+        "auto",
+        "make the next trial's process ready while one runs; auto: on GPUs, where cores are free",
+        choices=PREPARE_AHEAD,
     )
     host_memory_limit_mib: float | None = key(
         None, "host memory of one trial; default: 90 % of the machine's, divided among the workers", "number >= 1"
     )
-    quality_repeats: int = key(1, "how often a trial whose labels cannot be trusted is run again: 0, 1 or 2")
-
-    def __post_init__(self) -> None:
-        if self.prepare_ahead not in PREPARE_AHEAD:
-            raise unknown_name("trial.prepare_ahead", str(self.prepare_ahead), PREPARE_AHEAD)
-        _check(self, "trial", timeout_s=0.001)
-        if isinstance(self.quality_repeats, bool) or self.quality_repeats not in QUALITY_REPEATS:
-            known = ", ".join(map(str, QUALITY_REPEATS))
-            raise UsageError(f"trial.quality_repeats must be one of {known}, got {self.quality_repeats!r}")
-        if self.host_memory_limit_mib is not None:
-            _check(self, "trial", host_memory_limit_mib=1)
+    # A repeat is one of a task's three attempts.
+    quality_repeats: int = key(1, "how often a trial whose labels cannot be trusted is run again", "int 0 to 2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSettings:
+class KernelSettings(Checked, section="kernels"):
     """The `kernels` key of a command: which trials are profiled once their labels are taken."""
 
     steps: int = key(
@@ -97,45 +86,21 @@ class KernelSettings:
         "int 0 to 100",
     )
 
-    def __post_init__(self) -> None:
-        _check(self, "kernels", steps=0)
-        if not isinstance(self.steps, int) or self.steps > MOST_KERNEL_STEPS:
-            raise UsageError(f"kernels.steps must be an integer from 0 to {MOST_KERNEL_STEPS}, got {self.steps!r}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSettings(TrialRules):
     """How each trial of a job is run: everything but its config and the device."""
 
-    window: WindowSettings
-    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
-    kernels: KernelSettings = field(default_factory=KernelSettings)
+    window: WindowSettings = section(WindowSettings, required=True)
+    telemetry: TelemetrySettings = section(TelemetrySettings)
+    kernels: KernelSettings = section(KernelSettings)
     sharing: str = "time_slicing"  # of trials that run together
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields, without `kernels` where none are asked for, so that ids of older jobs stay the same."""
+        """Return the fields as the class takes them. Ids of older jobs stay: no `kernels` where none are asked for."""
         values = dataclasses.asdict(self)
         if self.kernels == KernelSettings():
             del values["kernels"]
         if self.sharing == "time_slicing":
             del values["sharing"]
         return values
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> TrialSettings:
-        """Parse the result of `to_mapping`, or a command's config. Raises `UsageError`."""
-        values = dict(mapping)
-        window = WindowSettings(**values.pop("window"))
-        if "telemetry" in values:
-            values["telemetry"] = TelemetrySettings(**values["telemetry"])
-        if "kernels" in values:
-            values["kernels"] = KernelSettings(**values["kernels"])
-        return cls(window=window, **values)
-
-
-def _check(settings: Any, prefix: str, **floors: float) -> None:
-    """Raise as `window.min_steps must be >= 1, got 0` for a value that is no finite number or below its floor."""
-    for name, floor in floors.items():
-        value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < floor:
-            raise UsageError(f"{prefix}.{name} must be a number >= {floor}, got {value!r}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from featurize.trial import TrialConfig
 from warehouse.run import Run
 from workers.alone import AloneRun
+from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 
 if TYPE_CHECKING:
@@ -17,15 +18,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskSpec:
-    """A task as its worker receives it; the types of the configs' names of code say what may be imported."""
+class Lease:
+    """One leased task. `attempt` is 1 for the first execution, and distinguishes its holder from earlier ones."""
 
     job_id: str
     task_index: int
     attempt: int
+
+    @property
+    def run_id(self) -> str:
+        """Return the run's id, which is the same for every attempt, so that a repeated task lands once."""
+        return run_id_of(self.job_id, self.task_index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Lease):
+    """A leased task, parsed.
+
+    The config's names of code are data until `farm.submitted_code` has said which may run; then their types say so.
+    """
+
     config: TrialConfig
     settings: TrialSettings
-    seed: int
+    device: DeviceChoice = field(default_factory=DeviceChoice)
     partners: tuple[TrialConfig, ...] = ()  # trials that start together with it on the same device
     part: str = ""  # of a task of several runs: which one, as in `with-1`; the task's own run has none
     # Of `config` and each partner the run alone, where it is known; None, or nothing: it is measured first.
@@ -33,9 +48,27 @@ class TaskSpec:
 
     @property
     def run_id(self) -> str:
-        """Return the run's id, which is the same for every attempt, so that a repeated task lands once."""
-        own = f"{self.job_id}-{self.task_index:06d}"
+        own = run_id_of(self.job_id, self.task_index)
         return f"{own}-{self.part}" if self.part else own
+
+    @property
+    def family(self) -> str:
+        """Return the family of its config, also in a job of several families."""
+        return self.config.family
+
+    @property
+    def seed(self) -> int:
+        """Return the trial's seed: the index, so that repeats are equal."""
+        return self.task_index
+
+    @property
+    def simulated(self) -> bool:
+        return self.device.backend == "simulated"
+
+
+def run_id_of(job_id: str, task_index: int) -> str:
+    """Return the id of a task's run."""
+    return f"{job_id}-{task_index:06d}"
 
 
 @dataclass(frozen=True, kw_only=True)

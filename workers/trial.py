@@ -65,7 +65,7 @@ def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> Non
 
     # The queue is data of a folder; which of its names of code may run is the dispatcher's to say.
     config = config_with_marks(trial["config"], trial["code_marks"])
-    settings = TrialSettings.from_mapping(trial["settings"])
+    settings = TrialSettings(**trial["settings"])
     device = make_device(DeviceChoice(**trial["device"]))
     slots = [Slot(**slot) for slot in trial["slots"]]
     if place is None and config.ranks > 1 and device.sampled:

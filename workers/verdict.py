@@ -5,12 +5,12 @@ Start reading at `judge_run`; the reasons and their limits are in `workers.quali
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from workers.outcome import Observed
 from workers.quality import PROFILING, REASONS, Samples, gaps_in, own_readings, split_by_sensor
 from workers.telemetry.base import Sample
 from workers.telemetry.means import WindowMean, share, usual_interval_ns
@@ -39,27 +39,6 @@ _MEMORY_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Facts of a run that `judge_run` needs beside its samples; times are of `time.monotonic_ns`."""
-
-    status: str
-    oom_kind: str | None = None
-    backend: str = "cuda"  # cuda | cpu | simulated
-    window_ns: int | None = None
-    window_end_ns: int | None = None
-    period_s: float = 0.1
-    device_memory_mib: float | None = None
-    clock_drift_s: float = 0.0  # by how much the wall clock ran ahead of the monotonic one over the run
-    left_processes: int = 0  # that the trial left behind and that had to be killed
-    stayed_processes: int = 0  # that could not be
-    # metric of a label -> the sensor that it is from (None: no sensor has one); sensor -> its means, also of the rest
-    label_sensors: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    means: Mapping[str, Mapping[str, WindowMean]] = dataclasses.field(default_factory=dict)
-    shared: bool = False  # other trials of its group were on the device
-    energy_j: float | None = None  # by the energy counter, over the window
-
-
-@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """`quality` is one of `warehouse.schema.QUALITIES`, `reasons` are in words, `summary` fits into JSON."""
 
@@ -68,38 +47,54 @@ class Verdict:
     summary: Mapping[str, Any]
 
 
-def judge_run(samples: Samples, facts: RunFacts) -> Verdict:
-    """Return the verdict on a run's labels. `samples` come from `judge`, and `facts.means` from these samples.
+def judge_run(
+    samples: Samples,
+    observed: Observed,
+    label_sensors: Mapping[str, str | None],
+    means: Mapping[str, Mapping[str, WindowMean]],
+    energy_j: float | None,
+) -> Verdict:
+    """Return the verdict on a run's labels.
 
     A run without a window is judged by what affects its outcome: another process that holds memory makes an
     out-of-memory untrusted, and one that computes a timeout. Memory errors make any run untrusted.
+
+    Args:
+        samples: As `workers.quality.judge` returned them.
+        observed: The ended trial.
+        label_sensors: Metric of a label -> the sensor that it is from; None: no sensor has one.
+        means: Metric -> sensor -> its mean over the window, from these samples.
+        energy_j: By the energy counter, over the window.
     """
-    judged = _Judged(facts)
-    if facts.left_processes:
-        stayed = f", {facts.stayed_processes} could not be killed" if facts.stayed_processes else ""
-        judged.add("processes_left", f"{facts.left_processes} had to be killed after the trial had ended{stayed}")
-    if facts.backend == "simulated" or facts.status == "invalid":
+    judged = _Judged(observed, label_sensors, means, energy_j)
+    if observed.exit.left:
+        stayed = f", {observed.exit.stayed} could not be killed" if observed.exit.stayed else ""
+        judged.add("processes_left", f"{observed.exit.left} had to be killed after the trial had ended{stayed}")
+    if observed.backend == "simulated" or observed.status == "invalid":
         return judged.verdict()
     by_sensor = split_by_sensor(samples)
     _judge_host(judged, by_sensor)
-    if facts.backend == "cuda":
+    if observed.backend == "cuda":
         _judge_neighbours(judged, by_sensor.get("nvml", []))
         _judge_slowdowns(judged, by_sensor)
-        if facts.window_ns is not None and facts.window_end_ns is not None:
-            window = (facts.window_ns, facts.window_end_ns)
+        if observed.window_ns is not None and observed.window_end_ns is not None:
+            window = (observed.window_ns, observed.window_end_ns)
             _judge_labels(judged, by_sensor, *window)
             _cross_check(judged, by_sensor, *window)
     return judged.verdict()
 
 
+@dataclass
 class _Judged:
-    """Collects the reasons of one run."""
+    """Collects the reasons of one run; the first fields are as in `judge_run`."""
 
-    def __init__(self, facts: RunFacts) -> None:
-        self.facts = facts
-        self.summary: dict[str, Any] = {}
-        self._said: dict[str, list[str]] = {}
-        self._untrusted = False
+    facts: Observed
+    label_sensors: Mapping[str, str | None]
+    means: Mapping[str, Mapping[str, WindowMean]]
+    energy_j: float | None
+    summary: dict[str, Any] = field(default_factory=dict)
+    _said: dict[str, list[str]] = field(default_factory=dict)
+    _untrusted: bool = False
 
     def add(self, reason: str, words: str, amount: float = 1.0, untrusted: bool = True) -> None:
         """Add a reason. `amount`: its share of the window. `untrusted=False`: it makes the run suspect at most."""
@@ -169,14 +164,13 @@ def _judge_slowdowns(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> 
 
 def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
     """Judge how well each label's readings cover the window, and how many had to be left out."""
-    facts = judged.facts
     metrics = judged.summary.setdefault("metrics", {})
     poor, coarse = [], []
-    for metric, sensor in facts.label_sensors.items():
-        sensor = sensor or next((name for name in facts.means.get(metric, {})), None)
+    for metric, sensor in judged.label_sensors.items():
+        sensor = sensor or next((name for name in judged.means.get(metric, {})), None)
         if sensor is None:
             continue
-        mean = facts.means[metric][sensor]
+        mean = judged.means[metric][sensor]
         metrics[metric] = {
             "sensor": sensor,
             "coverage": round(mean.coverage, 4),
@@ -192,7 +186,7 @@ def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_
         judged.add("low_coverage", ", ".join(poor))
     if coarse:
         judged.add("coarse_readings", ", ".join(coarse))
-    used = set(facts.label_sensors.values())
+    used = set(judged.label_sensors.values())
     for sensor in ("gpm", "dcgm"):
         readings = by_sensor.get(sensor, [])
         metric = next((name for name in PROFILING if any(name in s.values for s in readings)), "smact")
@@ -203,10 +197,9 @@ def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_
 
 def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
     """Compare two sources of one metric, if both have read it often enough."""
-    facts = judged.facts
     checks = judged.summary.setdefault("checks", {})
     for metric, (sensors, absolute, relative) in CROSS_CHECKS.items():
-        first, second = (facts.means.get(metric, {}).get(sensor) for sensor in sensors)
+        first, second = (judged.means.get(metric, {}).get(sensor) for sensor in sensors)
         if first is None or first.mean is None or second is None or second.mean is None:
             continue
         if any(one.readings < _MIN_READINGS or one.coverage < 0.5 for one in (first, second)):
@@ -218,11 +211,11 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
         checks[metric] = {sensors[0]: round(first.mean, 4), sensors[1]: round(second.mean, 4), "agree": agree}
         if not agree:
             words = f"{metric}: {sensors[0]} {first.mean:.4g}, {sensors[1]} {second.mean:.4g}"
-            judged.add("sources_disagree", words, untrusted=metric in facts.label_sensors)
-    power = facts.means.get("power_w", {}).get("nvml")
+            judged.add("sources_disagree", words, untrusted=metric in judged.label_sensors)
+    power = judged.means.get("power_w", {}).get("nvml")
     window_s = (end_ns - start_ns) / 1e9
-    if facts.energy_j is not None and power is not None and power.mean and window_s >= _POWER_CHECK_S:
-        by_counter_w = facts.energy_j / window_s
+    if judged.energy_j is not None and power is not None and power.mean and window_s >= _POWER_CHECK_S:
+        by_counter_w = judged.energy_j / window_s
         allowed_w = _ENERGY_TOLERANCE * power.mean + 2 * power.standard_error
         agree = abs(power.mean - by_counter_w) <= allowed_w
         checks["energy_j"] = {"power": round(power.mean, 2), "counter": round(by_counter_w, 2), "agree": agree}

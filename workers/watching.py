@@ -1,16 +1,29 @@
-"""The sensors of one trial: on its process, and on each of its ranks once these have started.
+"""A trial under way: what it reports, and the sensors on its process and on each of its ranks.
 
-Start reading at `TrialWatch`.
+Start reading at `TrialRun`; `TrialWatch` has the sensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import signal
+import time
 from collections.abc import Sequence
 
 from conf.children.containment import descendants_of
 from workers.devices.base import Slot
-from workers.outcome import Observed
+from workers.outcome import Observed, kernel_oom_kills, lost_rank_to_kill, take
+from workers.reports import (
+    READINGS_KEPT,
+    Failure,
+    RankEnded,
+    RanksStarted,
+    Reading,
+    Report,
+    TrialResult,
+    WindowBegun,
+)
+from workers.server_client import RunningTrial, TrialExit, TrialServer
 from workers.settings import TrialSettings
 from workers.telemetry.base import Sample, Sensor, WatchTarget
 from workers.telemetry.nvml import NvmlSensor
@@ -18,6 +31,85 @@ from workers.telemetry.sampler import TelemetrySampler, make_sensors
 from workers.telemetry.steadiness import TargetFollower
 
 _OF_TREE = "process"  # the source that reads a trial of several ranks as a whole
+
+
+class TrialRun:
+    """Listens to one trial, and keeps what comes of it.
+
+    Args:
+        server: Of the trial.
+        trial: Its process.
+        watch: Its sensors.
+        observed: Takes what it reports and what the sensors read.
+        deadline_ns: When it is killed, by the monotonic clock.
+        tick_s: How long `step` waits at most.
+    """
+
+    def __init__(
+        self,
+        server: TrialServer,
+        trial: RunningTrial,
+        watch: TrialWatch,
+        observed: Observed,
+        deadline_ns: int,
+        tick_s: float,
+    ) -> None:
+        self._server, self.trial, self._watch, self.observed = server, trial, watch, observed
+        self._oom_kills = kernel_oom_kills()
+        self._events = server.events(trial, deadline_ns, tick_s)
+        self._steady_sent = self._dismissed = False
+        self.living = True
+
+    @property
+    def reported(self) -> bool:
+        """Return whether it has said how it went, or cannot any more."""
+        observed = self.observed
+        return not self.living or observed.finished or observed.failure is not None or observed.broken is not None
+
+    def step(self) -> Report | TrialExit | None:
+        """Take the trial's next event and return it; None: there was none. Raises `ServerLost`."""
+        event, observed, watch = next(self._events), self.observed, self._watch
+        if isinstance(event, TrialExit):
+            observed.exit, self.living = event, False
+            was_killed = event.signal == signal.SIGKILL or lost_rank_to_kill(observed)
+            if was_killed and kernel_oom_kills() > self._oom_kills:
+                event.killed_for = event.killed_for or "the kernel's out-of-memory killer"
+            return event
+        if event is not None:
+            take(event, observed)
+        if isinstance(event, RanksStarted):
+            watch.ranks_started(event.pids)
+        elif isinstance(event, WindowBegun):
+            watch.begin_window(event.t_ns, observed.warmup_ns)
+        elif isinstance(event, Reading) and event.sensor == "torch" and not event.rank:
+            watch.mark_step(event.t_ns)
+        elif isinstance(event, TrialResult | Failure | RankEnded) and not observed.shared:
+            observed.half_widths |= watch.half_widths()
+        if (event is None or isinstance(event, WindowBegun)) and not self._steady_sent:
+            self._steady_sent = watch.steady(time.monotonic_ns())
+            if self._steady_sent:
+                self.tell("steady")
+        return event
+
+    def tell(self, word: str) -> None:
+        """Send a word to the trial."""
+        self._server.tell(self.trial, word)
+
+    def dismiss(self) -> None:
+        """Let the trial go; the last sample still sees its memory."""
+        if self.living and not self._dismissed:
+            self._dismissed = True
+            self._watch.wind_up(self.observed.window_end_ns)
+            self.tell("bye")
+
+    def close(self) -> None:
+        """End the sensors, and keep what they have read."""
+        self._watch.stop(self.observed.window_end_ns)
+        self.trial.close()
+        reader = self.trial.reader
+        if reader.readings_left_out:
+            source = "simulated" if reader.virtual else "torch"
+            self.observed.missing[source] = f"kept {READINGS_KEPT:,} of {reader.readings:,} readings of the trial"
 
 
 class TrialWatch:

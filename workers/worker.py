@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import datetime
 import platform
-import signal
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from featurize.own_code import code_marks
@@ -20,36 +20,25 @@ from warehouse.schema import SCHEMA_VERSION
 from workers.devices import DeviceChoice, Slot, make_device
 from workers.environment import core_count, host_memory_share_mib
 from workers.group import run_group
-from workers.host_memory import HostMemoryGuard, kernel_oom_kills
-from workers.labels import Course, label_run
+from workers.labels import label_run
 from workers.mps import MpsDaemon, MpsUnavailable
-from workers.outcome import Observed, kernels_missing, lost_rank_to_kill, outcome_of, startup_s, take
+from workers.outcome import Observed, kernels_missing, outcome_of, startup_s
 from workers.rank_labels import label_ranks, rank_rows
-from workers.reports import (
-    KERNEL_COLUMNS,
-    READINGS_KEPT,
-    Failure,
-    RankEnded,
-    RanksStarted,
-    Reading,
-    ReportReader,
-    TrialResult,
-    WindowBegun,
-)
+from workers.reports import KERNEL_COLUMNS, Failure, RankEnded, ReportReader, TrialResult, WindowBegun
 from workers.safe_text import safe_text
-from workers.server_client import RunningTrial, ServerLost, TrialExit, TrialServer
+from workers.server_client import RunningTrial, ServerLost, TrialServer
 from workers.settings import TrialSettings
-from workers.task import RunClock, RunResult, TaskSpec
+from workers.task import RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.patience import call_within
 from workers.telemetry.sampler import to_table
-from workers.watching import TrialWatch
+from workers.watching import TrialRun, TrialWatch
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_TICK_S = 0.1  # how often the deadline, the host memory and the new samples are looked at while a trial runs
+_TICK_S = 0.1  # how often the deadline and the new samples are looked at while a trial runs
 _NVML_S = 5.0  # for a reading before the trial
 _CORES_TO_PREPARE = 4  # for each worker: the trial that is measured, its sampling, and the next trial side by side
 
@@ -88,7 +77,7 @@ class Worker:
         self._environment = {**(environment or {}), **self.device.environment(*self.slots)}
         self._server: TrialServer | None = None
         self._mps: MpsDaemon | None = None
-        self._prepared: tuple[TaskSpec, RunningTrial] | None = None  # the next trial, made ready and waiting
+        self._prepared: tuple[Task, RunningTrial] | None = None  # the next trial, made ready and waiting
 
     @property
     def _slot(self) -> Slot:
@@ -132,7 +121,7 @@ class Worker:
         It does if the device is not the CPU and there are enough cores not to disturb the measurement."""
         return self.device.prepares and core_count() >= _CORES_TO_PREPARE * self._workers
 
-    def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
+    def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
         """Run one trial to its end and return its result; nothing that the trial does raises here.
 
         `upcoming` probably runs next: while this trial is measured, the process of that one gets ready.
@@ -140,13 +129,13 @@ class Worker:
         if task.partners:
             return run_group(self, task)
         self.share_as(task.settings.sharing)
-        observed = Observed()
+        observed = self.observed(task.settings)
         lost: str | None = None
         clock = RunClock.started()
         try:
             self.ready()
             clock = RunClock.started()  # again: a server's start is not on the trial's clock
-            self._observe(task, upcoming, task.settings, clock.t0_ns, observed)
+            self._observe(task, upcoming, clock.t0_ns, observed)
         except ServerLost as error:
             lost = str(error)
             self.discard_server()
@@ -155,35 +144,29 @@ class Worker:
             raise
         return self.concluded(task, observed, lost, clock)
 
-    def concluded(self, task: TaskSpec, observed: Observed, lost: str | None, clock: RunClock) -> RunResult:
+    def observed(self, settings: TrialSettings, *, shared: bool = False) -> Observed:
+        """Return the record of a trial that begins."""
+        return Observed(
+            backend=self.device.backend,
+            period_s=settings.telemetry.period_s,
+            device_memory_mib=self._slot.device_memory_mib,
+            shared=shared,
+        )
+
+    def concluded(self, task: Task, observed: Observed, lost: str | None, clock: RunClock) -> RunResult:
         """Return the result of a trial that has ended. `lost`: why its server was, None if it was not."""
         settings, ranks = task.settings, task.config.ranks
         outcome, retryable = outcome_of(observed, settings, lost, self.device.backend, ranks)
         finished_at, wall_s = datetime.datetime.now(datetime.UTC), (time.monotonic_ns() - clock.t0_ns) / 1e9
-        origin_ns = clock.t0_ns if self.device.sampled else 0  # virtual time begins at 0
-        course = Course(
-            samples=observed.samples,
-            values=observed.values,
-            status=outcome["status"],
-            oom_kind=outcome["oom_kind"],
-            backend=self.device.backend,
-            t0_ns=origin_ns,
-            warmup_ns=observed.warmup_ns,
-            window_ns=observed.window_ns,
-            window_end_ns=observed.window_end_ns,
-            period_s=settings.telemetry.period_s,
-            device_memory_mib=self._slot.device_memory_mib,
-            clock_drift_s=(finished_at - clock.started_at).total_seconds() - wall_s,
-            left_processes=observed.exit.left,
-            stayed_processes=observed.exit.stayed,
-            shared=observed.shared,
-        )
+        observed.status, observed.oom_kind = outcome["status"], outcome["oom_kind"]
+        observed.t0_ns = clock.t0_ns if self.device.sampled else 0  # virtual time begins at 0
+        observed.clock_drift_s = (finished_at - clock.started_at).total_seconds() - wall_s
         rank_table = None
         if ranks > 1:
-            ranked = label_ranks(course, observed, self.slots, ranks)
+            ranked = label_ranks(observed, self.slots, ranks)
             labels, samples, rank_table = ranked.columns, ranked.samples, rank_rows(ranked.rows)
         else:
-            labels, samples = label_run(course)
+            labels, samples = label_run(observed)
         kernels = self._kernels(task, observed)
         # What the trial reported of its software takes the place of what its server knew.
         run = Run(
@@ -201,7 +184,7 @@ class Worker:
         table = to_table(
             task.run_id,
             samples,
-            origin_ns,
+            observed.t0_ns,
             observed.warmup_ns,
             observed.window_ns,
             observed.window_end_ns,
@@ -215,7 +198,7 @@ class Worker:
             repeat=run.quality == "untrusted",
         )
 
-    def _kernels(self, task: TaskSpec, observed: Observed) -> pa.Table | None:
+    def _kernels(self, task: Task, observed: Observed) -> pa.Table | None:
         """Return the kernels that a finished trial reported; where they were asked for and lack, note the reason."""
         if not (task.settings.kernels.steps and observed.finished) or observed.shared:
             return None
@@ -237,24 +220,30 @@ class Worker:
         """End the trial server and every trial on it; the next trial starts another."""
         server, self._server = self._server, None
         if self._prepared is not None:
-            self._prepared[1].channel.close()  # its process ends with the server
+            self._prepared[1].close()  # its process ends with the server
             self._prepared = None
         if server is not None:
             server.close()
 
-    def _trial_of(self, task: TaskSpec, observed: Observed) -> RunningTrial:
+    def _trial_of(self, task: Task, observed: Observed) -> RunningTrial:
         """Return the task's process: the one that was prepared for it, or a new one."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             spec, trial = prepared
-            if spec == task:
+            if spec == task and not trial.outgrew_memory():
                 self.server().tell(trial, "go")
                 observed.prepared = True
                 return trial
             self.server().discard(trial)
-        return self.server().start(self.described(task), self.reader(task))
+        return self.start_trial(task, self.described(task))
 
-    def reader(self, task: TaskSpec, *, together: bool = False) -> ReportReader:
+    def start_trial(self, task: Task, described: dict[str, Any], *, members: int = 1) -> RunningTrial:
+        """Start a process for a task, or for one of so many `members` of a group. Raises `ServerLost`."""
+        limit_mib = task.settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
+        reader = self.reader(task, together="together" in described)
+        return self.server().start_trial(described, reader, limit_mib / members)
+
+    def reader(self, task: Task, *, together: bool = False) -> ReportReader:
         """Return what reads the reports of the task's trial."""
         return ReportReader(
             since_ns=time.monotonic_ns(),
@@ -264,13 +253,9 @@ class Worker:
             together=together,
         )
 
-    def _profiles(self, task: TaskSpec) -> bool:
+    def _profiles(self, task: Task) -> bool:
         """Return whether the trial reports its kernels: real ranks do not, whose steps would wait for each other."""
         return task.settings.kernels.steps > 0 and not (self.device.sampled and task.config.ranks > 1)
-
-    def host_memory_limit_mib(self, settings: TrialSettings) -> float:
-        """Return the host memory that the trials of a task may take."""
-        return settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
 
     def drop_prepared(self) -> None:
         """End the process that was made ready, if there is one. Raises `ServerLost`."""
@@ -278,16 +263,16 @@ class Worker:
         if prepared is not None:
             self.server().discard(prepared[1])
 
-    def _prepare(self, task: TaskSpec | None) -> None:
+    def _prepare(self, task: Task | None) -> None:
         """Start the next trial's process, which builds what it can on the host and waits."""
         if task is None or self._prepared is not None:
             return
         settings = task.settings
         if settings.prepare_ahead == "never" or (settings.prepare_ahead == "auto" and not self.prepares):
             return
-        self._prepared = task, self.server().start({**self.described(task), "ahead": True}, self.reader(task))
+        self._prepared = task, self.start_trial(task, {**self.described(task), "ahead": True})
 
-    def described(self, task: TaskSpec) -> dict[str, Any]:
+    def described(self, task: Task) -> dict[str, Any]:
         """Return the message that describes the task to its process."""
         return {
             "config": task.config.to_mapping(),
@@ -298,74 +283,52 @@ class Worker:
             "slots": [dataclasses.asdict(slot) for slot in self.slots],
         }
 
-    def _observe(
-        self, task: TaskSpec, upcoming: TaskSpec | None, settings: TrialSettings, t0_ns: int, observed: Observed
-    ) -> None:
-        oom_kills, ranks = kernel_oom_kills(), task.config.ranks
-        self.read_memory_before(settings, ranks, observed)
-        server, trial = self.server(), self._trial_of(task, observed)
-        watch = TrialWatch(settings, self.slots, ranks, trial.pid, observed, sampled=self.device.sampled)
-        memory_limit_mib = self.host_memory_limit_mib(settings)
-        guard = HostMemoryGuard(trial.pid, memory_limit_mib)
-        next_guard: HostMemoryGuard | None = None
-        deadline_ns = t0_ns + int(settings.timeout_s * 1e9)
-        steady_sent = False
-
-        def follow() -> None:
-            """Notify the trial once every sampled figure is steady."""
-            nonlocal steady_sent
-            if not steady_sent and watch.steady(time.monotonic_ns()):
-                steady_sent = True
-                server.tell(trial, "steady")
-
+    def _observe(self, task: Task, upcoming: Task | None, t0_ns: int, observed: Observed) -> None:
+        self.read_memory_before(task, observed)
+        deadline_ns = t0_ns + int(task.settings.timeout_s * 1e9)
+        run = self.follow(task, self._trial_of(task, observed), observed, deadline_ns, _TICK_S)
         try:
-            for event in server.events(trial, deadline_ns, _TICK_S):
-                if event is None:
-                    trial.kill_reason = trial.kill_reason or guard.exceeded()
-                    if self._prepared is not None and next_guard is not None and next_guard.exceeded():
-                        server.discard(self._prepared[1])  # it is built anew, on the device, when it is its turn
-                        self._prepared = next_guard = None
-                    follow()
-                elif isinstance(event, TrialExit):
-                    observed.exit = event
-                    was_killed = event.signal == signal.SIGKILL or lost_rank_to_kill(observed)
-                    if was_killed and kernel_oom_kills() > oom_kills:
-                        observed.exit.killed_for = observed.exit.killed_for or "the kernel's out-of-memory killer"
-                else:
-                    take(event, observed)
-                    if isinstance(event, RanksStarted):
-                        watch.ranks_started(event.pids)
-                    elif isinstance(event, WindowBegun):
-                        watch.begin_window(event.t_ns, observed.warmup_ns)
-                        follow()
-                        self._prepare(upcoming)
-                        if self._prepared is not None:
-                            next_guard = HostMemoryGuard(self._prepared[1].pid, memory_limit_mib)
-                    elif isinstance(event, Reading) and event.sensor == "torch":
-                        if not event.rank:
-                            watch.mark_step(event.t_ns)
-                    elif isinstance(event, TrialResult | Failure | RankEnded):
-                        observed.half_widths |= watch.half_widths()
-                        watch.wind_up(observed.window_end_ns)  # the last sample still sees the trial's memory
-                        server.tell(trial, "bye")
+            while run.living:
+                event = run.step()
+                if isinstance(event, WindowBegun):
+                    self._prepare(upcoming)
+                elif isinstance(event, TrialResult | Failure | RankEnded):
+                    run.dismiss()
         finally:
-            watch.stop(observed.window_end_ns)
-            trial.channel.close()
-            if trial.reader.readings_left_out:
-                source = "torch" if self.device.sampled else "simulated"
-                observed.missing[source] = f"kept {READINGS_KEPT:,} of {trial.reader.readings:,} readings of the trial"
+            run.close()
 
-    def read_memory_before(self, settings: TrialSettings, ranks: int, observed: Observed) -> None:
+    def follow(
+        self,
+        task: Task,
+        trial: RunningTrial,
+        observed: Observed,
+        deadline_ns: int,
+        tick_s: float,
+        partners: Sequence[int] = (),
+    ) -> TrialRun:
+        """Begin to watch and listen to a process; `partners` are those of trials beside it."""
+        watch = TrialWatch(
+            task.settings,
+            self.slots,
+            task.config.ranks,
+            trial.pid,
+            observed,
+            sampled=self.device.sampled,
+            partners=partners,
+        )
+        return TrialRun(self.server(), trial, watch, observed, deadline_ns, tick_s)
+
+    def read_memory_before(self, task: Task, observed: Observed) -> None:
         """Read the memory in use on each GPU before the trial is there."""
-        if self._nvml is None or "nvml" not in settings.telemetry.sources:
+        if self._nvml is None or "nvml" not in task.settings.telemetry.sources:
             return
         for rank, slot in enumerate(self.slots):
             with contextlib.suppress(SensorUnavailable):
                 before = call_within("nvml", _NVML_S, memory_before, self._nvml, slot.device_uuid)
-                number = rank if ranks > 1 else None
+                number = rank if task.config.ranks > 1 else None
                 observed.samples += [("nvml", dataclasses.replace(sample, rank=number)) for sample in before]
 
-    def _identity(self, task: TaskSpec) -> dict[str, Any]:
+    def _identity(self, task: Task) -> dict[str, Any]:
         software = dict(self._server.hello()) if self._server is not None else {}
         software.pop("threads", None)
         return {

@@ -1,4 +1,4 @@
 """Child processes: started, held to limits of time, memory and output, and ended with everything that they start.
 
-Start reading at `keeper.keep`. `running.ChildRunner` runs a command under a keeper of its own.
+Start reading at `running.ChildServer`. `server` is the process that children are forked from, `keeper` what holds each.
 """

@@ -1,5 +1,9 @@
-"""`python conf/children/__main__.py FOLDER`: the keeper of one program. As a file, so that no other `conf` is found."""
+"""`python conf/children/__main__.py PREPARE FOLDER_BASE CONTROL`: a server of children (`conf.children.server`).
 
+As a file, so that no other `conf` is found. PREPARE is empty, or `module:function`.
+"""
+
+import importlib
 import sys
 from pathlib import Path
 
@@ -8,6 +12,8 @@ if __name__ == "__main__":
         del sys.path[0]  # the folder of this file
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-    from conf.children.keeper import main
+    from conf.children.server import run_server
 
-    main()
+    prepare, folder_base, control = sys.argv[1:]
+    module, _, name = prepare.partition(":")
+    run_server(int(control), folder_base, getattr(importlib.import_module(module), name) if module else dict)

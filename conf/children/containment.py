@@ -73,7 +73,7 @@ def descendants_of(pid: int, spared: Collection[int] = ()) -> list[int]:
     return list(below)
 
 
-def end_below(pid: int, spared: Collection[int] = (), group: ControlGroup | None = None) -> tuple[int, int]:
+def end_below(pid: int, group: ControlGroup | None = None, spared: Collection[int] = ()) -> tuple[int, int]:
     """Kill and reap all descendants of this process (`pid` is its own), without `spared` and their descendants.
 
     Returns the number of living processes that were killed, and of those that still exist after ten seconds.
@@ -140,25 +140,14 @@ def _parents() -> dict[int, int]:
 
 
 class ControlGroup:
-    """A control group (version 2) of a child, below that of its keeper. One write kills all its processes."""
+    """A control group (version 2) of a keeper's child. One write kills all its processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
-    def below(cls, parent: ControlGroup | None, name: str) -> ControlGroup | None:
-        """Create a group; return None if that is not possible."""
-        if parent is None:
-            return None
-        try:
-            (parent.path / name).mkdir()
-        except OSError:
-            return None
-        return cls(parent.path / name)
-
-    @classmethod
     def of_owner(cls, owner: str) -> ControlGroup | None:
-        """Create the group of one keeper's children, and end groups whose owner is dead.
+        """Create the group of one keeper's child, and end groups whose owner is dead.
 
         `owner` is a process's `conf.identity.identity`. Returns None if we may not write to any control group.
         """
@@ -170,8 +159,12 @@ class ControlGroup:
                 group = cls(left)
                 group.kill()
                 group.remove()
-        made = cls.below(cls(own), _GROUP_PREFIX + owner)
-        if made is not None and not (made.path / "cgroup.kill").exists():  # Linux before 5.14
+        made = cls(own / (_GROUP_PREFIX + owner))
+        try:
+            made.path.mkdir()
+        except OSError:
+            return None
+        if not (made.path / "cgroup.kill").exists():  # Linux before 5.14
             made.remove()
             return None
         return made

@@ -1,20 +1,208 @@
-"""Runs a Python program as a child of its own, within limits. Start reading at `ChildRunner`."""
+"""Runs functions and programs as children within limits, through a server. Start reading at `ChildServer`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conf.children.keeper import Ended
+from conf.children.output import ChildOutput
+from conf.children.server import PACKET_BYTES
 from conf.errors import EnvironmentProblem
 
-_KEEPER = Path(__file__).with_name("__main__.py")
+_FILE = Path(__file__).with_name("__main__.py")
+_START_TIMEOUT_S = 120.0  # importing torch from a cold disk takes long
+_ANSWER_TIMEOUT_S = 30.0  # a fork takes milliseconds; a machine that swaps takes seconds
+_CLOSE_TIMEOUT_S = 15.0
+
+
+class ServerLost(RuntimeError):
+    """The server died or did not answer. The child is not at fault."""
+
+
+@dataclass(eq=False)
+class Child:
+    """A child in flight: its process, and the line to its keeper."""
+
+    pid: int
+    line: socket.socket
+    ended: Ended | None = None
+    _unwanted: bool = False
+
+    def fileno(self) -> int:
+        return self.line.fileno()
+
+    def end(self) -> None:
+        """Have the child ended with all that it started; `has_ended` says when that is done."""
+        self._unwanted = True
+        with contextlib.suppress(OSError):
+            self.line.shutdown(socket.SHUT_WR)
+
+    def has_ended(self) -> bool:
+        """Read once from the line; return whether it is at its end: then `ended` is set, and no process is left.
+
+        Raises `ServerLost` where the keeper or the server was killed.
+        """
+        if packet := _packet(self.line):
+            self.ended = Ended(**json.loads(packet))
+            return False
+        self.line.close()
+        if self.ended is None or (self.ended.code is None and self.ended.limit is None and not self._unwanted):
+            raise ServerLost("its keeper was killed")
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> Ended:
+        """Wait until the child has ended, with all that it started. Raises `ServerLost`, also after `timeout_s`."""
+        self.line.settimeout(timeout_s)
+        try:
+            while not self.has_ended():
+                pass
+        except TimeoutError as error:
+            raise ServerLost(f"it did not end within {timeout_s} s") from error
+        assert self.ended is not None
+        return self.ended
+
+
+class ChildServer:
+    """One server process. Threads may start children side by side once `hello` has returned. `close` ends everything.
+
+    Args:
+        command: That executes the server; the descriptor of its control socket is added.
+        environment: Of the server and its children; None is this process's.
+        keeps_output: Whether its output is kept for the message of `ServerLost`, rather than printed.
+    """
+
+    name = "the server of child processes"
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, *, keeps_output: bool = False
+    ) -> None:
+        self._hello: dict[str, Any] | None = None
+        self._output = ChildOutput() if keeps_output else None
+        writer = None if self._output is None else self._output.writer
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    env=environment,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=writer,
+                    stderr=writer,
+                    start_new_session=True,  # a Ctrl-C in the terminal is this process's to handle
+                )
+            except OSError as error:
+                raise EnvironmentProblem(f"no child process can be started: {error}") from error
+        if self._output is not None:
+            self._output.close_writer()
+
+    @property
+    def pid(self) -> int:
+        """Return the server's process id; waits until the server is ready."""
+        self.hello()
+        return self._process.pid
+
+    def lives(self) -> bool:
+        """Return whether the process has not ended."""
+        return self._process.poll() is None
+
+    def hello(self) -> dict[str, Any]:
+        """Return what the server says of itself once it is ready. Raises `ServerLost` with the server's output."""
+        if self._hello is None:
+            message = self._answer(self._control, _START_TIMEOUT_S)
+            if "problem" in message:
+                raise EnvironmentProblem(f"no child process can be run: {message['problem']}")
+            self._hello = message["hello"]
+        return self._hello
+
+    def start(
+        self,
+        function: str,
+        arguments: Any,
+        channel: socket.socket | None = None,
+        *,
+        time_limit_s: float = math.inf,
+        memory_limit_bytes: float = math.inf,
+        keeps_output: bool = True,
+        has_folder: bool = False,
+        imports: Sequence[str] = (),
+    ) -> Child:
+        """Start a child. Raises `ServerLost`.
+
+        Args:
+            function: `module:function`; it is called with `arguments`, a JSON value, and the channel's descriptor.
+            channel: The child's own socket.
+            time_limit_s: Seconds after which it is ended.
+            memory_limit_bytes: Memory of all of its processes beyond which they are ended.
+            keeps_output: Whether its output goes into `Ended`, rather than to the server's.
+            has_folder: Whether it has a folder of its own for all temporary files, which is deleted at its end.
+            imports: Modules that the server imports, for this child and later ones.
+        """
+        self.hello()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        wanted = {
+            "function": function,
+            "arguments": arguments,
+            "time_limit_s": time_limit_s,
+            "memory_limit_bytes": memory_limit_bytes,
+            "keeps_output": keeps_output,
+            "has_folder": has_folder,
+            "imports": list(imports),
+        }
+        packet = json.dumps(wanted).encode()
+        assert len(packet) < PACKET_BYTES
+        try:
+            with theirs:
+                handed_over = [end.fileno() for end in (theirs, channel) if end is not None]
+                socket.send_fds(self._control, [packet], handed_over)
+            return Child(self._answer(ours, _ANSWER_TIMEOUT_S)["started"], ours)
+        except OSError as error:
+            ours.close()
+            raise ServerLost(f"{self.name} is gone: {error}{self.words()}") from error
+        except ServerLost:
+            ours.close()
+            raise
+
+    def close(self) -> None:
+        """End the server and all processes under it."""
+        self._control.close()
+        try:
+            self._process.wait(timeout=_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its keepers see it, and end what they keep
+            self._process.wait()
+        if self._output is not None:
+            self._output.close()
+            self._output = None
+
+    def words(self) -> str:
+        """Return what the server has printed, as the end of a message."""
+        if self._output is None:
+            return ""
+        self._output.drain()
+        text = self._output.text().strip()
+        return f"; it said:\n{text}" if text else ""
+
+    def _answer(self, source: socket.socket, timeout_s: float) -> dict[str, Any]:
+        source.settimeout(timeout_s)
+        try:
+            packet = _packet(source)
+        except TimeoutError as error:
+            raise ServerLost(f"{self.name} did not answer within {timeout_s:.0f} s{self.words()}") from error
+        if not packet:
+            raise ServerLost(f"{self.name} died{self.words()}")
+        message: dict[str, Any] = json.loads(packet)
+        return message
 
 
 class ChildRunner:
@@ -33,35 +221,23 @@ class ChildRunner:
         self._environment = environment
 
     def __enter__(self) -> ChildRunner:
+        self._server = local_server("", self._environment, folder_base=tempfile.gettempdir())
         try:
-            self._keeper = subprocess.Popen(
-                [sys.executable, str(_KEEPER), tempfile.gettempdir()],
-                env=self._environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C in the terminal is this process's to handle
-            )
-        except OSError as error:
-            raise EnvironmentProblem(f"no child process can be started: {error}") from error
-        try:
-            self.folder = Path(self._answer()["folder"])
-        except BaseException:
-            self.__exit__()
+            self.folder = Path(self._server.hello()["folder"])
+        except BaseException as error:
+            self._server.close()
+            if isinstance(error, ServerLost):
+                raise _not_run(error) from error
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._keeper.stdin is not None and self._keeper.stdout is not None
-        self._write("")  # not the end of the file alone: a process that was forked from this one may hold the pipe
-        with contextlib.suppress(OSError):
-            self._keeper.stdin.close()
-        self._keeper.stdout.close()
-        self._keeper.wait()
+        self._server.close()
 
     def run(
         self, program: Sequence[str], *, time_limit_s: float, memory_limit_bytes: float, shows_output: bool = False
     ) -> Ended:
-        """Run a program and end all that it started. Call it once.
+        """Run a program and end all that it started.
 
         Args:
             program: The path of a Python file, and its arguments.
@@ -69,26 +245,37 @@ class ChildRunner:
             memory_limit_bytes: Memory of all of its processes beyond which they are ended.
             shows_output: Whether its output goes to standard error, rather than into the result.
         """
-        wanted = {
-            "program": list(program),
-            "time_limit_s": time_limit_s,
-            "memory_limit_bytes": memory_limit_bytes,
-            "shows_output": shows_output,
-        }
-        self._write(json.dumps(wanted))
-        return Ended(**self._answer())
+        try:
+            child = self._server.start(
+                "conf.children.server:run_program",
+                list(program),
+                time_limit_s=time_limit_s,
+                memory_limit_bytes=memory_limit_bytes,
+                keeps_output=not shows_output,
+            )
+            return child.wait()
+        except ServerLost as error:
+            raise _not_run(error) from error
 
-    def _write(self, line: str) -> None:
-        assert self._keeper.stdin is not None
-        with contextlib.suppress(OSError):  # the keeper is gone
-            self._keeper.stdin.write(line.encode() + b"\n")
-            self._keeper.stdin.flush()
 
-    def _answer(self) -> dict[str, Any]:
-        """Return the keeper's next line. Raises `EnvironmentProblem` where it cannot go on, or was killed."""
-        assert self._keeper.stdout is not None
-        line = self._keeper.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"problem": "its keeper was killed"}
-        if "problem" in answer:
-            raise EnvironmentProblem(f"no child process can be run: {answer['problem']}")
-        return answer
+def local_server(prepare: str, environment: Mapping[str, str] | None = None, *, folder_base: str = "") -> ChildServer:
+    """Return a server that runs under this Python, from this project's own files.
+
+    Args:
+        prepare: `module:function` that imports what children need; empty for nothing.
+        environment: Of the server and its children; None is this process's.
+        folder_base: Where it makes a folder that lives as long as the server; empty for none.
+    """
+    return ChildServer([sys.executable, str(_FILE), prepare, folder_base], environment)
+
+
+def _not_run(error: ServerLost) -> EnvironmentProblem:
+    return EnvironmentProblem(f"no child process can be run: {error}")
+
+
+def _packet(source: socket.socket) -> bytes:
+    """Return the next packet; empty at the end."""
+    try:
+        return source.recv(PACKET_BYTES)
+    except ConnectionResetError:
+        return b""

@@ -196,24 +196,6 @@ class Charts:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An image, which the page holds within itself. `alt` says what it shows, `caption` stands above it."""
-
-    content: bytes
-    media_type: Literal["image/png", "image/svg+xml"]
-    alt: str
-    caption: str = ""
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Pictures side by side, as many as fit."""
-
-    kind: ClassVar[str] = "pictures"
-    pictures: tuple[Picture, ...]
-
-
-@dataclass(frozen=True)
 class Fold:
     """Blocks that a reader unfolds by a click on `summary`."""
 
@@ -259,7 +241,7 @@ class SideBySide:
 
 
 Block: TypeAlias = (
-    Bullets | Chart | Charts | Drawn | Facts | Fold | Heading | Lead | Legend | Callout | Outcome | Pictures
+    Bullets | Chart | Charts | Drawn | Facts | Fold | Heading | Lead | Legend | Callout | Outcome
     | Preformatted | SideBySide | ShareBar | Table | Tiles | Tree
 )  # fmt: skip
 
@@ -281,13 +263,11 @@ class Page:
 
     title     plain text, as anybody may have written it
     head      blocks of the header, above the links
-    pictures  whether blocks hold a `Picture`
     """
 
     title: str
     head: tuple[Block, ...]
     sections: tuple[Section, ...]
-    pictures: bool = False
 
 
 def linked(sections: Mapping[str, Section | None]) -> tuple[Section, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import re
+from collections.abc import Iterable
+from html import escape
 
 from conf.plain_text import counted
 
@@ -10,6 +13,7 @@ MISSING = "–"
 _TERMINAL_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LONGEST = 20_000  # characters of one text on a page
+_LONGEST_CELL = 120  # of a cell of the explorer
 
 
 class Markup(str):
@@ -77,3 +81,34 @@ def figure(value: float) -> str:
     if abs(value) >= 99_950:
         return short(value)
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.1g}"
+
+
+def shown(value: object) -> str:
+    """Return a cell's text: numbers short, times to the second, long texts cut."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    if isinstance(value, datetime.datetime):
+        return value.strftime("%Y-%m-%d %H:%M:%S")
+    text = clean_text(value)
+    return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"
+
+
+def wrapped(name: str) -> Markup:
+    """Return a column's name that may be broken behind its underscores, and nowhere else."""
+    return Markup(str(escape(clean_text(name))).replace("_", "_<wbr>"))
+
+
+def numeric_places(rows: Iterable[Iterable[object]]) -> frozenset[int]:
+    """Return the places of the columns that hold numbers."""
+    return frozenset(
+        place
+        for place, column in enumerate(zip(*rows, strict=True))
+        if all(isinstance(value, int | float) or value is None for value in column)
+        and any(value is not None for value in column)
+    )

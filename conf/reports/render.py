@@ -1,18 +1,21 @@
-"""Turns a page's typed blocks into HTML: one file that needs no network and runs no script.
+"""Turns pages into HTML: one file that needs no network and runs no script.
 
-Start reading at `render_page`. Jinja2 is imported on use; every value that a template shows is cleaned and escaped.
+Start reading at `render_page` for pages of typed blocks, at `rendered` for the explorer's. Jinja2 is imported on use;
+every value that a template shows is cleaned and escaped.
 """
 
 from __future__ import annotations
 
-import base64
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from conf.plain_text import one_line
+from conf.errors import EnvironmentProblem
+from conf.outputs import write_file, write_output
+from conf.plain_text import counted, one_line
 from conf.reports.blocks import Block, Page
-from conf.reports.page_text import Markup, cell_text, clean_text
+from conf.reports.page_text import Markup, cell_text, clean_text, numeric_places, shown, wrapped
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -20,13 +23,48 @@ if TYPE_CHECKING:
 
 def render_page(page: Page) -> str:
     """Return the HTML of a whole page, its style sheet inside."""
-    return _environment().get_template("page.html.j2").render(page=page, title=one_line(page.title), style=_style())
+    return rendered("page", page=page, title=one_line(page.title))
+
+
+def page_bytes(page: Page) -> bytes:
+    """Return the page as its file holds it."""
+    return render_page(page).encode("utf-8", errors="replace")
+
+
+def write_page(path: str | Path, page: Page) -> None:
+    """Write the page to where `report=` leads, in place of what was there. Raises as `write_output` does."""
+    write_output(path, page_bytes(page), key="report")
+
+
+def keep_page(path: Path, page: Page, figures: str) -> Path:
+    """Write the page into a data folder, and beside it its figures, which are JSON; return the page's path.
+
+    Raises `EnvironmentProblem` where it cannot be written.
+    """
+    try:
+        write_file(path.with_suffix(".json"), figures.encode() + b"\n")
+        write_file(path, page_bytes(page))
+    except OSError as error:
+        why = error.strerror or error
+        raise EnvironmentProblem(f"{path} cannot be written: {why}; name another with report=") from error
+    return path
 
 
 def render_for_notebook(*blocks: Block) -> str:
     """Return the HTML of blocks with their style sheet, which applies to nothing else on the page that shows them."""
-    style = Markup(_style().replace(":root", ":scope"))
-    return _environment().get_template("notebook.html.j2").render(blocks=blocks, style=style)
+    return rendered("notebook", blocks=blocks, style=Markup(_style("report").replace(":root", ":scope")))
+
+
+def rendered(template: str, *more_styles: str, **values: Any) -> str:
+    """Return the HTML of a template, every value cleaned and escaped.
+
+    Args:
+        template: Its name in `templates/`.
+        *more_styles: Names of style sheets after that of all pages.
+        **values: What the template shows.
+    """
+    styles = Markup("".join(map(_style, ("report", *more_styles))))
+    return _environment().get_template(f"{template}.html.j2").render({"style": styles} | values)
 
 
 @cache
@@ -42,17 +80,16 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"cell": cell_text, "base64": _base64}
+    environment.filters |= {
+        "cell": cell_text, "shown": shown, "counted": counted, "wrapped": wrapped,
+        "numeric": numeric_places,
+    }  # fmt: skip
     return environment
 
 
 @cache
-def _style() -> Markup:
-    return Markup(resources.files("conf.reports").joinpath("templates", "report.css").read_text("utf-8"))
-
-
-def _base64(content: bytes) -> Markup:
-    return Markup(base64.b64encode(content).decode("ascii"))
+def _style(name: str) -> str:
+    return resources.files("conf.reports").joinpath("templates", f"{name}.css").read_text("utf-8")
 
 
 def _cleaned(value: object) -> object:

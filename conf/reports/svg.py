@@ -1,10 +1,7 @@
-"""Shapes of a chart as SVG, every text escaped. Start reading at `Drawing`; `PlotArea` places axes and values."""
+"""Shapes of a chart as SVG, every text escaped. Start reading at `Drawing`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Literal, TypeAlias
 
@@ -50,10 +47,6 @@ class Drawing:
             f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{_title(title)}</circle>'
         )  # fmt: skip
 
-    def add(self, other: Drawing) -> None:
-        """Add the shapes of another drawing on top."""
-        self._shapes += other._shapes
-
     def svg(self, width: float, height: float, label: str, *, css: str = "") -> Svg:
         """Return the picture.
 
@@ -67,49 +60,6 @@ class Drawing:
             f'<svg {size} viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_escaped(label)}">'
             f"{''.join(self._shapes)}</svg>"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlotArea:
-    """The rectangle of a picture in which values are drawn; the margins around it hold axes. Pixels."""
-
-    width: float
-    height: float
-    left: float
-    right: float
-    top: float
-    bottom: float
-
-    @property
-    def right_edge(self) -> float:
-        return self.width - self.right
-
-    @property
-    def bottom_edge(self) -> float:
-        return self.height - self.bottom
-
-    def x(self, share: float) -> float:
-        """Return the place of a value, given as a share of the horizontal axis."""
-        return self.left + share * (self.width - self.left - self.right)
-
-    def y(self, share: float) -> float:
-        """Return the place of a value, given as a share of the vertical axis from the bottom."""
-        return self.bottom_edge - share * (self.height - self.top - self.bottom)
-
-    def across(self, y: float) -> str:
-        """Return the path of a horizontal line over the whole area."""
-        return f"M{self.left:g} {y:.1f}H{self.right_edge:g}"
-
-    def grid_line(self, drawing: Drawing, y: float, label: str) -> None:
-        """Draw a horizontal grid line with its label on the axis."""
-        drawing.path("grid", self.across(y))
-        drawing.text("axis", self.left - 8, y + 4, label, "end")
-
-
-def nice_step(least: float, steps: Sequence[float] = (1, 2, 2.5, 5, 10)) -> float:
-    """Return the smallest of `steps` times a power of ten that is `least` or more. `least` is positive."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next((step * power for step in steps if step * power >= least * (1 - 1e-9)), 10 * power)
 
 
 def _escaped(text: str) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import statistics
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from farm.canaries.runs import LABELS, CanaryNight, CanaryRun, causes, read_nights
 from farm.journal_payloads import CanariesPayload, ComparedLabel, DriftPayload
@@ -73,42 +73,6 @@ def _rough_mib(config: TrialConfig) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
-    """One label of one canary, tonight and before; or its `status` or `quality`, if that moved.
-
-    before, now  medians, in `unit`; None where there is none
-    tolerance    by which they may differ, in `unit`
-    run_ids      of tonight's
-    """
-
-    family: str
-    config_hash: str
-    label: str
-    unit: str
-    before: float | None
-    now: float | None
-    tolerance: float | None
-    moved: bool
-    history_runs: int
-    run_ids: tuple[str, ...]
-    said: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.family} {self.config_hash[:6]}"
-
-    @property
-    def shift(self) -> float | None:
-        """Return the relative difference, for ratios the absolute one; None if a figure is missing."""
-        if self.before is None or self.now is None:
-            return None
-        difference = self.now - self.before
-        if self.label in RUN_RATIOS:
-            return difference
-        return difference / self.before if self.before else None
-
-
-@dataclass(frozen=True, kw_only=True)
 class CanaryVerdict:
     """The verdict of tonight's canaries on the machine.
 
@@ -129,13 +93,13 @@ class CanaryVerdict:
     newest: Mapping[str, str | None] | None
     runs: int
     shared: bool
-    compared: tuple[Compared, ...]
+    compared: tuple[ComparedLabel, ...]
     causes: tuple[str, ...]
     configs: Mapping[str, TrialConfig]
     job_ids: tuple[str, ...]
 
     @property
-    def moved(self) -> tuple[Compared, ...]:
+    def moved(self) -> tuple[ComparedLabel, ...]:
         return tuple(entry for entry in self.compared if entry.moved)
 
     def payload(self, drift: DriftPayload | None = None) -> CanariesPayload:
@@ -148,7 +112,7 @@ class CanaryVerdict:
             device_name=self.device_name,
             source=self.source,
             before=None if self.before is None else dict(self.before),
-            compared=tuple(ComparedLabel(**asdict(entry)) for entry in self.compared),
+            compared=self.compared,
             causes=self.causes,
             drift=drift,
         )
@@ -166,17 +130,58 @@ def compare(
 ) -> CanaryVerdict:
     """Compare the canaries of the jobs `job_ids` with those of earlier jobs on the same device and source.
 
-    Compared is with the history of the very same environment, however long ago, else with that of the newest night:
+    The history is that of the very same environment, however long ago, else that of the newest night. Compared are
     the median of all GPUs, and each GPU for itself, since one of several may be sick. A canary that fails has moved,
     also where it has no history; failed runs are no history.
     `forget`: earlier jobs that are no history, as those of nights that were sick. Untrusted runs never are.
     `shared`: the device serves other programs too, as a CPU does, whose times say nothing of it.
     `accepted`: hashes of the canaries that the user lets fail, until they run to their end once.
     """
-    tonight, earlier = read_nights(data, device_name, source, job_ids, forget)
-    return _Comparison(
-        data, device_name, source, tuple(job_ids), shared, tonight, earlier, frozenset(accepted)
-    ).verdict()
+    tonight, nights = read_nights(data, device_name, source, job_ids, forget)
+    earlier = [night for night in nights if history_of(night.runs)]
+    verdict = CanaryVerdict(
+        verdict="none",
+        said="no canary ran",
+        device_name=device_name,
+        source=source,
+        environment=_named(tonight.environment if tonight else (None,) * len(ENVIRONMENT)),
+        before=None,
+        newest=_named(earlier[-1].environment) if earlier else None,
+        runs=len(tonight.runs) if tonight else 0,
+        shared=shared,
+        compared=(),
+        causes=(),
+        configs={run.config_hash: run.config for run in tonight.runs} if tonight else {},
+        job_ids=tuple(job_ids),
+    )
+    if tonight is None:
+        return verdict
+    now, runs = tonight.environment, finals(tonight)
+    environments = [night.environment for night in earlier]
+    reference = now if now in environments else environments[-1] if environments else None
+    history = history_of([run for night in earlier if night.environment == reference for run in night.runs])
+    together = compare_canaries(runs, history, shared, accepted)
+    alone = _of_single_gpus(runs, history, together, shared, accepted)
+    verdict = replace(verdict, compared=(*together, *alone))
+    if reference is None:
+        return _first_night(data, verdict, runs)
+    verdict = replace(verdict, before=_named(reference))
+    if not verdict.moved:
+        sentence = _steady(
+            runs, history, verdict.compared, "" if now == environments[-1] else _change(environments[-1], now)
+        )
+        return replace(verdict, verdict="steady", said=sentence)
+    # A run that failed or has untrusted labels shows nothing about a new environment.
+    figures_only = all(entry.now is not None and entry.before is not None for entry in verdict.moved)
+    is_drift = now != reference and figures_only and not alone
+    why = _causes(data, runs, history, verdict.moved) or (() if is_drift else (UNKNOWN,))
+    change = f"with {_change(reference, now)}" if now != reference else "in an unchanged environment"
+    more = f"; {len(verdict.moved) - 3} more" if len(verdict.moved) > 3 else ""
+    examples = "; ".join(entry.said for entry in verdict.moved[:3])
+    sentence = f"{len(_names(verdict.moved))} of {_canaries(runs)} moved ({examples}{more}) {change}"
+    if is_drift:
+        return replace(verdict, verdict="drift", said=sentence, causes=why)
+    return replace(verdict, verdict="sick", said=f"{sentence}: {why[0]}", causes=why)
 
 
 def unconfirmed(verdict: CanaryVerdict) -> tuple[TrialConfig, ...]:
@@ -187,135 +192,70 @@ def unconfirmed(verdict: CanaryVerdict) -> tuple[TrialConfig, ...]:
     return tuple(config for config_hash, config in verdict.configs.items() if config_hash in once)
 
 
-class _Comparison:
-    def __init__(
-        self,
-        data: str | os.PathLike | DataFolder,
-        device_name: str,
-        source: str,
-        job_ids: Collection[str],
-        shared: bool,
-        tonight: CanaryNight | None,
-        earlier: Sequence[CanaryNight],
-        accepted: frozenset[str],
-    ) -> None:
-        self._data = data
-        self._device_name = device_name
-        self._source = source
-        self._job_ids = tuple(job_ids)
-        self._shared = shared
-        self._accepted = accepted
-        self._tonight = tonight
-        self._earlier = [night for night in earlier if history_of([night])]
-
-    def verdict(self) -> CanaryVerdict:
-        why: tuple[str, ...]
-        if self._tonight is None:
-            return self._verdict("none", "no canary ran", None, (), ())
-        runs = finals(self._tonight)
-        if not self._earlier:
-            entries, _ = self._compared(runs, {})
-            ended = [run for of_canary in runs.values() for run in of_canary]
-            if ended and not any(run.status == "ok" for run in ended):
-                why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
-                sentence = f"none of the {_canaries(runs)} ran to its end: {why[0]}"
-                return self._verdict("sick", sentence, None, entries, why)
-            if failed := [entry for entry in entries if entry.moved]:
-                why = self._causes(runs, {}, failed)
-                names = list(dict.fromkeys(entry.name for entry in failed))
-                sentence = f"{len(names)} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
-                return self._verdict("sick", sentence, None, entries, why)
-            doubted = [e for e in entries if e.label == "quality"]
-            sentence = f"the first {_canaries(runs)} of this device; there is nothing to compare them with yet"
-            sentence += _accepted_failures(entries)
-            if doubted:
-                sentence += f"; {len(doubted)} of them cannot be trusted"
-            why = causes(self._data, [(runs[e.config_hash], (), ()) for e in doubted]) if doubted else ()
-            return self._verdict("first", sentence, None, entries, why)
-        now, newest = self._tonight.environment, self._earlier[-1].environment
-        reference = now if any(night.environment == now for night in self._earlier) else newest
-        history = history_of([night for night in self._earlier if night.environment == reference])
-        entries, alone = self._compared(runs, history)
-        moved = [entry for entry in entries if entry.moved]
-        if not moved:
-            failing = {entry.config_hash for entry in entries if entry.label == "status"}
-            known, new = (failing ^ runs.keys()) & history.keys(), runs.keys() - failing - history.keys()
-            sentence = f"{_canaries(known)} as before{_since(now, newest)}"
-            sentence += f"; {_canaries(new)} for the first time" if new else ""
-            return self._verdict("steady", sentence + _accepted_failures(entries), reference, entries, ())
-        # A run that failed or has untrusted labels shows nothing about a new environment.
-        figures_only = all(entry.now is not None and entry.before is not None for entry in moved)
-        verdict = "drift" if now != reference and figures_only and not alone else "sick"
-        why = self._causes(runs, history, moved)
-        if verdict == "sick" and not why:
-            why = (UNKNOWN,)
-        names = list(dict.fromkeys(entry.name for entry in moved))
-        sentence = f"{len(names)} of {_canaries(runs)} moved ({'; '.join(e.said for e in moved[:3])}"
-        sentence += f"; {len(moved) - 3} more)" if len(moved) > 3 else ")"
-        sentence += f" with {_change(reference, now)}" if now != reference else " in an unchanged environment"
-        if verdict == "sick":
-            sentence += f": {why[0]}"
-        return self._verdict(verdict, sentence, reference, entries, why)
-
-    def _compared(self, runs: Mapping, history: Mapping) -> tuple[list[Compared], list[Compared]]:
-        """Return all entries, and those that moved on a single one of several GPUs."""
-        together = compare_canaries(runs, history, self._shared, self._accepted)
-        alone = _of_single_gpus(runs, history, together, self._shared, self._accepted)
-        return [*together, *alone], alone
-
-    def _causes(self, runs: Mapping, history: Mapping, moved: Sequence[Compared]) -> tuple[str, ...]:
-        cases = []
-        for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
-            lost = [e.label for e in moved if e.config_hash == config_hash and e.label in LABELS and e.now is None]
-            cases.append((runs[config_hash], history.get(config_hash, ()), lost))
-        return causes(self._data, cases)
-
-    def _verdict(
-        self,
-        verdict: str,
-        sentence: str,
-        before: tuple[str | None, ...] | None,
-        entries: Sequence[Compared],
-        why: Sequence[str],
-    ) -> CanaryVerdict:
-        def named(values: tuple[str | None, ...]) -> dict[str, str | None]:
-            return dict(zip(ENVIRONMENT, values, strict=True))
-
-        night = self._tonight
-        return CanaryVerdict(
-            verdict=verdict,
-            said=sentence,
-            environment=named(night.environment if night else (None,) * len(ENVIRONMENT)),
-            before=None if before is None else named(before),
-            newest=named(self._earlier[-1].environment) if self._earlier else None,
-            runs=len(night.runs) if night else 0,
-            shared=self._shared,
-            compared=tuple(entries),
-            causes=tuple(why),
-            configs={run.config_hash: run.config for run in night.runs} if night else {},
-            device_name=self._device_name,
-            source=self._source,
-            job_ids=self._job_ids,
+def _first_night(
+    data: str | os.PathLike | DataFolder, verdict: CanaryVerdict, runs: Mapping[str, Sequence[CanaryRun]]
+) -> CanaryVerdict:
+    """Return the verdict on canaries that no earlier night can be compared with."""
+    ended = [run for of_canary in runs.values() for run in of_canary]
+    if ended and not any(run.status == "ok" for run in ended):
+        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
+        return replace(
+            verdict, verdict="sick", said=f"none of the {_canaries(runs)} ran to its end: {why[0]}", causes=why
         )
+    if failed := verdict.moved:
+        why = _causes(data, runs, {}, failed)
+        sentence = f"{len(_names(failed))} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
+        return replace(verdict, verdict="sick", said=sentence, causes=why)
+    doubted = [entry for entry in verdict.compared if entry.label == "quality"]
+    sentence = f"the first {_canaries(runs)} of this device; there is nothing to compare them with yet"
+    sentence += _accepted_failures(verdict.compared)
+    if doubted:
+        sentence += f"; {len(doubted)} of them cannot be trusted"
+    why = causes(data, [(runs[entry.config_hash], (), ()) for entry in doubted]) if doubted else ()
+    return replace(verdict, verdict="first", said=sentence, causes=why)
+
+
+def _steady(runs: Mapping, history: Mapping, entries: Sequence[ComparedLabel], change: str) -> str:
+    failing = {entry.config_hash for entry in entries if entry.label == "status"}
+    known, new = (failing ^ runs.keys()) & history.keys(), runs.keys() - failing - history.keys()
+    sentence = f"{_canaries(known)} as before{f', with {change}' if change else ''}"
+    sentence += f"; {_canaries(new)} for the first time" if new else ""
+    return sentence + _accepted_failures(entries)
+
+
+def _causes(
+    data: str | os.PathLike | DataFolder, runs: Mapping, history: Mapping, moved: Sequence[ComparedLabel]
+) -> tuple[str, ...]:
+    cases = []
+    for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
+        lost = [e.label for e in moved if e.config_hash == config_hash and e.label in LABELS and e.now is None]
+        cases.append((runs[config_hash], history.get(config_hash, ()), lost))
+    return causes(data, cases)
+
+
+def _names(entries: Sequence[ComparedLabel]) -> dict[str, None]:
+    return dict.fromkeys(entry.name for entry in entries)
+
+
+def _named(environment: Sequence[str | None]) -> dict[str, str | None]:
+    return dict(zip(ENVIRONMENT, environment, strict=True))
 
 
 def finals(night: CanaryNight) -> dict[str, tuple[CanaryRun, ...]]:
     """Return the night's runs by config_hash, without attempts that were run again."""
-    by_config: dict[str, list[CanaryRun]] = {}
-    for run in night.runs:
-        if run.final:
-            by_config.setdefault(run.config_hash, []).append(run)
-    return {config_hash: tuple(runs) for config_hash, runs in by_config.items()}
+    return _by_config(run for run in night.runs if run.final)
 
 
-def history_of(nights: Sequence[CanaryNight]) -> dict[str, tuple[CanaryRun, ...]]:
-    """Return the trusted `ok` runs of these nights by config_hash, oldest first."""
-    by_config: dict[str, list[CanaryRun]] = {}
-    for night in nights:
-        for run in night.runs:
-            if run.final and run.trusted and run.status == "ok":
-                by_config.setdefault(run.config_hash, []).append(run)
-    return {config_hash: tuple(runs) for config_hash, runs in by_config.items()}
+def history_of(runs: Iterable[CanaryRun]) -> dict[str, tuple[CanaryRun, ...]]:
+    """Return the trusted `ok` runs of earlier nights by config_hash, oldest first."""
+    return _by_config(run for run in runs if run.final and run.trusted and run.status == "ok")
+
+
+def _by_config(runs: Iterable[CanaryRun]) -> dict[str, tuple[CanaryRun, ...]]:
+    by_config: dict[str, tuple[CanaryRun, ...]] = {}
+    for run in runs:
+        by_config[run.config_hash] = (*by_config.get(run.config_hash, ()), run)
+    return by_config
 
 
 def compare_canaries(
@@ -323,7 +263,7 @@ def compare_canaries(
     history: Mapping[str, Sequence[CanaryRun]],
     shared: bool = False,
     accepted: Collection[str] = (),
-) -> list[Compared]:
+) -> list[ComparedLabel]:
     """Compare every label of each canary that ran with its history, if it has one.
 
     `shared` and `accepted` as in `compare`."""
@@ -339,10 +279,10 @@ def compare_canaries(
 def _of_single_gpus(
     runs: Mapping[str, Sequence[CanaryRun]],
     history: Mapping[str, Sequence[CanaryRun]],
-    together: Sequence[Compared],
+    together: Sequence[ComparedLabel],
     shared: bool,
     accepted: Collection[str],
-) -> list[Compared]:
+) -> list[ComparedLabel]:
     """Return the labels that moved on one of several GPUs and not in the median of all."""
     gpus = sorted({run.device_uuid for of_canary in runs.values() for run in of_canary if run.device_uuid})
     if len(gpus) < 2:
@@ -362,13 +302,13 @@ def _of_single_gpus(
 
 def _of_canary(
     runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: bool, may_fail: bool
-) -> list[Compared]:  # fmt: skip
+) -> list[ComparedLabel]:  # fmt: skip
     entries = []
 
     def add(label: str, sentence: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
         first, unit = runs[0], LABELS.get(label, "")
         entries.append(
-            Compared(
+            ComparedLabel(
                 family=first.config.family, config_hash=first.config_hash, label=label, unit=unit, before=before,
                 now=now, tolerance=tolerance, moved=moved, history_runs=of, run_ids=tuple(run.run_id for run in runs),
                 said=f"{first.name}: {sentence}",
@@ -438,13 +378,9 @@ def _canaries(runs: Collection[object]) -> str:
     return f"{len(runs)} {'canary' if len(runs) == 1 else 'canaries'}"
 
 
-def _accepted_failures(entries: Sequence[Compared]) -> str:
+def _accepted_failures(entries: Sequence[ComparedLabel]) -> str:
     """Return the text about canaries whose failure the user accepted; they are not compared."""
     return "".join(f"; {entry.said}" for entry in entries if entry.label == "status" and not entry.moved)
-
-
-def _since(now: tuple, newest: tuple) -> str:
-    return "" if now == newest else f", with {_change(newest, now)}"
 
 
 def _change(before: tuple, now: tuple) -> str:

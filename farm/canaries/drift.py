@@ -6,7 +6,6 @@ Start reading at `drift_of`; its marks go to `warehouse.stale.write_marks`, and 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import math
 import statistics
 from collections import Counter
@@ -17,18 +16,18 @@ import numpy as np
 
 import warehouse
 from conf.errors import UsageError
-from farm.canaries.compare import CanaryVerdict, Compared, compare_canaries, finals, history_of
+from farm.canaries.compare import CanaryVerdict, compare_canaries, finals, history_of
 from farm.canaries.operators import OPERATORS, WEIGHT_UPDATES, operators_of
 from farm.canaries.runs import LABELS, read_nights
 from farm.choosing.coverage import Map
-from farm.journal_payloads import DriftPayload
+from farm.journal_payloads import ComparedLabel, DriftPayload
 from featurize.device_spec import same_device
 from featurize.row_config import config_of_row, problem_of
 from featurize.trial import TrialConfig, config_hash
 from warehouse.folder import DataFolder
+from warehouse.pairing import shift_text
 from warehouse.schema import ENVIRONMENT
 from warehouse.stale import Mark
-from warehouse.writer import RUN_RATIOS
 
 EVERYTHING = "everything"  # in place of operator families, where no canary stayed
 COPIES = 2  # rows that are measured again of each cell, where it has as many
@@ -85,7 +84,7 @@ def drift_of(data: DataFolder, verdict: CanaryVerdict, *, forget: Collection[str
     for environment in dict.fromkeys(night.environment for night in reversed(earlier)):
         if environment == tonight.environment:
             continue
-        history = history_of([night for night in earlier if night.environment == environment])
+        history = history_of(run for night in earlier if night.environment == environment for run in night.runs)
         entries = [
             e for e in compare_canaries(finals(tonight), history, verdict.shared) if None not in (e.before, e.now)
         ]
@@ -112,7 +111,7 @@ def drift_of(data: DataFolder, verdict: CanaryVerdict, *, forget: Collection[str
 
 
 def affected_operators(
-    entries: Sequence[Compared], canaries: Mapping[str, TrialConfig]
+    entries: Sequence[ComparedLabel], canaries: Mapping[str, TrialConfig]
 ) -> dict[str, frozenset[str]]:  # fmt: skip
     """Return the operator families that moved, for each label that did.
 
@@ -137,7 +136,7 @@ def affected_operators(
     return affected
 
 
-def _shift(entries: Sequence[Compared]) -> tuple[float | None, str]:
+def _shift(entries: Sequence[ComparedLabel]) -> tuple[float | None, str]:
     """Return the median shift of the canaries that moved, as a figure and in words."""
     moved = [entry for entry in entries if entry.moved]
     shifts = [entry.shift for entry in moved if entry.shift is not None]
@@ -146,7 +145,7 @@ def _shift(entries: Sequence[Compared]) -> tuple[float | None, str]:
     if not shifts:
         return None, examples + more
     typical = statistics.median(shifts)
-    figure = f"{typical:+.3f}" if moved[0].label in RUN_RATIOS else f"{typical:+.1%}"
+    figure = shift_text(moved[0].label, typical)
     return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples}{more})"
 
 
@@ -230,17 +229,14 @@ def remeasure(
     for config_hash_ in sorted(set(cells_of) - measured, reverse=True):
         kinds.setdefault(cells_of[config_hash_], []).append(config_hash_)
     chosen: list[TrialConfig] = []
-    # What a kind is worth only falls, so one whose old worth leads, and still holds, is the best.
-    queue = [(-len(cells), hashes[-1], cells) for cells, hashes in kinds.items()]
-    heapq.heapify(queue)
-    while queue and (at_most is None or len(chosen) < at_most):
-        worth, _, cells = heapq.heappop(queue)
-        worth_now = -sum(need[cell] > 0 for cell in cells)
-        if worth_now == worth:
-            chosen.append(configs[kinds[cells].pop()])
-            need.update((cell, need[cell] - 1) for cell in cells)
-        if worth_now and kinds[cells]:
-            heapq.heappush(queue, (worth_now, kinds[cells][-1], cells))
+    while kinds and (at_most is None or len(chosen) < at_most):
+        useful = {cells: sum(need[cell] > 0 for cell in cells) for cells in kinds}
+        cells = min(kinds, key=lambda cells: (-useful[cells], kinds[cells][-1]))
+        if not useful[cells]:
+            break
+        chosen.append(configs[kinds[cells].pop()])
+        need.update((cell, need[cell] - 1) for cell in cells)
+        kinds = {cells: hashes for cells, hashes in kinds.items() if hashes and useful[cells]}
     return tuple(chosen)
 
 

@@ -155,9 +155,12 @@ def causes(data, moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun],
     for runs, history, lost in moved:
         for cause, words in _of_canary(runs, history, lost):
             names_by_cause.setdefault(cause, []).append(f"{runs[0].name}: {words}" if words else runs[0].name)
-    slower = _slower(data, moved)
-    sentences = [f"{cause} ({'; '.join(words[:3])}{_more(words)})" for cause, words in _by_count(names_by_cause)]
-    return (*sentences, *slower)
+    sentences = []
+    for cause, names in sorted(names_by_cause.items(), key=lambda item: -len(item[1])):
+        more = f"; {len(names) - 3} more" if len(names) > 3 else ""
+        sentences.append(f"{cause} ({'; '.join(names[:3])}{more})")
+    now = [run for runs, _, _ in moved for run in runs]
+    return (*sentences, *_slower(data, now, [run for _, history, _ in moved for run in history[-_LATEST:]]))
 
 
 def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Collection[str]) -> list[tuple[str, str]]:
@@ -181,44 +184,23 @@ def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Co
     return reasons
 
 
-def _slower(data, moved: Sequence[tuple]) -> list[str]:
+def _slower(data, now: Sequence[CanaryRun], before: Sequence[CanaryRun]) -> list[str]:
     """Return differences in clocks and temperatures between tonight's windows and earlier ones."""
-    now = [run for runs, _, _ in moved for run in runs]
-    before = [run for _, history, _ in moved for run in history[-_LATEST:]]
-    if not now or not before:
-        return []
-    figures = _window_figures(data, [*now, *before])
+    families = sorted({run.config.family for run in now})
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        rows = connection.execute(
+            "SELECT is_now, median(clock_mhz), median(heat_c) FROM ("
+            "SELECT list_contains(?::VARCHAR[], run_id) AS is_now, median(sm_clock_mhz) AS clock_mhz, "
+            "max(temperature_c) AS heat_c FROM telemetry WHERE phase = 'window' "
+            f"AND family IN ({', '.join('?' * len(families))}) AND list_contains(?::VARCHAR[], run_id) "
+            "GROUP BY run_id) GROUP BY is_now",
+            [[run.run_id for run in now], *families, [run.run_id for run in (*now, *before)]],
+        ).fetchall()
+    by_side = {is_now: figures for is_now, *figures in rows}
+    (clock_now, heat_now), (clock_then, heat_then) = (by_side.get(side, (None, None)) for side in (True, False))
     sentences = []
-    clocks = [[figures[run.run_id][0] for run in runs if run.run_id in figures] for runs in (now, before)]
-    heat = [[figures[run.run_id][1] for run in runs if run.run_id in figures] for runs in (now, before)]
-    (clock_now, clock_then), (heat_now, heat_then) = (map(_middle, both) for both in (clocks, heat))
     if clock_now is not None and clock_then is not None and clock_now < (1 - _CLOCK_SHARE) * clock_then:
         sentences.append(f"the SM clock was lower: {clock_now:.0f} MHz, {clock_then:.0f} before")
     if heat_now is not None and heat_then is not None and heat_now > heat_then + _HOTTER_C:
         sentences.append(f"the GPU was hotter: {heat_now:.0f} °C, {heat_then:.0f} before")
     return sentences
-
-
-def _window_figures(data, runs: Sequence[CanaryRun]) -> dict[str, tuple[float | None, float | None]]:
-    """Return (median SM clock in MHz, highest temperature in °C) by run_id."""
-    families = sorted({run.config.family for run in runs})
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = connection.execute(
-            "SELECT run_id, median(sm_clock_mhz), max(temperature_c) FROM telemetry WHERE phase = 'window' "
-            f"AND family IN ({', '.join('?' * len(families))}) AND list_contains(?::VARCHAR[], run_id) GROUP BY run_id",
-            [*families, [run.run_id for run in runs]],
-        ).fetchall()
-    return {run_id: (clock, heat) for run_id, clock, heat in rows}
-
-
-def _middle(values: Sequence[float | None]) -> float | None:
-    known = sorted(value for value in values if value is not None)
-    return known[len(known) // 2] if known else None
-
-
-def _by_count(groups: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
-    return sorted(groups.items(), key=lambda item: -len(item[1]))
-
-
-def _more(words: Sequence[str]) -> str:
-    return f"; {len(words) - 3} more" if len(words) > 3 else ""

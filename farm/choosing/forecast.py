@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from featurize.trial import TrialConfig
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Forecaster:
     Fitted trees (`method=fast`) answer for families that they know; of any other, steps are traced where there are no
     more than `trace_at_most` configs of it (features go to the folder `data`, as those of `learn.fit`), else the trees'
     guess from the plan's sizes has to do. `training_loop`: the known runs are of the usual loop, as imported ones are.
-    `workers`: processes of Ray (None: one a CPU; 0: none), for tracing and for many configs.
+    `workers`: processes (None: one a CPU; 0: none), for tracing and for many configs.
     """
 
     device: DeviceSpec
@@ -120,10 +120,12 @@ class Forecaster:
             return
         import os
 
-        from learn.parallel import ray_map
+        from learn.processes import NoResult, in_processes
 
         workers = len(os.sched_getaffinity(0)) if self.workers is None else self.workers
-        for index, known in ray_map(described, jobs, workers):
+        for index, known in in_processes(described, jobs, workers=workers):
+            if isinstance(known, NoResult):
+                raise EnvironmentProblem(f"configs cannot be described: {known.reason}")
             yield parts[index], known
 
     def _trace(self, configs: list[TrialConfig], places: np.ndarray, figures, ways) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError, unknown_name
+from conf.errors import CommandError, UsageError
 from farm.choosing.known_runs import Known
 from farm.choosing.networks import Networks
 from farm.dimensions import Space
@@ -117,12 +117,8 @@ def candidates(
     """Return `count` configs of the space's sequence from index `start` on, where the last night ended.
 
     `uniform` draws independent points; every other policy goes on with the low-discrepancy sequence. Errors as in
-    `farm.sampling.sample_range`, and `UsageError` for an unknown policy.
+    `farm.sampling.sample_range`.
     """
-    if policy not in POLICIES:
-        raise unknown_name("policy", policy, POLICIES)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UsageError(f"count must be an integer >= 1, got {count!r}")
     points = "uniform" if policy == "uniform" else "stratified"
     configs = tuple(sample_range(space, seed, start, start + count, points, limits, rejections))
     hashes = tuple(map(config_hash, configs))
@@ -159,13 +155,9 @@ def choose(
               (`farm.choosing.active.worth`); while fewer than 20 rows are known, as `coverage`
 
     Candidates whose `config_hash` is in `known.measured` are left out, copies within the pool, and those whose network
-    cannot be built; a note counts the last. The same arguments give the same choice. Raises `UsageError` for an unknown
-    policy, for n < 1 and where nothing new is left.
+    cannot be built; a note counts the last. The same arguments give the same choice. Raises `UsageError` where
+    nothing new is left.
     """
-    if policy not in POLICIES:
-        raise unknown_name("policy", policy, POLICIES)
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise UsageError(f"n must be an integer >= 1, got {n!r}")
     at_most = None if policy in _LOOKING else n
     fresh = _fresh(pool, known, at_most)
     try:

@@ -13,11 +13,11 @@ import subprocess
 import tempfile
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, TextIO
+from typing import Any
 
 from conf.errors import UsageError
 from conf.identity import mapping_hash
@@ -88,14 +88,23 @@ def traced(
     if not missing:
         return known
     kept.parent.mkdir(parents=True, exist_ok=True)
-    progress(0, len(missing))
-    with open(kept, "a", encoding="utf-8") as file:
+    count = max(1, min(core_count(), len(missing) // _A_PROCESS))
+    total, lock = len(missing), threading.Lock()
+    progress(0, total)
+    with open(kept, "a", encoding="utf-8") as file, ThreadPoolExecutor(count) as pool:
         file.write("\n")  # ends a line that a kill may have cut off
-        for done, record in enumerate(_answers(environment, code, missing, spec), start=1):
-            file.write(json.dumps({"tag": tag, **record}) + "\n")
-            file.flush()
-            known[record.pop("key")] = record
-            progress(done, len(missing))
+
+        def keep(record: dict[str, Any]) -> None:
+            with lock:
+                file.write(json.dumps({"tag": tag, **record}) + "\n")
+                file.flush()
+                missing.pop(record["key"], None)
+                known[record.pop("key")] = record
+                progress(total - len(missing), total)
+
+        parts = [dict(list(missing.items())[k::count]) for k in range(count)]
+        for _ in pool.map(lambda part: _trace(environment, code, part, spec, keep), parts):
+            pass  # waits for all, and raises what one has raised
     return known
 
 
@@ -113,62 +122,39 @@ def _read(kept: Path, tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield record.pop("key"), record
 
 
-def _answers(
-    environment: Environment, code: Path, configs: Mapping[str, Mapping[str, Any]], spec: DeviceSpec
-) -> Iterator[dict[str, Any]]:
-    """Yield the record of each config as the processes finish them."""
-    count = max(1, min(core_count(), len(configs) // _A_PROCESS))
-    items = list(configs.items())
-    answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+def _trace(
+    environment: Environment,
+    code: Path,
+    configs: Mapping[str, Mapping[str, Any]],
+    spec: DeviceSpec,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """Trace configs in a process of the environment, and keep the record of each as soon as it is there."""
     with contextlib.ExitStack() as stack:
-        processes = []
-        for part in (items[k::count] for k in range(count)):
-            log = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
-            process = subprocess.Popen(
-                [str(environment.python), "-m", "farm.comparison.traced_operators"],
-                env={**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-            stack.callback(_end, process)
-            lines = [json.dumps(spec.to_mapping()), *(json.dumps({"key": k, "config": c}) for k, c in part)]
-            threading.Thread(target=_tell, args=(process.stdin, lines), daemon=True).start()
-            threading.Thread(target=_listen, args=(process.stdout, answers), daemon=True).start()
-            processes.append((process, log))
-        open_ends = len(processes)
-        while open_ends:
-            record = answers.get()
-            if record is None:
-                open_ends -= 1
-            else:
-                yield record
-        for process, log in processes:
-            if process.wait():
-                log.seek(0)
-                error_lines = log.read().strip().splitlines() or [f"exit code {process.returncode}"]
-                raise UsageError(f"{environment.text}: its operators cannot be traced: {error_lines[-1]}")
-
-
-def _tell(pipe: TextIO, lines: Sequence[str]) -> None:
-    with contextlib.suppress(BrokenPipeError), pipe:
-        pipe.writelines(line + "\n" for line in lines)
-
-
-def _listen(pipe: TextIO, answers: SimpleQueue[dict[str, Any] | None]) -> None:
-    try:
-        for line in pipe:
+        asked, log = (
+            stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")) for _ in range(2)
+        )
+        lines = [spec.to_mapping(), *({"key": key, "config": config} for key, config in configs.items())]
+        asked.writelines(json.dumps(line) + "\n" for line in lines)
+        asked.seek(0)
+        process = subprocess.Popen(
+            [str(environment.python), "-m", "farm.comparison.traced_operators"],
+            env={**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""},
+            stdin=asked,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        for line in process.stdout:
             with contextlib.suppress(ValueError):  # cut off: the process was killed, and its exit code says so
-                answers.put(json.loads(line))
-    finally:
-        answers.put(None)
-
-
-def _end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+                keep(json.loads(line))
+        if process.wait():
+            log.seek(0)
+            error_lines = log.read().strip().splitlines() or [f"exit code {process.returncode}"]
+            raise UsageError(f"{environment.text}: its operators cannot be traced: {error_lines[-1]}")
 
 
 def compare_operators(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from conf.outputs import write_output
 from conf.reports.blocks import (
     Block,
     Callout,
@@ -20,12 +25,15 @@ from conf.reports.blocks import (
     linked,
     table,
 )
+from conf.reports.charts import Axis, Margins, Plot
 from conf.reports.page_text import MISSING, count_of
-from farm.comparison.chart import shift_chart
+from conf.reports.render import keep_page, page_bytes
+from conf.reports.svg import Svg
 from farm.comparison.operators import Change, Operators
-from farm.comparison.pairs import MEMORY, STEP_TIME, Comparison
+from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, Comparison
 from farm.comparison.run import Result
 from farm.comparison.view import (
+    as_json,
     change_row,
     changed_dtypes,
     config_words,
@@ -36,10 +44,27 @@ from farm.comparison.view import (
     share,
     shift_row,
 )
+from warehouse.folder import DataFolder
+from warehouse.pairing import Pair
 from warehouse.schema import ENVIRONMENT
 
 _SHOWN = 20  # of a table; the rest is in the JSON beside the page
 _COLUMNS = {"calls": "calls", "moved_mib": "MiB moved", "gflops": "GFLOP", "ms": "ms", "peak_mib": "MiB at the peak"}
+
+
+def write_comparison(home: DataFolder, result: Result, report: str | None) -> Path:
+    """Write the page and, beside it, its JSON, each atomically; return the page's path.
+
+    They go to `comparisons/` of the data folder, or to the file `report` and one of the same name ending in `.json`.
+    Raises `UsageError` where they cannot be written.
+    """
+    page, figures = comparison_page(result), as_json(result)
+    if report is None:
+        return keep_page(home.comparisons / f"{result.name}.html", page, figures)
+    path = Path(report)
+    for target, content in ((path.with_suffix(".json"), figures.encode() + b"\n"), (path, page_bytes(page))):
+        write_output(target, content, key="report", data=[home.root])
+    return path
 
 
 def comparison_page(result: Result) -> Page:
@@ -80,11 +105,11 @@ def _head(result: Result) -> tuple[Block, ...]:
 def _labels(comparison: Comparison) -> Section:
     if not comparison.shifts:
         return Section("labels", "Memory and step time", (Lead("No configuration has figures on both sides."),))
-    families = list(dict.fromkeys(pair.before.family for pair in comparison.pairs))
+    families = list(dict.fromkeys(pair.before["family"] for pair in comparison.pairs))
     css = {family: f"k{k % 7 + 1}" for k, family in enumerate(families)}
     drawn: list[Chart] = []
-    for label, name, unit in ((MEMORY, "Peak memory", "MiB"), (STEP_TIME, "Step time", "ms")):
-        svg = shift_chart(comparison.pairs, label, unit, css, comparison.tolerance)
+    for label, name in ((MEMORY, "Peak memory"), (STEP_TIME, "Step time")):
+        svg = shift_chart(comparison.pairs, label, css, comparison.tolerance)
         if svg is not None:
             drawn.append(Chart(f"{name}: difference of each configuration by its size before", svg))
     heads = ("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal")
@@ -95,6 +120,34 @@ def _labels(comparison: Comparison) -> Section:
     if len(css) > 1:
         blocks.append(Legend(css))
     return Section("labels", "Memory and step time", (*blocks, Charts(tuple(drawn))))
+
+
+def shift_chart(pairs: Sequence[Pair], label: str, css: Mapping[str, str], tolerance: float) -> Svg | None:
+    """Draw the shift of each pair over its label before; None where no pair has figures.
+
+    Args:
+        pairs: configurations of both sides.
+        label: the column that is compared.
+        css: family -> class of its dots.
+        tolerance: relative; dashed lines show it.
+    """
+    dots = [(pair, pair.before[label], shift) for pair in pairs if (shift := pair.shift(label)) is not None]
+    if not dots:
+        return None
+    sizes = [size for _, size, _ in dots]
+    reach = 1.15 * max([abs(shift) for _, _, shift in dots] + [1.3 * tolerance, 1e-4])
+    y_axis = Axis.within(-reach, reach)
+    plot = Plot(Axis.log(min(sizes) / 1.12, max(sizes) * 1.12), y_axis, Margins(height=250.0, left=66.0, bottom=40.0))
+    plot.grid([f"{100 * tick:+.4g} %" if tick else "0" for tick in y_axis.ticks])
+    plot.across("zero", 0.0)
+    plot.across("limit", tolerance)
+    plot.across("limit", -tolerance)
+    plot.ticks_below(f"before, {LABELS[label]}")
+    for pair, size, shift in dots:
+        family = pair.before["family"]
+        title = f"{pair.key['config_hash']} ({family}): {figure(size)} {LABELS[label]}, {percent(shift)}"
+        plot.dot(f"dot {css[family]}", size, shift, 3.6, title)
+    return plot.picture(f"Relative difference of {label} over its size before, {len(dots):,} configurations")
 
 
 def _statuses(comparison: Comparison) -> Section:
@@ -113,7 +166,7 @@ def _largest(comparison: Comparison) -> Section:
         largest = comparison.largest(label, _SHOWN)
         if not largest:
             continue
-        rows = [(*pair_row(pair, label), config_words(pair.before.config)) for pair in largest]
+        rows = [(*pair_row(pair, label), config_words(json.loads(pair.before["config"]))) for pair in largest]
         beyond = [k for k, pair in enumerate(largest) if abs(pair.shift(label) or 0) > comparison.tolerance]
         heads = ("config hash", "family", "before", "after", "difference", "*configuration")
         parts += [Heading(f"Largest differences of {name}"), table(heads, rows, words=2, marked=beyond)]

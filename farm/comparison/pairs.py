@@ -1,4 +1,4 @@
-"""Pairs the runs of two sides by configuration: differences in memory, step time and status; runs without partner.
+"""Compares the runs of two sides by configuration: memory, step time and status; runs without partner.
 
 Start reading at `compare_runs`.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import duckdb
 
 import warehouse
 from conf.errors import UsageError
@@ -19,68 +19,27 @@ from conf.plain_text import error_line
 from farm.canaries.operators import operators_of
 from featurize.trial import config_from_mapping
 from warehouse.folder import DataFolder
+from warehouse.pairing import Pair, Shift, paired, summed_up
 from warehouse.schema import ENVIRONMENT
 
 LABELS = {
     "peak_memory_mib": "MiB", "peak_reserved_mib": "MiB", "peak_allocated_mib": "MiB", "step_time_ms": "ms",
 }  # fmt: skip
 MEMORY, STEP_TIME = "peak_memory_mib", "step_time_ms"
-_ABOUT = (
-    "run_id", "config_hash", "config", "family", "status", "error_type", "error", "quality", "source", "device_name",
-    "memory_fraction",
-)  # fmt: skip
+_KEY = ("config_hash", "source", "device_name", "memory_fraction")
+# What was measured and is not trusted is a run that ended, with no figures to compare.
+_TRUSTED = "CASE WHEN status = 'ok' AND quality IS DISTINCT FROM 'untrusted' THEN {} END"
+_OF_A_SIDE = {
+    "config": "first(config ORDER BY run_id)",
+    "family": "first(family ORDER BY run_id)",
+    # ok where any run was, else the commonest
+    "status": "CASE WHEN bool_or(status = 'ok') THEN 'ok' ELSE mode(status ORDER BY run_id) END",
+    "error": "first(coalesce(nullif(error, ''), error_type) ORDER BY run_id) FILTER (status <> 'ok' AND "
+    "coalesce(nullif(error, ''), error_type) IS NOT NULL)",
+    "runs": "count(*)",
+}
 _EXAMPLES = 3
 _ERROR_CHARACTERS = 300
-
-
-@dataclass(frozen=True, kw_only=True)
-class Runs:
-    """The runs of one configuration on one kind of device: medians of the labels of its trusted `ok` runs."""
-
-    key: tuple
-    config_hash: str
-    config: Mapping[str, Any]
-    family: str
-    source: str
-    device_name: str | None
-    status: str  # ok where any run was, else the commonest
-    error: str | None
-    runs: int
-    labels: Mapping[str, float | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """One configuration on both sides."""
-
-    before: Runs
-    after: Runs
-
-    @property
-    def config_hash(self) -> str:
-        return self.before.config_hash
-
-    def shift(self, label: str) -> float | None:
-        """Return the difference relative to before; None if a side has no figure."""
-        old, new = self.before.labels[label], self.after.labels[label]
-        return None if old is None or new is None or not old else new / old - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelShift:
-    """Relative differences of one label over the pairs. `median` and `largest` are signed, `p90` is not.
-
-    beyond  pairs whose difference is beyond the tolerance; equal: those with the very same figure
-    """
-
-    label: str
-    unit: str
-    pairs: int
-    median: float
-    p90: float
-    largest: float
-    beyond: int
-    equal: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +68,7 @@ class OperatorFamily:
 class Comparison:
     """Result of pairing the runs of two sides.
 
+    pairs       each side with `LABELS` and `_OF_A_SIDE`
     statuses    every combination but ok on both sides, the commonest first
     alone       config hashes that one side has and the other has not: (before, after)
     versions    of each side: column of `runs` -> its values, the commonest first
@@ -116,7 +76,7 @@ class Comparison:
     """
 
     pairs: tuple[Pair, ...]
-    shifts: tuple[LabelShift, ...]
+    shifts: tuple[Shift, ...]
     tolerance: float
     statuses: tuple[StatusChange, ...]
     families: tuple[OperatorFamily, ...]
@@ -129,7 +89,7 @@ class Comparison:
     def largest(self, label: str, most: int) -> list[Pair]:
         """Return the pairs with the largest absolute difference in a label, without equal ones."""
         shifted = [(abs(shift), pair) for pair in self.pairs if (shift := pair.shift(label))]
-        return [pair for _, pair in sorted(shifted, key=lambda item: (-item[0], item[1].config_hash))[:most]]
+        return [pair for _, pair in sorted(shifted, key=lambda item: (-item[0], item[1].key["config_hash"]))[:most]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,24 +109,39 @@ def compare_runs(before: RunSet, after: RunSet, tolerance: float) -> Comparison:
     `tolerance` is the relative difference from which on a pair counts as beyond. Raises `UsageError` for a folder or a
     snapshot that cannot be read.
     """
-    (old, old_versions, old_unhashed), (new, new_versions, new_unhashed) = map(_read, (before, after))
-    pairs = tuple(Pair(before=old[key], after=new[key]) for key in sorted(old.keys() & new.keys(), key=str))
+    with contextlib.closing(duckdb.connect()) as connection:
+        for side, runs in (("before", before), ("after", after)):
+            _register(connection, side, runs)
+        named = "(FROM {} WHERE config_hash IS NOT NULL AND config IS NOT NULL)"
+        sides = (named.format("before"), named.format("after"))
+        labels = {label: _TRUSTED.format(label) for label in LABELS}
+        keys = paired(connection, *sides, _KEY, labels, _OF_A_SIDE, alone=True)
+        versions = tuple(_versions(connection, relation) for relation in sides)
+        unhashed = [
+            connection.execute(f"SELECT count(*) FROM {side} WHERE config_hash IS NULL OR config IS NULL").fetchall()
+            for side in ("before", "after")
+        ]
+    pairs = tuple(pair for pair in keys if pair.before and pair.after)
     return Comparison(
         pairs=pairs,
-        shifts=tuple(filter(None, (_shift(pairs, label, tolerance) for label in LABELS))),
+        shifts=tuple(shift for label in LABELS for shift in summed_up(pairs, label, tolerance)),
         tolerance=tolerance,
         statuses=_statuses(pairs),
-        families=_families(pairs),
-        alone=(_alone(old, new), _alone(new, old)),
-        sources=tuple(sorted({pair.before.source for pair in pairs})),
-        devices=tuple(sorted({pair.before.device_name or "unknown" for pair in pairs})),
-        versions=(old_versions, new_versions),
-        unhashed=(old_unhashed, new_unhashed),
+        families=_families(pairs, tolerance),
+        alone=(
+            tuple(sorted({pair.key["config_hash"] for pair in keys if not pair.after})),
+            tuple(sorted({pair.key["config_hash"] for pair in keys if not pair.before})),
+        ),
+        sources=tuple(sorted({pair.key["source"] for pair in pairs})),
+        devices=tuple(sorted({pair.key["device_name"] or "unknown" for pair in pairs})),
+        versions=(versions[0], versions[1]),
+        unhashed=(unhashed[0][0][0], unhashed[1][0][0]),
     )
 
 
-def _read(where: RunSet) -> tuple[dict[tuple, Runs], dict[str, tuple[str, ...]], int]:
-    columns = (*_ABOUT, *LABELS, *ENVIRONMENT)
+def _register(connection: duckdb.DuckDBPyConnection, side: str, where: RunSet) -> None:
+    """Make the runs of a side a table of the connection."""
+    columns = ("run_id", "config", "family", "status", "error_type", "error", "quality", *_KEY, *LABELS, *ENVIRONMENT)
     conditions, values = ["group_id IS NULL"], []
     for condition, value in (
         ("job_id = ?", where.job_id), ("task_index < ?", where.n), ("family = ?", where.family),
@@ -174,113 +149,57 @@ def _read(where: RunSet) -> tuple[dict[tuple, Runs], dict[str, tuple[str, ...]],
         if value is not None:
             conditions.append(condition)
             values.append(value)
-    with contextlib.closing(warehouse.connect(where.folder, snapshot=where.snapshot)) as connection:
-        rows = connection.execute(
-            f"SELECT {', '.join(columns)} FROM runs WHERE {' AND '.join(conditions)} ORDER BY run_id", values
-        ).fetchall()
-    grouped: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    unhashed = 0
-    versions: dict[str, Counter[str]] = {name: Counter() for name in ENVIRONMENT}
-    for row in (dict(zip(columns, values, strict=True)) for values in rows):
-        if row["config_hash"] is None or row["config"] is None:
-            unhashed += 1
-            continue
-        grouped[tuple(row[name] for name in ("config_hash", "source", "device_name", "memory_fraction"))].append(row)
-        for name in ENVIRONMENT:
-            if row[name] is not None:
-                versions[name][row[name]] += 1
-    by_frequency = {name: tuple(value for value, _ in counts.most_common()) for name, counts in versions.items()}
-    return {key: _runs_of(key, runs) for key, runs in grouped.items()}, by_frequency, unhashed
+    with contextlib.closing(warehouse.connect(where.folder, snapshot=where.snapshot)) as runs:
+        query = f"SELECT {', '.join(columns)} FROM runs WHERE {' AND '.join(conditions)}"
+        connection.register(side, runs.sql(query, params=values).to_arrow_table())
 
 
-def _runs_of(key: tuple, rows: Sequence[Mapping[str, Any]]) -> Runs:
-    first = rows[0]
-    ok = [row for row in rows if row["status"] == "ok"]
-    # What was measured and is not trusted is a run that ended, with no figures to compare.
-    trusted = [row for row in ok if row["quality"] != "untrusted"]
-    failed = next((row for row in rows if row["error"] or row["error_type"]), None)
-    return Runs(
-        key=key,
-        config_hash=first["config_hash"],
-        config=json.loads(first["config"]),
-        family=first["family"],
-        source=first["source"],
-        device_name=first["device_name"],
-        status="ok" if ok else Counter(row["status"] for row in rows).most_common(1)[0][0],
-        error=None if ok or failed is None else _error_of(failed),
-        runs=len(rows),
-        labels={
-            label: statistics.median(known) if (known := [r[label] for r in trusted if r[label] is not None]) else None
-            for label in LABELS
-        },
-    )
-
-
-def _error_of(row: Mapping[str, Any]) -> str:
-    """Return a failed run's error as one line."""
-    return (error_line(row["error"] or "") or str(row["error_type"]))[:_ERROR_CHARACTERS]
-
-
-def _shift(pairs: Sequence[Pair], label: str, tolerance: float) -> LabelShift | None:
-    shifts = [shift for pair in pairs if (shift := pair.shift(label)) is not None]
-    if not shifts:
-        return None
-    sizes = sorted(abs(shift) for shift in shifts)
-    return LabelShift(
-        label=label,
-        unit=LABELS[label],
-        pairs=len(shifts),
-        median=statistics.median(shifts),
-        p90=sizes[-(-9 * len(sizes) // 10) - 1],
-        largest=max(shifts, key=abs),
-        beyond=sum(size > tolerance for size in sizes),
-        equal=sum(size == 0.0 for size in sizes),
-    )
+def _versions(connection: duckdb.DuckDBPyConnection, relation: str) -> dict[str, tuple[str, ...]]:
+    """Return the values of each column of `ENVIRONMENT`, the commonest first."""
+    query = "SELECT {0} FROM {1} WHERE {0} IS NOT NULL GROUP BY ALL ORDER BY count(*) DESC, min(run_id)"
+    rows = {name: connection.execute(query.format(name, relation)).fetchall() for name in ENVIRONMENT}
+    return {name: tuple(value for (value,) in values) for name, values in rows.items()}
 
 
 def _statuses(pairs: Sequence[Pair]) -> tuple[StatusChange, ...]:
     pairs_by_statuses: dict[tuple[str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
-        statuses = (pair.before.status, pair.after.status)
+        statuses = (pair.before["status"], pair.after["status"])
         if statuses != ("ok", "ok"):
             pairs_by_statuses[statuses].append(pair)
     return tuple(
         StatusChange(
-            before=before, after=after, configurations=len(of), examples=tuple(p.config_hash for p in of[:_EXAMPLES]),
-            error=next((error for p in of for error in (p.after.error, p.before.error) if error), None),
+            before=before, after=after, configurations=len(of),
+            examples=tuple(p.key["config_hash"] for p in of[:_EXAMPLES]),
+            error=next((error for p in of for side in (p.after, p.before) if (error := error_of(side))), None),
         )
         for (before, after), of in sorted(pairs_by_statuses.items(), key=lambda item: (-len(item[1]), item[0]))
     )  # fmt: skip
 
 
-def _families(pairs: Sequence[Pair]) -> tuple[OperatorFamily, ...]:
+def error_of(side: Mapping) -> str | None:
+    """Return the error of a side's runs as one line; None where a run was ok, or no error is known."""
+    if side["status"] == "ok" or side["error"] is None:
+        return None
+    return error_line(side["error"])[:_ERROR_CHARACTERS]
+
+
+def _families(pairs: Sequence[Pair], tolerance: float) -> tuple[OperatorFamily, ...]:
     """Return the operator families of the configurations' layers, the largest differences first."""
-    shifts_of: dict[str, list[tuple[float | None, float | None]]] = defaultdict(list)
+    pairs_of: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
-        shifts = (pair.shift(MEMORY), pair.shift(STEP_TIME))
-        if shifts == (None, None):
+        if pair.shift(MEMORY) is None and pair.shift(STEP_TIME) is None:
             continue
         try:
-            names = operators_of(config_from_mapping(pair.before.config))
+            names = operators_of(config_from_mapping(json.loads(pair.before["config"])))
         except UsageError:  # a configuration of another version of the code
             continue
         for name in names:
-            shifts_of[name].append(shifts)
+            pairs_of[name].append(pair)
     families = []
-    for name, both in shifts_of.items():
-        memory = [shift for shift, _ in both if shift is not None]
-        step_time = [shift for _, shift in both if shift is not None]
-        families.append(
-            OperatorFamily(
-                name=name,
-                pairs=len(both),
-                memory=statistics.median(memory) if memory else None,
-                step_time=statistics.median(step_time) if step_time else None,
-                largest=max([*memory, *step_time], key=abs),
-            )
-        )
+    for name, own in pairs_of.items():
+        shifts = {label: shift for label in (MEMORY, STEP_TIME) for shift in summed_up(own, label, tolerance)}
+        memory, step_time = (shifts[label].median if label in shifts else None for label in (MEMORY, STEP_TIME))
+        largest = max((shift.largest for shift in shifts.values()), key=abs)
+        families.append(OperatorFamily(name=name, pairs=len(own), memory=memory, step_time=step_time, largest=largest))
     return tuple(sorted(families, key=lambda f: (-max(abs(f.memory or 0), abs(f.step_time or 0)), f.name)))
-
-
-def _alone(own: Mapping[tuple, Runs], other: Mapping[tuple, Runs]) -> tuple[str, ...]:
-    return tuple(sorted({own[key].config_hash for key in own.keys() - other.keys()}))

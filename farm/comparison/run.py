@@ -6,15 +6,16 @@ Start reading at `run_comparison`.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import CommandError, UsageError, unknown_name
+from conf.errors import CommandError, UsageError
 from conf.identity import mapping_hash
-from conf.settings import key
+from conf.settings import format_key, key
 from farm.comparison.operators import Operators, compare_operators, traced
 from farm.comparison.pairs import Comparison, RunSet, compare_runs
 from farm.comparison.sides import Environment, Recorded, Side, code_folder, side_of, trial_environment
@@ -30,7 +31,6 @@ from warehouse.folder import DataFolder
 from warehouse.layout import checked_name
 from workers.devices import choose_device
 
-FORMATS = ("table", "json")
 SIMULATED = (
     "Simulated runs see what a release changes above the kernels: which operators a step runs, on which shapes and "
     "dtypes, in which modules, and which tensors are alive when. They do not see kernels and their speed, the "
@@ -70,20 +70,10 @@ class CompareSettings(SampledSettings):
     before: str = key(help="an environment, a data folder, or DATA@SNAPSHOT", kind="path")
     after: str = key(help="what it is compared with, likewise", kind="path")
     n: int | None = key(None, "configurations that environments run", "int 1 to 10000000")
-    tolerance: float = key(0.01, "relative difference from which on a configuration counts as beyond")
+    tolerance: float = key(0.01, "relative difference from which on a configuration counts as beyond", "number >= 0")
     operators: bool = key(True, "trace the operators of each configuration under both environments, and compare them")
     report: str | None = key(None, "write the page into this file instead of DATA/comparisons", "new path")
-    format: str = key("table", "table or json")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        problems = []
-        if self.format not in FORMATS:
-            problems.append(str(unknown_name("format", self.format, FORMATS)))
-        if not 0 <= self.tolerance < float("inf"):
-            problems.append(f"tolerance must be a number >= 0, got {self.tolerance!r}")
-        if problems:
-            raise UsageError("; ".join(problems))
+    format: str = format_key()
 
     @property
     def family(self) -> str | None:
@@ -223,7 +213,9 @@ def _operators(
     if not comparison.pairs:
         return None, "no configuration ran on both sides"
     spec = _spec_of(_submission(settings), comparison.devices)
-    configs: dict[str, Mapping[str, Any]] = {pair.config_hash: pair.before.config for pair in comparison.pairs}
+    configs: dict[str, Mapping[str, Any]] = {
+        pair.key["config_hash"]: json.loads(pair.before["config"]) for pair in comparison.pairs
+    }
 
     def records(side: Environment, where: RunSet) -> dict[str, dict[str, Any]]:
         def report_progress(done: int, of: int) -> None:

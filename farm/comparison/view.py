@@ -9,9 +9,10 @@ from typing import Any
 
 from conf.plain_text import table_lines
 from farm.comparison.operators import Change, Operators
-from farm.comparison.pairs import MEMORY, STEP_TIME, LabelShift, Pair
+from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, error_of
 from farm.comparison.run import Result
 from farm.comparison.sides import Environment, Recorded, Side
+from warehouse.pairing import Pair, Shift
 
 _SHOWN = 5  # configurations, operators and modules of each table
 
@@ -68,18 +69,16 @@ def headline(result: Result) -> str:
     return ", ".join(parts)
 
 
-def shift_row(shift: LabelShift) -> tuple[str, ...]:
+def shift_row(shift: Shift) -> tuple[str, ...]:
     """Return the cells label, pairs, median, p90, largest, beyond, equal."""
-    return (
-        f"{shift.label} [{shift.unit}]", f"{shift.pairs:,}", percent(shift.median), percent(shift.p90).lstrip("+"),
-        percent(shift.largest), f"{shift.beyond:,}", f"{shift.equal:,}",
-    )  # fmt: skip
+    sizes = (percent(shift.median), percent(shift.p90).lstrip("+"), percent(shift.largest))
+    return f"{shift.label} [{LABELS[shift.label]}]", f"{shift.pairs:,}", *sizes, f"{shift.beyond:,}", f"{shift.equal:,}"
 
 
 def pair_row(pair: Pair, label: str) -> tuple[str, ...]:
     """Return the cells configuration, family, before, after, difference."""
-    old, new = pair.before.labels[label], pair.after.labels[label]
-    return pair.config_hash, pair.before.family, figure(old), figure(new), percent(pair.shift(label))
+    sides = (figure(pair.before[label]), figure(pair.after[label]))
+    return pair.key["config_hash"], pair.before["family"], *sides, percent(pair.shift(label))
 
 
 def share(tolerance: float) -> str:
@@ -174,7 +173,7 @@ def as_json(result: Result) -> str:
             "caveat": result.caveat,
             "headline": headline(result),
             "tolerance": comparison.tolerance,
-            "labels": [vars(shift) for shift in comparison.shifts],
+            "labels": [shift.to_mapping() | {"unit": LABELS[shift.label]} for shift in comparison.shifts],
             "statuses": [vars(status) for status in comparison.statuses],
             "operator_families": [vars(family) for family in comparison.families],
             "alone": dict(zip(("before", "after"), comparison.alone, strict=True)),
@@ -209,17 +208,17 @@ def _operators_mapping(operators: Operators) -> dict[str, Any]:
 
 
 def _pair_mapping(pair: Pair) -> dict[str, Any]:
-    def side(name: str) -> dict[str, Any]:
-        runs = getattr(pair, name)
-        return {"status": runs.status, "error": runs.error, "runs": runs.runs, **runs.labels}
+    def side_of(side: Mapping[str, Any]) -> dict[str, Any]:
+        about = {"status": side["status"], "error": error_of(side), "runs": side["runs"]}
+        return about | {label: side[label] for label in LABELS}
 
     return {
-        "config_hash": pair.config_hash,
-        "family": pair.before.family,
-        "config": pair.before.config,
-        "device_name": pair.before.device_name,
-        "source": pair.before.source,
-        "before": side("before"),
-        "after": side("after"),
-        "shift": {label: pair.shift(label) for label in pair.before.labels},
+        "config_hash": pair.key["config_hash"],
+        "family": pair.before["family"],
+        "config": json.loads(pair.before["config"]),
+        "device_name": pair.key["device_name"],
+        "source": pair.key["source"],
+        "before": side_of(pair.before),
+        "after": side_of(pair.after),
+        "shift": {label: pair.shift(label) for label in LABELS},
     }

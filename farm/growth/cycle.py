@@ -299,7 +299,7 @@ class NightWork:
         )  # fmt: skip
 
     def _report(self, outcome: str, sentence: str) -> ReportPayload:
-        from farm.reports.write import write_report
+        from farm.reports.page import write_report
 
         ended = dataclasses.replace(self.cycle, outcome=outcome, said=sentence)
         path = write_report(self.folder, ended, [*self.earlier(), ended], self._next_plan())

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from conf.outputs import checked_output, checked_report, folder_problems
-from conf.settings import key
-from farm.job_records import Lease
-from workers.task import TaskSpec
+from conf.settings import Checked, key
+from workers.task import Lease
 
 _KEY = "log.file"
 FORMATS = ("human", "json")
@@ -31,30 +30,24 @@ Sink = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogSettings:
+class LogSettings(Checked, section="log"):
     """The `log` key. `file` gets JSON lines; at `max_mib` it becomes `file.1`, and `keep` of those are kept."""
 
     file: str | None = key(
         None, "one JSON line an event; without it, and in the human format, nothing is logged", "new path"
     )
-    format: str = key("human", "human, or json: events on standard output, and no progress bar")
+    format: str = key("human", "json: events on standard output, and no progress bar", choices=FORMATS)
     max_mib: float = key(64, "the file is then renamed to FILE.1", "number > 0")
     keep: int = key(5, "how many of these are kept", "int >= 1")
 
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("log.format", self.format, FORMATS)
-        problems = []
-        if isinstance(self.max_mib, bool) or not isinstance(self.max_mib, int | float) or not self.max_mib > 0:
-            problems.append(f"log.max_mib must be a number > 0, got {self.max_mib!r}")
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
-            problems.append(f"log.keep must be an integer >= 1, got {self.keep!r}")
-        if self.file is not None and not (parent := Path(self.file).expanduser().parent).is_dir():
-            problems += folder_problems(parent, key=_KEY)
-        if problems:
-            raise UsageError("; ".join(problems))
-        if self.file is not None and parent.is_dir():
-            checked_report(Path(self.file).expanduser(), key=_KEY, like="events.jsonl", data=[])
+    def problems(self) -> Sequence[str]:
+        if self.file is None:
+            return ()
+        file = Path(self.file).expanduser()
+        if not file.parent.is_dir():
+            return folder_problems(file.parent, key=_KEY)
+        checked_report(file, key=_KEY, like="events.jsonl", data=[])
+        return ()
 
 
 class Events:
@@ -96,7 +89,7 @@ class Events:
             self._has_told = True
             print(f"note: {_KEY} cannot be written, events are lost: {sys.exc_info()[1]}", file=sys.stderr)
 
-    def emit(self, event: str, task: TaskSpec | Lease | None = None, **fields: Any) -> None:
+    def emit(self, event: str, task: Lease | None = None, **fields: Any) -> None:
         """Emit an event; fields that are None are left out."""
         if not self._sinks:
             return

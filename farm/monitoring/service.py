@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from conf.extras import naming_the_extra
 from farm.monitoring.events import Events, LogSettings
 from farm.monitoring.health import Pulse
-from farm.monitoring.metrics import FarmMetrics, MetricsServer, MetricsSettings
+from farm.monitoring.metrics import FarmMetrics, MetricsSettings
 from warehouse.folder import DataFolder
 from warehouse.run import Run
 
@@ -34,6 +35,8 @@ class Service:
             if service.quiet:  # what is meant for people
                 held.enter_context(contextlib.redirect_stdout(sys.stderr))
             if metrics.port is not None:
+                with naming_the_extra():
+                    from farm.monitoring.server import MetricsServer
                 service.metrics = FarmMetrics(folder.queue, service.pulse)
                 service.events.listen(service.metrics.on_event)
                 server = held.enter_context(MetricsServer(metrics, service.metrics, service.pulse))

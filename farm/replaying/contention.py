@@ -9,9 +9,8 @@ import random
 import zlib
 from collections.abc import Sequence
 
-from conf.errors import unknown_name
 from farm.replaying.catalogue import JobType
-from featurize.shared_gpu import SHARING, GpuLoad, shared_speeds, stalled_share
+from featurize.shared_gpu import GpuLoad, shared_speeds, stalled_share
 
 _NOISE = 0.10  # standard deviation of what a group's slowdown has beyond the model, as a share. Chosen
 
@@ -23,8 +22,6 @@ class Contention:
     """
 
     def __init__(self, types: Sequence[JobType], sharing: str = "mps", seed: int = 0) -> None:
-        if sharing not in SHARING:
-            raise unknown_name("sharing", sharing, SHARING)
         self.seed, self.sharing = seed, sharing
         self._busy = [job.busy for job in types]
         self._smact = [job.smact for job in types]

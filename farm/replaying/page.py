@@ -7,26 +7,17 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from conf.errors import EnvironmentProblem
 from conf.identity import mapping_hash
-from conf.outputs import write_output
 from conf.reports.blocks import Block, Callout, Chart, Charts, Drawn, Lead, Legend, Page, Section, Tile, Tiles, table
-from conf.reports.render import render_page
+from conf.reports.render import keep_page
 from farm.replaying.chart import distribution_svg, makespan_svg
 from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Interval, Standing
 from farm.replaying.simulator import ReplayResult
 from farm.replaying.view import FIGURES, HEADS, as_mapping, cells, leading, notes, title, verdict
 from warehouse.folder import DataFolder
-from warehouse.layout import write_bytes
 
 _COLOURS = {"exclusive": "k0", "round_robin": "k7", "magm": "k5", "lug": "k4", "ours": "k1"}
 _PREFERRED = ("ours_bound", "ours", "oracle")
-
-
-def write_page(path: str, done: CrossedReplays) -> str:
-    """Write the page in one step, in place of what was there. Raises `UsageError` where it cannot be written."""
-    write_output(path, _html(done), key="report")
-    return path
 
 
 def keep_in(home: DataFolder, done: CrossedReplays) -> Path:
@@ -37,17 +28,7 @@ def keep_in(home: DataFolder, done: CrossedReplays) -> Path:
     settings = dataclasses.asdict(dataclasses.replace(done.settings, report=None, data=None, format="table"))
     stem = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in done.trace_name)[:40]
     path = home.replays / f"{stem}-{mapping_hash(settings)[:6]}.html"
-    try:
-        path.parent.mkdir(exist_ok=True)
-        write_bytes(path.with_suffix(".json"), json.dumps(as_mapping(done), indent=1).encode() + b"\n")
-        write_bytes(path, _html(done))
-    except OSError as error:
-        raise EnvironmentProblem(f"{path} cannot be written: {error.strerror or error}") from error
-    return path
-
-
-def _html(done: CrossedReplays) -> bytes:
-    return render_page(replay_page(done)).encode("utf-8", errors="replace")
+    return keep_page(path, replay_page(done), json.dumps(as_mapping(done), indent=1))
 
 
 def replay_page(done: CrossedReplays) -> Page:

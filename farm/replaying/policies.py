@@ -14,7 +14,6 @@ from typing import Protocol
 
 import numpy as np
 
-from conf.errors import unknown_name
 from farm.replaying.catalogue import JobType, estimated_mib
 from farm.replaying.gpu_pool import GpuPool
 from learn.collocation.learned import packaged_slowdowns
@@ -196,12 +195,7 @@ def make_policy(
         most_slowdown: that `ours` expects of any job at most.
         lookahead: how many waiting jobs `ours` looks at.
         slowdowns: estimator of slowdowns that `ours` asks; by default the packaged one, learned from measured pairs.
-
-    Raises:
-        UsageError: for an unknown name.
     """
-    if name not in POLICIES:
-        raise unknown_name("policy", name, POLICIES)
     if name == "exclusive":
         return ExclusivePolicy()
     margins = [estimated_mib(job, estimator) + MARGIN_MIB for job in types]

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from conf.errors import UsageError, unknown_name
-from conf.settings import data_key, group, key
+from conf.settings import Checked, data_key, format_key, group, key
 from farm.replaying.catalogue import ESTIMATORS
-from farm.replaying.contention import SHARING
 from farm.replaying.generators import GENERATORS
 from farm.replaying.policies import LOOKAHEAD, POLICIES
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.shared_gpu import SHARING
 from learn.commands.estimate import described_device
 
-FORMATS = ("table", "json")
 _CARMA_GPUS, _OTHER_GPUS = 4, 64
-MOST_JOBS, MOST_GPUS, MOST_SEEDS = 1_000_000, 100_000, 1000
+MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySettings:
+class ReplaySettings(Checked):
     """Which trace to replay, and under which policies. Raises `UsageError` that names every bad key together.
 
       python -m farm.replay
@@ -41,55 +38,46 @@ class ReplaySettings:
         None, "GPU model, whose memory and power count, by default A100-SXM4-40GB", described_device
     )
     trace: str = key("carma", "carma, philly or alibaba, or the file of a trace")
-    policy: str | tuple[str, ...] = key(POLICIES, f"of {', '.join(POLICIES)}", "text | list of text")
+    policy: str | tuple[str, ...] = key(POLICIES, f"of {', '.join(POLICIES)}", "text | list of text", POLICIES)
     estimator: str | tuple[str, ...] = key(
-        tuple(name for name in ESTIMATORS if name != "none"), f"of {', '.join(ESTIMATORS)}", "text | list of text"
+        tuple(name for name in ESTIMATORS if name != "none"),
+        f"of {', '.join(ESTIMATORS)}",
+        "text | list of text",
+        tuple(ESTIMATORS),
     )
     seeds: tuple[int, ...] = key(tuple(range(10)), "of the trace, its job types and the noise of slowdowns")
-    n: int | None = key(None, "jobs; default 90 for carma, 1000 for other generators, all of a file", "int | null")
-    gpus: int | None = key(None, "GPUs of the cluster; default 4 for carma, else 64", "int | null")
-    load: float = key(1.0, "how fast generated jobs arrive: GPU time that arrives, over what there is")
-    sharing: str = key("mps", "how jobs share a GPU: mps or time_slicing")
-    risk: float = key(0.01, "risk of running out of memory that ours accepts with ours_bound, from 0.01 to 0.5")
-    max_slowdown: float | None = key(None, "expected slowdown above which ours lets nobody join", "number | null")
-    lookahead: int = key(LOOKAHEAD, "waiting jobs that ours looks at; 1: jobs start in the order of arrival")
-    max_jobs: int = key(4, "jobs on one GPU at most")
-    window_s: float = key(30.0, "seconds between two placements on one GPU, in which the monitor sees the newcomer")
-    warmup_s: float = key(20.0, "seconds until a job has allocated its memory; at most window_s")
+    n: int | None = key(
+        None, "jobs; default 90 for carma, 1000 for other generators, all of a file", "int 1 to 1000000"
+    )
+    gpus: int | None = key(None, "GPUs of the cluster; default 4 for carma, else 64", "int 1 to 100000")
+    load: float = key(
+        1.0, "how fast generated jobs arrive: GPU time that arrives, over what there is", "number > 0 to 1000"
+    )
+    sharing: str = key("mps", "how jobs share a GPU", choices=SHARING)
+    risk: float = key(0.01, "risk of running out of memory that ours accepts with ours_bound", "number 0.01 to 0.5")
+    max_slowdown: float | None = key(None, "expected slowdown above which ours lets nobody join", "number >= 1")
+    lookahead: int = key(
+        LOOKAHEAD, "waiting jobs that ours looks at; 1: jobs start in the order of arrival", "int 1 to 1000"
+    )
+    max_jobs: int = key(4, "jobs on one GPU at most", "int 1 to 16")
+    window_s: float = key(
+        30.0, "seconds between two placements on one GPU, in which the monitor sees the newcomer", "number 0 to 86400"
+    )
+    warmup_s: float = key(20.0, "seconds until a job has allocated its memory; at most window_s", "number >= 0")
     report: str | None = key(None, "write an HTML page with makespans and distributions", "new path")
-    format: str = key("table", "table or json")
+    format: str = format_key()
     data: str | None = data_key()
 
-    def __post_init__(self) -> None:
-        problems = [*_unknown("policy", self.policies, POLICIES), *_unknown("estimator", self.estimators, ESTIMATORS)]
-        problems += [
-            f"{name} must not be empty" for name in ("policies", "estimators", "seeds") if not getattr(self, name)
-        ]
-        for name, value, known in (("sharing", self.sharing, SHARING), ("format", self.format, FORMATS)):
-            if value not in known:
-                problems.append(str(unknown_name(name, value, known)))
-        problems += [
-            f"{name} must be {range_}, got {getattr(self, name)!r}" for name, range_, good in self._ranges() if not good
-        ]
+    def problems(self) -> Iterator[str]:
+        for name in ("policies", "estimators", "seeds"):
+            if not getattr(self, name):
+                yield f"{name} must not be empty"
+        if len(self.seeds) > MOST_SEEDS or not all(0 <= seed < 2**31 for seed in self.seeds):
+            yield f"seeds must be at most {MOST_SEEDS}, each from 0 to 2147483647, got {self.seeds!r}"
         if len(set(self.seeds)) != len(self.seeds):
-            problems.append("seeds must differ")
-        if problems:
-            raise UsageError("; ".join(problems))
-
-    def _ranges(self) -> Sequence[tuple[str, str, bool]]:
-        return (
-            ("n", f"from 1 to {MOST_JOBS}", self.n is None or 1 <= self.n <= MOST_JOBS),
-            ("gpus", f"from 1 to {MOST_GPUS}", self.gpus is None or 1 <= self.gpus <= MOST_GPUS),
-            ("seeds", f"at most {MOST_SEEDS}, each from 0 to 2147483647",
-             len(self.seeds) <= MOST_SEEDS and all(0 <= seed < 2**31 for seed in self.seeds)),
-            ("load", "above 0 and at most 1000", 0 < self.load <= 1000),
-            ("risk", "from 0.01 to 0.5", 0.01 <= self.risk <= 0.5),
-            ("max_slowdown", "at least 1", self.max_slowdown is None or 1 <= self.max_slowdown < math.inf),
-            ("lookahead", "from 1 to 1000", 1 <= self.lookahead <= 1000),
-            ("max_jobs", "from 1 to 16", 1 <= self.max_jobs <= 16),
-            ("window_s", "from 0 to 86400", 0 <= self.window_s <= 86_400),
-            ("warmup_s", "from 0 to window_s", 0 <= self.warmup_s <= self.window_s),
-        )  # fmt: skip
+            yield "seeds must differ"
+        if self.warmup_s > self.window_s:
+            yield f"warmup_s must be from 0 to window_s, got {self.warmup_s!r}"
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -106,7 +94,3 @@ class ReplaySettings:
     @property
     def gpu_count(self) -> int:
         return self.gpus or (_CARMA_GPUS if self.trace == GENERATORS[0] else _OTHER_GPUS)
-
-
-def _unknown(kind: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
-    return [str(unknown_name(kind, name, known)) for name in names if name not in known]

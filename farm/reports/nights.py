@@ -5,7 +5,7 @@ Start reading at `canaries_section`; `farm.reports.page` puts them together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from conf.reports.blocks import (
@@ -25,9 +25,9 @@ from conf.reports.blocks import (
     Table,
     table,
 )
+from conf.reports.charts import Curve, columns, curves
 from conf.reports.page_text import MISSING, clean_text, count_of, duration, energy, figure
 from farm.journal import STEPS
-from farm.reports.charts import Curve, columns, curves
 from farm.reports.rows import LOG_CHARACTERS
 from farm.reports.verdict import gist
 from learn.evaluation.scores import NOT_INFORMATIVE
@@ -222,7 +222,7 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
     ]
     chips = Legend({"model in use": "k1", "the night's candidate": "k5"})
     most = 100.0 if key in _OF_A_WHOLE else None
-    svg = curves(names, lines, unit, most=most)
+    svg = curves(_days(names), lines, unit, most=most)
     return Chart(f"{title}: {axis}", svg, (chips,), newest_first_seen=True)
 
 
@@ -255,7 +255,7 @@ def time_section(report: Report) -> Section:
         Fold(f"The whole error of {name}", (Preformatted(clean_text(error, LOG_CHARACTERS)),)) for name, error in errors
     ]
     nights = report.nights[-SHOWN_CYCLES:]
-    names = [one.cycle for one in nights]
+    names = _days(one.cycle for one in nights)
     longest = max((sum(filter(None, one.seconds.values())) for one in nights), default=0.0)
     unit, scale = ("h", 3600.0) if longest >= 2 * 3600 else ("min", 60.0) if longest >= 120 else ("s", 1.0)
     by_step = {name: (_STEP_CSS[name], [(one.seconds.get(name) or 0.0) / scale for one in nights]) for name in STEPS}
@@ -286,6 +286,11 @@ def time_section(report: Report) -> Section:
     if left > 0:
         parts.append(Lead(f"{count_of(left, 'earlier cycle')} not drawn; their figures are in the JSON."))
     return Section("time", "Time" if report.simulated else "Time and energy", tuple(parts))
+
+
+def _days(names: Iterable[str]) -> list[str]:
+    """Return cycles as `11-20.2`, without their year."""
+    return [name[5:] if len(name) >= 10 and name[4] == "-" else name[:14] for name in names]
 
 
 def _over(value: float | None, unit: float) -> float | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 from conf.reports.blocks import (
     Block,
@@ -32,18 +33,40 @@ from conf.reports.blocks import (
 )
 from conf.reports.heat_map import SHADES, Grid, heat_map
 from conf.reports.page_text import MISSING, count_of, duration, energy
+from conf.reports.render import page_bytes
+from farm.journal import Cycle
 from farm.reports.nights import canaries_section, next_section, scores_section, time_section
+from farm.reports.report import Report, gather
+from warehouse.diff import Difference
+from warehouse.folder import DataFolder
+from warehouse.layout import checked_name, write_bytes
+from warehouse.pairing import shift_text
 from warehouse.schema import STATUSES
-from warehouse.writer import RUN_RATIOS
-
-if TYPE_CHECKING:
-    from farm.reports.report import Report
-    from warehouse.diff import Difference
 
 _STATUS_CSS = dict(zip(STATUSES, ("k4", "k5", "k2", "k6", "k0"), strict=True))  # ok, oom, timeout, crashed, invalid
 _OUTCOMES = {"good": "good night", "look": "worth a look", "bad": "needs somebody"}
 _SHOWN = 12  # of what a page names; the rest is counted
 _SETTINGS = 400  # characters of one
+LATEST = "latest"
+
+
+def write_report(
+    folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: Mapping[str, Any] | None
+) -> Path:
+    """Write `reports/CYCLE.html` and `.json`, and the same as `latest`, each whole or not at all; the page's path.
+
+    `cycles` are the journal's; the cycle may be among them and may still be open. `next_plan` is a
+    `farm.choosing.plan_summary.Summary` as a mapping, of the next night's dry run. Raises `OSError` where the folder
+    cannot be written; the report names what could not be read.
+    """
+    report = gather(folder, cycle, cycles, next_plan)
+    page = page_bytes(report_page(report))
+    text = report.as_json().encode()
+    folder.reports.mkdir(parents=True, exist_ok=True)
+    for name in (checked_name("cycle", cycle.name), LATEST):
+        write_bytes(folder.reports / f"{name}.json", text)
+        write_bytes(folder.reports / f"{name}.html", page)
+    return folder.reports / f"{cycle.name}.html"
 
 
 def report_page(report: Report) -> Page:
@@ -134,7 +157,7 @@ def _difference(changed: Difference) -> list[Block]:
         inside = table(("", "family", "device", "status", "runs"), counts, words=4)
         parts.append(Fold(f"Runs {summary}", (inside,), is_open=len(counts) <= _SHOWN))
     beyond = [shift for shift in changed.shifts if shift.beyond]
-    again = sum(shift.configurations for shift in changed.shifts)
+    again = sum(shift.pairs for shift in changed.shifts)
     if not changed.shifts:
         parts.append(Lead("No configuration ran again in the same environment."))
     elif not beyond:
@@ -142,12 +165,11 @@ def _difference(changed: Difference) -> list[Block]:
         parts.append(Lead(f"{again_line}, none beyond {changed.tolerance:g} of before."))
     else:
         moved: list[tuple[Cell, ...]] = []
-        for shift in sorted(beyond, key=lambda one: -abs(one.largest_shift))[: 2 * _SHOWN]:
-            form = "+.3f" if shift.label in RUN_RATIOS else "+.1%"
-            moved.append((
-                shift.label, shift.family, shift.device_name, shift.configurations, shift.beyond,
-                format(shift.median_shift, form), format(shift.largest_shift, form), ", ".join(shift.examples),
-            ))  # fmt: skip
+        for shift in sorted(beyond, key=lambda one: -abs(one.largest))[: 2 * _SHOWN]:
+            shown = (shift_text(shift.label, value) for value in (shift.median, shift.largest))
+            moved.append(
+                (shift.label, *shift.group.values(), shift.pairs, shift.beyond, *shown, ", ".join(shift.examples))
+            )
         heads = ("label", "family", "device", "configurations", "moved", "median", "largest", "*config hashes")
         parts += [
             Heading(f"Labels that moved by more than {changed.tolerance:g} in the same environment"),

@@ -1,7 +1,7 @@
 """A cycle's report: the night's results, its problems and what to do, as a page and as JSON.
 
 Start reading at `gather`; `Report` holds everything. `rows` counts rows, `verdict` judges the night, `page` lays out
-the page and `write` puts it into the data folder.
+the page and puts it into the data folder.
 """
 
 from __future__ import annotations

@@ -17,8 +17,10 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from conf.errors import UsageError
 from farm.serving.settings import LimitSettings
 
+_BACKLOG = 1024
 _ACCEPTED_AT_ONCE = 64
 _LOOK_EVERY_S = 1.0
 _NO_DESCRIPTOR_S = 0.1  # a pause of accepting where the process has no file descriptor left
@@ -245,6 +247,20 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _await(self, awaited: _Awaited) -> None:
         self._awaited, self._since, self._unparsed = awaited, self.loop.time(), 0
+
+
+def listen(host: str, port: int, named: str) -> socket.socket:
+    """Return a socket that listens at an address. Raises `UsageError` that begins with `named`."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(_BACKLOG)
+    except (OSError, UnicodeError) as error:
+        listening.close()
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise UsageError(f"{named}: {reason}") from error
+    return listening
 
 
 def peer_of(host: str) -> str:

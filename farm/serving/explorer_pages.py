@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -204,20 +206,13 @@ class ExplorerPages:
 
     def _each(self, configs: Mapping[int, TrialConfig], device: str, machine: str | None) -> dict[int, Estimate]:
         """Return the estimates by place; a config that cannot be answered takes no other one with it."""
-        if not configs:
-            return {}
-        try:
+        with contextlib.suppress(CommandError, ArithmeticError, ValueError):
             return dict(zip(configs, self._fast(list(configs.values()), device, machine), strict=True))
-        except (CommandError, ArithmeticError, ValueError):
-            if len(configs) == 1:
-                return {}
-        places = list(configs)
-        halves = places[: len(places) // 2], places[len(places) // 2 :]
-        return {
-            place: done
-            for half in halves
-            for place, done in self._each({one: configs[one] for one in half}, device, machine).items()
-        }
+        estimates = {}
+        for place, config in configs.items():
+            with contextlib.suppress(CommandError, ArithmeticError, ValueError):
+                (estimates[place],) = self._fast([config], device, machine)
+        return estimates
 
     def _fast(self, configs: Sequence[TrialConfig], device: str, machine: str | None) -> list[Estimate]:
         from learn.estimation.estimating import estimate_many
@@ -246,10 +241,10 @@ class ExplorerPages:
             estimated, known = getattr(done, name), run[name]
             rows.append((name, estimated, known, _difference(name, estimated, known)))
         rows.insert(1, ("99 % bound of memory, MiB", done.upper_mib, run["peak_memory_mib"], ""))
-        by_text: dict[str, list[str]] = {}
+        by_text: dict[str, list[str]] = defaultdict(list)
         for name, text in _other_loops(run["source"]).items():
             if run[name] is not None:
-                by_text.setdefault(text, []).append(name)
+                by_text[text].append(name)
         notes = [*done.warnings, *(f"{', '.join(names)}: {text}" for text, names in by_text.items())]
         return rows, notes
 

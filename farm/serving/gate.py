@@ -95,7 +95,8 @@ class Gate:
             if scope["path"] not in _UNCOUNTED:
                 self._take_place(client)
                 holder = client
-            async with asyncio.timeout(self._rules.inline_s + _wait_asked(headers, self._rules.wait_s)):
+            wait_s = wait_asked(headers.get(b"prefer", ""), self._rules.wait_s) or 0.0
+            async with asyncio.timeout(self._rules.inline_s + wait_s):
                 body = await _whole_body(receive, self._rules.body_bytes)
                 if body and headers.get(b"content-type", "").partition(";")[0].strip().lower() != _JSON:
                     detail = f"Send the body as {_JSON}."
@@ -256,10 +257,6 @@ def wait_asked(prefer: str, most_s: float) -> float | None:
     """Return the seconds of `Prefer: wait=N` (RFC 7240), at most `most_s`; None where it asks for none."""
     asked = re.search(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})", prefer)
     return None if asked is None else min(float(asked[1]), most_s)
-
-
-def _wait_asked(headers: dict[bytes, str], most_s: float) -> float:
-    return wait_asked(headers.get(b"prefer", ""), most_s) or 0.0
 
 
 def _too_large(limit: int) -> Problem:

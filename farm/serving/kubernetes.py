@@ -10,11 +10,12 @@ import base64
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from conf.errors import unknown_name
+from farm.scheduling import needed_mib
 from farm.serving.problems import Problem
 from farm.serving.requests import EstimateRequest
 from featurize.device_spec import DEFAULT_DEVICE, known_device
@@ -35,6 +36,7 @@ _LONGEST = 250  # characters of a problem
 
 Answer = Callable[[EstimateRequest], Awaitable["Estimate"]]
 Patch = list[dict[str, Any]]
+Shape = TypeVar("Shape", dict[str, Any], list[Any], str, int)
 
 
 async def reviewed(review: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
@@ -59,7 +61,7 @@ async def reviewed(review: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
 
 
 async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
-    annotations = _mapping(_mapping(pod.get("metadata")).get("annotations"))
+    annotations = value_at(pod, "metadata.annotations", dict)
     text = annotations.get(JOB)
     if not isinstance(text, str):
         return []
@@ -71,13 +73,13 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
     except Problem as problem:
         return annotated(annotations, {PROBLEM: problem.detail[:_LONGEST]})
     fits = "unknown" if done.fits_device is None else str(done.fits_device).lower()
-    needed_mib = math.ceil(done.upper_mib or done.peak_memory_mib)
-    notes = {PEAK: str(math.ceil(done.peak_memory_mib)), UPPER: str(needed_mib), FITS: fits, DEVICE: done.device}
+    needed = math.ceil(needed_mib(done))
+    notes = {PEAK: str(math.ceil(done.peak_memory_mib)), UPPER: str(needed), FITS: fits, DEVICE: done.device}
     if dialect == KAI and KAI_MEMORY not in annotations:
-        notes[KAI_MEMORY] = str(needed_mib)
+        notes[KAI_MEMORY] = str(needed)
     patch = annotated(annotations, notes)
     if dialect in (HAMI, KOORDINATOR):
-        patch += _limited(pod, dialect, needed_mib)
+        patch += _limited(pod, dialect, needed)
     return patch
 
 
@@ -100,10 +102,10 @@ def job_request(text: str, device: str) -> EstimateRequest:
 
 def device_of(pod: Mapping[str, Any]) -> str:
     """Return the GPU model of a pod: by annotation, or by GPU feature discovery's label; else the default."""
-    annotations = _mapping(_mapping(pod.get("metadata")).get("annotations"))
+    annotations = value_at(pod, "metadata.annotations", dict)
     if isinstance(named := annotations.get(DEVICE), str):
         return named
-    product = _mapping(_mapping(pod.get("spec")).get("nodeSelector")).get(_PRODUCT_LABEL)
+    product = value_at(pod, "spec.nodeSelector", dict).get(_PRODUCT_LABEL)
     if not isinstance(product, str):
         return DEFAULT_DEVICE
     plain = product.removeprefix("NVIDIA-").removesuffix("-SHARED")  # the label has dashes for the driver's spaces
@@ -117,26 +119,40 @@ def annotated(present: Mapping[str, Any], notes: Mapping[str, str]) -> Patch:
     return [{"op": "add", "path": f"/metadata/annotations/{_escaped(name)}", "value": notes[name]} for name in notes]
 
 
-def _limited(pod: Mapping[str, Any], dialect: str, needed_mib: int) -> Patch:
+def _limited(pod: Mapping[str, Any], dialect: str, needed: int) -> Patch:
     """Return the patch that limits memory of the containers that ask for a GPU, unless they limit it themselves."""
     name = HAMI_MEMORY if dialect == HAMI else KOORDINATOR_MEMORY
-    value = str(needed_mib) if dialect == HAMI else f"{needed_mib}Mi"
+    value = str(needed) if dialect == HAMI else f"{needed}Mi"
     patch: Patch = []
-    containers = _mapping(pod.get("spec")).get("containers")
-    for at, container in enumerate(containers if isinstance(containers, list) else []):
-        resources = _mapping(_mapping(container).get("resources"))
-        limits = _mapping(resources.get("limits"))
+    for at, container in enumerate(value_at(pod, "spec.containers", list)):
+        limits = value_at(container, "resources.limits", dict)
         if name in limits or not any(gpu in limits for gpu in _GPU_LIMITS):
             continue
         base = f"/spec/containers/{at}/resources"
         patch.append({"op": "add", "path": f"{base}/limits/{_escaped(name)}", "value": value})
-        if dialect == KOORDINATOR and isinstance(resources.get("requests"), Mapping):
+        if dialect == KOORDINATOR and isinstance(value_at(container, "resources", dict).get("requests"), dict):
             patch.append({"op": "add", "path": f"{base}/requests/{_escaped(name)}", "value": value})
     return patch
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+def value_at(owner: object, path: str, kind: type[Shape], odd: list[str] | None = None) -> Shape:
+    """Return an API object's value at a dotted path; an empty `kind` where it is absent, null or of another type.
+
+    Appends to `odd` the path of a value of another type.
+    """
+    value = owner
+    for name in path.split("."):
+        if not isinstance(value, dict):
+            break
+        value = value.get(name)
+        if value is None:
+            return kind()
+    else:
+        if isinstance(value, kind):
+            return value
+    if odd is not None:
+        odd.append(path)
+    return kind()
 
 
 def _escaped(name: str) -> str:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,8 @@ from farm.serving.problems import Problem, invalid
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
 from featurize.row_config import config_of_row
 from featurize.trial import TrialConfig
+from featurize.version import FEATURES_STAMP
+from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
     from farm.serving.requests import EstimateRequest, FitRequest, HowFields, JobFields, PlanRequest
@@ -26,6 +31,7 @@ _KEY_CHARACTERS = 32
 _HOW = ("coverage", "machine", "loop", "allocator", "workspaces")
 _MODELS_TAKEN = "name a model of torchvision, timm or transformers, or of a module that the service's operator trusts"
 _TRACED_ONLY = ("loop", "allocator", "workspaces")
+_LOOK_EVERY_S = 10.0  # for models that were fitted anew
 _DEEPEST_AT_ONCE = 128  # some 3 ms, in which the process answers nobody else by this method
 
 
@@ -240,3 +246,37 @@ def _as_problem(pointer: str) -> Iterator[None]:
         raise invalid(str(error), pointer) from error
     except (TypeError, ValueError, OverflowError, RecursionError, AttributeError, LookupError) as error:
         raise invalid(f"not understood: {type(error).__name__}", pointer) from error
+
+
+class ServiceState:
+    """What answers depend on besides the question: the code, and the models in the data folder.
+
+    The names of the fitted models are read anew every few seconds.
+    """
+
+    def __init__(self, folder: DataFolder) -> None:
+        self._models = folder.models
+        self._looked_at = float("-inf")
+        self._text = ""
+
+    @property
+    def text(self) -> str:
+        """Return a text that changes where answers may."""
+        if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            self._text = "\n".join([_release(), FEATURES_STAMP, *self._fitted()])
+        return self._text
+
+    def _fitted(self) -> list[str]:
+        try:
+            targets = sorted(entry.path for entry in os.scandir(self._models) if entry.is_dir())
+            return [f"{os.path.basename(one)}/{name}" for one in targets for name in sorted(os.listdir(one))]
+        except OSError:
+            return []
+
+
+def _release() -> str:
+    try:
+        return version("gpufarm")
+    except PackageNotFoundError:
+        return "unknown"

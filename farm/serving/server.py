@@ -23,8 +23,8 @@ from typing import Any
 import uvicorn
 
 from conf.cli import EXIT_INTERRUPTED
-from conf.errors import EnvironmentProblem, UsageError
-from farm.serving.connections import GuardedServer
+from conf.errors import EnvironmentProblem
+from farm.serving.connections import GuardedServer, listen
 from farm.serving.request_log import RequestLog
 from farm.serving.service_metrics import FOLDER_VARIABLE
 from farm.serving.settings import ServeSettings
@@ -34,7 +34,6 @@ from farm.serving.tracing import TraceLimits
 from warehouse.folder import DataFolder
 from warehouse.lock_file import open_lock
 
-_BACKLOG = 1024
 _STOP_S = 10  # for requests that are being answered
 _KEEP_ALIVE_S = 30
 _SWITCH_S = 0.001  # between the thread that computes and the one that answers
@@ -72,7 +71,7 @@ def only_service(folder: DataFolder) -> Iterator[None]:
 def _serve(settings: ServeSettings, folder: DataFolder) -> int:
     log = RequestLog(settings.log)
     _raise_file_limit()
-    listening = _listening(settings)
+    listening = listen(settings.host, settings.port, named=f"host={settings.host} port={settings.port}")
     store = TraceStore(folder.service)
     limits = TraceLimits(
         str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
@@ -170,7 +169,7 @@ def _answer_requests(settings: ServeSettings, listening: socket.socket) -> None:
     sys.setswitchinterval(_SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one that watches passes it on
     config = uvicorn.Config(
-        make_application(settings), log_config=None, log_level="warning", access_log=False, backlog=_BACKLOG,
+        make_application(settings), log_config=None, log_level="warning", access_log=False,
         timeout_graceful_shutdown=_STOP_S, timeout_keep_alive=_KEEP_ALIVE_S, server_header=False,
         ssl_certfile=settings.certificate, ssl_keyfile=settings.private_key, ws="none",
     )  # fmt: skip
@@ -183,19 +182,3 @@ def _end_with_parent(server: uvicorn.Server) -> None:
     parent: Any = multiprocessing.parent_process()
     wait([parent.sentinel])
     server.should_exit = True
-
-
-def _listening(settings: ServeSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listening = socket.socket(family)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((settings.host, settings.port))
-        listening.listen(_BACKLOG)
-    except (OSError, UnicodeError) as error:
-        with contextlib.suppress(OSError):
-            listening.close()
-        reason = error.strerror if isinstance(error, OSError) else "not a host name"
-        raise UsageError(f"host={settings.host} port={settings.port}: {reason}") from error
-    listening.setblocking(False)
-    return listening

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.errors import UsageError
-from conf.settings import data_key, key, section
+from conf.settings import Checked, data_key, key, section
 from featurize.own_code import parse_trust
 
 LOOPBACK_NAME = "localhost"
-_LARGEST_PORT = 65_535
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitSettings:
+class LimitSettings(Checked, section="limits"):
     """The `limits` key: what one request, and all of them together, may take."""
 
     body_kib: int = key(1024, "of a request's body", "int >= 1")
@@ -42,7 +41,7 @@ class LimitSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings:
+class ServeSettings(Checked):
     """Where to listen, and what is answered. Raises `UsageError` that names every bad key together.
 
       python -m farm.serve                                        on http://127.0.0.1:8350, with pages at /
@@ -59,7 +58,7 @@ class ServeSettings:
     """
 
     host: str = key("127.0.0.1", "address to listen on; any but this machine's own needs token_file=")
-    port: int = key(8350, "0 takes a free one", "int >= 0")
+    port: int = key(8350, "0 takes a free one", "int 0 to 65535")
     processes: int = key(2, "that answer requests", "int >= 1")
     traces: int = key(2, "child processes that trace at the same time; one client has at most all but one", "int >= 1")
     data: str | None = data_key()
@@ -68,7 +67,10 @@ class ServeSettings:
     certificate: str | None = key(None, "PEM file of the service's certificate chain, for HTTPS", "path")
     private_key: str | None = key(None, "PEM file of the certificate's key", "path")
     trust: tuple[str, ...] = key(
-        None, "modules whose models clients may name, as in [mypackage.nets]", "text | list of text | null"
+        None,
+        "modules whose models clients may name, as in [mypackage.nets]",
+        "text | list of text | null",
+        build=parse_trust,
     )
     scripts: bool = key(False, "true: clients may send training scripts, which run with this service's rights")
     explorer: bool = key(True, "false: no pages, only the API")
@@ -76,26 +78,20 @@ class ServeSettings:
     log: str = key("stderr", "where requests are logged, a JSON object a line: stderr, none, or a file", "new path")
     limits: LimitSettings = section(LimitSettings)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "trust", parse_trust(self.trust))
-        problems = []
-        if not 0 <= self.port <= _LARGEST_PORT:
-            problems.append(f"port must be from 0 to {_LARGEST_PORT}, got {self.port}")
-        if not self.is_loopback and self.token_file is None:
-            problems.append(
+    def problems(self) -> Iterator[str]:
+        if self.token_file is not None:
+            yield from _token_problems(self.token_file)
+        elif not self.is_loopback:
+            yield (
                 f"host={self.host} is open to other machines: give token_file=FILE with a token a line, "
                 "or host=127.0.0.1"
             )
-        if self.token_file is not None:
-            problems += _token_problems(self.token_file)
         if (self.certificate is None) != (self.private_key is None):
-            problems.append("certificate and private_key go together")
+            yield "certificate and private_key go together"
         for name in ("certificate", "private_key"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
-                problems.append(f"{name}={path} is not a file")
-        if problems:
-            raise UsageError("; ".join(problems))
+                yield f"{name}={path} is not a file"
 
     @property
     def is_loopback(self) -> bool:

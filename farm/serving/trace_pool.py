@@ -1,34 +1,32 @@
 """Child processes that trace questions, each ended when it is late or too large, with all that it started.
 
-Start reading at `TracePool`. Children are forked from a small process that has imported torch; the pool's own process
-never imports it. `farm.serving.tracing` has what they do.
+Start reading at `TracePool`. Children are forked from a server that has imported torch (`conf.children`); the pool's
+own process never imports it. `farm.serving.tracing` has what they do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
+import socket
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from multiprocessing.connection import wait  # as `select.select`, for any number of descriptors
 
 from conf.children.keeper import MEMORY, TIME
+from conf.children.running import Child, ChildServer, ServerLost, local_server
 from conf.errors import EnvironmentProblem
 from farm.leftovers import sweep_folders
 from farm.serving.trace_store import TraceStore
-from farm.serving.tracing import EXIT_CODES, PRELOADED, TraceLimits, run_question
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
+from farm.serving.tracing import TraceLimits
 
 _LOOK_EVERY_S = 0.05
 _END_S = 15.0  # for a child to end its own children, which takes milliseconds
 _BEAT_EVERY_S = 1.0
 _STARTS, _START_AGAIN_S = 40, 0.25
+_RECEIVE_BYTES = 1 << 18
 
 
 class TracePool:
@@ -46,8 +44,8 @@ class TracePool:
     ) -> None:
         self._store, self._limits, self._log = store, limits, log
         self._ended = threading.Event()
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._starting = threading.Lock()
+        self._server: ChildServer | None = None
         self._most_of_client = max(1, size - 1)
         self._threads = [threading.Thread(target=self._work, name=f"trace {place}") for place in range(size)]
         self._threads.append(threading.Thread(target=self._beat, name="pulse"))
@@ -64,6 +62,8 @@ class TracePool:
         self._ended.set()
         for thread in self._threads:
             thread.join()
+        if self._server is not None:
+            self._server.close()
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_EVERY_S):
@@ -96,20 +96,17 @@ class TracePool:
         if started is None:
             self._store.interrupted(key, "the process that traces are forked from does not start")
             return "not started"
-        child, receiver = started
-        try:
-            reply = self._reply(child, receiver)
-        finally:
-            receiver.close()
-            _end(child)
-        if reply is not None:
+        child, channel = started
+        with channel, child.line:
+            reply, limit_reached = self._reply(child, channel)
+        if reply.endswith(b"\n"):
             content = json.loads(reply)
             if "answer" in content:
                 self._store.answered(key, content["answer"])
                 return "answered"
             self._store.failed(key, content["problem"])
             return "refused"
-        if (limit := self._limit_reached(child)) is not None:
+        if (limit := self._in_words(limit_reached)) is not None:
             self._store.failed(key, limit)
             return limit
         if self._ended.is_set():
@@ -118,44 +115,66 @@ class TracePool:
         self._store.interrupted(key, "its process was killed")
         return "killed"
 
-    def _started(self, question: str) -> tuple[BaseProcess, Connection] | None:
+    def _started(self, question: str) -> tuple[Child, socket.socket] | None:
         """Start a child. Where the process that children are forked from was killed, another one takes its place."""
         for _ in range(_STARTS):
-            receiver, sender = self._context.Pipe()
-            child = self._context.Process(target=run_question, args=(question, self._limits, sender))
-            with contextlib.closing(sender):
+            ours, theirs = socket.socketpair()
+            with theirs:
                 try:
-                    child.start()
-                except (OSError, EOFError):
-                    receiver.close()
+                    child = self._living_server().start(
+                        "farm.serving.tracing:answer_question",
+                        asdict(self._limits),
+                        theirs,
+                        time_limit_s=self._limits.seconds,
+                        memory_limit_bytes=self._limits.memory_bytes,
+                        has_folder="script" in json.loads(question),
+                    )
+                except ServerLost:
+                    ours.close()
                     if self._ended.wait(_START_AGAIN_S):
                         break
                     continue
-            return child, receiver
+            with contextlib.suppress(OSError):  # it has ended: its line says how
+                ours.sendall(question.encode() + b"\n")
+            return child, ours
         return None
 
-    def _reply(self, child: BaseProcess, receiver: Connection) -> bytes | None:
-        """Wait until the child has replied or ended. Returns its reply."""
-        while not wait([receiver, child.sentinel], _LOOK_EVERY_S):
-            if self._ended.is_set():
-                return None
+    def _living_server(self) -> ChildServer:
+        with self._starting:
+            if self._server is not None and not self._server.lives():
+                self._server.close()
+                self._server = None
+            if self._server is None:
+                self._server = local_server("farm.serving.tracing:prepare")
+            self._server.hello()
+            return self._server
+
+    def _reply(self, child: Child, channel: socket.socket) -> tuple[bytes, str | None]:
+        """Return what the child has replied once it has ended, with all that it started, and the limit it reached."""
+        reply = b""
+        while not reply.endswith(b"\n") and not self._ended.is_set():
+            if wait([channel], _LOOK_EVERY_S):
+                data = _received(channel)
+                if not data:
+                    break
+                reply += data
+        child.end()
         try:
-            return receiver.recv_bytes() if receiver.poll() else None
-        except (EOFError, OSError):  # it ended without a word
-            return None
+            return reply, child.wait(_END_S).limit
+        except ServerLost:
+            return reply, None
 
-    def _limit_reached(self, child: BaseProcess) -> str | None:
-        """Return which limit an ended child had reached, in words."""
-        limits: dict[int | None, str] = {
-            EXIT_CODES[TIME]: f"longer than the limit of {self._limits.seconds:g} s",
-            EXIT_CODES[MEMORY]: f"more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB",
+    def _in_words(self, limit: str | None) -> str | None:
+        """Return the sentence for a limit that a child has reached."""
+        limits = {
+            TIME: f"longer than the limit of {self._limits.seconds:g} s",
+            MEMORY: f"more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB",
         }
-        limit = limits.get(child.exitcode)
-        return None if limit is None else f"the trace took {limit}"
+        return None if limit is None else f"the trace took {limits[limit]}"
 
 
-def _end(child: BaseProcess) -> None:
-    """Wait until the child has ended, with all that it started: it sees that its connection was closed."""
-    child.join(_END_S)
-    child.kill()
-    child.join()
+def _received(channel: socket.socket) -> bytes:
+    try:
+        return channel.recv(_RECEIVE_BYTES)
+    except ConnectionResetError:
+        return b""

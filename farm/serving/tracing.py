@@ -1,32 +1,27 @@
 """Answers one question with a trace in a child process, within limits, and ends it with all that it started.
 
-Start reading at `run_question`. Models are built without memory; names of code are those that `own_code` lets data
+Start reading at `answer_question`. Models are built without memory; names of code are those that `own_code` lets data
 give, or that the operator trusts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.children.containment import ControlGroup, die_with_parent
-from conf.children.keeper import MEMORY, TIME, keep, kept_folder
 from conf.errors import CommandError
-from conf.identity import identity
+from conf.own_packages import search_working_folder
 from farm.serving.problems import Scrubber
 
 if TYPE_CHECKING:
     from torch import nn
 
-PRELOADED = ["learn.estimation.preloaded"]
-EXIT_CODES = {None: 0, TIME: 3, MEMORY: 4}  # of the keeper, by the limit that was reached
 _SCRIPT = "train.py"
 _LARGEST_ANSWER = 4 * 2**20  # characters of JSON: answers are stored
 
@@ -41,40 +36,23 @@ class TraceLimits:
     memory_bytes: int
 
 
-def run_question(text: str, limits: TraceLimits, to: Connection) -> None:
-    """Keep a child that answers the question and sends `{"answer": ...}` or `{"problem": text}` as JSON.
+def prepare() -> None:
+    """Import what traces need, in the process that they are forked from."""
+    search_working_folder()
+    import learn.estimation.preloaded  # noqa: F401
 
-    The main function of a process, which ends with one of `EXIT_CODES` when the child and all that it started have
-    ended: by themselves, at a limit, or because the other end of `to` was closed.
+
+def answer_question(limits: dict[str, Any], channel: int) -> None:
+    """Read a question from the socket and answer it with `{"answer": ...}` or `{"problem": text}`, as lines of JSON.
+
+    The function of a child process; `limits` has the fields of `TraceLimits`.
     """
-    keeper = os.getpid()
-    group = ControlGroup.of_owner(identity(keeper))
-    is_script = "script" in json.loads(text)
-    with kept_folder(tempfile.gettempdir()) if is_script else contextlib.nullcontext() as folder:
-        ended = keep(
-            lambda: _answer(text, limits, to, folder, keeper, group),
-            to.fileno(),
-            time_limit_s=limits.seconds,
-            memory_limit_bytes=limits.memory_bytes,
-            group=group,
-        )
-    os._exit(EXIT_CODES[ended.limit])
-
-
-def _answer(
-    text: str, limits: TraceLimits, to: Connection, folder: str | None, keeper: int, group: ControlGroup | None
-) -> None:
-    die_with_parent(keeper)
-    if group is not None:
-        group.enter()
-    if folder is not None:  # for all temporary files: the keeper deletes it
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
-    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
-        reply = json.dumps(_reply(json.loads(text), limits))
-    if len(reply) > _LARGEST_ANSWER:
-        reply = json.dumps({"problem": f"the answer is larger than {_LARGEST_ANSWER // 2**20} MiB"})
-    to.send_bytes(reply.encode())
-    to.close()
+    with socket.socket(fileno=channel) as ours, ours.makefile("rwb") as stream:
+        kept = TraceLimits(**{**limits, "trust": tuple(limits["trust"])})
+        reply = json.dumps(_reply(json.loads(stream.readline()), kept))
+        if len(reply) > _LARGEST_ANSWER:
+            reply = json.dumps({"problem": f"the answer is larger than {_LARGEST_ANSWER // 2**20} MiB"})
+        stream.write(reply.encode() + b"\n")
 
 
 def _reply(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:

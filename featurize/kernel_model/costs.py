@@ -26,7 +26,7 @@ from featurize.step_trace import StepTrace
 from featurize.training_settings import TrainingSettings, uses_tf32
 
 KINDS = ("matmul", "convolution", "attention", "elementwise", "reduction", "row", "normalization", "optimizer")
-LAUNCH, COMPUTE, MEMORY = BOUNDS = ("launch", "compute", "memory")
+LAUNCH, COMPUTE, MEMORY = ("launch", "compute", "memory")
 _KIND_OF_GROUP = {PRODUCT: "matmul", ATTENTION: "attention"}
 _BEGINNINGS = {
     "batch_norm": "normalization", "group_norm": "normalization", "layer_norm": "row", "softmax": "row",

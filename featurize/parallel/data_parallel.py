@@ -138,13 +138,13 @@ class Replica:
             view.div_(1.0) if gradient is view else view.copy_(own_part(gradient, parameter))
         if self._as_view:
             parameter.grad = view
-        self._ready[self._bucket_of[id(parameter)]] = len(self._recorder.operators)
+        self._ready[self._bucket_of[id(parameter)]] = len(self._recorder.log.operators)
         if not self._reduced:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._reduced.append(parameter)
 
     def _finish(self) -> None:
-        self._backward_end = len(self._recorder.operators)
+        self._backward_end = len(self._recorder.log.operators)
         for parameter in self._reduced if not self._as_view else ():
             if parameter.grad is not None:
                 with torch.no_grad():
@@ -162,7 +162,7 @@ class Replica:
         parts = [local_tensor(parameter.detach()) for parameter in members]
         flat = _flat(parts)
         if flat.is_meta:
-            self._recorder.name((flat,), self._kind)
+            self._recorder.memory.name((flat,), self._kind)
         offsets = itertools.accumulate((part.numel() for part in parts), initial=0)
         for parameter, part, offset in zip(members, parts, offsets, strict=False):
             view = flat.as_strided(part.shape, part.stride(), offset)
@@ -175,14 +175,14 @@ class Replica:
 
     def broadcast_buffers(self) -> None:
         """Send the first rank's buffers to all others."""
-        buffers, now = list(self._model.buffers()), len(self._recorder.operators)
+        buffers, now = list(self._model.buffers()), len(self._recorder.log.operators)
         with torch.no_grad():
             for members in _in_groups(buffers):
                 _flat(members)
                 self._sent.append(Collective(BROADCAST, sum(t.nbytes for t in members), now, now, self._axis))
-                self._recorder.copied(members)  # into one
+                self._recorder.log.copied(members)  # into one
                 for one in members:
-                    self._recorder.copied([one])  # and back
+                    self._recorder.log.copied([one])  # and back
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent since the step began. Buckets are reduced in their order (reducer.cpp:

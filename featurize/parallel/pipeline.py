@@ -127,7 +127,7 @@ class TracedStage(PipelineStage):
 
     def _name_buffers(self, infos: Mapping[int, Sequence[Any]]) -> None:
         buffers = [info.buffer for several in infos.values() for info in several if info.buffer is not None]
-        self._rank.recorder.name(buffers, COMMUNICATION)
+        self._rank.recorder.memory.name(buffers, COMMUNICATION)
 
 
 class _Message:
@@ -247,10 +247,8 @@ class PipelineRank(ShardedRank):
         parts = [model] if len(self._numbers) == 1 else list(model.children())
         for part, number in zip(parts, self._numbers, strict=True):
             recorder.name_modules(part)
-            recorder.paused = True
             with recorder.watched():
                 self._stages.append(self._stage(part, number, _first_chunk(inputs, self.parallel.chunks)))
-            recorder.paused = False
         for stage in self._stages:
             stage.pause = lambda paused: setattr(recorder, "paused", paused)
         return model
@@ -360,7 +358,7 @@ class PipelineRank(ShardedRank):
             output = self._scheduled(args, kwargs, losses)
             step.hold(output, losses)
             del output, losses, args, kwargs
-        self._part = replace(self._part, passes=tuple(self._begun), end=len(self.recorder.operators))
+        self._part = replace(self._part, passes=tuple(self._begun), end=len(self.recorder.log.operators))
         step.update()
 
     def _scheduled(self, args: Sequence[object], kwargs: Mapping[str, object], losses: list[Tensor]) -> object:
@@ -377,7 +375,7 @@ class PipelineRank(ShardedRank):
 
     def begin_pass(self, phase: str, stage: int, micro_batch: int) -> None:
         """Begin a stage's pass over a micro-batch."""
-        self._begun.append(StagePass(phase, stage, micro_batch, len(self.recorder.operators)))
+        self._begun.append(StagePass(phase, stage, micro_batch, len(self.recorder.log.operators)))
         self._step.on_phase(phase)
 
     def leave(self) -> None:

@@ -104,7 +104,7 @@ class Ranks:
             return AsyncCollectiveTensor(args[0])
         kind = _KINDS.get(name)
         if name == _COPY_IN and not self._recorder.paused:
-            self._recorder.copied(args[0])
+            self._recorder.log.copied(args[0])
         if name == _COPY_IN or name.startswith(_NO_WORK) or (kind is not None and self._recorder.paused):
             return func(*args, **kwargs)
         if kind is None:

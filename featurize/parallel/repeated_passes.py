@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from featurize.block_record import Stretch
+from featurize.block_record import BlockRecord, Stretch
 from featurize.parallel.streams import Moments, SentNote, Since, Streams
 from featurize.recorder import Recorder
 from featurize.step_trace import Operator
@@ -60,15 +60,15 @@ class _Batch:
     signatures: list[Hashable] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
 
-    def keep(self, blocks: Iterable[int], recorder: Recorder) -> None:
+    def keep(self, blocks: Iterable[int], memory: BlockRecord) -> None:
         """Keep blocks for a later pass."""
         for block in blocks:
             self.kept.append(block)
-            self.signatures.append(recorder.signature(block))
+            self.signatures.append(memory.signature(block))
 
 
 class _Memory(NamedTuple):
-    """What a pass does to memory.
+    """The memory events of a pass.
 
     stretch  its events
     used     block that earlier passes of the micro-batch kept, and this one uses up -> its place among these
@@ -157,15 +157,16 @@ class RepeatedPasses:
             if key not in self._notes:
                 raise DoesNotRepeat(f"no {kind} pass of stage {stage} was noted in the same state")
             return self._repeated(self._notes[key], stage, batch)
-        mark, began = self._recorder.mark(), self._streams.since()
-        decided, before = self._recorder.decided, self._streams.moments()
+        recorder, memory = self._recorder, self._recorder.memory
+        mark, began = memory.mark(), self._streams.since()
+        decided, before = recorder.decided, self._streams.moments()
         results = compute()
-        if self._values_differ and self._recorder.decided > decided:
+        if self._values_differ and recorder.decided > decided:
             raise DoesNotRepeat("the pass depends on the numbers of its micro-batch")
-        batch.spans.append((began.operators, len(self._recorder.operators)))
+        batch.spans.append((began.operators, len(recorder.log.operators)))
         self._notes[key] = _Note(
-            memory=_memory_of(self._recorder, self._recorder.since(mark), batch, results, ends=kind == BACKWARD),
-            operators=self._recorder.operators[began.operators :],
+            memory=_memory_of(memory, memory.since(mark), batch, results, ends=kind == BACKWARD),
+            operators=recorder.log.operators[began.operators :],
             sent=self._streams.sent[began.collectives :], spans=list(batch.spans),
             state=self._states[stage].now(), began=began, before=before, after=self._streams.moments(),
         )  # fmt: skip
@@ -177,8 +178,8 @@ class RepeatedPasses:
         recorder, now = self._recorder, self._streams.since()
         batch.spans.append((now.operators, now.operators + len(note.operators)))
         known = self._remembered(note.memory, batch)
-        if recorder.keep_operators:
-            recorder.operators.extend(_moved(one, note.spans, batch.spans) for one in note.operators)
+        if recorder.log.keep_operators:
+            recorder.log.operators.extend(_moved(one, note.spans, batch.spans) for one in note.operators)
         later = Since(now.operators - note.began.operators, now.collectives - note.began.collectives)
         for one in note.sent:
             if one.before is not None and one.before > note.spans[-1][1]:
@@ -191,40 +192,38 @@ class RepeatedPasses:
         self._states[stage].bring_to(note.state)
         return results
 
-    def _remembered(self, memory: _Memory, batch: _Batch) -> dict[int, int]:
+    def _remembered(self, note: _Memory, batch: _Batch) -> dict[int, int]:
         """Note what a pass does to memory again; return its blocks, and those that stand for them."""
-        recorder = self._recorder
-        if batch.signatures != memory.kept:
+        memory = self._recorder.memory
+        if batch.signatures != note.kept:
             raise DoesNotRepeat("what passes keep differs")
-        replaced_by = {block: batch.kept[place] for block, place in memory.used.items()}
-        replaced_by |= {one.before: recorder.block_in(one.storage) for one in memory.held}
+        replaced_by = {block: batch.kept[place] for block, place in note.used.items()}
+        replaced_by |= {one.before: memory.block_in(one.storage) for one in note.held}
         entering = {block: now for block, now in replaced_by.items() if now is not None}
-        if len(entering) < len(replaced_by) or any(
-            recorder.size_of(a) != recorder.size_of(b) for a, b in entering.items()
-        ):
+        if len(entering) < len(replaced_by) or any(memory.size_of(a) != memory.size_of(b) for a, b in entering.items()):
             raise DoesNotRepeat("there is nothing alike to give back")
-        known = recorder.repeat(memory.stretch, entering)
-        for storage, _before, after in memory.held:
-            recorder.hold_in(storage, known[after])
-        for place in memory.used.values():
+        known = memory.repeat(note.stretch, entering)
+        for storage, _before, after in note.held:
+            memory.hold_in(storage, known[after])
+        for place in note.used.values():
             batch.kept[place] = None
-        batch.keep((known[block] for block in memory.keeps), recorder)
+        batch.keep((known[block] for block in note.keeps), memory)
         return known
 
     def _result(self, one: _Result, block: int, storages: dict[int, torch.UntypedStorage]) -> Tensor:
         if block not in storages:
-            storages[block] = torch.UntypedStorage(self._recorder.size_of(block), device="meta")
-            self._recorder.stand_for(block, storages[block])
+            storages[block] = torch.UntypedStorage(self._recorder.memory.size_of(block), device="meta")
+            self._recorder.memory.stand_for(block, storages[block])
         return torch.empty(0, dtype=one.dtype, device="meta").set_(storages[block], one.offset, one.size, one.stride)
 
 
 def _memory_of(
-    recorder: Recorder, stretch: Stretch, batch: _Batch, results: Sequence[Tensor | None], *, ends: bool
+    memory: BlockRecord, stretch: Stretch, batch: _Batch, results: Sequence[Tensor | None], *, ends: bool
 ) -> _Memory:
     """Return what a pass does to memory.
 
     Args:
-        recorder: Of the step.
+        memory: Of the step.
         stretch: The pass's events.
         batch: The pass's micro-batch, which hears of what is kept.
         results: What it gives.
@@ -234,38 +233,38 @@ def _memory_of(
         DoesNotRepeat: It gives back or returns what belongs to another pass, or leaves memory behind at the end.
     """
     kept, signatures = {block: place for place, block in enumerate(batch.kept)}, list(batch.signatures)
-    placed = [one if one is None else _result_of(recorder, one) for one in results]
+    placed = [one if one is None else _result_of(memory, one) for one in results]
     given = [one.block for one in placed if one is not None]
     left = [block for block in stretch.leaving if block not in given]
-    held = [_held(recorder, block, left) for block in stretch.entering if block not in kept]
+    held = [_held(memory, block, left) for block in stretch.entering if block not in kept]
     used = {block: kept[block] for block in (*stretch.entering, *given) if block in kept}
     if not set(given) <= {*used, *stretch.leaving}:
         raise DoesNotRepeat("a pass gives what was there before")
     for place in used.values():
         batch.kept[place] = None
     if ends and left:
-        raise DoesNotRepeat(f"a backward pass leaves memory behind: {recorder.maker_of(left[0])}")
+        raise DoesNotRepeat(f"a backward pass leaves memory behind: {memory.maker_of(left[0])}")
     if ends and any(block is not None for block in batch.kept):
         raise DoesNotRepeat("the backward pass leaves what the forward pass took")
-    batch.keep(left, recorder)
+    batch.keep(left, memory)
     return _Memory(stretch, used, held, left, placed, signatures)
 
 
-def _held(recorder: Recorder, before: int, left: list[int]) -> _Held:
+def _held(memory: BlockRecord, before: int, left: list[int]) -> _Held:
     """Return the storage whose block a pass gives back, with the one that it takes in its place, which is taken out
     of those that it leaves."""
-    about, storage = recorder.signature(before), recorder.storage_of(before)
-    resized = (one for one in left if recorder.storage_of(one) == storage and recorder.signature(one)[1:] == about[1:])
-    after = next(resized, None) or next((one for one in left if recorder.signature(one) == about), None)
+    about, storage = memory.signature(before), memory.storage_of(before)
+    resized = (one for one in left if memory.storage_of(one) == storage and memory.signature(one)[1:] == about[1:])
+    after = next(resized, None) or next((one for one in left if memory.signature(one) == about), None)
     if after is None:
         raise DoesNotRepeat("a pass gives back what another one took")
     left.remove(after)
-    return _Held(recorder.storage_of(after), before, after)
+    return _Held(memory.storage_of(after), before, after)
 
 
-def _result_of(recorder: Recorder, tensor: Tensor) -> _Result:
+def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
     try:
-        block = recorder.block_of(getattr(tensor, "elem", tensor))  # of what a collective makes
+        block = memory.block_of(getattr(tensor, "elem", tensor))  # of what a collective makes
     except KeyError:
         raise DoesNotRepeat("a pass gives what no operator made") from None
     return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)

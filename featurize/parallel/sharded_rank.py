@@ -88,7 +88,8 @@ class ShardedRank(ReplicatedRank):
         self._streams.recorder = recorder
         others = [mesh for mesh in (self._sequence, self._experts) if mesh is not None]
         # A group of all ranks has the name of the first mesh that it is part of.
-        recorder.ranks = self._ranks = Ranks(self._streams, axes_of_groups(*others, self._mesh))
+        self._ranks = Ranks(self._streams, axes_of_groups(*others, self._mesh))
+        recorder.among_ranks = self._ranks.ran
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
@@ -97,7 +98,7 @@ class ShardedRank(ReplicatedRank):
         if step.model is not before:
             self.recorder.name_modules(step.model)  # a wrapper runs operators of its own
         if self.parallel.cpu_offload:
-            self.recorder.hold_on_host(step.model.parameters())
+            self.recorder.memory.hold_on_host(step.model.parameters())
 
     def _wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         if self.parallel.own == 1:

@@ -58,7 +58,7 @@ def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[N
 
         def resized(_: object, storage: torch.UntypedStorage, nbytes: int) -> None:
             if streams.recorder is not None:
-                streams.recorder.resized(storage, nbytes)
+                streams.recorder.memory.resized(storage, nbytes)
 
         hear(torch.UntypedStorage, "resize_", resized)
         _replace_sharding(replace, hear, streams, device)

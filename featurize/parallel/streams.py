@@ -153,7 +153,7 @@ class Streams:
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what blocks are."""
         if self.recorder is not None:
-            self.recorder.name(tensors, kind)
+            self.recorder.memory.name(tensors, kind)
 
     def empty(self, count: int, like: Tensor, kind: str) -> Tensor:
         """Take a block of so many elements of a tensor's type, and say what it is."""
@@ -164,26 +164,26 @@ class Streams:
     def copied(self, *tensors: Tensor) -> None:
         """Say that tensors are copied by what no operator of the trace does."""
         if self.recorder is not None:
-            self.recorder.copied(tensors)
+            self.recorder.log.copied(tensors)
 
     def use(self, tensor: Tensor, stream: OneStream) -> None:
         """Say that a stream uses a tensor, whichever it was made on."""
         if self.recorder is not None:
-            self.recorder.used_on(tensor, stream.number)
+            self.recorder.memory.used_on(tensor, stream.number)
 
     def place(self) -> int:
         """Return the number of the recorder's events so far."""
-        return 0 if self.recorder is None else len(self.recorder.events)
+        return 0 if self.recorder is None else len(self.recorder.memory.events)
 
     def host_waited(self, after: int, place: int) -> None:
         """Make the host wait for a moment of a stream."""
         self._host_after = max(self._host_after, after)
         if self.recorder is not None:
-            self.recorder.host_waited(place)
+            self.recorder.memory.host_waited(place)
 
     def now(self) -> int:
         """Return the moment of the host."""
-        return 0 if self.recorder is None else len(self.recorder.operators)
+        return 0 if self.recorder is None else len(self.recorder.log.operators)
 
     def waited(self, stream: OneStream, done: dict[int, int]) -> None:
         """Make a stream wait for the collectives of others up to some."""
@@ -196,7 +196,7 @@ class Streams:
     def _enter(self, stream: OneStream) -> None:
         self._current = stream
         if self.recorder is not None:
-            self.recorder.stream = stream.number
+            self.recorder.memory.stream = stream.number
 
 
 class OneStream:

@@ -243,7 +243,7 @@ class PartitionedRank(ZeroRank):
             padding = self._partition.padded - sum(self._partition.sizes)
             rest = [torch.zeros(padding, dtype=trained[0].dtype, device=trained[0].device)] if padding else []
             self._flat = flattened([*trained, *rest])
-            self.recorder.name([self._flat], "parameter")
+            self.recorder.memory.name([self._flat], "parameter")
             for parameter, start in zip(trained, self._partition.starts, strict=True):
                 parameter.data = self._flat.narrow(0, start, parameter.numel()).view(parameter.shape)
             if self._offloads:

@@ -61,7 +61,6 @@ class Gathering:
 
 
 _LONG_AGO = -1
-Heard = Callable[[nn.Module, bool], None]
 
 
 class SharedParameters:

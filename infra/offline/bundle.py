@@ -25,14 +25,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from conf.arguments import exit_code, keyed_values
+from conf.arguments import exit_code
 from conf.errors import EnvironmentProblem, UsageError, shown
+from conf.overrides import load_settings
 from conf.plain_text import bounded
+from conf.settings import Checked, key
 from infra.offline.launch import FORMAT, MANIFEST
 from infra.offline.wheels import GLIBC, MACHINE, Target, brought_by_torch, needed_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = {"python": "text", "mib": "number > 0", "present": "text | list of text", "out": "new path", "ray": "bool"}
 # Of the extras, beside `warehouse` and `farm`: what a step uses.
 _ALSO_NEEDED = {"serve": ("prometheus-client",), "dev": ("pytest",)}
 # Tracked files that no step reads, and files of wheels that only programs in C++ or machines with a network load.
@@ -51,7 +52,7 @@ _COPIED_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """What is installed together, compressed into one file. `packages`: version by name."""
+    """Packages that are installed together, compressed into one file. `packages`: version by name."""
 
     name: str
     path: Path
@@ -75,9 +76,20 @@ class Slice:
         return f"{self.archive.name}.tar.xz.{self.number}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class BundleSettings(Checked):
+    """The keys: the arguments of `bundle`."""
+
+    python: str | None = key(None, "the machine's release of Python")
+    mib: float = key(60, "size of a part at most, MiB", "number > 0")
+    present: str | tuple[str, ...] = key((), "what the machine has beside torch", "text | list of text")
+    out: str = key("build/offline", "the folder, new or a former bundle", "new path")
+    ray: bool = key(True, "whether Ray is added")
+
+
 def main(argv: Sequence[str]) -> int:
     """Make the bundle that the arguments describe, print what its parts hold, and return the exit code."""
-    return exit_code(lambda: print("\n".join(bundle(**keyed_values(argv, KINDS)))))
+    return exit_code(lambda: print("\n".join(bundle(**vars(load_settings(BundleSettings, "bundle", argv))))))
 
 
 def bundle(

@@ -53,7 +53,7 @@ class Call:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more trials may run, as what they give would not come back."""
+        """Return True if no more trials may run, as their results would not come back."""
         return self.failed_packs > 1 or (self.archive is not None and self.archive.bytes > FULL_BYTES)
 
     def count(self) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import warehouse
 from conf.errors import UsageError
 from conf.reports.blocks import Block, Bullets, Cell, Code, Drawn, Group, Heading, Lead, SideBySide, table
+from conf.reports.charts import against
 from conf.reports.page_text import MISSING, count_of, figure
 from infra.offline.estimated_runs import (
     FIGURES,
@@ -32,7 +33,6 @@ from learn.collocation.command import memory_errors
 from learn.collocation.learned import packaged_slowdowns
 from learn.collocation.rows import measured_groups
 from learn.collocation.slowdown import NoUtilization
-from warehouse.explorer.plot import against
 
 _MOST_OPERATORS = 24  # in the table
 

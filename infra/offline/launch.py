@@ -32,7 +32,7 @@ target: {target} by default; parts: the folders beside this script by default"""
 
 
 class Problem(Exception):
-    """What stops the command; the message is one line that says what to change."""
+    """A reason to stop the command; the message is one line that says what to change."""
 
 
 def default_target() -> str:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import warehouse
-from conf.arguments import exit_code, keyed_values
+from conf.arguments import exit_code
 from conf.bars import terminal_bar
 from conf.errors import CommandError, UsageError
 from conf.outputs import write_output
+from conf.overrides import load_settings
 from conf.plain_text import counted, exception_line
 from conf.reports.blocks import (
     Block,
@@ -34,7 +35,8 @@ from conf.reports.blocks import (
     linked,
 )
 from conf.reports.page_text import count_of
-from conf.reports.render import render_page
+from conf.reports.render import page_bytes
+from conf.settings import Checked, key
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from infra.offline import experiment_sections, probe_sections, run_sections
 from infra.offline.block_comparison import BlockComparison
@@ -46,9 +48,7 @@ from infra.offline.run_sections import spread_text
 from warehouse.export import SOURCES, ExportSettings, export
 from warehouse.folder import DataFolder
 
-KINDS = {"results": "path", "out": "new path", "datasets": "new path | null"}
 PAGE = "page.html"
-_DEFAULT_OUT = "data/offline-page"
 _WORK_MARKS = ("data", "probes", "calls.jsonl")  # any of them makes a folder a work folder
 _OF_KIND = {
     "measured": "",
@@ -61,7 +61,7 @@ _REHEARSALS = ("cpu", "simulated")
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What came back, and its runs with their estimates.
+    """Files that came back, and their runs with their estimates.
 
     Args:
         work: The unpacked work folder.
@@ -90,7 +90,7 @@ class Results:
 
     @property
     def device_text(self) -> str:
-        """What estimates are made for."""
+        """The device that estimates are made for."""
         if self.device is not None:
             return f"estimates for {self.device.name}"
         return f"no device description matches {self.device_name}" if self.device_name else "no GPU is named"
@@ -265,8 +265,8 @@ def _head(results: Results, to_refit: Mapping[str, Sequence[str]], *, is_judged:
     ]
     for name in ("process", "step_time", "smact", "energy"):
         if spread := spread_of(runs.solo, name):
-            form = f"{spread.median:.3f}" if FIGURES[name].is_ratio else f"{spread.median:.1%}"
-            tiles.append(Tile(f"{FIGURES[name].title.partition(',')[0]}, median error", form, f"{spread.count} runs"))
+            form = f"{spread.median_size:.3f}" if FIGURES[name].is_ratio else f"{spread.median_size:.1%}"
+            tiles.append(Tile(f"{FIGURES[name].title.partition(',')[0]}, median error", form, f"{spread.pairs} runs"))
     finding_count = sum(map(len, to_refit.values()))
     tiles.append(Tile("to refit", f"{finding_count}", "findings"))
     tests, has_failed_tests = _tests(results)
@@ -311,19 +311,26 @@ def _summary(results: Results, to_refit: Mapping[str, Sequence[str]], absent: Ma
     lines += [f"left out: {count_of(count, 'run')}: {reason}" for reason, count in runs.left_out.items()]
     for name, figure in FIGURES.items():
         if spread := spread_of(runs.solo, name):
-            lines.append(f"{figure.title}: {spread_text(name, spread)} ({count_of(spread.count, 'run')})")
+            lines.append(f"{figure.title}: {spread_text(name, spread)} ({count_of(spread.pairs, 'run')})")
     for command, findings in to_refit.items():
         lines += [f"to refit: {finding}" for finding in findings]
         lines += [f"    {line}" for line in command.splitlines()]
     return [*lines, *(f"{name}: {reason}" for name, reason in absent.items())]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PageSettings(Checked):
+    """The keys."""
+
+    results: str = key(help="the folder that came back from the machine; for make: RESULTS=DIR", kind="path")
+    out: str = key("data/offline-page", "folder of the page", "new path")
+    datasets: str | None = key(None, "the data set that the runs are added to", "new path")
+
+
 def run(argv: Sequence[str]) -> None:
     """Make the page that the arguments ask for, and print the summary. Raises `UsageError`."""
-    asked = keyed_values(argv, KINDS)
-    if "results" not in asked:
-        raise UsageError("results=DIR is missing (for make: RESULTS=DIR), the folder that came back from the machine")
-    results, out = Path(asked["results"]), Path(asked.get("out") or _DEFAULT_OUT).absolute()
+    asked = load_settings(PageSettings, "page", argv)
+    results, out = Path(asked.results), Path(asked.out).absolute()
     if not results.is_dir():
         raise UsageError(f"results={results} is not a folder")
     if out.exists() and not out.is_dir():
@@ -331,9 +338,9 @@ def run(argv: Sequence[str]) -> None:
     work = work_folder(results.absolute(), out)
     with terminal_bar("estimates", remaining=True) as update:
         of_work = read_results(work, lambda done, of: update(completed=done, total=of) if update else None)
-    page, lines = make_page(of_work, asked.get("datasets"))
+    page, lines = make_page(of_work, asked.datasets)
     out.mkdir(parents=True, exist_ok=True)
-    write_output(out / PAGE, render_page(page).encode("utf-8", errors="replace"))
+    write_output(out / PAGE, page_bytes(page))
     print("\n".join([*lines, f"page: {out / PAGE}"]))
 
 

@@ -35,17 +35,17 @@ from conf.reports.blocks import (
     Tiles,
     table,
 )
+from conf.reports.charts import Axis, Margins, Plot, against
 from conf.reports.page_text import MISSING, count_of, duration
-from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
+from conf.reports.svg import Svg
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, EAGER, PARTS, MachineProfile
 from infra.offline.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
 from learn.calibrate import Calibration, calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for
-from warehouse.explorer.plot import against
 
-_AREA = PlotArea(width=400, height=210, left=52, right=10, top=12, bottom=28)
+_MARGINS = Margins(width=400, height=210, left=52, right=10, top=12, bottom=28)
 _MOST_COLUMNS = 200  # of a curve
 _SHOWN = 12  # rows of a table that can be long
 _MEASURED_CSS, _TRACED_CSS = "k1", "k5"
@@ -269,18 +269,13 @@ def curves_svg(one: BlockComparison) -> Svg:
             lines.append((f"line {css} dashed", f"{side} reserved", _thinned(curve.reserved_bytes)))
             lines.append((f"line {css}", f"{side} allocated", _thinned(curve.allocated_bytes)))
     most = max((max(values) for _, _, values in lines), default=1.0)
-    step = nice_step(max(most, 1e-3) / 4)
-    top = step * (int(most / step) + 1)
-    drawing = Drawing()
-    for tick in range(round(top / step) + 1):
-        _AREA.grid_line(drawing, _AREA.y(tick * step / top), f"{tick * step:,.6g}")
+    plot = Plot(Axis(0.0, 1.0), Axis.of(0.0, max(most, 1e-3)), _MARGINS)
+    plot.grid()
+    plot.ticks_below("solid: allocated, dashed: reserved, MiB")
     for css, title, values in lines:
-        points = [(_AREA.x(k / max(len(values) - 1, 1)), _AREA.y(value / top)) for k, value in enumerate(values)]
-        path = "".join(f"{'L' if k else 'M'}{x:.1f} {y:.1f}" for k, (x, y) in enumerate(points))
-        drawing.path(css, path, title=title)
-    drawing.text("axis", _AREA.right_edge, _AREA.height - 8, "solid: allocated, dashed: reserved, MiB", "end")
+        plot.line(css, [(k / max(len(values) - 1, 1), value) for k, value in enumerate(values)], title)
     label = f"{one.name}: allocated and reserved memory over the last step, measured and traced"
-    return drawing.svg(_AREA.width, _AREA.height, label, css="timeline")
+    return plot.picture(label, css="timeline")
 
 
 def _thinned(values: Sequence[int]) -> list[float]:

@@ -8,16 +8,28 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from conf.arguments import exit_code, keyed_values
-from conf.errors import UsageError, unknown_name
+from conf.arguments import exit_code
+from conf.overrides import load_settings
 from conf.plain_text import counted
+from conf.settings import Checked, key
+from workers.probes.children import DEVICES
 
 PROBES = ("contexts", "workspaces", "questions", "histories")
-KINDS = {"probes": "text | list of text", "out": "new path", "device": "text", "seconds": "number > 0"}
 EXIT_LEFT = 3  # some of it is not measured: no time was left, or it failed
 EXIT_NOT_HERE = 4  # nothing can be measured on this machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbesSettings(Checked):
+    """The keys."""
+
+    probes: tuple[str, ...] = key(help="what to measure", kind="text | list of text", choices=PROBES)
+    out: str = key(help="the folder of the results", kind="new path")
+    device: str = key(help="where", choices=DEVICES)
+    seconds: float = key(help="for all probes together", kind="number > 0")
 
 
 def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int:
@@ -27,13 +39,7 @@ def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int
 
     Returns:
         0, `EXIT_LEFT`, `EXIT_NOT_HERE`, or 1 where some failed and none was ever measured.
-
-    Raises:
-        UsageError: An unknown probe or device.
     """
-    for name in names:
-        if name not in PROBES:
-            raise unknown_name("probe", name, PROBES)
     from workers.probes import contexts, histories, questions, workspaces
 
     probes = dict(zip(PROBES, (contexts, workspaces, questions, histories), strict=True))
@@ -65,11 +71,8 @@ def main(argv: Sequence[str]) -> int:
     """Measure what the arguments say; return `measure`'s exit code, 2 for bad arguments."""
 
     def measured() -> int:
-        values = keyed_values(argv, KINDS)
-        if missing := [name for name in KINDS if name not in values]:
-            raise UsageError(f"{missing[0]}= is missing")
-        names = [values["probes"]] if isinstance(values["probes"], str) else values["probes"]
-        return measure(names, Path(values["out"]), values["device"], values["seconds"])
+        settings = load_settings(ProbesSettings, "probes", argv)
+        return measure(settings.probes, Path(settings.out), settings.device, settings.seconds)
 
     return exit_code(measured)
 

@@ -23,11 +23,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from conf.arguments import exit_code, keyed_values
+from conf.arguments import exit_code
 from conf.children.containment import die_with_parent
 from conf.cli import EXIT_INTERRUPTED
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
+from conf.overrides import load_settings
 from conf.plain_text import bounded, exception_line, one_line
+from conf.settings import Checked, key
 from farm.jobs import Queue
 from featurize.families import family_names
 from infra.offline import results
@@ -39,10 +41,6 @@ from warehouse.layout import write_bytes
 from workers.devices import DeviceChoice, choose_device, make_device
 from workers.devices.discovery import discover_gpus
 
-KINDS = {
-    "minutes": "number > 0 | null", "results": "new path", "previous": "path | null", "work": "new path",
-    "device": "text", "families": "text | list of text", "n": "int >= 1 | null",
-}  # fmt: skip
 USAGE = f"""usage: python -m infra.offline.steps STEP[,STEP...] results=DIR [KEY=VALUE ...]
 
 STEP: {", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items())}
@@ -64,38 +62,24 @@ _REPORT = "tests.xml"  # of pytest, in the work folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsSettings:
-    """One call. `minutes` None: the steps' own. Raises `UsageError`."""
+class StepsSettings(Checked):
+    """One call. Raises `UsageError`."""
 
-    steps: tuple[str, ...]
-    results: str
-    minutes: float | None = None
-    previous: str | None = None
-    work: str = "work"
-    device: str = "cuda"
-    families: Sequence[str] = ()
-    n: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "families", (self.families,) if isinstance(self.families, str) else self.families)
-        for kind, names, known in (
-            ("step", self.steps, STEPS),
-            ("device", (self.device,), DEVICES),
-            ("family", self.families, family_names()),
-        ):
-            for name in names:
-                if name not in known:
-                    raise unknown_name(kind, name, known)
+    minutes: float | None = key(None, "default: the steps' own", "number > 0")
+    results: str = key(help="the folder that comes back from this machine", kind="new path")
+    previous: str | None = key(None, kind="path")
+    work: str = key("work", kind="new path")
+    device: str = key("cuda", choices=tuple(DEVICES))
+    families: tuple[str, ...] = key((), kind="text | list of text", choices=family_names())
+    n: int | None = key(None, kind="int >= 1")
+    steps: tuple[str, ...] = key(help="what the call runs", kind="list of text", choices=tuple(STEPS))
 
 
 def settings_of(argv: Sequence[str]) -> StepsSettings:
     """Return `STEP,STEP KEY=VALUE...` as settings. Raises `UsageError`."""
     if not argv or "=" in argv[0]:
         raise UsageError(f"name the steps first, e.g. test,calibrate; known: {', '.join(STEPS)}")
-    values = keyed_values(argv[1:], KINDS)
-    if "results" not in values:
-        raise UsageError("results=DIR is missing: the folder that comes back from this machine")
-    return StepsSettings(steps=tuple(argv[0].split(",")), **values)
+    return load_settings(StepsSettings, "steps", [f"steps=[{argv[0]}]", *argv[1:]])
 
 
 def run(settings: StepsSettings) -> int:

@@ -14,22 +14,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from conf.errors import UsageError, shown, unknown_name
+from conf.errors import UsageError, shown
 from conf.plain_text import table_lines
 from conf.reports.page_text import MISSING
-from conf.settings import group, key, same_key
+from conf.settings import Checked, data_key, format_key, group, key
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.admission.admitting import Admission, admit
 from learn.admission.gpu_state import GpuState, KnownJob
 from learn.collocation.profile import JobProfile
-from learn.commands.estimate import FORMATS, EstimateSettings, described_device, open_data
+from learn.commands.estimate import described_device, open_data
 
 _SHARES = ("gpu_util", "memory_util", "smact", "smocc", "drama", "tensor")
 _FIGURES = tuple(field.name for field in dataclasses.fields(JobProfile) if field.name != "name")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdmitSettings:
+class AdmitSettings(Checked):
     """Which job asks to join which GPU. Raises `UsageError`.
 
       python -m learn.admit job='{memory_mib: 9000, memory_bound_mib: 10000, smact: 0.4}' \\
@@ -49,12 +49,8 @@ class AdmitSettings:
     used_mib: float | None = key(None, "memory in use now, as measured", "number | null")
     risk: float = key(0.01, "probability of running out of memory up to which the job is admitted")
     max_slowdown: float | None = key(2.0, "expected slowdown of any job up to which it is admitted", "number | null")
-    format: str = same_key(EstimateSettings, "format")
-    data: str | None = same_key(EstimateSettings, "data")
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
+    format: str = format_key()
+    data: str | None = data_key()
 
 
 def entry(settings: AdmitSettings) -> int:

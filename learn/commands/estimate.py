@@ -13,11 +13,11 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from conf.errors import CommandError, UsageError, unknown_name
+from conf.errors import CommandError, UsageError
 from conf.reports.page_text import MISSING
-from conf.settings import data_key, group, key
+from conf.settings import Checked, data_key, format_key, group, key
 from featurize.device_spec import DeviceSpec, describe_device, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
@@ -35,10 +35,11 @@ from featurize.trial_config import OPTIMIZERS
 from learn.cases import DEFAULT_DEVICE
 from learn.commands.model_inputs import model_batches, model_inputs
 from learn.estimation.estimate_view import PastRun, bound_name, coverage_text, known_to, load_run, print_notes, rate
-from learn.estimation.estimating import estimate, estimate_many
-from learn.estimation.fits import BOUND, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
+from learn.estimation.estimating import METHODS, estimate, estimate_many
+from learn.estimation.fits import BOUND, BY, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE, RUNS
+from learn.estimation.loops import LOOPS
 from learn.estimation.model_names import load_factory
 from learn.estimation.notes import AMD_GPU, PROBLEM, Note
 from learn.estimation.requests import ScriptKeywords
@@ -50,9 +51,9 @@ if TYPE_CHECKING:
 
     from learn.estimation.requests import AnyModel, Inputs
 
-FORMATS = ("table", "json")
 FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
+LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
 
 
 def _any_of(names: Sequence[str]) -> str:
@@ -107,12 +108,12 @@ def _training_keys() -> type:
         meaning = _TRAINING[name]
         text, kind = (meaning, "") if isinstance(meaning, str) else meaning
         keys.append((name, annotation, key(None, f"for model: {text}", kind)))
-    return make_dataclass("TrainingKeys", keys, frozen=True, kw_only=True)
+    return make_dataclass("TrainingKeys", keys, bases=(Checked,), frozen=True, kw_only=True)
 
 
 if TYPE_CHECKING:
 
-    class TrainingKeys: ...
+    class TrainingKeys(Checked): ...
 else:
     TrainingKeys = _training_keys()
 
@@ -127,7 +128,51 @@ def described_device(values: Mapping[str, Any]) -> DeviceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateSettings(TrainingKeys):
+class ModelKeys(TrainingKeys):
+    """The keys of a command about one model."""
+
+    model: str | None = key(
+        None, "MODULE:FACTORY, a torch.nn.Module, a function that gives one, or a model class of transformers"
+    )
+    input: list[Any] | Mapping[str, Any] | None = key(
+        None,
+        "for model: its input's shape, as in [64,3,224,224], several as in [[8,128],[8,128]], or keyword arguments: "
+        "'{input_ids: [8,128], labels: [8,128]}'; '{shape: [8,128], dtype: int64}' in place of a shape",
+    )
+    input_dtype: str = key(DEFAULT_DTYPE, "of the inputs that name no type; int64 for token ids")
+    arguments: Mapping[str, Any] | str | None = key(
+        None,
+        "for model: the factory's, as in '{num_classes: 10}'; of transformers' models, fields of their configuration",
+        "mapping | any text | null",
+    )
+    allocator: str | None = key(
+        None, "the caching allocator's settings, as PYTORCH_ALLOC_CONF has them: expandable_segments:True,..."
+    )
+    loop: str | None = key(
+        None, "default that of run=, else for each figure the one that its source knows", choices=LOOPS
+    )
+    machine: str | None = key(
+        None,
+        "what lies outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
+        "learn.calibrate; default the one calibrated for this GPU in the data folder, else current",
+    )
+    workspaces: str | None = key(
+        None,
+        "of convolutions, in the trace: guessed; cudnn: asks cuDNN, without a GPU (extra cudnn); auto: cudnn where it "
+        "is installed and knows the GPU model, else guessed; default guessed",
+    )
+    torch_version: str | None = key(
+        None,
+        "release of PyTorch that the job runs, as 2.4; only cuDNN's workspaces follow it, with "
+        "workspaces=cudnn or auto; default the installed one",
+        "text | null",
+    )
+    format: str = format_key()
+    data: str | None = data_key()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateSettings(ModelKeys):
     """Which job to estimate, and how. Raises `UsageError`.
 
       python -m learn.estimate model=torchvision.models:resnet50 input=[64,3,224,224] report=resnet50.html
@@ -155,6 +200,11 @@ class EstimateSettings(TrainingKeys):
     and the step's time by kind of kernel.
     """
 
+    COMMON: ClassVar = (
+        "model", "input", "input_dtype", "batch", "arguments", "config", "run", "device", "optimizer", "precision",
+        "checkpointing", "parallel", "find", "report", "format", "data",
+    )  # fmt: skip
+
     device: DeviceSpec | None = group(
         None, "GPU model, by default A100-SXM4-40GB, and for run= the run's own", described_device
     )
@@ -163,14 +213,7 @@ class EstimateSettings(TrainingKeys):
         "GPU models of a table, as in [A100-SXM4-40GB,L4]; device=[...] says the same; default those of find=devices: "
         "all",
         "text | list of text | null",
-    )
-    model: str | None = key(
-        None, "MODULE:FACTORY, a torch.nn.Module, a function that gives one, or a model class of transformers"
-    )
-    input: list[Any] | Mapping[str, Any] | None = key(
-        None,
-        "for model: its input's shape, as in [64,3,224,224], several as in [[8,128],[8,128]], or keyword arguments: "
-        "'{input_ids: [8,128], labels: [8,128]}'; '{shape: [8,128], dtype: int64}' in place of a shape",
+        build=lambda names: (names,) if isinstance(names, str) else tuple(names or ()),
     )
     batches: list[Any] | Mapping[Any, Any] | None = key(
         None,
@@ -178,14 +221,8 @@ class EstimateSettings(TrainingKeys):
         "[128,512,128], or their shares, as in '{128: 0.7, 512: 0.3}'",
         "list | mapping | null",
     )
-    input_dtype: str = key(DEFAULT_DTYPE, "of the inputs that name no type; int64 for token ids")
     batch: int | None = key(
         None, "for model: samples in a batch; scales the first dimension of every input", "int >= 1 | null"
-    )
-    arguments: Mapping[str, Any] | str | None = key(
-        None,
-        "for model: the factory's, as in '{num_classes: 10}'; of transformers' models, fields of their configuration",
-        "mapping | any text | null",
     )
     config: Mapping[str, Any] | str | None = key(
         None, "a trial config: '{family: cnn, ...}', or what runs.config holds", "mapping | text | null"
@@ -198,9 +235,6 @@ class EstimateSettings(TrainingKeys):
     run: str | None = key(
         None, "a run of the warehouse: estimates its config and shows the figures of the run beside it"
     )
-    allocator: str | None = key(
-        None, "the caching allocator's settings, as PYTORCH_ALLOC_CONF has them: expandable_segments:True,..."
-    )
     power_limit_w: float | None = key(
         None,
         "limit that is set on the GPU (nvidia-smi -pl); step time, utilization and energy follow it; default the "
@@ -212,26 +246,8 @@ class EstimateSettings(TrainingKeys):
     )
     method: str = key(
         "full",
-        "full, or fast: from a trial config alone, without tracing it, by fitted trees; prints its held-out error",
-    )
-    loop: str | None = key(
-        None, "resident or pipeline; default that of run=, else for each figure the one that its source knows"
-    )
-    machine: str | None = key(
-        None,
-        "what lies outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
-        "learn.calibrate; default the one calibrated for this GPU in the data folder, else current",
-    )
-    workspaces: str | None = key(
-        None,
-        "of convolutions, in the trace: guessed; cudnn: asks cuDNN, without a GPU (extra cudnn); auto: cudnn where it "
-        "is installed and knows the GPU model, else guessed; default guessed",
-    )
-    torch_version: str | None = key(
-        None,
-        "release of PyTorch that the job runs, as 2.4; only cuDNN's workspaces follow it, with "
-        "workspaces=cudnn or auto; default the installed one",
-        "text | null",
+        "fast: from a trial config alone, without tracing it, by fitted trees; prints its held-out error",
+        choices=METHODS,
     )
     coverage: float = key(
         LEVEL,
@@ -256,24 +272,23 @@ class EstimateSettings(TrainingKeys):
     )
     find: str | None = key(
         None,
-        "for model and config: largest_batch (that fits the device), or devices (that the job fits); default one "
+        "for model and config: the largest batch that fits the device, or the devices that the job fits; default one "
         "estimate",
+        choices=FINDS,
     )
     by: str | None = key(
-        None, "for find: what has to fit, bound (99 of 100 jobs stay below it) or point; default bound"
+        None, "for find: what has to fit; 99 of 100 jobs stay below the bound; default bound", choices=BY
     )
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
     snapshot: str | None = key(
         None, "write the step's memory into this file, for PyTorch's viewer (pytorch.org/memory_viz)", "new path"
     )
-    format: str = key("table", "table or json")
-    notes: str = key(IMPORTANT, "of a table: important, at most three of them, or all")
+    notes: str = key(IMPORTANT, "of a table; important: at most three of them", choices=NOTES)
     server: str | None = key(
         None,
         "URL of a service (python -m farm.serve) that answers in place of this machine, as http://127.0.0.1:8350; "
         "$GPUFARM_TOKEN is its token",
     )
-    data: str | None = data_key()
     time_limit_s: float = key(600, "for a script: it is ended after this many seconds", "number > 0")
     memory_limit_gib: float | None = key(
         None, "for a script: memory of this machine that it may take; default three quarters", "number > 0 | null"
@@ -283,16 +298,15 @@ class EstimateSettings(TrainingKeys):
         None,
         "modules whose code may run where run= or configs= name it, as in [mypackage]; default none",
         "text | list of text | null",
+        build=parse_trust,
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trust", parse_trust(self.trust))
+        super().__post_init__()
         # One GPU stays as given: it overrides the layout of a config. So does the network, which a script takes.
         if not names_network_only(self.parallel):
             object.__setattr__(self, "parallel", parse_parallel(self.parallel, files=True) or self.parallel)
-        names = (self.devices,) if isinstance(self.devices, str) else tuple(self.devices or ())
-        object.__setattr__(self, "devices", names)
-        if names and self.find is None:
+        if self.devices and self.find is None:
             object.__setattr__(self, "find", DEVICES)
 
     def require_one_job(self) -> None:
@@ -317,8 +331,6 @@ class EstimateSettings(TrainingKeys):
             if self.by is not None:
                 raise UsageError("by is for find=largest_batch and find=devices")
             return
-        if self.find not in FINDS:
-            raise unknown_name("find", self.find, FINDS)
         if self.devices and self.find != DEVICES:
             raise UsageError(f"find={self.find} is of one GPU model; name it with device=")
         if self.model is None and self.config is None:
@@ -326,13 +338,6 @@ class EstimateSettings(TrainingKeys):
         default = {"report": None, "snapshot": None, "method": "full", "power_limit_w": None}
         if one_only := [name for name, value in default.items() if getattr(self, name) != value]:
             raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
-
-    def require_format(self) -> None:
-        """Raise `UsageError` for an unknown format, or an unknown choice of notes."""
-        if self.notes not in NOTES:
-            raise unknown_name("notes", self.notes, NOTES)
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
 
     def how(self) -> dict[str, Any]:
         """Return the keywords of `learn.estimate` that say what the job runs on and how its answer is wanted."""
@@ -356,7 +361,6 @@ def entry(settings: EstimateSettings) -> int:
     if settings.server is not None:
         return entry_of_server(settings)
     settings.require_one_job()
-    settings.require_format()
     open_data(settings.data)
     if settings.configs is not None:
         return _print_many(settings.configs, settings)
@@ -452,7 +456,6 @@ def config_mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
 _WIDTH_WITH_ENERGY = 90  # characters
 
 
@@ -581,7 +584,6 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     given += ["input_dtype"] if settings.input_dtype != DEFAULT_DTYPE else []
     if given:
         raise UsageError(f"a script says itself what it trains; leave {', '.join(given)} out")
-    settings.require_format()
     if settings.method != "full":
         raise UsageError("a script is estimated with method=full")
     open_data(settings.data)
@@ -620,7 +622,6 @@ def entry_of_server(settings: EstimateSettings) -> int:
     if given:
         raise UsageError(f"server= answers for model= and config=; leave {', '.join(given)} out")
     settings.require_one_job()
-    settings.require_format()
     body = request_of(settings)
     title = settings.model or f"{body['config'].get('family')}, batch {body['config'].get('batch_size')}"
     with Client(settings.server or "", token=os.environ.get(TOKEN_VARIABLE)) as service:

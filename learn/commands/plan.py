@@ -10,14 +10,14 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from conf.bars import StepBar
-from conf.errors import UsageError, unknown_name
-from conf.settings import group, key, same_key
+from conf.errors import UsageError
+from conf.settings import group, key
 from featurize.device_spec import DeviceSpec
 from learn.cases import DEFAULT_DEVICE
-from learn.commands.estimate import FORMATS, SETTINGS, EstimateSettings, TrainingKeys, described_device, open_data
+from learn.commands.estimate import SETTINGS, ModelKeys, described_device, open_data
 from learn.commands.model_inputs import model_inputs
 from learn.estimation.model_names import load_factory
 from learn.estimators import LEVEL
@@ -26,7 +26,7 @@ _SHARED = ("allocator", "loop", "machine", "workspaces", "torch_version", "cover
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(TrainingKeys):
+class PlanSettings(ModelKeys):
     """Which job to plan, and for how many GPUs. Raises `UsageError`.
 
       python -m learn.plan model=mypackage.nets:make_gpt input=[8,1024] input_dtype=int64 gpus=64 precision=bf16
@@ -37,6 +37,11 @@ class PlanSettings(TrainingKeys):
     the meta device; no GPU is needed.
     The report is one HTML page: the memory of each layout over its throughput.
     """
+
+    COMMON: ClassVar = (
+        "model", "input", "input_dtype", "arguments", "gpus", "device", "global_batch", "optimizer", "precision",
+        "checkpointing", "parallel", "modes", "rows", "report", "format", "data",
+    )  # fmt: skip
 
     device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
     gpus: int | tuple[int, ...] | None = key(
@@ -65,28 +70,15 @@ class PlanSettings(TrainingKeys):
         "long samples and ep for models with experts",
         "list of text | null",
     )
-    model: str | None = same_key(EstimateSettings, "model")
-    input: list[Any] | Mapping[str, Any] | None = same_key(EstimateSettings, "input")
-    input_dtype: str = same_key(EstimateSettings, "input_dtype")
-    arguments: Mapping[str, Any] | str | None = same_key(EstimateSettings, "arguments")
-    allocator: str | None = same_key(EstimateSettings, "allocator")
-    loop: str | None = same_key(EstimateSettings, "loop")
-    machine: str | None = same_key(EstimateSettings, "machine")
-    workspaces: str | None = same_key(EstimateSettings, "workspaces")
-    torch_version: str | None = same_key(EstimateSettings, "torch_version")
     coverage: float = key(LEVEL, "share of jobs that stay below the bound, above 0.5 and at most 0.99", "number")
     rows: int = key(20, "rows of the table; format=json has all", "int >= 1")
     report: str | None = key(None, "write an HTML page with the layouts' memory over their throughput", "new path")
-    format: str = same_key(EstimateSettings, "format")
-    data: str | None = same_key(EstimateSettings, "data")
 
     def require_job(self) -> tuple[str, int | tuple[int, ...]]:
-        """Return the model and the GPUs. Raises `UsageError` where a key is missing, or for an unknown format."""
+        """Return the model and the GPUs. Raises `UsageError` where a key is missing."""
         missing = [f"{name}={like}" for name, like in _NEEDED.items() if getattr(self, name) is None]
         if missing or self.model is None or self.gpus is None:
             raise UsageError(f"a plan needs {' and '.join(missing)}")
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
         return self.model, self.gpus
 
 

@@ -26,10 +26,11 @@ from featurize.model_flops import seconds_at_peak
 from featurize.replacing import without_collection
 from featurize.training_settings import TrainingSettings, training_of
 from featurize.version import is_current
+from learn.bounds import MemoryBound
 from learn.cases import Case
 from learn.estimation.job_estimate import Activity, Energy, Estimate, Memory, Timing, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loading_ms, loop_named, loops_of_sources
-from learn.estimation.memory_causes import COVERAGES, HELD_OUT, bounded_by_causes, uncertainty_of, widest
+from learn.estimation.memory_causes import COVERAGES, HELD_OUT, uncertainty_of, widest
 from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note, times
 from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of
 from learn.estimation.platforms import workspace_notes
@@ -334,13 +335,9 @@ class _Answer:
         by = f"{name} (default)" if default else f"{name} {artifact.version}"
         self._take(target, point, by, loop_named(asked.training_loop))
         if target == "memory":
-            coverage = self.request.options.coverage
-            if quantiles_mib := _quantiles(prediction, coverage):
-                held_out = _held_out(prediction, artifact) if coverage == LEVEL else {}
-                causes_mib = {HELD_OUT: quantiles_mib[coverage] - point}
-                self.memory = Memory(peak_memory_mib=point).bounded(
-                    quantiles_mib, coverage, causes_mib, held_out=held_out
-                )
+            assert self.memory is not None
+            if (bound := _bound_of(prediction, artifact, self.request.options.coverage)) is not None:
+                self.memory = self.memory.bounded(bound)
             self.beyond_fit = default and 0 in prediction.outside
         of_target = (target,)
         notes = [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
@@ -375,17 +372,10 @@ class _Answer:
             self._take("memory", step.peak_memory_mib, "trace", loop_named(self.alone.training_loop))
         if self.beyond_fit or self.by["memory"] == "trace":
             assert self.memory is not None
-            uncertainty = uncertainty_of(self.traced, self.platform)
+            uncertainty = uncertainty_of(self.traced, self.device, self._on)
             centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
-            held = (
-                asdict(uncertainty.held)
-                if uncertainty.held is not None and self.request.options.coverage == LEVEL
-                else {}
-            )
             limit_mib = self.platform.limit_mib(self.traced)
-            self.memory = bounded_by_causes(
-                self.memory, uncertainty, centre_mib, self.request.options.coverage, limit_mib, held
-            )
+            self.memory = self.memory.bounded(uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib))
 
     def _move(self, mib: float) -> None:
         """Move memory that a model which comes along answered to another machine than its rows were measured on."""
@@ -578,7 +568,8 @@ class _Answer:
             workspaces = self.platform.workspaces is not None
             return self.platform.placed(self._step_of(job), job, workspaces=workspaces)
 
-        return moved(done, runs, trace_of, self.request.options.coverage, uncertainty_of(traced, self.platform))
+        without = uncertainty_of(traced, self.device, self._on)
+        return moved(done, runs, trace_of, self.request.options.coverage, without)
 
 
 def _note_of_host(step: SimulatedStep, job: TrainingJob) -> list[Note]:
@@ -599,21 +590,21 @@ def _parameters(job: TrainingJob) -> int | None:
         return None
 
 
-def _held_out(prediction: Prediction, artifact: Artifact) -> Mapping[str, Any]:
-    """Return what the bound of one case held of left-out groups, or of held-out rows where its fit left out none."""
-    held = prediction.held_of(0)
-    return artifact.bound_held_out() if held is None else asdict(held)
-
-
-def _quantiles(prediction: Prediction, coverage: float) -> dict[float, float]:
-    """Return probability -> MiB of one case; above one half they are bounds. Empty without a calibrated bound."""
+def _bound_of(prediction: Prediction, artifact: Artifact, coverage: float) -> MemoryBound | None:
+    """Return the bound of one case by a fitted model, of left-out groups, or of held-out rows where its fit left out
+    none. None where it is not calibrated."""
     quantiles = {}
     for level in sorted({*COVERAGES, coverage}):
         at = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
         if at is None:
-            return {}
+            return None
         quantiles[level] = float(at[0])
-    return quantiles
+    held_out: Mapping[str, Any] = {}
+    if coverage == LEVEL:
+        held = prediction.held_of(0)
+        held_out = artifact.bound_held_out() if held is None else asdict(held)
+    causes_mib = {HELD_OUT: quantiles[coverage] - float(prediction.point[0])}
+    return MemoryBound(coverage=coverage, quantiles_mib=quantiles, causes_mib=causes_mib, held_out=held_out)
 
 
 def _of_loop(

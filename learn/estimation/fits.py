@@ -179,7 +179,7 @@ def devices_that_fit(
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
     """
     _require_by(by)
-    specs = [platform_of(one).device for one in (device_names() if devices is None else devices)]
+    specs = [platform_of(one, machine=CURRENT).device for one in (device_names() if devices is None else devices)]
     given: dict[str, Any] = dict(options)
     of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}
     anywhere = {"device": DEFAULT_DEVICE, "machine": CURRENT, "power_limit_w": None}

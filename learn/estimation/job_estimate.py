@@ -8,12 +8,12 @@ from __future__ import annotations
 import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from conf.errors import UsageError
+from learn.bounds import MemoryBound
 from learn.estimation.memory_causes import COVERAGES
 from learn.estimation.notes import INFO, Note
 from learn.estimators import LEVEL
@@ -116,26 +116,19 @@ class Memory:
         """Return whether the job fits into the empty card; None where its memory is not known."""
         return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
 
-    def bounded(
-        self,
-        quantiles_mib: Mapping[float, float],
-        coverage: float,
-        causes_mib: Mapping[str, float],
-        least_card_mib: float | None = None,
-        held_out: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Self:
-        """Return the memory with a bound: its distribution, the causes' MiB at the coverage, the smallest card that
-        has room, where that is less than the bound, and what share of left-out rows it held, where that was measured.
-        """
-        ascending = np.maximum.accumulate([quantiles_mib[p] for p in sorted(quantiles_mib)]).tolist()
+    def bounded(self, bound: MemoryBound) -> Self:
+        """Return the memory with a bound."""
+        probabilities = sorted(bound.quantiles_mib)
+        ascending = np.maximum.accumulate([bound.quantiles_mib[p] for p in probabilities]).tolist()
+        upper_mib = bound.quantiles_mib[bound.coverage]
         return replace(
             self,
-            distribution=tuple(zip(sorted(quantiles_mib), ascending, strict=True)),
-            upper_mib=quantiles_mib[coverage],
-            coverage=coverage,
-            uncertain=dict(causes_mib),
-            bound_held_out=dict(held_out),
-            least_card_mib=quantiles_mib[coverage] if least_card_mib is None else least_card_mib,
+            distribution=tuple(zip(probabilities, ascending, strict=True)),
+            upper_mib=upper_mib,
+            coverage=bound.coverage,
+            uncertain=dict(bound.causes_mib),
+            bound_held_out=dict(bound.held_out),
+            least_card_mib=upper_mib if bound.least_card_mib is None else bound.least_card_mib,
         )
 
     def moved(self, mib: float) -> Self:
@@ -150,7 +143,7 @@ _BOUND = ("upper_mib", "least_card_mib")
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """What a job keeps busy of the GPU, as shares in [0, 1]: SM activity, SM occupancy, DRAM activity."""
+    """The GPU's activity under a job, as shares in [0, 1]: SM activity, SM occupancy, DRAM activity."""
 
     smact: float | None = None
     smocc: float | None = None

@@ -23,7 +23,7 @@ from conf.plain_text import first_line
 from featurize.device_spec import DeviceSpec, device_names, known_device, plain_device
 from featurize.trial_config import TRAINING_FIELDS, TrialConfig
 from learn.estimation.job_estimate import Estimate, estimators_named
-from learn.estimation.memory_causes import NEIGHBOUR, Uncertainty, bounded_by_causes, widest
+from learn.estimation.memory_causes import NEIGHBOUR, Uncertainty, widest
 from learn.estimation.notes import BOUND, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 from warehouse.folder import DataFolder
 
@@ -196,6 +196,7 @@ def moved(
     uncertain = replace(
         _uncertainty(measured, done.reserved_mib, peak_mib, without, narrows=not contradictions),
         needed_mib=without.needed_mib + max(difference_mib, 0.0),
+        held=None,
     )
     by = {**done.answered_by, "memory": f"trace with {len(measured)} measured run{'s' if len(measured) > 1 else ''}"}
     notes = [note for note in done.notes if note.code not in _OF_MEMORY and note.targets != ("memory",)]
@@ -204,7 +205,7 @@ def moved(
         text = f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {done.device}"
         notes.insert(0, Note(OUT_OF_MEMORY, PROBLEM, text))
     card_mib = math.inf if limit_mib is None else limit_mib
-    by_runs = bounded_by_causes(replace(done, peak_memory_mib=peak_mib), uncertain, peak_mib, coverage, card_mib)
+    by_runs = replace(done, peak_memory_mib=peak_mib).bounded(uncertain.bound(peak_mib, coverage, card_mib))
     notes += filter(None, [widest(by_runs.uncertain, (by_runs.upper_mib or 0.0) - peak_mib)])
     return replace(
         by_runs,

@@ -6,9 +6,8 @@ Start reading at `uncertainty_of`. Tensors that are replayed are known exactly a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,16 +15,13 @@ from conf.units import MIB
 from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, DESCRIBED, EAGER
-from learn.bounds import Held, bound_shares, least_held
+from learn.bounds import LEVEL, Held, MemoryBound, bound_shares, least_held
 from learn.estimation.notes import BOUND, INFO, Note
 
 if TYPE_CHECKING:
     from featurize.library_calls import LibraryCall
-    from learn.estimation.job_estimate import Memory
-    from learn.estimation.platforms import Platform
+    from featurize.machine import MachineProfile
     from learn.traced import TracedStep
-
-    OfMemory = TypeVar("OfMemory", bound=Memory)
 
 WORKSPACES = "convolution workspaces"
 FRAGMENTATION = "fragmentation"
@@ -77,27 +73,27 @@ class Uncertainty:
     needed_mib: float
     held: Held | None = None
 
-    def bound_mib(self, centre_mib: float, coverage: float, card_mib: float) -> float:
-        """Return what the job's memory stays below with the probability `coverage`, or falls to below one half.
+    def bound(self, centre_mib: float, coverage: float, card_mib: float) -> MemoryBound:
+        """Return the bound of a job.
 
         Args:
             centre_mib: The estimate.
             coverage: From 0.01 to 0.99.
-            card_mib: Memory of the card. A job that runs there never takes more.
+            card_mib: What the job can take of the card. A job that runs there never takes more.
         """
-        bound = self._unlimited_mib(centre_mib, coverage)
-        return card_mib if self.least_card_mib(centre_mib, coverage) <= card_mib < bound else bound
-
-    def least_card_mib(self, centre_mib: float, coverage: float) -> float:
-        """Return the memory of the smallest card that has room for the job with this probability. Args: as above."""
-        return max(centre_mib, min(self.needed_mib, self._unlimited_mib(centre_mib, coverage)))
-
-    def _unlimited_mib(self, centre_mib: float, coverage: float) -> float:
-        return max(centre_mib + score_at(coverage) * sum(self.causes_mib.values()), 0.0)
-
-    def at(self, coverage: float) -> dict[str, float]:
-        """Return cause -> MiB at another coverage than 99 %."""
-        return {cause: score_at(coverage) * mib for cause, mib in self.causes_mib.items() if mib >= 0.5}
+        margin_mib = sum(self.causes_mib.values())
+        above = {level: score_at(level) * margin_mib for level in sorted({*COVERAGES, coverage})}
+        unlimited = {level: max(centre_mib + mib, 0.0) for level, mib in above.items()}
+        least = {level: max(centre_mib, min(self.needed_mib, mib)) for level, mib in unlimited.items()}
+        return MemoryBound(
+            coverage=coverage,
+            quantiles_mib={
+                level: card_mib if least[level] <= card_mib < mib else mib for level, mib in unlimited.items()
+            },
+            causes_mib={cause: score_at(coverage) * mib for cause, mib in self.causes_mib.items() if mib >= 0.5},
+            least_card_mib=least[coverage],
+            held_out={} if self.held is None or coverage != LEVEL else asdict(self.held),
+        )
 
 
 def score_at(coverage: float) -> float:
@@ -106,35 +102,10 @@ def score_at(coverage: float) -> float:
     return float(np.interp(coverage, list(scores), list(scores.values())))
 
 
-def bounded_by_causes(
-    memory: OfMemory,
-    uncertainty: Uncertainty,
-    centre_mib: float,
-    coverage: float,
-    card_mib: float,
-    held: Mapping[str, Any] = MappingProxyType({}),
-) -> OfMemory:
-    """Return memory with the bound that its causes give.
-
-    Args:
-        memory: The figure; an estimate is one, too.
-        uncertainty: What is uncertain of it.
-        centre_mib: What the bound is above.
-        coverage: Share of jobs that stay below the bound.
-        card_mib: What the job can take of the card.
-        held: What such a bound held of left-out rows.
-    """
-    levels = sorted({*COVERAGES, coverage})
-    bounds = {level: uncertainty.bound_mib(centre_mib, level, card_mib) for level in levels}
-    least_card_mib = uncertainty.least_card_mib(centre_mib, coverage)
-    return memory.bounded(bounds, coverage, uncertainty.at(coverage), least_card_mib, held)
-
-
-def uncertainty_of(traced: TracedStep, platform: Platform) -> Uncertainty:
-    """Return how far above its figure the memory of a traced step may lie, which is placed on the platform."""
+def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
+    """Return how far above its figure the memory of a traced step may lie, which is placed on a machine."""
     from featurize.workspace_scenarios import SETTLED, reserved_by_scenario
 
-    device, on = platform.device, platform.machine
     largest, most_live = _workspaces(traced, device)
     reserved_mib = traced.step.peak_reserved_mib
     outside_mib = traced.step.peak_memory_mib - reserved_mib

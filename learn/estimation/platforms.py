@@ -1,4 +1,4 @@
-"""What a training job runs on: the GPU model, the machine around it, the allocator, the release of PyTorch.
+"""The platform of a training job: the GPU model, the machine around it, the allocator, the release of PyTorch.
 
 Start reading at `Platform`; `platform_of` makes one of what a user says. `featurize.machine` describes machines,
 `learn.calibrate` fits one.
@@ -64,7 +64,7 @@ def machine_for(given: str | os.PathLike[str] | MachineProfile | None, device: D
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """What a job runs on.
+    """The platform of a job.
 
     device          the GPU model, under its power limit
     machine         what lies outside PyTorch's allocator

@@ -1,4 +1,4 @@
-"""What is asked for: a training job, what it runs on, and how the answer is wanted; made of the keywords of `estimate`.
+"""A request for an estimate: a job, its platform and how the answer is wanted, made of the keywords of `estimate`.
 
 Start reading at `Request`; `request_of` makes one, `learn.estimation.answers` answers it.
 """

@@ -5,6 +5,7 @@ Start reading at `step_page`; `conf.reports` draws it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from conf.outputs import write_output
 from conf.reports.blocks import (
     Block,
     Branch,
@@ -41,9 +41,10 @@ from conf.reports.blocks import (
     Tree,
     table,
 )
+from conf.reports.charts import Axis, Margins, Plot
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.render import render_for_notebook, render_page
-from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
+from conf.reports.render import render_for_notebook, write_page
+from conf.reports.svg import Drawing, Svg
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS
@@ -72,8 +73,7 @@ def write_step_report(
     traced: TracedStep | None,
 ) -> None:
     """Write the page in one step, in place of what was there. `traced` with its timeline, None: there is no trace."""
-    page = render_page(step_page(job, platform, done, traced))
-    write_output(path, page.encode("utf-8", errors="replace"), key="report")
+    write_page(path, step_page(job, platform, done, traced))
 
 
 def step_page(
@@ -444,7 +444,7 @@ BANDS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 COLOURS = {name: css for name, (_, css) in BANDS.items()} | {"fragmentation": "k8", "context": "k0"}
 
-_AREA = PlotArea(width=1000.0, height=420.0, left=66.0, right=14.0, top=62.0, bottom=40.0)
+_MARGINS = Margins(width=1000.0, height=420.0, left=66.0, right=14.0, top=62.0, bottom=40.0)
 _MOST_COLUMNS = 640
 _LEAST_PHASE_LABEL = 52.0  # pixels that a phase's name takes
 _LETTER, _MOST_LETTERS = 7.2, 125  # width of one, in bold; what the picture is wide
@@ -465,20 +465,6 @@ class Column(NamedTuple):
     parts: tuple[int, ...]
     reserved: int
     is_peak: bool
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """MiB -> y, moments -> x, in the picture's units."""
-
-    top_mib: float
-    moments: int
-
-    def y(self, mib: float) -> float:
-        return _AREA.y(mib / self.top_mib)
-
-    def x(self, moment: float) -> float:
-        return _AREA.x(moment / max(self.moments, 1))
 
 
 def columns_of(traced: TracedStep, most: int = _MOST_COLUMNS) -> list[Column]:
@@ -519,33 +505,32 @@ def timeline_svg(traced: TracedStep, device: DeviceSpec, peak_text: str) -> Svg:
     highest = context + max((column.reserved for column in columns), default=0) / MIB
     off_scale = device.memory_mib > _OFF_SCALE * highest
     top_mib = 1.15 * highest if off_scale else 1.06 * max(highest, device.memory_mib)
-    scale = _Scale(top_mib, sum(column.moments for column in columns))
-    edges = [0]
-    for column in columns:
-        edges.append(edges[-1] + column.moments)
-    xs = [scale.x(edge) for edge in edges]
+    unit, unit_name = (1024.0, "GiB") if top_mib >= 4096 else (1.0, "MiB")
+    ticks = Axis.within(0.0, top_mib / unit).ticks
+    edges = list(itertools.accumulate((column.moments for column in columns), initial=0))
+    plot = Plot(Axis(0.0, max(edges[-1], 1)), Axis(0.0, top_mib, tuple(tick * unit for tick in ticks)), _MARGINS)
+    xs = [plot.x(edge) for edge in edges]
 
-    drawing = Drawing()
-    _phases(drawing, columns, xs)
-    _grid(drawing, scale)
-    below = [context] * len(columns)
-    _band(drawing, xs, [scale.y(0)] * len(columns), [scale.y(context)] * len(columns), "k0", "context")
-    for i, (name, (_, css)) in enumerate(BANDS.items()):
-        above = [low + column.parts[i] / MIB for low, column in zip(below, columns, strict=True)]
-        _band(drawing, xs, [scale.y(v) for v in below], [scale.y(v) for v in above], css, name)
+    _phases(plot, columns, xs)
+    plot.grid([f"{tick:,.6g}" for tick in ticks], unit_name)
+    below = [0.0] * len(columns)
+    for i, (name, css) in enumerate([("context", "k0"), *((name, css) for name, (_, css) in BANDS.items())]):
+        own = [context if i == 0 else column.parts[i - 1] / MIB for column in columns]
+        above = [low + mib for low, mib in zip(below, own, strict=True)]
+        _band(plot, xs, below, above, css, name)
         below = above
     reserved = [context + column.reserved / MIB for column in columns]
-    _band(drawing, xs, [scale.y(v) for v in below], [scale.y(v) for v in reserved], "k8", "reserved, not in use")
-    drawing.path("reserved", _steps(xs, [scale.y(v) for v in reserved]))
-    _capacity(drawing, scale, device, highest, off_scale)
-    _peak(drawing, columns, xs, below, scale, peak_text)
+    _band(plot, xs, below, reserved, "k8", "reserved, not in use")
+    plot.path("reserved", _steps(xs, [plot.y(mib) for mib in reserved]))
+    _capacity(plot, device, highest, off_scale)
+    _peak(plot, columns, xs, below, peak_text)
     label = f"Memory of the training step on {device.name}, {highest:,.0f} MiB at its peak"
-    return drawing.svg(_AREA.width, _AREA.height, label, css="timeline")
+    return plot.picture(label, css="timeline")
 
 
-def _phases(drawing: Drawing, columns: Sequence[Column], xs: Sequence[float]) -> None:
+def _phases(plot: Plot, columns: Sequence[Column], xs: Sequence[float]) -> None:
     """Draw a shade and a name for each phase, and where the steps begin."""
-    top, bottom = _AREA.top, _AREA.bottom_edge
+    top, bottom = plot.top, plot.bottom
     start = 0
     steps: dict[int, list[float]] = {}
     for i, column in enumerate(columns):
@@ -555,60 +540,51 @@ def _phases(drawing: Drawing, columns: Sequence[Column], xs: Sequence[float]) ->
             continue
         left, right = xs[start], xs[i + 1]
         title = column.phase if column.step == 0 else f"{column.phase}, step {column.step}"
-        drawing.rect(_PHASE_CSS.get(column.phase, "p0"), left, top, right - left, bottom - top, title=title)
+        plot.rect(_PHASE_CSS.get(column.phase, "p0"), left, top, right - left, bottom - top, title=title)
         if right - left >= _LEAST_PHASE_LABEL:
-            drawing.text("phase", (left + right) / 2, top - 8, column.phase)
+            plot.text("phase", (left + right) / 2, top - 8, column.phase)
         start = i + 1
     for step, (left, right) in steps.items():
         if step:
-            drawing.path("edge", f"M{left:.1f} {top - 22:g}V{bottom + 6:g}")
-            drawing.text("step", (left + right) / 2, bottom + 20, f"step {step}")
-    drawing.text("axis", _AREA.right_edge, _AREA.height - 6, "allocations and frees, in order →", "end")
+            plot.path("edge", f"M{left:.1f} {top - 22:g}V{bottom + 6:g}")
+            plot.text("step", (left + right) / 2, bottom + 20, f"step {step}")
+    plot.text("axis", plot.right, plot.height - 6, "allocations and frees, in order →", "end")
 
 
-def _grid(drawing: Drawing, scale: _Scale) -> None:
-    unit, name = (1024.0, "GiB") if scale.top_mib >= 4096 else (1.0, "MiB")
-    step = nice_step(scale.top_mib / unit / 5)
-    drawing.text("axis", _AREA.left - 8, _AREA.top - 8, name, "end")
-    value = 0.0
-    while value * unit <= scale.top_mib:
-        _AREA.grid_line(drawing, scale.y(value * unit), f"{value:,.6g}")
-        value += step
-
-
-def _capacity(drawing: Drawing, scale: _Scale, device: DeviceSpec, highest: float, off_scale: bool) -> None:
-    label, x = f"{device.name}: {device.memory_mib:,.0f} MiB", _AREA.left + 6
+def _capacity(plot: Plot, device: DeviceSpec, highest: float, off_scale: bool) -> None:
+    label, x = f"{device.name}: {device.memory_mib:,.0f} MiB", plot.left + 6
     if off_scale:
         ratio = device.memory_mib / highest
-        drawing.text("capacity", x, _AREA.top + 16, f"↑ {label}, {ratio:.1f} times the peak", "start")
+        plot.text("capacity", x, plot.top + 16, f"↑ {label}, {ratio:.1f} times the peak", "start")
         return
-    y = scale.y(device.memory_mib)
+    y = plot.y(device.memory_mib)
     if highest > device.memory_mib:
-        drawing.rect("over", _AREA.left, _AREA.top, _AREA.right_edge - _AREA.left, y - _AREA.top)
-    drawing.path("limit", _AREA.across(y))
+        plot.rect("over", plot.left, plot.top, plot.right - plot.left, y - plot.top)
+    plot.across("limit", device.memory_mib)
     # Under the line where there is no room above it.
-    drawing.text("capacity", x, y - 6 if y - _AREA.top > 18 else y + 16, label, "start")
+    plot.text("capacity", x, y - 6 if y - plot.top > 18 else y + 16, label, "start")
 
 
 def _peak(
-    drawing: Drawing, columns: Sequence[Column], xs: Sequence[float], in_use: Sequence[float], scale: _Scale, text: str
+    plot: Plot, columns: Sequence[Column], xs: Sequence[float], in_use: Sequence[float], text: str
 ) -> None:  # fmt: skip
     at = next((i for i, column in enumerate(columns) if column.is_peak), None)
     if at is None:
         return
-    x, y = (xs[at] + xs[at + 1]) / 2, scale.y(in_use[at])
+    x, y = (xs[at] + xs[at + 1]) / 2, plot.y(in_use[at])
     full = f"Peak, {in_use[at]:,.0f} MiB in use with the context: {text}"
     shown = full if len(full) <= _MOST_LETTERS else full[: _MOST_LETTERS - 1] + "…"
     half = len(shown) * _LETTER / 2
-    drawing.path("leader", f"M{x:.1f} 22V{y:.1f}")
-    drawing.circle("peak", x, y, 4.5, full)
-    drawing.text("peak", min(max(x, _AREA.left + half), _AREA.right_edge - half), 15, shown, title=full)
+    plot.path("leader", f"M{x:.1f} 22V{y:.1f}")
+    plot.circle("peak", x, y, 4.5, full)
+    plot.text("peak", min(max(x, plot.left + half), plot.right - half), 15, shown, title=full)
 
 
 def _band(
-    drawing: Drawing, xs: Sequence[float], low: Sequence[float], high: Sequence[float], css: str, name: str
+    plot: Plot, xs: Sequence[float], low_mib: Sequence[float], high_mib: Sequence[float], css: str, name: str
 ) -> None:  # fmt: skip
     """Draw the area between two step curves; nothing where it has no height anywhere."""
+    low, high = ([plot.y(mib) for mib in side] for side in (low_mib, high_mib))
     if all(abs(a - b) < 0.05 for a, b in zip(low, high, strict=True)):
         return
     back = [f"V{low[-1]:.1f}"]
@@ -616,7 +592,7 @@ def _band(
         if abs(low[i - 1] - low[i]) >= 0.05:
             back.append(f"H{xs[i]:.1f}V{low[i - 1]:.1f}")
     back.append(f"H{xs[0]:.1f}Z")
-    drawing.path(css, f"{_steps(xs, high)}{''.join(back)}", name)
+    plot.path(css, f"{_steps(xs, high)}{''.join(back)}", name)
 
 
 def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:

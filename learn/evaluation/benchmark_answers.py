@@ -1,19 +1,21 @@
 """The answers behind a benchmark: what learns nothing is asked once a row, what learns is fitted part by part.
 
-Start reading at `ask_learned`; `ask_free` spreads the others over processes (`learn.evaluation.benchmark_pool`).
+Start reading at `ask_learned`; `ask_free` spreads the others over processes.
 """
 
 from __future__ import annotations
 
 import os
+import pkgutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from conf.errors import CommandError
-from featurize.device_spec import describe_device
+from featurize.device_spec import DeviceSpec, describe_device
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import Estimator, get_estimator, make_estimator
@@ -22,9 +24,11 @@ from learn.evaluation.benchmark_rows import RowSelection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.evaluation.scores import median
 from learn.evaluation.splits import Part
+from learn.peers.base import Answer, timed
 from learn.step_record import traced_column
 from learn.step_store import StepStore
-from learn.targets import Bins, Target
+from learn.targets import Bins, Target, get_target
+from warehouse.published import PublishedRow
 
 SLOW = ("faketensor", "xmem")  # seconds a row; the others take a tenth
 TIMED_CASES = 20  # of a file, after one that warms up
@@ -66,7 +70,7 @@ def ask_free(
     The slow ones come last. Where `steps` has a row's record, `trace` answers from that and traces nothing again.
     """
     from learn.estimators import ESTIMATORS
-    from learn.evaluation.benchmark_pool import PoolJob, run_all
+    from learn.processes import in_processes
 
     answers: dict[str, dict[int, Given]] = {name: {} for name in names}
     jobs: list[PoolJob] = []
@@ -87,12 +91,41 @@ def ask_free(
         if len(given_rows) == len(index):
             yield name, Asked(answers=given_rows)
     workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
-    for number, answer in run_all(jobs, workers=workers, limit_s=settings.limit_s, memory_gib=settings.memory_gib):
+    how: dict[str, Any] = {"imports": ["torch"], "limit_s": settings.limit_s, "memory_gib": settings.memory_gib}
+    for number, given in in_processes(answer, jobs, workers=workers, **how):
         name, i = places[number]
-        answers[name][i] = Given(estimate=answer.mib, reason=answer.reason, seconds=answer.seconds)
+        estimate = given.mib if isinstance(given, Answer) else None
+        answers[name][i] = Given(estimate=estimate, reason=given.reason, seconds=given.seconds)
         tally.step()
         if len(answers[name]) == len(index):
             yield name, Asked(answers=answers[name])
+
+
+@dataclass(frozen=True)
+class PoolJob:
+    """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
+
+    where: str
+    subject: PublishedRow | Case
+    device: DeviceSpec
+    target: str
+
+
+def answer(job: PoolJob) -> Answer:
+    """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
+
+    def parts() -> Mapping[str, float]:
+        from learn.published import workload_of
+
+        estimator, case = pkgutil.resolve_name(job.where)(), job.subject
+        if not isinstance(case, Case):
+            case = Case(module=workload_of(case), described=job.device)
+        if job.target == "memory":
+            return estimator.parts_mib(case.job, job.device)
+        estimator.target = get_target(job.target)
+        return {job.target: estimator.figure(case)}
+
+    return timed(parts)
 
 
 def _of_record(case: Case, target: Target, steps: StepStore) -> Given | None:

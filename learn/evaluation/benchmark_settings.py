@@ -5,14 +5,15 @@ Start reading at `BenchmarkSettings`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from conf.errors import UsageError, unknown_name
-from conf.settings import key
+from conf.settings import Checked, key
+from featurize.own_code import parse_trust
 from learn.evaluation.splits import GROUPINGS, SPLITS
-from learn.targets import SLOWDOWN, check_target
+from learn.targets import SLOWDOWN, TARGETS
 
 ONLY_IF_NAMED = ("xmem",)  # it trains on this machine's CPU, with the model's memory
 DOUBTFUL = ("keep", "drop")
@@ -23,8 +24,13 @@ PUBLISHED_TARGETS = ("memory", "smact", "smocc", "drama", "gpu_util")  # what pu
 _OF_PAPER = ("paper", "published", "rows", "seed", "folds", "workers", "limit_s", "memory_gib", "out", "report", "data")
 
 
+def _once(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names that are given, each once."""
+    return (names,) if isinstance(names, str) else None if names is None else tuple(dict.fromkeys(names))
+
+
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkSettings:
+class BenchmarkSettings(Checked):
     """Rows, estimators and splits. Raises `UsageError` that names every bad key together.
 
       python -m learn.benchmark target=memory
@@ -56,7 +62,8 @@ class BenchmarkSettings:
 
     target: str = key(
         "memory",
-        "memory, smact, smocc, drama, gpu_util, step_time, power or slowdown; of published files the first five",
+        f"of published files {', '.join(PUBLISHED_TARGETS)}",
+        choices=(*TARGETS, SLOWDOWN),
     )
     published: str | tuple[str, ...] | None = key(
         None,
@@ -72,21 +79,24 @@ class BenchmarkSettings:
         None,
         "of published: file names without .csv, as in [timm_a100]; default all that are recognised",
         "text | list of text | null",
+        build=_once,
     )
     doubtful: str = key(
-        "keep", "keep or drop rows that the rows beside them contradict; nothing is ever fitted on them"
+        "keep", "rows that the rows beside them contradict; nothing is ever fitted on them", choices=DOUBTFUL
     )
     estimators: tuple[str, ...] | None = key(
         None,
         "as in [trace,horus]; default all that estimate the target but xmem, which trains for real",
         "text | list of text | null",
+        build=_once,
     )
-    split: str = key("cv", "cv, holdout (30 %, as learn.fit), or leave_one_out: each group of by= in turn")
+    split: str = key("cv", "holdout: 30 %, as learn.fit; leave_one_out: each group of by= in turn", choices=SPLITS)
     folds: int = key(3, "of split=cv: stratified by class, near-copies together", "int >= 2")
     by: str | None = key(
         None,
-        "module, family, device or source: what split=leave_one_out leaves out; errors are printed by it as well. Of "
-        "target=slowdown: model or device",
+        "what split=leave_one_out leaves out; errors are printed by it as well. model is of target=slowdown, which "
+        "has device, too",
+        choices=(*GROUPINGS, "model"),
     )
     rows: int | None = key(
         None, "how many rows of each file (family) take part, spread over its modules; default all", "int >= 1"
@@ -118,20 +128,12 @@ class BenchmarkSettings:
         None,
         "modules whose code may run where a row names it, as in [mypackage]; default none, see docs/learning.md",
         "text | list of text | null",
+        build=parse_trust,
     )
 
-    def __post_init__(self) -> None:
-        for name in ("files", "estimators"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                object.__setattr__(self, name, (value,))
-            elif value is not None:
-                object.__setattr__(self, name, tuple(dict.fromkeys(map(str, value))))
-        if self.published is not None and not isinstance(self.published, str):
-            object.__setattr__(self, "published", tuple(map(str, self.published)))
+    def problems(self) -> list[str]:
         problems = self._problems_of_slowdown() if self.target == SLOWDOWN else self._problems_of_rows()
-        if problems := [*problems, *self._problems_of_paths()]:
-            raise UsageError("; ".join(problems))
+        return [*problems, *self._problems_of_paths()]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -158,31 +160,27 @@ class BenchmarkSettings:
         return problems
 
     def _problems_of_rows(self) -> list[str]:
-        from featurize.own_code import parse_trust
-
-        problems = _refused(lambda: check_target(self.target))
-        problems += _refused(lambda: object.__setattr__(self, "trust", parse_trust(self.trust)))
+        problems = []
         if self.published is None:
             if self.paper:
                 problems.append("paper=true makes its tables from published files; give published=FOLDER with it")
             if self.files is not None:
                 problems.append("files= picks published files; give published=FOLDER with it")
         else:
-            problems += self._problems_of_published(is_known_target=not problems)
-        for name, known in (("split", SPLITS), ("by", (None, *GROUPINGS)), ("doubtful", DOUBTFUL)):
-            if getattr(self, name) not in known:
-                problems.append(str(unknown_name(name, getattr(self, name), [k for k in known if k])))
+            problems += self._problems_of_published()
+        if self.by not in (None, *GROUPINGS):
+            problems.append(str(unknown_name("by", self.by, GROUPINGS)))
         if self.split == "leave_one_out" and self.by is None:
             problems.append(
                 f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
             )
         return [*problems, *self._problems_of_estimators()]
 
-    def _problems_of_published(self, *, is_known_target: bool) -> list[str]:
+    def _problems_of_published(self) -> list[str]:
         from learn.fitting import foreign_keys
 
         problems = [] if self.published else ["published= names no file or folder"]
-        if self.target not in PUBLISHED_TARGETS and self.published and is_known_target:
+        if self.target not in PUBLISHED_TARGETS and self.published:
             other = "; step times are compared where warehouse.ingest brought the files: data=FOLDER"
             problems.append(
                 f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}"

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.bars import terminal_bar
@@ -22,14 +21,11 @@ from conf.reports.blocks import (
     Heading,
     Lead,
     Page,
-    Picture,
-    Pictures,
     Row,
     Section,
     Table,
     TableColumn,
 )
-from conf.reports.render import render_page
 from learn.evaluation.benchmark_figures import by_group, worst_of
 from learn.evaluation.plots import plots_of
 from learn.evaluation.scores import NOT_INFORMATIVE
@@ -324,11 +320,6 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
 # ---- the page
 
 
-def write_page(path: str | Path, page: Page) -> None:
-    """Write a page in one step, in place of what was there."""
-    write_output(path, render_page(page).encode("utf-8", errors="replace"), key="report")
-
-
 def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
     """Return the page's contents."""
     sections = [
@@ -347,7 +338,6 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
         title=f"Estimators of {done.target.name}",
         head=(Lead(headline(done)),),
         sections=(*sections, Section("settings", "Settings", keys)),
-        pictures=True,
     )
 
 
@@ -371,10 +361,4 @@ def _plots(done: Benchmark, file: str, key: str) -> Section:
     own = next(figures for figures in done.figures if figures.file == file)
     oom = f", {own.oom:,} that ran out of memory" if own.oom else ""
     intro = Lead(f"{own.ok + own.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
-    pictures = tuple(picture_of(svg, caption) for caption, svg in plots_of(done, file))
-    return Section(key, file, (intro, Pictures(pictures)), name=file)
-
-
-def picture_of(svg: str, caption: str) -> Picture:
-    """Return a plot as a page shows it."""
-    return Picture(svg.encode(), "image/svg+xml", caption, caption)
+    return Section(key, file, (intro, *plots_of(done, file)), name=file)

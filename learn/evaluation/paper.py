@@ -15,11 +15,14 @@ import numpy as np
 
 from conf.errors import UsageError
 from conf.outputs import write_output
-from conf.reports.blocks import Callout, Lead, Page, Pictures, Section
+from conf.reports.blocks import Block, Callout, Drawn, Lead, Legend, Page, Section
+from conf.reports.charts import Axis, Margins, Plot
+from conf.reports.render import write_page
+from conf.reports.svg import LETTER_PX
 from learn.evaluation.benchmark_figures import TRUSTED_ALONE
 from learn.evaluation.benchmark_rows import NEVER_FITTED_ON
-from learn.evaluation.benchmark_view import OTHERS, TableText, picture_of, print_table, table_blocks, write_page
-from learn.evaluation.plots import draw_svg, styles_of
+from learn.evaluation.benchmark_view import OTHERS, TableText, print_table, table_blocks
+from learn.evaluation.plots import colours_of
 from learn.evaluation.published_figures import GPUMEMNET, PUBLISHED_FIGURES
 from learn.evaluation.scores import mean, median
 from learn.targets import BIN_WIDTHS_GB
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from learn.evaluation.benchmark_figures import Benchmark, Scored
     from learn.evaluation.benchmark_settings import BenchmarkSettings
 
+_BARS = Margins(width=1000, height=300, bottom=50)
 ROWS = 100  # of each file, where rows= says nothing: minutes on two cores
 FAMILIES = ("mlp", "cnn", "transformer")
 ABSENT = (
@@ -251,50 +255,55 @@ def paper_entry(settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, S
 
 def paper_page(paper: Paper) -> Page:
     """Return the page: each table with its figure."""
+    draws: dict[str, Callable[[PaperTable], tuple[Block, ...]]]
     draws = {"memory": _draw_accuracy, "utilization": _draw_accuracy, "models": _draw_errors}
     sections = []
     for table in paper.tables:
         blocks = list(table_blocks(table.text))
-        if table.name in draws and (svg := draw_svg(draws[table.name], table)) is not None:
-            blocks.append(Pictures((picture_of(svg, table.title),)))
+        if table.name in draws:
+            blocks += draws[table.name](table)
         sections.append(Section(table.name, "", tuple(blocks)))
     return Page(
         title="The tables of arXiv 2602.17817",
         head=(Lead("Ours beside theirs; theirs are on their own rows and splits"), *map(Callout, paper.notes)),
         sections=tuple(sections),
-        pictures=True,
     )
 
 
-def _draw_accuracy(plt: Any, table: PaperTable) -> Any:
+def _draw_accuracy(table: PaperTable) -> tuple[Block, ...]:
     """Draw grouped bars: an estimator a colour, the published range as a grey band over its group."""
-    kinds = [name for name in table.text[1] if name not in ("family", "bins", "target", "n", "theirs")]
-    figure, axes = plt.subplots(figsize=(11.0, 3.4), layout="constrained")
-    places, width = np.arange(len(table.rows)), 0.8 / max(len(kinds), 1)
-    for k, (name, style) in enumerate(styles_of(kinds).items()):
-        shares = np.array([row.get(name) for row in table.rows], dtype=float)
-        axes.bar(places - 0.4 + (k + 0.5) * width, shares, width, color=style["color"], label=name)
-    bands = [(place, published) for place, row in enumerate(table.rows) for published in row["theirs"] or ()]
-    heights = [max(published.high - published.low, 0.006) for _, published in bands]
-    lows = [published.low for _, published in bands]
-    axes.bar([place for place, _ in bands], heights, 0.9, bottom=lows, color="0.6", alpha=0.75, label="theirs")
-    axes.set_xticks(places, [f"{row['family']}\n{row.get('bins') or row['target']}" for row in table.rows])
-    axes.set(ylim=(0, 1), ylabel="accuracy")
-    figure.legend(loc="outside right upper", frameon=False)
-    return figure
+    kinds = colours_of(name for name in table.text[1] if name not in ("family", "bins", "target", "n", "theirs"))
+    plot = Plot(Axis(0.0, len(table.rows)), Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0)), _BARS)
+    plot.grid()
+    width = 0.8 / max(len(kinds), 1)
+    for place, row in enumerate(table.rows):
+        for k, (name, css) in enumerate(kinds.items()):
+            if (share := row.get(name)) is not None:
+                left = place + 0.1 + k * width
+                plot.column(css, left, left + width, 0.0, share, f"{name}: {share:.1%}")
+        for theirs in row["theirs"] or ():
+            top = max(theirs.high, theirs.low + 0.006)
+            plot.column("band", place + 0.05, place + 0.95, theirs.low, top, "published")
+        for line, text in enumerate((row["family"], row.get("bins") or row["target"])):
+            plot.text("axis", plot.x(place + 0.5), plot.bottom + 16 + 14 * line, str(text))
+    return Legend({**kinds, "theirs": "band"}), Drawn(plot.picture(f"{table.title}: accuracy by family and estimator"))
 
 
-def _draw_errors(plt: Any, table: PaperTable) -> Any:
+def _draw_errors(table: PaperTable) -> tuple[Block, ...]:
     """Draw each model's error as a point and the mean as a bar, an estimator a line."""
     kinds = [name for name in table.text[1] if name not in ("model", "actual [MiB]")]
-    figure, axes = plt.subplots(figsize=(9.0, 0.9 + 0.34 * len(kinds)), layout="constrained")
     limit = 1.5
-    for name in kinds:
+    left = max(map(len, kinds), default=0) * LETTER_PX + 14
+    margins = Margins(width=left + 620, height=60 + 22 * len(kinds), left=left, top=8, bottom=44)
+    plot = Plot(Axis.of(0.0, limit, 6), Axis(len(kinds), 0.0), margins)
+    plot.ticks_below("relative error, 1.5 or more at the edge: bar the mean, a point a model", lines=True)
+    for place, name in enumerate(kinds):
         errors = [abs(row[name]) for row in table.rows if isinstance(row.get(name), _Signed)]
+        css = "k0" if name.endswith(OTHERS) else "k1"
+        plot.text("name", left - 8, plot.y(place + 0.5) + 4, name, "end")
         if errors:
-            colour = "0.6" if name.endswith(OTHERS) else "#0072B2"
-            axes.barh(name, min(float(np.mean(errors)), limit), 0.7, color=colour, alpha=0.5)
-            axes.scatter(np.minimum(errors, limit), [name] * len(errors), s=12, color=colour, zorder=3)
-    axes.invert_yaxis()
-    axes.set(xlim=(0, limit * 1.02), xlabel="relative error, 1.5 or more at the edge: bar the mean, a point a model")
-    return figure
+            average = min(float(np.mean(errors)), limit)
+            plot.column(f"{css} pale", 0.0, average, place + 0.85, place + 0.15, f"{name}: {average:.1%} in the mean")
+        for error in errors:
+            plot.dot(f"full {css}", min(error, limit), place + 0.5, 3, f"{error:.1%}")
+    return (Drawn(plot.picture(f"{table.title}: errors by estimator")),)

@@ -1,59 +1,41 @@
-"""The plots of a benchmark's and a fit's page, each as SVG: estimates over labels, errors, classes, reliability.
+"""The plots of a benchmark's and a fit's page: estimates over labels, errors, classes, reliability.
 
-Start reading at `plots_of`. matplotlib is imported on use; points are drawn as pixels, so that a page stays small.
+Start reading at `plots_of`; `conf.reports` draws.
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from learn.evaluation.benchmark_figures import RELIABILITY, Scored, signed_errors, told_classes
+from conf.reports.blocks import Block, Chart, Charts, Drawn, Heading, Legend
+from conf.reports.charts import Axis, Margins, Plot
+from conf.reports.heat_map import DARK_SHADE, SHADES, GridCell, draw_grid
+from learn.evaluation.benchmark_figures import RELIABILITY, Benchmark, Scored, signed_errors, told_classes
 from learn.evaluation.scores import NOT_INFORMATIVE
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from matplotlib.figure import Figure
-
-    from learn.evaluation.benchmark_figures import Benchmark
-
-_COLUMNS = 4  # of small panels
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8a6d3b")  # Okabe-Ito
-_DASHES = ("-", "--", ":", "-.")
+_COLOURS = ("k1", "k5", "k4", "k2", "k6", "k3", "k7", "k0")
+_DASHES = ("", " dashed", " dotted")
 _CLASSES = 24  # more than that are no picture
+_POINTS = 300  # of a line at most
 _MARGINS = np.linspace(0.5, 4.0, 141)  # on top of estimates without a bound of their own
 _CLIP = {"log": 0.5, "ratio": 0.3}  # error at which the colours end
+_SHARES = Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0))
+_PANEL = Margins(width=290, height=290, left=58, right=12, top=24, bottom=40)
+Line = Sequence[tuple[float, float]]
 
 
-def plots_of(done: Benchmark, file: str) -> list[tuple[str, str]]:
-    """Return (caption, SVG) of each plot of one file's rows; those without anything to show are left out."""
-    drawn = {caption: draw_svg(draw, done, file) for caption, draw in _PLOTS.items()}
-    return [(caption, svg) for caption, svg in drawn.items() if svg is not None]
-
-
-def draw_svg(draw: Callable[..., Figure | None], *about: Any) -> str | None:
-    """Return what `draw(plt, *about)` draws; None where it draws nothing."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style = {"font.size": 8, "svg.hashsalt": "benchmark", "axes.spines.top": False, "axes.spines.right": False}
-    with plt.rc_context({**style, "axes.axisbelow": True, "axes.grid": True, "grid.color": "0.92"}):
-        figure = draw(plt, *about)
-        if figure is None:
-            return None
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", dpi=130, metadata={"Date": None})
-        plt.close(figure)
-    return buffer.getvalue().decode()
+def plots_of(done: Benchmark, file: str) -> tuple[Block, ...]:
+    """Return the plots of one file's rows, each under its heading; those without anything to show are left out."""
+    blocks: list[Block] = []
+    for caption, draw in _PLOTS.items():
+        if drawn := draw(done, file):
+            blocks += [Heading(caption), *drawn]
+    return tuple(blocks)
 
 
 def _own(done: Benchmark, file: str) -> dict[str, Sequence[Scored]]:
@@ -62,96 +44,85 @@ def _own(done: Benchmark, file: str) -> dict[str, Sequence[Scored]]:
     return {name: rows for name, rows in rows_of.items() if any(row.estimate is not None for row in rows)}
 
 
-def styles_of(names: Sequence[str]) -> dict[str, dict]:
-    """Return name -> colour and dashes."""
-    return {
-        name: {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[i // len(_COLOURS) % len(_DASHES)]}
-        for i, name in enumerate(names)
-    }
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Return name -> colour class, with dashes where there are more names than colours."""
+    styles = [f"{colour}{dashes}" for dashes in _DASHES for colour in _COLOURS]
+    return {name: styles[k % len(styles)] for k, name in enumerate(names)}
 
 
-def _panels(plt: ModuleType, names: Iterable[str], width: float, height: float) -> tuple[Figure, dict[str, Any]]:
-    """Return a figure with a small panel for each name."""
-    names = list(names)
-    columns = min(_COLUMNS, len(names))
-    lines = math.ceil(len(names) / columns)
-    mosaic = np.resize(np.array([*names, *["."] * (lines * columns - len(names))], dtype=object), (lines, columns))
-    return plt.subplot_mosaic(mosaic.tolist(), figsize=(width * columns, height * lines), layout="constrained")
-
-
-def _lines(plt: ModuleType, curves: Mapping[str, tuple[Any, Any]], **shown: Any) -> Figure | None:
-    """Draw a line, (x, y), for each name; None without any. `shown` are properties of the axes."""
+def _lines(curves: Mapping[str, Line], x_axis: Axis, y_axis: Axis, x_title: str, y_title: str) -> tuple[Block, ...]:
+    """Draw a line of points for each name, as far as it lies between the axes; nothing without any."""
     if not curves:
-        return None
-    figure, axes = plt.subplots(figsize=(7.6, 3.9), layout="constrained")
-    for (name, points), style in zip(curves.items(), styles_of(list(curves)).values(), strict=True):
-        axes.plot(*points, marker=".", markersize=3, linewidth=1.2, label=name, **style)
-    axes.set(**shown)
-    figure.legend(loc="outside right upper", frameon=False)
-    return figure
+        return ()
+    plot = Plot(x_axis, y_axis, Margins(width=760, height=340, top=30, bottom=46))
+    plot.grid()
+    plot.ticks_below(x_title, lines=True)
+    plot.text("axis", 4, 14, y_title, "start")
+    colours = colours_of(curves)
+    for name, points in curves.items():
+        inside = [(x, y) for x, y in points if x_axis.low <= x <= x_axis.high and y_axis.low <= y <= y_axis.high]
+        plot.line(f"line {colours[name]}", inside, name)
+    return Legend(colours), Drawn(plot.picture(f"{y_title} over {x_title}: {', '.join(curves)}"))
 
 
-def _error_text(done: Benchmark, value: float) -> str:
-    return f"{100 * value:+.0f} %" if done.relative else f"{value:+.2f}"
-
-
-def predicted(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
-    """Draw estimates over labels, a panel an estimator and a colour a family, with the 99 % bound above each point."""
+def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
+    """Draw estimates over labels, a panel an estimator and a colour a family, with a line to the 99 % bound."""
     own = _own(done, file)
     everything = [row for rows in own.values() for row in rows]
     labels = [row.label for row in everything if row.label is not None]
     if not labels:
-        return None
-    card = max((row.card for row in everything if row.card), default=None)
-    low, high = -0.03, 1.03
+        return ()
+    card = max((row.card for row in everything if row.card), default=0.0)
+    axis = _SHARES
     if done.relative:
         ooms = any(row.label is None for row in everything)
-        low, high = min(labels) / 1.5, max([*labels, card or 0] if ooms else labels) * 1.5
-    styles = styles_of(sorted({row.family for row in everything}))
-    scale = "log" if done.relative else "linear"
-    figure, panels = _panels(plt, own, 2.7, 2.7)
-    for name, axes in panels.items():
-        answered = [row for row in own[name] if row.estimate is not None]
-        x = np.array([row.card or card if row.label is None else row.label for row in answered])
-        y = np.clip([row.estimate for row in answered], low, high)
-        upper = np.clip([row.upper or row.estimate for row in answered], low, high)
-        colours = np.array([styles[row.family]["color"] for row in answered])
-        axes.plot([low, high], [low, high], color="0.4", linewidth=0.8, linestyle="--")
-        axes.vlines(x, y, upper, color=colours, alpha=0.18, linewidth=0.8, rasterized=True)
-        oom = np.array([row.label is None for row in answered])
-        for mask, marker in ((~oom, "o"), (oom, ">")):
-            style = {"color": colours[mask], "marker": marker, "linewidths": 0, "alpha": 0.5}
-            axes.scatter(x[mask], y[mask], s=6, rasterized=True, **style)
-        axes.set(xscale=scale, yscale=scale, xlim=(low, high), ylim=(low, high), aspect="equal", title=name)
-        if done.relative:
-            step = max(1, round(math.log2(high / low) / 4))
-            ticks = 2.0 ** np.arange(math.ceil(math.log2(low)), math.log2(high), step)
-            texts = [f"{tick:g}" for tick in ticks]
-            axes.set(xticks=ticks, yticks=ticks, xticklabels=texts, yticklabels=texts)
-            axes.minorticks_off()
-    if len(styles) > 1:
-        handles = [plt.Line2D([], [], color=style["color"], label=family) for family, style in styles.items()]
-        figure.legend(handles=handles, loc="outside right upper", frameon=False)
-    unit = "" if done.target.unit == "ratio" else f" [{done.target.unit}]"
-    figure.supxlabel(f"label{unit}", fontsize=9)
-    figure.supylabel(f"estimate{unit}", fontsize=9)
-    return figure
+        axis = Axis.log(min(labels) / 1.5, max([*labels, card] if ooms else labels) * 1.5)
+    colours = colours_of(sorted({row.family for row in everything}))
+    unit = "" if done.target.unit == "ratio" else f", {done.target.unit}"
+    charts = []
+    for name, rows in own.items():
+        plot = Plot(axis, axis, _PANEL)
+        plot.grid()
+        plot.ticks_below(f"label{unit}")
+        plot.text("axis", 4, 12, f"estimate{unit}", "start")
+        plot.line("limit", [(axis.low, axis.low), (axis.high, axis.high)], "estimate and label are equal")
+        for family, css in colours.items():
+            _draw_points(plot, css, [row for row in rows if row.family == family], card)
+        charts.append(Chart(name, plot.picture(f"{name}: estimates of {len(rows)} rows over their labels")))
+    return Legend(colours), Charts(tuple(charts))
 
 
-def _cdf(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
-    high = 10.0 if done.relative else 1.0
-    curves = {}
+def _draw_points(plot: Plot, css: str, rows: Sequence[Scored], card: float) -> None:
+    """Draw a dot for each row, a triangle at the card for one that ran out of memory, and lines to the bounds."""
+    paths: dict[str, list[str]] = defaultdict(list)  # one path for many rows keeps a page small
+    low, high = plot.y_axis.low, plot.y_axis.high
+    for row in rows:
+        if row.estimate is None:
+            continue
+        x = plot.x(row.card or card if row.label is None else row.label)
+        y, bound = (plot.y(min(max(value, low), high)) for value in (row.estimate, row.upper or row.estimate))
+        paths["bounds"].append(f"M{x:.1f} {y:.1f}V{bound:.1f}")
+        mark = f"M{x:.1f} {y:.1f}h0" if row.label is not None else f"M{x - 3:.1f} {y - 3:.1f}l6 3l-6 3z"
+        paths["points" if row.label is not None else "marks"].append(mark)
+    for kind, places in paths.items():
+        plot.path(f"{kind} {css}", "".join(places))
+
+
+def _cdf(done: Benchmark, file: str) -> tuple[Block, ...]:
+    curves: dict[str, Line] = {}
+    x_axis = Axis.decades(1e-3, 10.0 if done.relative else 1.0)
     for name, rows in _own(done, file).items():
         errors = np.sort([abs(error) for _, error in signed_errors(rows, None, space=done.target.space)])
         if len(errors):
-            share = np.arange(1, len(errors) + 1) / sum(row.label is not None for row in rows)
-            curves[name] = np.clip([*errors, high], 1e-3, high), [*share, share[-1]]
+            places = np.unique(np.linspace(0, len(errors) - 1, _POINTS).round().astype(int))
+            share = (places + 1) / sum(row.label is not None for row in rows)
+            within = np.clip(errors[places], x_axis.low, x_axis.high)
+            curves[name] = [*zip(within.tolist(), share.tolist(), strict=True), (x_axis.high, float(share[-1]))]
     kind = "relative" if done.relative else "absolute"
-    shown = {"xscale": "log", "ylim": (0, 1.01), "xlabel": f"{kind} error", "ylabel": "share of the rows"}
-    return _lines(plt, curves, **shown)
+    return _lines(curves, x_axis, _SHARES, f"{kind} error", "share of the rows")
 
 
-def _heatmap(key: str, plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
+def _heatmap(key: str, done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw the median signed error by what `Scored` has under `key`."""
     own = _own(done, file)
     cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -160,40 +131,46 @@ def _heatmap(key: str, plt: ModuleType, done: Benchmark, file: str) -> Figure | 
             if (group := getattr(row, key)) is not None:
                 cells[group][name].append(error)
     if not cells:
-        return None
+        return ()
     groups, names = sorted(cells), list(own)
-    table = np.array([[np.median(cells[g][n]) if cells[g][n] else np.nan for n in names] for g in groups])
     clip = _CLIP[done.target.space]
-    size = (max(3.2, 1.6 + 0.62 * len(names)), 1.3 + 0.2 * len(groups))
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
-    texts = {at: _error_text(done, value) for at, value in np.ndenumerate(table) if not math.isnan(value)}
-    _cells(axes, table, texts, cmap="RdBu_r", vmin=-clip, vmax=clip)
-    counts = {g: max(len(cells[g][name]) for name in names) for g in groups}
-    axes.set_yticks(range(len(groups)), [f"{group} (n={counts[group]})" for group in groups])
-    axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
-    return figure
+
+    def cell(i: int, k: int) -> GridCell | None:
+        errors = cells[groups[i]][names[k]]
+        if not errors:
+            return None
+        error = float(np.median(errors))
+        text = f"{100 * error:+.0f} %" if done.relative else f"{error:+.2f}"
+        level = min(3, math.ceil(3 * abs(error) / clip))
+        css = f"{'high' if error > 0 else 'low'}{level}" if level else "even"
+        return GridCell(css, f"{groups[i]}, {names[k]}: {text}, {len(errors)} rows", text, ink="dark")
+
+    counts = [max(len(cells[group][name]) for name in names) for group in groups]
+    rows_text = [f"{group} (n={count})" for group, count in zip(groups, counts, strict=True)]
+    return (Drawn(draw_grid(rows_text, names, cell, f"Median signed error by {key} and estimator")),)
 
 
-def _by_batch(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
-    most = 2 * _CLIP[done.target.space]
-    curves = {}
+def _by_batch(done: Benchmark, file: str) -> tuple[Block, ...]:
+    curves: dict[str, Line] = {}
     for name, rows in _own(done, file).items():
         steps: dict[int, list[float]] = defaultdict(list)
         for row, error in signed_errors(rows, None, space=done.target.space):
             steps[2 ** int(math.log2(max(row.batch_size, 1)))].append(error)
         if steps:
-            batches = sorted(steps)
-            curves[name] = batches, np.clip([np.median(steps[batch]) for batch in batches], -most, most)
+            curves[name] = [(batch, float(np.median(steps[batch]))) for batch in sorted(steps)]
+    points = [point for line in curves.values() for point in line] or [(1.0, 0.0)]
+    batches = sorted({batch for batch, _ in points})
+    x_axis = Axis(batches[0], max(2 * batches[0], batches[-1]), tuple(batches), is_log=True)
+    most = 2 * _CLIP[done.target.space]  # what is further off leaves the picture
+    low, high = (limit(0.0, *(error for _, error in points)) for limit in (min, max))
     kind = "relative" if done.relative else "absolute"
-    figure = _lines(plt, curves, xlabel="batch size, from", ylabel=f"signed {kind} error, median")
-    if figure is not None:
-        figure.axes[0].set_xscale("log", base=2)
-    return figure
+    y_axis = Axis.of(max(-most, low), min(most, high))
+    return _lines(curves, x_axis, y_axis, "batch size, from", f"signed {kind} error, median")
 
 
-def confusion(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
+def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw how many rows of each class were told to be in which, coloured by the share of the class; a panel an
-    estimator. None where there are more classes than can be read."""
+    estimator. Nothing where there are more classes than can be read."""
     bins = done.bins[file]["published"]
     classes_of = {
         name: told_classes([row for row in rows if row.estimate is not None], "published", bins)
@@ -201,48 +178,41 @@ def confusion(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
     }
     present = sorted({int(k) for pair in classes_of.values() for classes in pair for k in classes})
     if not classes_of or len(present) > _CLASSES:
-        return None
-    labels, places = [bins.labels[k] for k in present], range(len(present))
-    side = 2.0 + 0.34 * len(present)
-    figure, panels = _panels(plt, classes_of, side, side)
+        return ()
+    labels = [bins.labels[k] for k in present]
     scores = {f.estimator: f for f in done.figures if f.file == file}
-    for name, axes in panels.items():
-        true, predicted = classes_of[name]
-        counts = np.array([[((true == t) & (predicted == p)).sum() for p in present] for t in present])
-        share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-        _cells(axes, share, {at: f"{n}" for at, n in np.ndenumerate(counts) if n}, cmap="Blues", vmin=0, vmax=1)
+    charts = []
+    for name, (true, answered) in classes_of.items():
+        counts = np.array([[((true == t) & (answered == p)).sum() for p in present] for t in present])
         of = scores[name]
         verdict = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
-        axes.set(xlabel="told", ylabel="class", title=f"{name}: {verdict}")
-        axes.set_xticks(places, labels, rotation=45, ha="right", rotation_mode="anchor")
-        axes.set_yticks(places, labels)
-    return figure
+        label = f"{name}: rows by their class and the one that was told"
+        svg = draw_grid(labels, labels, partial(_confused, counts, labels), label, "class", "told")
+        charts.append(Chart(f"{name}: {verdict}", svg))
+    return (Charts(tuple(charts)),)
 
 
-def _cells(axes: Any, table: np.ndarray, texts: Mapping[tuple[int, ...], str], **colours: Any) -> None:
-    """Draw a table as coloured cells with their texts."""
-    image = axes.imshow(table, aspect="auto", **colours)
-    axes.grid(visible=False)
-    for (line, column), text in texts.items():
-        dark = sum(image.cmap(image.norm(table[line, column]))[:3]) < 1.8
-        axes.text(column, line, text, ha="center", va="center", color="white" if dark else "black", fontsize=6.5)
+def _confused(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
+    count = int(counts[i, k])
+    level = math.ceil(SHADES * count / max(int(counts[i].sum()), 1))
+    title = f"{count:,} rows of {labels[i]} were told to be in {labels[k]}"
+    return GridCell(f"h{level}", title, f"{count}" if count else "", ink="over" if level >= DARK_SHADE else "on")
 
 
-def _reliable(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
-    curves = {
-        figures.estimator: (RELIABILITY, list(figures.reliability.values()))
+def _reliable(done: Benchmark, file: str) -> tuple[Block, ...]:
+    curves: dict[str, Line] = {
+        figures.estimator: list(zip(RELIABILITY, figures.reliability.values(), strict=True))
         for figures in done.figures
         if figures.file == file and figures.reliability
     }
-    figure = _lines(plt, curves, xlabel="predicted quantile", ylabel="share of labels under it", aspect="equal")
-    if figure is not None:
-        figure.axes[0].plot([0, 1], [0, 1], color="0.4", linewidth=0.8, linestyle="--")
-    return figure
+    if curves:
+        curves["as predicted"] = [(0.0, 0.0), (1.0, 1.0)]
+    return _lines(curves, _SHARES, _SHARES, "predicted quantile", "share of labels under it")
 
 
-def tightness(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
+def tightness(done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw the share of labels under a bound over how far the bound lies over the label, in the median."""
-    curves = {}
+    curves: dict[str, Line] = {}
     for name, rows in _own(done, file).items() if done.relative else ():
         ok = [row for row in rows if row.label is not None and row.estimate is not None]
         if not ok:
@@ -254,15 +224,12 @@ def tightness(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
             levels = [k for k, level in enumerate(RELIABILITY) if 0.5 <= level < 0.99]
             bounds = [np.array([row.quantiles[k] for row in ok]) for k in levels]
             bounds.append(np.array([row.upper for row in ok], dtype=float))
-        curves[name] = (
-            [float(np.median(bound / label)) - 1 for bound in bounds],
-            [float(np.mean(label <= bound)) for bound in bounds],
-        )
+        curves[name] = [(float(np.median(bound / label)) - 1, float(np.mean(label <= bound))) for bound in bounds]
     over, under = "bound over the need, in the median", "share of the rows under the bound"
-    return _lines(plt, curves, xlim=(-0.05, 0.6), ylim=(0.5, 1.005), xlabel=over, ylabel=under)
+    return _lines(curves, Axis.within(-0.05, 0.6), Axis(0.5, 1.0, (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)), over, under)
 
 
-_PLOTS: Mapping[str, Callable[..., Figure | None]] = {
+_PLOTS: Mapping[str, Callable[[Benchmark, str], tuple[Block, ...]]] = {
     "Estimate against label; triangles, at the card, ran out of memory. A line leads to the 99 % bound.": predicted,
     "Share of the rows whose error is at most so large. Rows without an answer keep a line below 100 %.": _cdf,
     "Median of the signed error (estimate over label) by group: blue is too low, red too high.": partial(

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from conf.reports.blocks import Callout, Facts, Fold, Page, Picture, Pictures, Section, table
+from conf.reports.blocks import Callout, Facts, Fold, Page, Section, table
 from conf.reports.page_text import count_of
-from conf.reports.render import render_page
+from conf.reports.render import page_bytes
 from learn.evaluation.benchmark_figures import Benchmark, told_classes
 from learn.evaluation.evaluate import PUBLISHED, TEST, Evaluation
-from learn.evaluation.plots import confusion, draw_svg, predicted
+from learn.evaluation.plots import confusion, predicted
 from learn.evaluation.scores import NOT_INFORMATIVE
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
@@ -73,7 +73,7 @@ def write_report(folder: Path, evaluation: Evaluation, meta: Mapping) -> None:
     """Write `report.html` and `test_predictions.csv` into `folder`."""
     _write_predictions(folder / "test_predictions.csv", evaluation)
     page = _page(evaluation, meta)
-    (folder / "report.html").write_bytes(render_page(page).encode("utf-8", errors="replace"))
+    (folder / "report.html").write_bytes(page_bytes(page))
 
 
 def _where(evaluation: Evaluation) -> str:
@@ -118,15 +118,12 @@ def _page(evaluation: Evaluation, meta: Mapping) -> Page:
         published=(),
         notes=(),
     )
-    drawn = ((draw.__name__, draw_svg(draw, done, TEST)) for draw in (confusion, predicted))
-    pictures = tuple(Picture(svg.encode(), "image/svg+xml", name) for name, svg in drawn if svg is not None)
     return Page(
         title=f"{meta['target']}: {meta['estimator']}",
         head=(Fold(f"{count_of(len(notes), 'note')} on these figures", notes),) if notes else (),
         sections=(
             Section("figures", "Figures", (table(heads, metric_rows(evaluation)),)),
-            Section("pictures", "Held-out test", (Pictures(pictures),)),
+            Section("pictures", "Held-out test", (*confusion(done, TEST), *predicted(done, TEST))),
             Section("facts", "Data and settings", (Facts(tuple(facts.items())),)),
         ),
-        pictures=True,
     )

@@ -1,4 +1,4 @@
-"""RowScores answers as papers do: classes, errors and bounds, of plain arrays.
+"""Score answers as papers do: classes, errors and bounds, of plain arrays.
 
 Start reading at `class_scores`; `learn.evaluation.evaluate` and `learn.evaluation.benchmark_figures` count with these.
 """
@@ -44,7 +44,7 @@ class ClassScores:
 
 
 def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
-    """RowScores the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
+    """Score the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
     if not len(true):
         return None
     recall, support, f1 = {}, {}, []
@@ -74,7 +74,7 @@ class BoundScores:
 
 
 def bound_scores(label: np.ndarray, upper: np.ndarray, censored: np.ndarray, space: str) -> BoundScores | None:
-    """RowScores bounds of labels, (n,) each; None without an exact label. A `censored` job needs more than its label:
+    """Score bounds of labels, (n,) each; None without an exact label. A `censored` job needs more than its label:
     it is above a bound that is below that, and else taken to be under it."""
     if censored.all():
         return None

@@ -6,7 +6,6 @@ tensors; the times of the kernels are those that are known before.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +33,7 @@ from learn.kernels.fitter import (
     Values,
     descended,
     joined,
-    left_out_errors,
+    judged_by_splits,
     of_rows,
     robust,
     row_of_kernels,
@@ -158,22 +157,16 @@ def judged_activity(
         folds: Parts of the groups that are left out in turn.
         progress: Called before each fit with a text, the number of fits done and their total.
     """
-    steps = itertools.count()
-
-    def fitted(of: np.ndarray) -> tuple[ActivityParameters, float]:
-        progress("fitting activity", next(steps), folds + 1)
-        return fit.fitted(of)
-
-    learned, training_share = fitted(np.ones(len(fit.rows), dtype=bool))
-    known = fit.errors(learned, training_share)
-    masks = [mask for _, mask in held_out_by(np.array([row.group for row in fit.rows]), folds)]
-    left_out = left_out_errors(known, masks, lambda mask: fit.errors(*fitted(~mask)))
+    splits = {"groups left out": held_out_by(np.array([row.group for row in fit.rows]), folds)}
+    learned, errors = judged_by_splits(
+        fit.fitted, lambda learned: fit.errors(*learned), splits, progress, "fitting activity"
+    )
     scores = [
-        _score(str(family), split, errors[fit.family == family])
+        _score(str(family), split, of_rows[fit.family == family])
         for family in np.unique(fit.family)
-        for split, errors in (("learned from", known), ("groups left out", left_out))
+        for split, of_rows in errors.items()
     ]
-    return scores, learned
+    return scores, learned[0]
 
 
 def _score(family: str, split: str, errors: np.ndarray) -> RowScores:

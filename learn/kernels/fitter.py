@@ -1,13 +1,14 @@
 """Tools of all fits of kernels: kernels of many rows as columns, gradient descent, rows left out in turn.
 
-Start reading at `descended`.
+Start reading at `descended`, and at `judged_by_splits`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ from featurize.kernel_model.calls import Calls
 
 Values = Mapping[str, torch.Tensor]
 Columns = TypeVar("Columns")
+Fitted = TypeVar("Fitted")
+LEARNED_FROM = "learned from"  # which rows are judged: those that were fitted on
 _LAST_PART = 0.7  # of the iterations, from which on the rate is the last one
 _FREE = (-math.inf, math.inf)
 
@@ -121,6 +124,36 @@ def left_out_errors(
         if mask.any() and not mask.all():
             errors[mask] = errors_without(mask)[mask]
     return errors
+
+
+def judged_by_splits(
+    fitted: Callable[[np.ndarray], Fitted],
+    errors_of: Callable[[Fitted], np.ndarray],
+    splits: Mapping[str, Collection[np.ndarray]],
+    progress: Callable[[str, int, int], None] = lambda _text, _done, _of: None,
+    label: str = "fitting",
+) -> tuple[Fitted, dict[str, np.ndarray]]:
+    """Return the fit on all rows, and how far each row is off by it (`LEARNED_FROM`) and by fits without the row.
+
+    Args:
+        fitted: Fits to the rows of a mask, (rows,).
+        errors_of: Errors of all rows by a fit, (rows, ...).
+        splits: Title -> masks of the rows that are left out in turn; at least one of them all.
+        progress: Called before each fit with a text, the number of fits done and their total.
+        label: How the text begins.
+    """
+    fits, total = itertools.count(), 1 + sum(map(len, splits.values()))
+
+    def errors_without(split: str, mask: np.ndarray) -> np.ndarray:
+        progress(f"{label}, {split}", next(fits), total)
+        return errors_of(fitted(~mask))
+
+    progress(label, next(fits), total)
+    learned = fitted(np.ones_like(next(itertools.chain.from_iterable(splits.values()))))
+    errors = {LEARNED_FROM: errors_of(learned)}
+    for split, masks in splits.items():
+        errors[split] = left_out_errors(errors[LEARNED_FROM], masks, functools.partial(errors_without, split))
+    return learned, errors
 
 
 def joined(parts: Sequence[Columns]) -> Columns:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -264,15 +264,12 @@ def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
     return (busy_ms**OVERLAP + host_ms**OVERLAP + 1e-30) ** (1 / OVERLAP)
 
 
-def held_out_by(labels: np.ndarray, folds: int | None = None) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield what is left out and its mask: each label in turn, or so many parts of labels that stay together."""
+def held_out_by(labels: np.ndarray, folds: int | None = None) -> list[np.ndarray]:
+    """Return the mask of what is left out: each label in turn, or so many parts of labels that stay together."""
     if folds is None:
-        for label in np.unique(labels):
-            yield str(label), labels == label
-        return
+        return [labels == label for label in np.unique(labels)]
     part = np.array([zlib.crc32(str(label).encode()) % folds for label in labels])
-    for fold in range(folds):
-        yield f"part {fold + 1}", part == fold
+    return [part == fold for fold in range(folds)]
 
 
 def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ...]]:

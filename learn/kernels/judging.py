@@ -5,7 +5,7 @@ Start reading at `judged`; `left_out_by`, `left_out_ratios` and `subsets` serve 
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -14,12 +14,12 @@ from featurize.kernel_model.activity import ActivityParameters
 from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED
 from featurize.kernel_model.step_time import LearnedEfficiencies
 from learn.evaluation.scores import RowScores, score_table, spread
-from learn.kernels.fitter import left_out_errors
+from learn.kernels.fitter import LEARNED_FROM, judged_by_splits, left_out_errors
 from learn.kernels.fitting import KERNELS, SHARDED, MeasuredTime, TimeFit, held_out_by
-from learn.kernels.formulas import Formula, KernelModel
+from learn.kernels.formulas import Formula
 
 ROOFLINE = "nothing learned"  # the described rates alone
-_OF_KERNELS = (ROOFLINE, "learned from", "GPU models left out")
+_OF_KERNELS = (ROOFLINE, LEARNED_FROM, "GPU models left out")
 COVERAGES = (0.5, 0.75, 0.9, 0.95, 0.99)
 _LONG_TOKENS = 8192
 _DEPTHWISE_SHARE = 0.25  # of a network's convolutions
@@ -34,21 +34,8 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         folds: Parts of the families that are left out in turn.
         progress: Called before each fit with a text, the number of fits done and their total.
     """
-    ours = KernelModel(fit)
-    splits = _splits(fit, folds)
-    fits = itertools.count()
-    number = 1 + sum(map(len, splits.values()))
-    progress("fitting", next(fits), number)
-    ratios = {
-        ROOFLINE: fit.log_ratios(fit.roofline()),
-        "learned from": ours.log_ratios(np.ones(len(fit.rows), dtype=bool)),
-    }
-    for split, masks in splits.items():
-
-        def heard(label: str = f"fitting, {split}") -> None:
-            progress(label, next(fits), number)
-
-        ratios[split] = left_out_ratios(ours, masks, heard)
+    _, ratios = judged_by_splits(fit.fitted, fit.log_ratios, _splits(fit, folds), progress)
+    ratios = {ROOFLINE: fit.log_ratios(fit.roofline()), **ratios}
     of_subsets = dict(subsets(fit))
     kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & fit.steps).any()}
     scores = [
@@ -106,7 +93,7 @@ def labels_by(fit: TimeFit, by: str) -> np.ndarray:
 
 def left_out_by(fit: TimeFit, by: str, folds: int | None = None) -> list[np.ndarray]:
     """Return the masks of the rows that are left out in turn: those of a label, or of one of so many parts of them."""
-    return [mask for _, mask in held_out_by(labels_by(fit, by), folds)]
+    return held_out_by(labels_by(fit, by), folds)
 
 
 def _splits(fit: TimeFit, folds: int) -> dict[str, list[np.ndarray]]:
@@ -153,12 +140,10 @@ def score_of(split: str, rows: str, ratios: np.ndarray) -> RowScores:
     """
     answered = ratios[np.isfinite(ratios)]
     median, p90 = np.exp(spread(ratios)).tolist()
-    figures = {"factor_median": median, "factor_p90": p90}
+    bias, mean_error = math.nan, math.nan
     if len(answered):
-        figures |= {
-            "bias": float(np.exp(np.median(answered))),
-            "mean_error": float(np.mean(np.abs(np.exp(answered) - 1))),
-        }
+        bias, mean_error = float(np.exp(np.median(answered))), float(np.mean(np.abs(np.exp(answered) - 1)))
+    figures = {"factor_median": median, "factor_p90": p90, "bias": bias, "mean_error": mean_error}
     return RowScores(rows=rows, by=split, count=len(answered), figures=figures)
 
 

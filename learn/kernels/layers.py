@@ -27,7 +27,7 @@ def layer_calls(name: str, sizes: Mapping[str, int], phase: str | None, dtype: s
 
     Args:
         name: One of `LAYERS`.
-        sizes: As `warehouse.published_layers` names them.
+        sizes: As `warehouse.published_kernels` names them.
         phase: `forward`, `backward` or None.
         dtype: `float32`, `tf32` or `bfloat16`.
         device: The GPU model that was measured.

@@ -20,11 +20,11 @@ from featurize.opgraph import DTYPE_BYTES
 from featurize.parallel.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.parallel.layout import Parallel
 from learn.evaluation.scores import RowScores
-from learn.kernels.fitter import left_out_errors
+from learn.kernels.fitter import judged_by_splits
 from learn.kernels.fitting import held_out_by
 from learn.kernels.judging import score_of
 from learn.kernels.rows import RowLeftOut, described, queried, read_each
-from warehouse.published_links import OPERATOR
+from warehouse.published_kernels import OPERATOR
 
 _MOST_RANKS = 8  # of a node
 _FIRST_STEP = 0.3  # of each logarithm
@@ -61,16 +61,14 @@ def fitted_links(
     rows, left_out = measured_all_reduces(data)
     if not rows:
         return packaged_links(), [], left_out
-    constants = _fitted(rows)
-    known = _log_ratios(rows, constants)
     devices = np.array([row.device.name for row in rows])
-    splits = {"GPU models left out": devices, "numbers of GPUs left out": np.array([str(row.ranks) for row in rows])}
-    ratios = {"learned from": known}
-    for split, labels in splits.items():
-        masks = [mask for _, mask in held_out_by(labels)]
-        ratios[split] = left_out_errors(
-            known, masks, lambda mask: _log_ratios(rows, _fitted([rows[at] for at in np.flatnonzero(~mask)]))
-        )
+    splits = {
+        "GPU models left out": held_out_by(devices),
+        "numbers of GPUs left out": held_out_by(np.array([str(row.ranks) for row in rows])),
+    }
+    constants, ratios = judged_by_splits(
+        lambda of: _fitted([rows[at] for at in np.flatnonzero(of)]), lambda learned: _log_ratios(rows, learned), splits
+    )
     scores = [
         score_of(split, f"all-reduces, {device}", values[devices == device])
         for split, values in ratios.items()

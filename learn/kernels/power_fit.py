@@ -7,7 +7,6 @@ of the kernels are those that are known before.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 from collections import defaultdict
@@ -27,7 +26,7 @@ from learn.kernels.fitter import (
     Descent,
     Values,
     descended,
-    left_out_errors,
+    judged_by_splits,
     of_rows,
     robust,
     row_of_kernels,
@@ -50,7 +49,7 @@ _DESCENT = Descent(
 )
 SETTINGS = Training(precision="tf32")  # of Zeus' jobs
 _CELL = "CAST(json_extract_string(origin, '$.value') AS DOUBLE)"
-# TrainingJob, limit in W, power in W, time of an epoch, ms of a step.
+# Job, limit in W, power in W, time of an epoch, ms of a step.
 _MEASURED = (
     "SELECT device_name, json_extract_string(origin, '$.model'), json_extract_string(origin, '$.dataset'), batch_size, "
     "json_extract_string(origin, '$.optimizer'), CAST(json_extract_string(origin, '$.power_limit_w') AS DOUBLE), "
@@ -138,20 +137,10 @@ def judged_power(
     """Return the section fitted on all rows, and the scores of all and of left-out models and GPU models."""
     fit = _PowerFit(rows, learned)
     splits = {
-        "GPU models left out": np.array([row.device.name for row in rows]),
-        "models left out": np.array([row.model.partition("/")[0] for row in rows]),
+        "GPU models left out": held_out_by(np.array([row.device.name for row in rows])),
+        "models left out": held_out_by(np.array([row.model.partition("/")[0] for row in rows])),
     }
-    total, steps = 1 + sum(len(np.unique(names)) for names in splits.values()), itertools.count()
-
-    def fitted(of: np.ndarray) -> dict[str, float]:
-        progress("fitting power", next(steps), total)
-        return fit.fitted(of)
-
-    section = fitted(np.ones(len(rows), dtype=bool))
-    errors = {"learned from": fit.errors(section)}
-    for split, names in splits.items():
-        masks = [mask for _, mask in held_out_by(names)]
-        errors[split] = left_out_errors(errors["learned from"], masks, lambda mask: fit.errors(fitted(~mask)))
+    section, errors = judged_by_splits(fit.fitted, fit.errors, splits, progress, "fitting power")
     return section, [score for split, off in errors.items() for score in _scores(split, off)]
 
 

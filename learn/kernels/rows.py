@@ -34,8 +34,8 @@ from learn.kernels.fitting import KERNELS, LIGER, PRODUCTS, SAILOR, MeasuredTime
 from learn.kernels.layers import layer_calls
 from learn.kernels.mpt import LLM_FOUNDRY, SIZES, mpt_config, mpt_loss
 from warehouse.imported_rows import DOUBT
-from warehouse.published_layers import PREFIX as LAYER
-from warehouse.published_layers import SAILOR_LAYERS
+from warehouse.published_kernels import PREFIX as LAYER
+from warehouse.published_kernels import SAILOR_LAYERS
 
 Progress = Callable[[str, int, int], None]
 Row = TypeVar("Row")

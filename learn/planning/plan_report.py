@@ -5,13 +5,14 @@ Start reading at `print_plan` and `plan_page`; `conf.reports` draws the page.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
-from conf.outputs import write_output
 from conf.reports.blocks import Block, Callout, Drawn, Fold, Lead, Legend, Outcome, Page, Section, Tile, Tiles, table
+from conf.reports.charts import Axis, Margins, Plot
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.render import render_page
-from conf.reports.svg import LETTER_PX, Drawing, PlotArea, Svg, nice_step
+from conf.reports.render import write_page
+from conf.reports.svg import LETTER_PX, Svg
 from learn.estimation.estimate_view import rate
 from learn.planning.rows import LayoutPlan, PlanRow
 
@@ -21,7 +22,7 @@ _NARROW = {
     "micro-batch": "micro-\nbatch", "checkpointing": "check-\npointing", "step ms": "step\nms", "waits ms": "waits\nms",
 }  # fmt: skip
 DOT, BEST, FRONTIER = "k3", "k1", "k6"  # colour classes
-_AREA = PlotArea(width=1000.0, height=440.0, left=66.0, right=24.0, top=30.0, bottom=46.0)
+_MARGINS = Margins(width=1000.0, height=440.0, left=66.0, right=24.0, top=30.0, bottom=46.0)
 _GIB = 1024.0
 _RADIUS, _DOT = 6.0, 3.5
 _LINE = 14.0  # pixels that a label is high
@@ -87,7 +88,7 @@ def lines_of_others(done: LayoutPlan) -> list[str]:
 
 def write_plan_report(path: Path, done: LayoutPlan) -> None:
     """Write the page in one step, in place of what was there."""
-    write_output(path, render_page(plan_page(done)).encode("utf-8", errors="replace"), key="report")
+    write_page(path, plan_page(done))
 
 
 def plan_page(done: LayoutPlan) -> Page:
@@ -164,82 +165,57 @@ def _tables(done: LayoutPlan) -> list[Section]:
     return sections
 
 
-class _Scale:
-    """Samples a second -> x, MiB -> y. Both axes begin at 0."""
-
-    def __init__(self, done: LayoutPlan) -> None:
-        self.most_rate = 1.08 * max(row.samples_per_s or 0.0 for row in done.fitting)
-        self.most_mib = 1.06 * done.limit_mib
-
-    def x(self, row: PlanRow) -> float:
-        return _AREA.x((row.samples_per_s or 0.0) / self.most_rate)
-
-    def y(self, mib: float) -> float:
-        return _AREA.y(mib / self.most_mib)
-
-
 def plan_svg(done: LayoutPlan) -> Svg:
     """Return the picture of the rows that fit; there is at least one."""
-    drawing, scale = Drawing(), _Scale(done)
-    _axes(drawing, scale)
-    y = scale.y(done.limit_mib)
-    drawing.path("limit", _AREA.across(y))
-    drawing.text("capacity", _AREA.left + 6, y - 6, f"{done.device}: {done.limit_mib:,.0f} MiB", "start")
-    _frontier(drawing, scale, done)
+    rate_axis = Axis.within(0.0, 1.08 * max(row.samples_per_s or 0.0 for row in done.fitting), 6)
+    plot = Plot(rate_axis, Axis.within(0.0, 1.06 * done.limit_mib / _GIB), _MARGINS)
+    plot.grid([f"{tick:,.6g}" for tick in plot.y_axis.ticks], "GiB")
+    plot.ticks_below("samples a second of all ranks →")
+    limit = done.limit_mib / _GIB
+    plot.across("limit", limit)
+    plot.text("capacity", plot.left + 6, plot.y(limit) - 6, f"{done.device}: {done.limit_mib:,.0f} MiB", "start")
+    _frontier(plot, done)
     best, frontier = set(done.best_of_meshes), set(done.frontier)
     for row in done.fitting:
         if row not in best:
-            css = FRONTIER if row in frontier else DOT
-            drawing.circle(f"dot {css}", scale.x(row), scale.y(row.needed_mib), _DOT, _row_text(row))
+            plot.dot(f"dot {FRONTIER if row in frontier else DOT}", *_place(row), _DOT, _row_text(row))
     for row in reversed(done.best_of_meshes):
-        css = FRONTIER if row in frontier else BEST
-        drawing.circle(f"full {css}", scale.x(row), scale.y(row.needed_mib), _RADIUS, _row_text(row))
-    _labels(drawing, scale, done)
-    quickest = done.fitting[0]
-    label = f"Memory of a rank over samples a second; the most: {_row_text(quickest)}"
-    return drawing.svg(_AREA.width, _AREA.height, label, css="timeline")
+        plot.dot(f"full {FRONTIER if row in frontier else BEST}", *_place(row), _RADIUS, _row_text(row))
+    _labels(plot, done)
+    return plot.picture(
+        f"Memory of a rank over samples a second; the most: {_row_text(done.fitting[0])}", css="timeline"
+    )
 
 
-def _axes(drawing: Drawing, scale: _Scale) -> None:
-    step = nice_step(scale.most_mib / _GIB / 5)
-    value = 0.0
-    while value * _GIB <= scale.most_mib:
-        _AREA.grid_line(drawing, scale.y(value * _GIB), f"{value:,.6g}")
-        value += step
-    drawing.text("axis", _AREA.left - 8, _AREA.top - 10, "GiB", "end")
-    step = nice_step(scale.most_rate / 6)
-    value = 0.0
-    while value <= scale.most_rate:
-        drawing.text("axis", _AREA.x(value / scale.most_rate), _AREA.bottom_edge + 18, f"{value:,.6g}")
-        value += step
-    drawing.text("axis", _AREA.right_edge, _AREA.height - 6, "samples a second of all ranks →", "end")
+def _place(row: PlanRow) -> tuple[float, float]:
+    """Return a row's samples a second and GiB."""
+    return row.samples_per_s or 0.0, row.needed_mib / _GIB
 
 
-def _frontier(drawing: Drawing, scale: _Scale, done: LayoutPlan) -> None:
+def _frontier(plot: Plot, done: LayoutPlan) -> None:
     """Draw the frontier as steps: for less memory, samples a second fall to the next row's."""
-    points = [(scale.x(row), scale.y(row.needed_mib)) for row in done.frontier]
-    first, *others = points
-    steps = [f"M{first[0]:.1f} {first[1]:.1f}", *(f"V{y:.1f}H{x:.1f}" for x, y in others)]
-    drawing.path(f"line {FRONTIER}", "".join(steps))
+    places = [_place(row) for row in done.frontier]
+    corners = [(before[0], after[1]) for before, after in itertools.pairwise(places)]
+    plot.line(f"line {FRONTIER}", [places[0], *itertools.chain.from_iterable(zip(corners, places[1:], strict=True))])
 
 
-def _labels(drawing: Drawing, scale: _Scale, done: LayoutPlan) -> None:
+def _labels(plot: Plot, done: LayoutPlan) -> None:
     """Name the best of each mesh where there is room; all have their name as a tooltip."""
     taken: list[tuple[float, float, float, float]] = []
-    limit = scale.y(done.limit_mib)
+    limit = plot.y(done.limit_mib / _GIB)
     for row in done.best_of_meshes:
-        width = len(row.mesh) * LETTER_PX
-        x, y = scale.x(row) - _RADIUS - 4, scale.y(row.needed_mib) + 4
+        width, (samples_per_s, gib) = len(row.mesh) * LETTER_PX, _place(row)
+        x, y = plot.x(samples_per_s) - _RADIUS - 4, plot.y(gib) + 4
         if y < limit + _LINE:  # clear of the line of the card
             y = limit + _LINE + 4
         left, anchored_right = x - width, True
-        if left < _AREA.left:
-            left, anchored_right = scale.x(row) + _RADIUS + 4, False
+        if left < plot.left:
+            left, anchored_right = plot.x(samples_per_s) + _RADIUS + 4, False
         box = (left, y - _LINE, left + width, y)
         if any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
             continue
         taken.append(box)
-        drawing.text("peak", x if anchored_right else left, y, row.mesh, "end" if anchored_right else "start")
+        plot.text("peak", x if anchored_right else left, y, row.mesh, "end" if anchored_right else "start")
 
 
 def _row_text(row: PlanRow) -> str:

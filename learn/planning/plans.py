@@ -135,7 +135,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _PlannedJob:
-    """What all layouts have in common: the request, on one GPU, and the samples of a step of all ranks."""
+    """The job that all layouts have in common: the request, on one GPU, and the samples of a step of all ranks."""
 
     request: Request
     global_batch: int | None

@@ -140,8 +140,8 @@ class ScriptCompiler:
             self._note(AUTOTUNED)
         if mode not in GRAPH_MODES and not (given.get("options") or {}).get("triton.cudagraphs"):
             return None
-        self._recorder.graphs = self._recorder.graphs or CudaGraphs()
-        return self._recorder.graphs
+        self._recorder.memory.graphs = self._recorder.memory.graphs or CudaGraphs()
+        return self._recorder.memory.graphs
 
     def _function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

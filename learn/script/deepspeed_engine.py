@@ -191,7 +191,7 @@ class DeepSpeedEngine(nn.Module):
         if self.is_gradient_accumulation_boundary():
             with self._job.watch.updating():
                 self._update.step()
-                self._job.rank.recorder.name(state_tensors(self._update), "optimizer_state")
+                self._job.rank.recorder.memory.name(state_tensors(self._update), "optimizer_state")
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
             if self.lr_scheduler is not None:
@@ -341,11 +341,11 @@ def _scheduler(given: Any, basic: Optimizer, settings: Mapping[str, Any]) -> Any
 def _place(model: nn.Module, dtype: torch.dtype | None, recorder: Any, *, in_parts: bool) -> None:
     """Move a model to the GPU, with parameters of the settings' type; what `zero.Init` made takes nothing there."""
     parts = [p for p in model.parameters() if hasattr(p, "ds_id")] if in_parts else []
-    recorder.nowhere += bool(parts)
+    recorder.memory.nowhere += bool(parts)
     for parameter in parts or model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(CUDA, dtype or parameter.dtype)
-    recorder.nowhere -= bool(parts)
+    recorder.memory.nowhere -= bool(parts)
     model.to(CUDA)
 
 

@@ -209,13 +209,13 @@ def _memory_functions(spec: DeviceSpec, recorder: ScriptRecorder) -> dict[str, C
     total, usable = int(spec.memory_mib * MIB), int((spec.memory_mib - spec.context_mib) * MIB)
 
     def live(device: Any = None) -> int:
-        return recorder.live_bytes
+        return recorder.memory.live_bytes
 
     def peak(device: Any = None) -> int:
-        return recorder.peak_live_bytes
+        return recorder.memory.peak_live_bytes
 
     def reset(device: Any = None) -> None:
-        recorder.peak_live_bytes = recorder.live_bytes
+        recorder.memory.peak_live_bytes = recorder.memory.live_bytes
 
     def statistics(device: Any = None) -> OrderedDict[str, int]:
         figures = OrderedDict(num_alloc_retries=0, num_ooms=0)
@@ -230,7 +230,7 @@ def _memory_functions(spec: DeviceSpec, recorder: ScriptRecorder) -> dict[str, C
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak),
         **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), reset),
         "memory_stats": statistics,
-        "mem_get_info": lambda device=None: (max(0, usable - recorder.live_bytes), total),
+        "mem_get_info": lambda device=None: (max(0, usable - recorder.memory.live_bytes), total),
     }
 
 
@@ -257,11 +257,11 @@ def _install_default_device(recorder: ScriptRecorder) -> None:
     # `with torch.device` is C++, and calls no `__enter__`.
     @stands_for("__torch_function__", default_device.DeviceContext)
     def call(calling: Callable[..., Any], self: Any, *function: Any) -> Any:
-        recorder.nowhere += self.takes_nothing
+        recorder.memory.nowhere += self.takes_nothing
         try:
             return calling(self, *function)
         finally:
-            recorder.nowhere -= self.takes_nothing
+            recorder.memory.nowhere -= self.takes_nothing
 
 
 def _install_dtypes(autocast: Any) -> None:

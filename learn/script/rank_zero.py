@@ -60,7 +60,8 @@ class RankZero:
         complete_collectives()
         streams = self._streams = Streams()
         streams.recorder = self.recorder
-        self.recorder.ranks = self._ranks = Ranks(streams, {})
+        self._ranks = Ranks(streams, {})
+        self.recorder.among_ranks = self._ranks.ran
         if "fsdp" not in refused_modes():
             from featurize.parallel.shards_on_meta import shards_on_meta
 

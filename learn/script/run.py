@@ -135,7 +135,7 @@ class ScriptRun:
 
         @stands_for("switched", autocast)
         def noting(switched: Callable[[Any], Any], dtype: Any) -> Any:
-            if dtype in names and self._recorder.step:
+            if dtype in names and self._recorder.memory.step:
                 self._precisions.append(names[dtype])
             return switched(dtype)
 
@@ -169,7 +169,7 @@ class ScriptRun:
     def _without_steps(self) -> str:
         if self._watch.steps:
             return f"{self._script} ends after {self._watch.steps} optimizer step; two are needed"
-        if not self._recorder.events:
+        if not self._recorder.memory.events:
             return f"{self._script} ends without using cuda"
         last = f"; the last module to run was {self._recorder.last_module}" if self._recorder.last_module else ""
         return f"{self._script} ends without an optimizer step on cuda{last}"
@@ -179,16 +179,16 @@ class ScriptRun:
         recorder.name_states()
         recorder.name_batches()
         recorder.stop()
-        blocks = tuple(recorder.final_blocks())
+        blocks = tuple(recorder.memory.final_blocks())
         return StepTrace(
-            operators=tuple(recorder.operators),
-            events=tuple(recorder.events),
+            operators=tuple(recorder.log.operators),
+            events=tuple(recorder.memory.events),
             blocks=blocks,
             parameters=self._rank.parameters(),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=self._spec.compute_capability,
             assumed=tuple(recorder.values.assumed),
-            graph_input_bytes=recorder.graphs.input_bytes if recorder.graphs is not None else None,
+            graph_input_bytes=recorder.memory.graphs.input_bytes if recorder.memory.graphs is not None else None,
             collectives=self._rank.collectives(),
         )
 

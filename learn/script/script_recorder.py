@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from featurize.operator_record import Traits, traits_of
 from featurize.quantized import whole_elements
 from featurize.recorder import Recorder
+from featurize.replacing import replaced
 from featurize.step_trace import BATCH
 from featurize.tensor_parts import local_tensor, wrap_others
 from featurize.values import ALL_KEPT, READ, UnknownValue
@@ -44,8 +45,6 @@ class ScriptRecorder(Recorder):
         self.updating = False  # an optimizer's step runs
         self.trained: set[int] = set()  # storages of the parameters that have gradients
         self.updated_by_hand = False  # one of these was written to after the backward pass, by no optimizer of torch
-        self.live_bytes = self.peak_live_bytes = 0
-        self.nowhere = 0  # the script itself makes tensors without memory
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
         self._loss = _LOSS
@@ -85,22 +84,21 @@ class ScriptRecorder(Recorder):
                 for p in parameters
                 if p.grad is not None and p.is_meta and p.requires_grad
             }
-            self.name((p.grad for p in parameters if p.grad is not None), "gradient")
+            self.memory.name((p.grad for p in parameters if p.grad is not None), "gradient")
 
     def _name_of_model(self, tensors: Iterable[Tensor], kind: str) -> None:
         tensors = [local_tensor(t) for t in tensors if t.is_meta]
-        self.name(tensors, kind)
-        for tensor in tensors:
-            block = self._live[tensor.untyped_storage()._cdata][0]
+        self.memory.name(tensors, kind)
+        for block in map(self.memory.block_of, tensors):
             self._copied.pop(block, None)
-            if self._made_by[block] == BATCH:
-                self._made_by[block] = -1
+            if self.log.made_by.get(block) == BATCH:
+                del self.log.made_by[block]
 
     def name_batches(self) -> None:
         """Name a batch what was copied from the host and belongs to no model."""
         for block in self._copied:
-            if self._kinds[block] is None:
-                self._kinds[block] = "batch"
+            if self.memory.kinds[block] is None:
+                self.memory.kinds[block] = "batch"
 
     def parameters(self) -> int:
         """Return the elements of the parameters of the models that have run."""
@@ -125,7 +123,7 @@ class ScriptRecorder(Recorder):
 
     def batch_size(self) -> int:
         """Return the commonest first dimension of what was copied from the host and belongs to no model."""
-        rows = Counter(rows for block, rows in self._copied.items() if self._kinds[block] in (None, "batch"))
+        rows = Counter(rows for block, rows in self._copied.items() if self.memory.kinds[block] in (None, "batch"))
         return rows.most_common(1)[0][0] if rows else 1
 
     # -- the operators
@@ -141,14 +139,11 @@ class ScriptRecorder(Recorder):
                     return args[0]
                 return func(*args, **(kwargs or {}))
             name = func._schema.name
-            if self.phase == "optimizer" and not self.updating and not self.updated_by_hand:
+            if self.memory.phase == "optimizer" and not self.updating and not self.updated_by_hand:
                 self.updated_by_hand = self._writes_to_parameters(func, args)
             from_host = name in (_TO_COPY, _COPY) and any(isinstance(a, Tensor) and not a.is_meta for a in args)
-            keep, self.keep_operators = self.keep_operators, self.keep_operators and not from_host
-            try:
+            with replaced(self.log, "keep_operators", self.log.keep_operators and not from_host):
                 out = super().__torch_dispatch__(func, types, args, kwargs)
-            finally:
-                self.keep_operators = keep
             if from_host and name == _TO_COPY and isinstance(out, Tensor) and out.is_meta:
                 self._copied_from_host(out)
             elif name == "aten::_log_softmax":
@@ -162,19 +157,18 @@ class ScriptRecorder(Recorder):
 
     def name_updates_state(self) -> None:
         """Say that what an update without an optimizer of torch has taken, and keeps, is its state."""
-        live = {block for block, _ in self._live.values()}
-        for event in self.events:
-            if event.phase == "optimizer" and event.block in live and self._kinds[event.block] is None:
-                self._kinds[event.block] = "optimizer_state"
+        kinds, live = self.memory.kinds, {block for block, _ in self.memory.live.values()}
+        for event in self.memory.events:
+            if event.phase == "optimizer" and event.block in live and kinds[event.block] is None:
+                kinds[event.block] = "optimizer_state"
 
     def _copied_from_host(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:  # what is on meta has no elements, and PyTorch no products of it
             raise RuntimeError("a sparse tensor cannot be followed onto the GPU; estimate with a dense one")
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        if known is None:
-            return
-        self._copied[known[0]] = tensor.shape[0] if tensor.dim() else 1
-        self._made_by[known[0]] = BATCH
+        block = self.memory.block_in(tensor.untyped_storage()._cdata)
+        if block is not None:
+            self._copied[block] = tensor.shape[0] if tensor.dim() else 1
+            self.log.made_by[block] = BATCH
 
     def follows_values(self) -> bool:
         """As of any trace, but what lies between a backward pass and the update belongs to the script."""
@@ -226,19 +220,6 @@ class ScriptRecorder(Recorder):
         if dtype is torch.bool:
             return True
         return self._loss if dtype.is_floating_point else 0
-
-    # -- the memory
-
-    def _take(self, nbytes: int, kind: str | None, maker: tuple, storage: int = 0) -> int:
-        nbytes = 0 if self.nowhere else nbytes
-        self.live_bytes += nbytes
-        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-        return super()._take(nbytes, kind, maker, storage)
-
-    def give_back(self, block: int) -> None:
-        """Note that a block's memory is given back."""
-        self.live_bytes -= self._sizes[block]
-        super().give_back(block)
 
 
 def _only_initialises(func: OpOverload, args: Any) -> bool:

@@ -147,9 +147,9 @@ class StepWatch:
             self._end_step()
         if self.steps >= STEPS:
             self._on_done()
-        if recorder.phase in ("backward", "optimizer", "setup"):
+        if recorder.memory.phase in ("backward", "optimizer", "setup"):
             recorder.name_states()
-            recorder.step = recorder.step or 1
+            recorder.memory.step = recorder.memory.step or 1
             self._begin("forward")
         self._in_forward = True
         if samples and parameter is not None:
@@ -185,7 +185,7 @@ class StepWatch:
         with torch._C.DisableTorchFunction():
             states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
             tensors = (value for values in states for value in values if isinstance(value, Tensor))
-            self._recorder.name(tensors, "optimizer_state")
+            self._recorder.memory.name(tensors, "optimizer_state")
             if not _is_on_gpu(optimizer):
                 return
             self._stepped.add(optimizer)
@@ -201,9 +201,9 @@ class StepWatch:
         self.most_backwards = max(self.most_backwards, self._backwards)
         self.steps, self._backwards = self.steps + 1, 0
         self._rank.end_step()
-        recorder.keep_operators = self.steps + 1 == STEPS
+        recorder.log.keep_operators = self.steps + 1 == STEPS
         if self.steps < STEPS:
-            recorder.step = self.steps + 1
+            recorder.memory.step = self.steps + 1
             self._begin("forward")
             self._rank.begin_step()
 

@@ -1,4 +1,4 @@
-"""`make bench`: every figure of docs/notes/bench.md, in one run, as ratios where there is something to compare with.
+"""`make bench`: every figure of docs/benchmarks.md, in one run, as ratios where there is something to compare with.
 
 `FULL=true` (`full=true`) also takes compaction, soak and selection at the size that is wanted, which takes hours.
 """
@@ -54,7 +54,7 @@ def main() -> None:
     compaction = bench_compaction.run(*((100_000, 100) if full else (3_000, 100)))
     print("\nthe dispatcher's memory over many tasks")
     soak = bench_soak.run(100_000 if full else 3_000)
-    print("\nrows for a given error, by policy, small pool (large ones: docs/notes/choosing.md); the cost of choosing")
+    print("\nrows for a given error, by policy, small pool (decision 3 has large ones); the cost of choosing")
     choosing = bench_selection.run() | (bench_selection.cost(100_000) if full else {})
     print("\na growth cycle beside running and fitting")
     growing = bench_grow.run(*((100_000, 10_000) if full else (3_000, 2_000)))

@@ -35,7 +35,7 @@ def _full() -> float:
 
 
 def run() -> dict[str, float]:
-    """Of several rounds the least median: what else the machine does meets some of them."""
+    """Return the least median of several rounds, as other load on the machine slows some of them."""
     import torch
 
     import learn

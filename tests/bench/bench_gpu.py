@@ -6,7 +6,6 @@ same command goes on where it was, in the same data folder, so that it may be do
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -14,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.arguments import exit_code, keyed_values
+from conf.arguments import exit_code
 from conf.cli import EXIT_USAGE
-from conf.errors import UsageError, unknown_name
+from conf.overrides import load_settings
+from conf.settings import Checked, key
 from farm.cluster_settings import ClusterSettings
 from farm.jobs import Queue
 from farm.work import work
@@ -41,41 +41,24 @@ from gpu_protocols import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings:
-    """The keys. `minutes` None: until it is done."""
+class BenchSettings(Checked):
+    """The keys."""
 
-    families: Sequence[str] = ()
-    n: int = 40
-    seconds: float = 60
-    repeats: int = 3
-    protocols: Sequence[str] = PROTOCOLS
-    device: str = "cuda"
-    minutes: float | None = None
-    seed: int = 0
-    data: str = "data/bench-gpu"
-    out: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("families", "protocols"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        for known, names in (
-            (family_names(), self.families),
-            (PROTOCOLS, self.protocols),
-            (("cuda", "cpu"), (self.device,)),
-        ):
-            for name in names:
-                if name not in known:
-                    raise unknown_name("name", name, known)
-        for name, floor in (("n", 1), ("repeats", 1), ("seconds", 0.1), ("minutes", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | float) or value < floor):
-                raise UsageError(f"{name} must be a number >= {floor}, got {value!r}")
+    families: tuple[str, ...] = key((), kind="text | list of text", choices=family_names())
+    n: int = key(40, kind="int >= 1")
+    seconds: float = key(60, kind="number >= 0.1")
+    repeats: int = key(3, kind="int >= 1")
+    protocols: tuple[str, ...] = key(PROTOCOLS, kind="text | list of text", choices=PROTOCOLS)
+    device: str = key("cuda", choices=("cuda", "cpu"))
+    minutes: float | None = key(None, "default: until it is done", "number >= 0")
+    seed: int = key(0, kind="int >= 0")
+    data: str = key("data/bench-gpu", kind="new path")
+    out: str | None = key(None, kind="new path")
 
 
 def settings_of(argv: Sequence[str]) -> BenchSettings:
     """KEY=VALUE arguments as settings. Raises `UsageError`."""
-    return BenchSettings(**keyed_values(argv, (field.name for field in dataclasses.fields(BenchSettings))))
+    return load_settings(BenchSettings, "bench_gpu", argv)
 
 
 def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:

@@ -1,4 +1,4 @@
-"""What a growth cycle costs beside running and fitting, on a data folder that has grown for long.
+"""The cost of a growth cycle beside running and fitting, on a data folder that has grown for long.
 
 Start reading at `run`; `python tests/bench/bench_grow.py [RUNS CANDIDATES]` prints its figures.
 """

@@ -1,4 +1,4 @@
-"""What a trial costs beyond its warm-up and measured window: in the farm, and in a fresh process per trial.
+"""The cost of a trial beyond its warm-up and measured window: in the farm, and in a fresh process per trial.
 
 Start reading at `run`; `python tests/bench/bench_overhead.py`. Both train the same model on the CPU with the same loop.
 """

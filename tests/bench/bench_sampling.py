@@ -1,4 +1,4 @@
-"""What telemetry costs: the share of a CPU core that sampling takes, and what it does to training beside it.
+"""The cost of telemetry: the share of a CPU core that sampling takes, and how it slows training beside it.
 
 Start reading at `run`; `python tests/bench/bench_sampling.py`. There need be no GPU: the sensors read recorded answers,
 so the time that a real driver takes for its answers is not in the figures.

@@ -1,4 +1,4 @@
-"""Whether choosing pays: rows that an estimator needs for a given error, by policy, of pools whose labels are known.
+"""The gain from choosing: rows that an estimator needs for a given error, by policy, of pools whose labels are known.
 
 Start reading at `run`; `python tests/bench/bench_selection.py [full=true] [data=FOLDER] [runs=FOLDER] [png=FILE]`.
 Small by default; `full=true` takes a simulated pool of 5,000, whose traced steps are kept in `data`; `runs=FOLDER` is a
@@ -280,10 +280,10 @@ def _gap(rows: Rows, point: np.ndarray) -> np.ndarray:
 
 
 def errors_of(rows: Rows, point: np.ndarray) -> dict[str, float]:
-    """Of |label - estimate|, as `_gap` has it: median, mean and 90th percentile; `wrong`: share of the rows that are
-    told to be in another bin than they are; `bins`: the mean over the label's bins, by family, of the bins' own means,
-    so that a bin of few rows counts like one of many (those of fewer than 5 are left out); `bound`: the 99th percentile
-    of label - estimate, the margin that a bound over all rows would need."""
+    """Return figures of |label - estimate|, as `_gap` has it: median, mean and 90th percentile; `wrong`: share of the
+    rows told to be in another bin than they are; `bins`: the mean over the label's bins, by family, of the bins'
+    own means, so that a bin of few rows counts like one of many (those of fewer than 5 are left out); `bound`: the 99th
+    percentile of label - estimate, the margin that a bound over all rows would need."""
     gap = _gap(rows, point)
     is_in, predicted_bin = _bin_of(rows.target, rows.family, rows.label), _bin_of(rows.target, rows.family, point)
     cells = np.array([f"{family} {of_label}" for family, of_label in zip(rows.family, is_in, strict=True)])

@@ -91,11 +91,6 @@ class _Stop:
         pass
 
 
-class _NoLock:
-    def record(self, processes) -> None:
-        pass
-
-
 def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
     """`rss_mib` after a tenth of the tasks and at the end, their difference, and tasks a second."""
     process = psutil.Process()
@@ -111,7 +106,7 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
                 print(f"{done:>9,} tasks  {points[-1][1]:7.1f} MiB", flush=True)
             if curve is not None:
                 curve.write_text("tasks,rss_mib\n" + "".join(f"{count},{rss:.1f}\n" for count, rss in points))
-            list(metrics.collect())  # as a scrape would
+            list(metrics.registry.collect())  # as a scrape would
 
     with tempfile.TemporaryDirectory(prefix="gpufarm-soak-") as folder:
         data = DataFolder.resolve(folder).create()
@@ -133,7 +128,7 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
             started = time.monotonic()
             with Progress("soak", lambda: ({"ok": done}, tasks), quiet=True) as progress:
                 executor = ScriptedExecutor(landed)
-                Dispatcher(data, queue, executor, DEVICE, progress, service=service).run(_Stop(), _NoLock())
+                Dispatcher(data, queue, executor, DEVICE, progress, service=service).run(_Stop())
             took_s = time.monotonic() - started
             assert queue.counts().by_status == {"ok": tasks}
     early = points[len(points) // 10][1]

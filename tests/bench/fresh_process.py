@@ -1,4 +1,4 @@
-"""What the farm is measured against: a fresh Python process that imports torch and trains the same model once.
+"""The farm's yardstick: a fresh Python process that imports torch and trains the same model once.
 
 `python tests/bench/fresh_process.py CONFIG SETTINGS [cpu|cuda]` (JSON as the queue holds it) prints the seconds of its
 window and of its warm-up. It runs the very loop that a trial runs, both included.
@@ -50,7 +50,7 @@ def main(config_json: str, settings_json: str, backend: str = "cpu") -> None:
 
     link = Link()
     config = config_from_mapping(json.loads(config_json))
-    measure_training(config, open_meter, TrialSettings.from_mapping(json.loads(settings_json)), 0, link)
+    measure_training(config, open_meter, TrialSettings(**json.loads(settings_json)), 0, link)
     warm, start, end = (link.times_ns[name] for name in ("warmup", "window", "end"))
     print((end - start) / 1e9, (start - warm) / 1e9)
 

@@ -1,4 +1,4 @@
-"""What `bench_gpu` prints: runs per hour of each protocol, how labels differ, how they repeat, where the time goes.
+"""Figures of `bench_gpu`: runs per hour of each protocol, how labels differ, how they repeat, where the time goes.
 
 Start reading at `figures`; everything is computed from rows, so that it can be asked for at any time.
 """
@@ -182,7 +182,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def _times(rows: Sequence[Mapping], cost_s: Mapping[str, float]) -> dict:
-    """Of adaptive runs that went well: seconds until the first step, in warm-up and window, and lost besides."""
+    """Return for good adaptive runs: seconds until the first step, in warm-up and window, and lost besides."""
     rows = [row for row in rows if row["status"] == "ok"]
     columns = {
         "startup_s": [row["startup_s"] for row in rows],

@@ -43,7 +43,7 @@ _MEANS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is compared: round k is the k-th stratified configuration of every family, under every protocol."""
+    """The plan of a comparison: round k is the k-th stratified configuration of every family, under every protocol."""
 
     choice: DeviceChoice
     families: tuple[str, ...]
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """Of everything that decides the runs but n and repeats: a larger number adds the difference."""
+        """A key of everything that decides the runs but n and repeats: a larger number adds the difference."""
         of = [device_key(self.choice), sorted(self.families), self.seconds, self.seed]
         return mapping_hash({"plan": of})[:8]
 
@@ -101,7 +101,7 @@ def queue_trials(plan: Plan, queue: Queue, k: int, protocol: str, families: Sequ
 
 
 def published_trials(folder: Path) -> list[dict]:
-    """What has been measured the published way, of every plan."""
+    """Return the trials that were measured the published way, of every plan."""
     path = folder / PUBLISHED_FILE
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -1,4 +1,4 @@
-"""What `make bench-gpu` counts, on rows made up for it; and that it goes on where it was, small and on the CPU."""
+"""The counts of `make bench-gpu`, on rows made up for it; and that it goes on where it was, small and on the CPU."""
 
 import datetime
 import json
@@ -111,8 +111,8 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys):
 
 def test_arguments_are_checked(capsys):
     assert bench_gpu.main(["famlies=[cnn]"]) == 2
-    assert "valid are KEY=VALUE of families, n, seconds" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="n must be a number >= 1, got 0"):
+    assert "unknown key 'famlies'; did you mean families? valid keys: families, n, seconds" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="n must be an integer >= 1, got 0"):
         bench_gpu.BenchSettings(n=0)
 
 

@@ -127,7 +127,8 @@ def test_a_place_without_room_for_a_folder_is_a_problem_of_the_machine(monkeypat
         pass
 
 
-def test_a_keeper_that_is_killed_is_a_problem_of_the_machine_too(monkeypatch, tmp_path):
+def test_a_keeper_that_is_killed_is_a_problem_of_the_machine_too_and_leaves_no_daemon(monkeypatch, tmp_path):
     monkeypatch.setattr(running.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EnvironmentProblem, match="its keeper was killed"):
-        run("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+        run(DAEMON + "import signal; os.kill(os.getppid(), signal.SIGKILL)", tmp_path / "daemon")
+    assert not psutil.pid_exists(int((tmp_path / "daemon").read_text()))

@@ -150,6 +150,17 @@ def test_help_shows_every_key_with_its_default_and_meaning(capsys):
         assert meaning and meaning in text, f"{key} has no help text"
 
 
+@pytest.mark.parametrize("name", ["estimate", "plan"])
+def test_help_explains_the_common_keys_and_names_the_others_and_help_all_explains_all(capsys, name):
+    assert _run(["--help"], name=name) == _run(["--help", "all"], name=name) == 0
+    short, _, whole = capsys.readouterr().out.partition("\nEstimate" if name == "estimate" else "\nFind")
+    explained = [key for key, _default, _text in cli.documented_keys(name) if f"\n  {key}=" in short]
+    others = [key for key, _default, _text in cli.documented_keys(name) if key not in explained]
+    assert "model" in explained and "weight_decay" in others
+    assert short.splitlines()[-1] == f"`--help all` explains {len(others)} more keys: {', '.join(others)}."
+    assert all(f"\n  {key}=" in whole for key in (*explained, *others)) and "--help all" not in whole
+
+
 def test_cfg_prints_the_composed_configuration(capsys):
     assert _run(["+arch=mlp", "n=3", "--cfg", "job"], entry=lambda cfg: pytest.fail("must not run")) == 0
     assert "family: mlp" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What the user typed and what the environment lacks are told apart by type, and are printed alike."""
+"""Errors of the user's input and of the environment differ in type, and are printed alike."""
 
 import os
 import pickle

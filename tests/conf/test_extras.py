@@ -1,4 +1,4 @@
-"""What a plain install can do, and what it says where a library of an extra is missing."""
+"""A plain install's abilities, and its message where a library of an extra is missing."""
 
 import os
 import re

@@ -7,6 +7,7 @@ Hydra or OmegaConf would choke on or take in silence.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import random
 import runpy
@@ -19,7 +20,10 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from conf.keys import chosen_by_default, documented_choice, documented_keys, group_options, groups, kinds, known_keys
+from conf.commands import settings_class
+from conf.keys import documented_choice, documented_keys, flat, group_options, groups
+from conf.overrides import load_config, plain_values
+from conf.settings import groups_of, kinds_of
 from infra.generate_docs import command_modules
 
 SEED, CASES = 11, 500
@@ -90,12 +94,24 @@ class Case(NamedTuple):
     named: str  # what the message has to name
 
 
+def defaults_of_groups(name: str) -> dict[str, str]:
+    chosen = groups_of(settings_class(name))
+    return {group: one.default or "null" for group, one in chosen.items() if not one.added}
+
+
+def known_keys(name: str) -> tuple[str, ...]:
+    documented = [key for key, _default, _text in documented_keys(name)]
+    there = [key for key, _value in flat(plain_values(load_config(name, [])))]
+    return tuple(dict.fromkeys([*documented, *there]))
+
+
 def refused_values(name: str) -> Iterator[Case]:
     """A value that its kind refuses, for every key of a command; and of groups what is no choice."""
-    defaults = chosen_by_default(name)
-    for key, kind in kinds(name, defaults).items():
-        alternatives = [*kind.plain, *("int" if number.whole else "number" for number in kind.numbers)]
-        refused = [set(REFUSED[alternative]) for alternative in alternatives if alternative != "null"]
+    defaults, known = defaults_of_groups(name), known_keys(name)
+    for key, kind in kinds_of(settings_class(name)).items():
+        if key not in known:
+            continue
+        refused = [set(REFUSED[alternative]) for alternative in kind.names if alternative != "null"]
         for value in sorted(set.intersection(*refused) - ({"null"} if kind.optional else set())):
             yield Case(name, (f"{key}={value}",), key)
     for group, default in defaults.items():
@@ -108,7 +124,7 @@ def refused_values(name: str) -> Iterator[Case]:
 
 
 def refused_spellings(name: str) -> Iterator[Case]:
-    for key in known_keys(name, chosen_by_default(name)):
+    for key in known_keys(name):
         for spelling in SPELLINGS:
             argument = spelling.format(key=key, deep=".a" * 200)
             if not (key in groups() and spelling in ("+{key}=1", "++{key}=1")):
@@ -123,13 +139,15 @@ def refused_arguments(name: str) -> Iterator[Case]:
 
 def cases() -> list[Case]:
     """The same 500 at every run, and as many of each command."""
-    chance, chosen = random.Random(SEED), []
+    chance, of_commands = random.Random(SEED), []
     each = -(-CASES // len(COMMANDS))
     for name in sorted(COMMANDS):
+        chosen: list[Case] = []
         kinds_of_case = [list(refused_values(name)), list(refused_spellings(name)), list(refused_arguments(name))]
         for count, several in zip((each - 2 * (each // 4), each // 4, each // 4), kinds_of_case, strict=True):
             chosen += chance.sample(several, min(count, len(several)))
-    return chosen[:CASES]
+        of_commands.append(chosen)
+    return [case for turn in itertools.zip_longest(*of_commands) for case in turn if case is not None][:CASES]
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -235,7 +253,7 @@ REFUSED_BY_THE_COMMAND = {
 
 
 def problems_of(case: Case, code: int, out: str, err: str) -> list[str]:
-    """What is not as it should be when a hostile command line has been refused."""
+    """Return the flaws in how a hostile command line was refused."""
     problems = [] if code == 2 else [f"exit code {code}"]
     problems += [f"printed {out[:200]!r}"] * bool(out)
     if not (err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1):
@@ -305,14 +323,14 @@ def test_what_only_the_command_can_refuse_is_one_line_each_and_changes_nothing(i
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_key_declares_what_it_may_hold(name):
     documented = {key for key, _default, _text in documented_keys(name)} - set(groups())
-    assert documented == set(kinds(name, {}))
+    assert documented == {key for key in kinds_of(settings_class(name)) if key.partition(".")[0] not in groups()}
 
 
 @pytest.mark.parametrize("group", [group for group in groups() if group not in ("arch", "device")])
 def test_every_key_of_a_group_declares_what_it_may_hold(group):
     for choice in group_options(group):
         documented = {f"{group}.{key}" for key, _default, _text in documented_choice("submit", group, choice)}
-        assert documented == {key for key in kinds("submit", {group: choice}) if key.startswith(f"{group}.")}
+        assert documented <= kinds_of(settings_class("submit")).keys()
 
 
 # A command line that is odd and right, and what a key then holds.
@@ -371,8 +389,7 @@ def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, argum
         composed.append(OmegaConf.to_container(cfg, resolve=True))
         raise SystemExit(0)
 
-    monkeypatch.setattr("conf.cli._require", lambda *_: None)  # required keys that are of no interest here
-    monkeypatch.setattr("conf.cli._typed", leave)
+    monkeypatch.setattr("conf.cli.made", leave)  # required keys are of no interest here
     assert invoke(name, *arguments) == (0, "", "")
     node = composed[0]
     for part in key.split("."):

@@ -1,4 +1,4 @@
-"""What a terminal may show of stored texts."""
+"""Characters of stored texts that a terminal may show."""
 
 import time
 import traceback

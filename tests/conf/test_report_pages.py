@@ -1,6 +1,5 @@
-"""The templates that draw every report page: escaping, pictures, every block, what a page may load."""
+"""The templates that draw every report page: escaping, every block, what a page may load."""
 
-import base64
 import dataclasses
 from importlib import resources
 from typing import get_args
@@ -9,9 +8,10 @@ import jinja2
 import pytest
 
 from conf.reports import blocks as b
+from conf.reports.charts import Axis, nice_step
 from conf.reports.page_text import clean_text
 from conf.reports.render import _environment, render_for_notebook, render_page
-from conf.reports.svg import Drawing, nice_step
+from conf.reports.svg import Drawing
 from tests.parsed_page import ParsedPage
 
 EVIL = "</title></style><script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;{{ 7 * 7 }}"
@@ -40,7 +40,6 @@ BLOCKS = (
     b.Legend({EVIL: "k1"}),
     b.Callout(EVIL, "bad"),
     b.Outcome("good", EVIL, EVIL),
-    b.Pictures((b.Picture(b"\x89PNG" + bytes(30_000), "image/png", EVIL, EVIL),)),
     b.Preformatted(EVIL),
     b.SideBySide((b.Group(EVIL, (b.Lead(EVIL),)),)),
     STACK,
@@ -52,7 +51,7 @@ BLOCKS = (
 
 def page(*blocks, title="a page"):
     section = b.Section("key", title, blocks, name=title)
-    return render_page(b.Page(title=title, head=blocks, sections=(section,), pictures=True))
+    return render_page(b.Page(title=title, head=blocks, sections=(section,)))
 
 
 def test_every_block_is_among_those_that_these_tests_draw():
@@ -65,7 +64,7 @@ def test_a_block_shows_hostile_text_and_obeys_none_of_it(block):
     shown = [*parsed.texts, *(value for _, value in parsed.attributes)]
     assert any(EVIL in text for text in shown if text)
     assert "script" not in parsed.tags and not [name for name, _ in parsed.attributes if name.startswith("on")]
-    assert parsed.tags.count("img") == (block.kind == "pictures")
+    assert "img" not in parsed.tags
 
 
 def test_a_page_of_all_blocks_loads_nothing_and_keeps_its_title_in_one_line():
@@ -79,15 +78,6 @@ def test_a_page_of_all_blocks_loads_nothing_and_keeps_its_title_in_one_line():
     assert "\n" not in title and "\x1b" not in text
     assert "default-src 'none'" in text and "url(" not in text and "@import" not in text and "http" not in text.replace(
         "http-equiv", "")  # fmt: skip
-
-
-def test_a_picture_is_whole_and_only_pages_with_pictures_may_show_some():
-    content = bytes(range(256)) * 400  # longer than any text on a page
-    text = page(b.Pictures((b.Picture(content, "image/png", "a plot"),)))
-    ((_, address),) = {item for item in ParsedPage(text).attributes if item[0] == "src"}
-    assert base64.b64decode(address.removeprefix("data:image/png;base64,")) == content
-    assert "img-src data:" in text
-    assert "img-src" not in render_page(b.Page(title="a page", head=(), sections=()))
 
 
 def test_text_of_a_terminal_is_cleaned_and_too_long_text_keeps_its_end():
@@ -135,3 +125,20 @@ def test_no_module_outside_the_templates_writes_html():
 @pytest.mark.parametrize("least, step", [(1, 1), (1.01, 2), (2.4, 2.5), (0.26, 0.5), (5.1, 10), (10, 10), (999, 1000)])
 def test_axis_steps_are_round(least, step):
     assert nice_step(least) == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("axis", "ticks"),
+    [
+        (Axis.of(0.0, 109.0), [0, 50, 100, 150]),
+        (Axis.of(-3.0, 7.0, 5), [-4, -2, 0, 2, 4, 6, 8]),
+        (Axis.within(0.0, 1.34, 6), [0, 0.25, 0.5, 0.75, 1, 1.25]),
+        (Axis.log(1.0, 90.0), [1, 2, 5, 10, 20, 50]),
+        (Axis.log(1.0, 1e5), [1, 10, 100, 1e3, 1e4, 1e5]),
+        (Axis.log(3.57, 4.48), [3.6, 4.5]),
+        (Axis.decades(0.01, 100.0), [0.01, 0.1, 1, 10, 100]),
+    ],
+)
+def test_an_axis_has_round_ticks_and_never_none(axis, ticks):
+    assert list(axis.ticks) == pytest.approx(ticks)
+    assert (axis.share(axis.low), axis.share(axis.high)) == pytest.approx((0.0, 1.0))

@@ -1,15 +1,16 @@
 """Kinds of values as YAML files declare them, text that stands as typed, and lines that are fit for a terminal."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.arguments import keyed_values
 from conf.errors import UsageError
-from conf.overrides import literal
+from conf.overrides import literal, load_config, load_settings
 from conf.plain_text import bounded, one_line, printable, shown
+from conf.settings import Checked, key
 from conf.values import Kind, problems_of
 
 
@@ -30,15 +31,15 @@ from conf.values import Kind, problems_of
 )
 def test_a_kind_takes_what_it_declares_and_nothing_else(declared, right, wrong):
     kind = Kind.parse(declared)
-    assert not [value for value in right if kind.problem(value)]
-    assert not [value for value in wrong if not kind.problem(value)]
+    assert not [value for value in right if kind.problem("n", value)]
+    assert not [value for value in wrong if not kind.problem("n", value)]
 
 
 def test_a_number_is_told_the_bound_that_it_is_beyond():
     kind = Kind.parse("int 1 to 10000000")
-    assert kind.problem(0) == "must be an integer >= 1, got 0"
-    assert kind.problem(10**11) == "must be an integer <= 10000000, got 100000000000"
-    assert Kind.parse("number 0.001 to 1e7").problem(math.inf) == "must be a finite number >= 0.001, got inf"
+    assert kind.problem("n", 0) == "n must be an integer >= 1, got 0"
+    assert kind.problem("n", 10**11) == "n must be an integer <= 10000000, got 100000000000"
+    assert Kind.parse("number 0.001 to 1e7").problem("n", math.inf) == "n must be a finite number >= 0.001, got inf"
 
 
 def test_an_unknown_kind_is_a_mistake_of_ours():
@@ -46,12 +47,15 @@ def test_an_unknown_kind_is_a_mistake_of_ours():
         Kind.parse("integer | null")
 
 
-def test_every_bad_value_is_named_and_a_parent_that_is_none_once():
-    kinds = {key: Kind.parse("int") for key in ("n", "log.keep", "log.size", "absent", "required")}
-    values = {"n": "a", "log": None, "required": "???"}
-    assert problems_of(values, kinds) == [
-        "n must be an integer, got 'a'", "log must be a mapping such as {key: value}, got None",
-    ]  # fmt: skip
+def test_every_bad_value_is_named_and_a_parent_that_is_no_mapping():
+    kinds = {key: Kind.parse("int") for key in ("n", "log.keep", "absent", "required")}
+    values = {"n": "a", "log": {"keep": None}, "required": "???"}
+    assert problems_of(values, kinds) == ["n must be an integer, got 'a'", "log.keep must be an integer, got None"]
+    with pytest.raises(UsageError) as mistake:
+        load_config("submit", ["n=a", "log=null", "trial={retries: 1}"])
+    message = str(mistake.value)
+    assert message.startswith("log must be a mapping such as {key: value}, got None; unknown key 'trial.retries'")
+    assert "n must be an integer >= 1, got 'a'" in message
 
 
 @given(st.text(alphabet=st.sampled_from("\\${}'\"a:, [].\n"), max_size=12))
@@ -76,20 +80,38 @@ def test_what_is_quoted_back_is_short_and_shows_bytes():
     assert len(shown("x" * 10**6)) < 300 and len(bounded("x" * 10**6)) < 5000
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnSettings(Checked):
+    """The keys of a command that is in no table."""
+
+    n: int = key(5, kind="int >= 1")
+    data: str = key(help="where", kind="new path")
+    names: tuple[str, ...] = key((), kind="text | list of text", choices=("a", "b"))
+
+
 @pytest.mark.parametrize(
     ("argument", "expected_text"),
     [
         ("n=many", "n must be an integer >= 1, got 'many'"), ("n=[1", "cannot read 'n=[1'"),
-        ("n=${nope}", "cannot read 'n=${nope}'"), ("n=nan", "n must be an integer >= 1"),
-        ("m=1", "valid are KEY=VALUE of n, data"), ("n=2026-99-99", "n must be an integer >= 1"),
-        ("data=[a]", "data must be a path, got a list"), ("data=\udcff", "is not valid UTF-8"),
-        ("n", "unknown argument 'n'"),
+        ("n=${nope}", "n: Interpolation key 'nope' not found"), ("n=nan", "n must be an integer >= 1"),
+        ("m=1", "unknown key 'm'; valid keys: n, data, names"), ("n=2026-99-99", "n must be an integer >= 1"),
+        ("data=[a]", "data must be a path, got a list"), ("n", "cannot read 'n'"),
         ("n=" + "[" * 5000, "cannot read"), ("data=", "data must be a path"),
+        ("names=[a,c]", "unknown name in names: 'c'; known: a, b"),
     ],
 )  # fmt: skip
-def test_arguments_without_a_yaml_file_are_held_against_their_kinds_as_well(argument, expected_text):
-    kinds = {"n": "int >= 1", "data": "new path"}
-    assert keyed_values(["n=5", "data=a\\b"], kinds) == {"n": 5, "data": "a\\b"}
+def test_arguments_of_a_command_of_no_table_are_held_against_their_kinds_as_well(argument, expected_text):
+    settings = load_settings(OwnSettings, "own", ["names=b", "data=a\\b"])
+    assert settings == OwnSettings(n=5, data="a\\b", names=("b",))
+    with pytest.raises(UsageError, match=r"missing data=\.\.\. \(where\)"):
+        load_settings(OwnSettings, "own", [])
     with pytest.raises(UsageError) as mistake:
-        keyed_values([argument], kinds)
+        load_settings(OwnSettings, "own", [argument])
     assert expected_text in str(mistake.value)
+
+
+@pytest.mark.parametrize("values", [{"n": 0}, {"n": True}, {"names": ["c"]}, {"data": ""}])
+def test_an_object_of_settings_holds_what_its_keys_may_hold_whoever_makes_it(values):
+    assert OwnSettings(data="a", names=["a"]).names == ("a",)
+    with pytest.raises(UsageError):
+        OwnSettings(**{"data": "a"} | values)

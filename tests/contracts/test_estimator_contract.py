@@ -1,4 +1,4 @@
-"""What every estimator of the table keeps to: its distribution is one, it repeats itself, it survives saving."""
+"""The contract of every estimator of the table: its distribution is one, it repeats itself, it survives saving."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""What every executor promises the dispatcher, run on each: inline, and a real Ray."""
+"""The promises of every executor to the dispatcher, run on each: inline, and a real Ray."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from farm.executors import Executor
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 
 CHOICE = DeviceChoice(backend="simulated", count=2)
 
@@ -21,13 +21,12 @@ CHOICE = DeviceChoice(backend="simulated", count=2)
 def task(index):
     config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
     settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
-    return TaskSpec(
+    return Task(
         job_id="mlp-00000000",
         task_index=index,
         attempt=1,
         config=config,
         settings=settings,
-        seed=0,
     )
 
 
@@ -84,7 +83,7 @@ def test_a_trials_failure_is_a_result_and_not_an_exception(executor):
 
 
 def test_everything_listens_on_loopback_only(executor):
-    """Of this process and everything below it; Ray's servers listen on all interfaces unless told otherwise."""
+    """This process and all below it; Ray's servers listen on all interfaces unless told otherwise."""
     await_idle(executor)
     ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
     listening = []
@@ -96,18 +95,18 @@ def test_everything_listens_on_loopback_only(executor):
 
 @pytest.mark.slow
 def test_after_close_no_trial_server_is_left():
-    before = below_us("workers.trial_server"), below_us("workers.keeper")
+    before = below_us("workers.trial_server")
     executor = make_executor(CHOICE, ClusterSettings(kind="inline"))
     executor.start()
     await_idle(executor)
     pause = threading.Event()
-    for _ in range(6000):  # the keeper executes the server
-        if below_us("workers.trial_server") > before[0]:
+    for _ in range(6000):
+        if below_us("workers.trial_server") > before:
             break
         pause.wait(0.01)
-    assert below_us("workers.trial_server") == before[0] + 1 and below_us("workers.keeper") == before[1] + 1
+    assert below_us("workers.trial_server") == before + 1
     executor.close()
-    assert (below_us("workers.trial_server"), below_us("workers.keeper")) == before
+    assert below_us("workers.trial_server") == before
 
 
 def below_us(module):

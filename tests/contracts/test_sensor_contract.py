@@ -1,4 +1,4 @@
-"""What every telemetry sensor keeps to, run for each implementation. Start reading at `CASES`."""
+"""The contract of every telemetry sensor, run for each implementation. Start reading at `CASES`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What most tests of the farm begin with: a new data folder on a hostile path, its queue, and running trial servers."""
+"""Fixtures of most tests of the farm: a new data folder on a hostile path, its queue, and running trial servers."""
 
 import os
-import select
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -41,10 +40,8 @@ class LastingServer(TrialServer):
         return server
 
     def is_idle(self) -> bool:
-        """Whether it lives, and neither a trial nor word of one is left."""
-        if self._hello is None or self._process.poll() is not None or not psutil.pid_exists(self._pid):
-            return False
-        return not psutil.Process(self._pid).children() and not select.select([self._control], [], [], 0)[0]
+        """Return True if it lives and no trial is left."""
+        return self._hello is not None and self.lives() and not psutil.Process(self._process.pid).children()
 
     def close(self) -> None:
         if self.surroundings in self.idle or not self.is_idle():

@@ -113,7 +113,7 @@ def test_other_devices_sources_and_jobs_are_no_history(lab):
 
 
 def lost(lab, job_id, configs):
-    """What the dispatcher lands of canaries that no worker brought back: nothing is known of their device."""
+    """Land canaries that no worker brought back, as the dispatcher does: nothing is known of their device."""
     unknown = dict.fromkeys(("device_name", "device_memory_mib", "quality", "started_at", *OLD))
     lab.run(job_id, configs, lambda _: {"status": "crashed", "error_type": "WorkerLost", "error": "hung", **unknown})
 

@@ -2,7 +2,7 @@
 days."""
 
 import pytest
-from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, runs, submit
+from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, runs, submit
 
 from farm.dispatch import LEASE_S, Dispatcher, reconcile
 from farm.jobs import MAX_BACKOFF_S
@@ -29,7 +29,7 @@ class Jumping(ScriptedExecutor):
 def work(folder, queue, executor):
     return Dispatcher(
         folder, queue, executor, DEVICE, Quiet(), clock=executor.wall, steady=executor.clock
-    ).run(Stop(), NoLock())  # fmt: skip
+    ).run(Stop())  # fmt: skip
 
 
 @pytest.mark.parametrize("jump_s", JUMPS)

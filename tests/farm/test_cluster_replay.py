@@ -15,7 +15,7 @@ from conf.errors import UsageError
 from conf.reports.blocks import Tiles
 from farm.replaying import view
 from farm.replaying.catalogue import ESTIMATORS, JobType, estimated_mib, load_catalogue
-from farm.replaying.contention import SHARING, Contention
+from farm.replaying.contention import Contention
 from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Standing
 from farm.replaying.generators import GENERATORS, generate_trace
 from farm.replaying.page import replay_page
@@ -24,6 +24,7 @@ from farm.replaying.settings import ReplaySettings
 from farm.replaying.simulator import ClusterRules, replay
 from farm.replaying.traces import ClusterTrace, read_trace
 from farm.replaying.view import as_mapping
+from featurize.shared_gpu import SHARING
 from learn.admission.memory_need import MemoryNeed
 from learn.collocation.profile import JobProfile
 from warehouse.folder import DataFolder

@@ -26,7 +26,7 @@ from farm.jobs import Job, Queue
 from farm.journal import Journal
 from farm.queue_values import configs_of_text, device_key, text_of_config, text_of_group, text_of_settings
 from farm.runs_alone import RunsAlone
-from farm.task_runs import accepted, lost_run, task_spec
+from farm.task_runs import accepted, lost_run
 from featurize.families import get_family
 from warehouse.checks import check
 from warehouse.folder import DataFolder
@@ -124,9 +124,8 @@ def worker():
 
 def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(queue, worker):
     task = leased(queue)
-    spec = task_spec(task)
-    result = worker.run(spec)
-    done = accepted(Completion(worker="w", task=spec, result=result), task).result
+    result = worker.run(task)
+    done = accepted(Completion(worker="w", task=task, result=result), task).result
     assert [one.run.run_id[14:] for one in done.others] == ["-alone-0", "-alone-1", "-with-1"]
     assert [one.collocations is not None for one in (done, *done.others)] == [True, False, False, True]
     known = RunsAlone()
@@ -135,7 +134,7 @@ def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(queue, worker):
     assert known.of(task, "another") == (None, None), "another GPU differs"
     stranger = dataclasses.replace(result.others[0].run, run_id="elsewhere-000001")
     forged = dataclasses.replace(result, others=(dataclasses.replace(result.others[0], run=stranger),))
-    refused = accepted(Completion(worker="w", task=spec, result=forged), task).result
+    refused = accepted(Completion(worker="w", task=task, result=forged), task).result
     assert refused.run.status == "crashed" and "is no further run of it" in refused.run.error
 
 
@@ -151,7 +150,7 @@ def test_a_lost_group_lands_a_run_for_each_member(queue):
 
 def test_a_group_whose_first_run_did_not_land_runs_again(folder, queue, worker):
     task = leased(queue)
-    result = worker.run(task_spec(task))
+    result = worker.run(task)
     writer = RunWriter(folder)
     for one in result.others:  # killed before the task's own run landed
         writer.write(one.run, one.telemetry, collocations=one.collocations)
@@ -214,7 +213,7 @@ def test_pairs_really_train_side_by_side_on_the_cpu(tmp_path):
     [
         (["+collocate=twins", "+arch=mlp", "n=1"], "known: pairs, quads, triples"),
         (["arch=[mlp,cnn]", "n=1"], "families goes with collocate=pairs"),
-        (["collocate=pairs", "arch=[mlp,no]", "n=1"], "unknown family 'no'"),
+        (["collocate=pairs", "arch=[mlp,no]", "n=1"], "unknown name in families: 'no'"),
         (["collocate=pairs", "arch=[mlp,cnn]", "+arch=mlp", "n=1"], "not both"),
         (["collocate=pairs", "n=1"], "which family"),
         (["collocate=pairs", "+arch=mlp", "sharing=mig", "n=1"], "known: mps, time_slicing"),

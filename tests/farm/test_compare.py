@@ -75,7 +75,7 @@ def test_runs_are_paired_by_configuration_and_differences_are_relative_to_before
     assert (memory.pairs, memory.beyond, memory.equal) == (4, 2, 1)
     assert (memory.median, memory.p90, memory.largest) == pytest.approx((0.15, 0.3, 0.3))
     assert (step_time.median, step_time.largest, step_time.equal) == (0.0, 0.0, 4)
-    assert [pair.config_hash for pair in done.largest("peak_memory_mib", 2)] == [HASHES[3], HASHES[2]]
+    assert [pair.key["config_hash"] for pair in done.largest("peak_memory_mib", 2)] == [HASHES[3], HASHES[2]]
     assert done.largest("step_time_ms", 2) == []
 
 
@@ -85,7 +85,7 @@ def test_several_runs_of_a_configuration_count_as_their_median(before, after):
     land(after, 0, CONFIGS[0], peak_memory_mib=1100.0)
     done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.01)
     assert done.pairs[0].shift("peak_memory_mib") == pytest.approx(0.1)
-    assert done.pairs[0].before.runs == 3
+    assert done.pairs[0].before["runs"] == 3
 
 
 def test_a_status_that_changed_is_counted_with_its_error_and_has_no_difference(before, after):
@@ -115,7 +115,7 @@ def test_what_one_side_alone_has_is_named_and_another_device_is_no_partner(befor
     land(before, 3, CONFIGS[3])
     land(after, 3, CONFIGS[3], device_name="H100-SXM-80GB")
     done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.01)
-    assert [pair.config_hash for pair in done.pairs] == [HASHES[0]]
+    assert [pair.key["config_hash"] for pair in done.pairs] == [HASHES[0]]
     assert done.alone == (tuple(sorted((HASHES[1], HASHES[3]))), tuple(sorted((HASHES[2], HASHES[3]))))
 
 
@@ -151,7 +151,7 @@ def test_only_the_first_n_tasks_of_a_job_are_compared(before, after):
     land(after, 0, CONFIGS[0], run_id="other-000000", job_id="other", peak_memory_mib=1.0)
     sides = [RunSet(folder=folder, job_id="J", n=2) for folder in (before, after)]
     done = compare_runs(*sides, 0.01)
-    assert {pair.config_hash for pair in done.pairs} == set(HASHES[:2])
+    assert {pair.key["config_hash"] for pair in done.pairs} == set(HASHES[:2])
     assert all(shift.largest == 0 for shift in done.shifts)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from conf.errors import EnvironmentProblem
 from farm.cluster_settings import ClusterSettings
-from farm.dispatch import Dispatcher, lost_run, make_executor, reconcile, task_spec
+from farm.dispatch import Dispatcher, lost_run, make_executor, reconcile
 from farm.executors import Completion
 from farm.jobs import Job
 from farm.lock import DispatcherBusy, DispatcherLock
@@ -134,11 +134,6 @@ class Quiet:
         pass
 
 
-class NoLock:
-    def record(self, processes):
-        pass
-
-
 def submit(queue, n, job_id="mlp-00000001", priority=0, parallel=None, **settings):
     """`settings`: of its trials, those that differ from the defaults."""
     values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, "parallel": parallel}
@@ -153,7 +148,7 @@ def submit(queue, n, job_id="mlp-00000001", priority=0, parallel=None, **setting
 def work(folder, queue, outcomes=None, stop=None):
     clock = Clock()
     executor = ScriptedExecutor(clock, outcomes)
-    done = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(stop or Stop(), NoLock())
+    done = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(stop or Stop())
     assert executor.closed
     return executor, done
 
@@ -242,7 +237,7 @@ def test_a_trial_that_waits_for_gpus_is_not_stuck(folder, queue):
     submit(queue, 1, parallel="ddp=2")
     clock = Clock()
     executor = Waits(clock)
-    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(Stop(), NoLock())
+    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(Stop())
     assert executor.restarted == [] and runs(folder) == [(0, 1, "ok")]
 
 
@@ -270,9 +265,7 @@ def test_a_trial_that_outlasts_its_lease_inside_of_an_inline_executor_is_not_run
             return super().wait(timeout_s)
 
     executor = Slow(Clock())
-    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-        Stop(), NoLock()
-    )
+    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
     assert [(index, attempt) for _, index, attempt in executor.handed_out] == [(0, 1), (1, 1), (2, 1)]
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")]
 
@@ -294,7 +287,7 @@ def test_what_was_announced_and_never_started_is_given_back_without_an_attempt(f
 
     executor = StopsAfterOne(Clock())
     assert not Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-        stop, NoLock()
+        stop
     )
     assert [index for _, index, _ in executor.handed_out] == [0] and executor.announced == [1]
     executor, _ = work(folder, queue)
@@ -334,9 +327,7 @@ def test_the_last_tasks_do_not_wait_for_a_busy_worker_they_were_announced_to(fol
             return dict(self.tasks)
 
     executor = TwoWorkers(Clock())
-    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-        Stop(), NoLock()
-    )
+    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
     assert executor.handed_out == [("a", 0), ("b", 1)]
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok")]
 
@@ -384,7 +375,7 @@ def test_a_result_that_comes_after_the_task_was_done_by_another_is_dropped(folde
     (task,) = queue.lease("w", 1, now=0.0, lease_s=1e9)
     queue.finish(task, "timeout", 1.0)
     dispatcher = Dispatcher(folder, queue, ScriptedExecutor(Clock()), DEVICE, Quiet(), clock=Clock())
-    dispatcher._land_run(task, result_of(task_spec(task), "ok"))
+    dispatcher._land_run(task, result_of(task, "ok"))
     assert runs(folder) == []
     assert queue.counts().by_status == {"timeout": 1}
 

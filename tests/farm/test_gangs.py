@@ -6,7 +6,6 @@ import farm.ray_executor
 from conf.errors import EnvironmentProblem, UsageError
 from farm.cluster_settings import ClusterSettings
 from farm.dispatch import make_executor
-from farm.gangs import Gangs
 from farm.layouts import gpu_problem, require_gpus, with_layouts
 from farm.space import own_space
 from featurize.families import get_family
@@ -14,7 +13,7 @@ from featurize.parallel import releases
 from featurize.parallel.layout import Parallel
 from workers.devices import DeviceChoice, Slot
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 
 CPU, CUDA = DeviceChoice(backend="cpu"), DeviceChoice(backend="cuda")
 
@@ -22,49 +21,7 @@ CPU, CUDA = DeviceChoice(backend="cpu"), DeviceChoice(backend="cuda")
 def task(index, parallel=None):
     config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2, parallel=parallel)
     settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
-    return TaskSpec(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=settings, seed=0)
-
-
-def test_a_gang_takes_its_own_worker_first_then_idle_ones():
-    gangs = Gangs()
-    gangs.add("node", 3, task(0), "a")
-    assert gangs.advance("node", ["b"]).retired == ("a", "b")
-    assert [gang.gathered for gang in gangs.waiting()] == [2]
-    move = gangs.advance("node", ["c", "d"])
-    assert move.retired == ("c",) and move.placed.task == task(0)
-    assert gangs.waiting() == ()
-
-
-def test_two_gangs_that_each_could_hold_a_part_do_not_wait_for_each_other():
-    gangs = Gangs()
-    gangs.add("node", 3, task(0), "a")
-    assert gangs.advance("node", []).retired == ("a",)
-    gangs.add("node", 3, task(1), "b")
-    gangs.add("node", 2, task(2), "c")
-    move = gangs.advance("node", [])
-    assert move.retired == ("b", "c"), "what waits with later gangs goes to the first"
-    assert move.placed.task == task(0)
-    assert [gang.task.task_index for gang in gangs.waiting()] == [1, 2]
-    assert gangs.advance("another node", ["x"]).retired == ()
-
-
-def test_the_next_gang_of_the_same_size_takes_over():
-    gangs = Gangs()
-    gangs.add("node", 2, task(0), "a")
-    first = gangs.advance("node", ["b"]).placed
-    second = gangs.add("node", 2, task(1), "c")
-    assert gangs.successor(first) is second and gangs.waiting() == ()
-    gangs.add("node", 3, task(2), "c")
-    assert gangs.successor(first) is None
-
-
-def test_a_worker_of_another_node_makes_no_room():
-    gangs = Gangs()
-    gang = gangs.add("large", 2, task(0), "small-0", abroad=True)
-    assert gangs.advance("large", ["a"]).retired == ("a",)
-    gangs.forget_worker("small-0")
-    assert gang.abroad is None
-    assert gangs.drop(lambda one: one.size > 1) == [gang] and gangs.waiting() == ()
+    return Task(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=settings)
 
 
 def test_layouts_of_a_space():
@@ -163,11 +120,9 @@ def executor(monkeypatch):
     executor.close()
 
 
-def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(executor):
-    layouts = [None, "ddp=2", "ddp=3", None, "ddp=2", None]
-    queue = [task(index, layout) for index, layout in enumerate(layouts)]
-    assert executor.most_gpus() == 3
-    done = {}
+def await_runs(executor, queue, count):
+    """The results of all tasks by their index, and the workers in the order in which they brought them back."""
+    done, workers = {}, []
     for _ in range(600):
         for worker in executor.idle():
             if queue:
@@ -176,10 +131,30 @@ def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(executor):
         for completion in executor.wait(0.2):
             assert completion.lost is None, completion.lost
             done[completion.task.task_index] = completion.result
-        if len(done) == len(layouts):
+            workers.append(completion.worker)
+        if len(done) == count:
             break
-    assert sorted(done) == list(range(len(layouts)))
+    assert sorted(done) == list(range(count))
+    assert executor.running() == {} and executor.most_gpus() == 3
+    return done, workers
+
+
+def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(executor):
+    layouts = [None, "ddp=2", "ddp=3", None, "ddp=2", None]
+    assert executor.most_gpus() == 3
+    done, _ = await_runs(executor, [task(index, layout) for index, layout in enumerate(layouts)], len(layouts))
     for index, layout in enumerate(layouts):
         gpus, grouped = done[index]
         assert (len(set(gpus)), grouped) == ({None: 1, "ddp=2": 2, "ddp=3": 3}[layout], layout is not None)
-    assert executor.running() == {} and executor.most_gpus() == 3
+
+
+def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor):
+    for _ in range(600):
+        if len(executor.idle()) == 3:
+            break
+        executor.wait(0.2)
+    tasks = [task(index, "ddp=2") for index in range(3)]
+    for worker in executor.idle():
+        executor.submit(worker, tasks.pop(0))
+    _, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
+    assert len(set(workers[:3])) == 1, "the GPUs stay together for the next trial of as many ranks"

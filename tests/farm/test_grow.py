@@ -158,8 +158,8 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(root, capsys):
         ("hours=-1", "hours must be a number > 0, got -1"),
         ("policy=random", "active, coverage, stratified, uniform"),
         ("families=[mpl]", "mlp"),
-        ("families=[]", "families is empty; known:"),
-        ("families=[mlp,mlp]", "names one twice"),
+        ("families=[]", "families must name some families, each once"),
+        ("families=[mlp,mlp]", "families must name some families, each once"),
         ("canaries=no", "accept, compare, skip"),
         ("space={colour:3}", "no family here has colour"),
         ("space={depth:[2,-7]}", "depth"),
@@ -355,8 +355,7 @@ def test_a_step_that_fails_is_told_reported_and_tried_again_but_not_for_ever(roo
     with monkeypatch.context() as patched:
         patched.setattr("farm.growth.cycle.land", broken)
         for failure in range(3):
-            with pytest.raises(OSError):
-                grow(root, "n=2")
+            assert grow(root, "n=2") == 2
             (cycle,) = cycles(root)
             assert cycle.steps["land"].failures == failure + 1 and cycle.open == (failure < 2)
     assert "land failed" in (root / "reports" / "latest.html").read_text()

@@ -1,4 +1,4 @@
-"""What a growth cycle calls its runs, and whether what it advises can be pasted into a shell."""
+"""The names that a growth cycle gives its runs, and its advice, which can be pasted into a shell."""
 
 import subprocess
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pyarrow as pa
 import pytest
-from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, result_of, submit
+from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
 
 from farm.dispatch import Dispatcher
 from farm.executors import Completion
@@ -114,7 +114,7 @@ def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue
     dispatcher = Dispatcher(
         folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
     )  # fmt: skip
-    assert dispatcher.run(Stop(), NoLock())
+    assert dispatcher.run(Stop())
     with connect(folder) as connection:
         rows = connection.execute(
             "SELECT task_index, status, attempt, length(error), length(device_name) FROM runs ORDER BY 1"
@@ -131,10 +131,7 @@ def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue
 def test_what_was_cut_of_a_text_is_said(folder, queue):
     submit(queue, 1)
     (task,) = queue.lease("w", 1, 0.0, 60.0)
-    from farm.dispatch import task_spec
-
-    spec = task_spec(task)
-    completion = Completion(worker="w", task=spec, result=device_fault("a" * 1_000_000 + "the end")(spec))
+    completion = Completion(worker="w", task=task, result=device_fault("a" * 1_000_000 + "the end")(task))
     error = accepted(completion, task).result.run.error
     assert error.endswith("the end") and "968,007 characters left out" in error
 
@@ -152,7 +149,7 @@ def test_a_lost_workers_words_are_made_storable(folder, queue):
     executor = Lost(Clock())
     assert Dispatcher(
         folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-    ).run(Stop(), NoLock())  # fmt: skip
+    ).run(Stop())  # fmt: skip
     assert queue.counts().by_status == {"crashed": 1}
     assert "\\ud800" in queue.errors("mlp-00000001")[0].error
 
@@ -169,5 +166,5 @@ def test_an_answer_that_nobody_asked_for_is_dropped(folder, queue):
     executor = Twice(Clock())
     assert Dispatcher(
         folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-    ).run(Stop(), NoLock())  # fmt: skip
+    ).run(Stop())  # fmt: skip
     assert queue.counts().by_status == {"ok": 2}

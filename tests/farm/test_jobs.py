@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.errors import EnvironmentProblem, UsageError
-from farm.jobs import Added, Job, Queue, QueueError, Task, UnreadableTask, job_id_for
+from farm.jobs import Added, Job, Queue, QueueError, UnreadableTask, job_id_for
 from farm.queue_values import device_key, text_of_config, text_of_settings
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
+from workers.task import Task
 
 LEASE_S = 60.0
 
@@ -100,7 +101,7 @@ def test_job_id_is_the_submission_s_without_n_and_priority():
 
 
 def until(error, count, start=0):
-    """So many configs, then the error."""
+    """Yield `count` configs, then raise the error."""
     yield from configs(start + count, start=start)
     raise error
 
@@ -211,7 +212,7 @@ def test_a_lease_carries_what_its_worker_needs(queue):
     queue.submit(job, [(0, text_of_config(config))], 1000.0)
     assert queue.lease("w", 1, 0.0, LEASE_S) == [
         Task(
-            job_id="cnn-1", task_index=0, attempt=1, family="mlp", config=config, settings=settings, device=device
+            job_id="cnn-1", task_index=0, attempt=1, config=config, settings=settings, device=device
         )
     ]  # fmt: skip
 

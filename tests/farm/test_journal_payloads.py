@@ -1,4 +1,4 @@
-"""What the steps of a night wrote down is read as typed values, whichever version wrote it."""
+"""Records of a night's steps are read as typed values, whichever version wrote it."""
 
 import dataclasses
 import json

@@ -19,7 +19,7 @@ from test_serving import MLP, Served
 from test_serving import folder as folder
 from test_serving import service as service
 
-from farm.kueue import CONTROLLER, ApiServer, decide_pending
+from farm.kueue import CONTROLLER, KueueApi, configuration, decide_pending
 from farm.serving.kubernetes import device_of
 from learn import estimate
 
@@ -224,7 +224,8 @@ def workload(name: str, annotations: dict[str, str], state: str = "Pending") -> 
 class RecordedApi:
     """An API server that lists recorded objects and keeps the patches of their status."""
 
-    def __init__(self, workloads: list[dict]) -> None:
+    def __init__(self, workloads: list[dict], version: str = "v1beta1") -> None:
+        self.version = version  # that it prefers
         checks = [
             {"metadata": {"name": "memory", "generation": 2}, "spec": {"controllerName": CONTROLLER}},
             {"metadata": {"name": "other"}, "spec": {"controllerName": "someone/else"}},
@@ -236,7 +237,11 @@ class RecordedApi:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                kind = self.path.partition("?")[0].rpartition("/")[2]
+                path = self.path.partition("?")[0]
+                if path == "/apis/kueue.x-k8s.io":
+                    return self.answer({"kind": "APIGroup", "preferredVersion": {"version": outer.version}})
+                assert path.startswith(f"/apis/kueue.x-k8s.io/{outer.version}/")
+                kind = path.rpartition("/")[2]
                 objects = outer.lists[kind]
                 at = int(self.path.partition("continue=")[2] or 0)
                 more = str(at + outer.of_page) if at + outer.of_page < len(objects) else ""
@@ -246,7 +251,9 @@ class RecordedApi:
                 assert self.headers["content-type"] == "application/apply-patch+yaml"
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 path, _, query = self.path.partition("?")
-                assert path.endswith("/status") and "fieldManager=gpufarm" in query
+                assert path.endswith("/status") and "fieldManager=gpufarm" in query and "force=true" in query
+                assert path.startswith(f"/apis/kueue.x-k8s.io/{outer.version}/")
+                assert body["apiVersion"] == f"kueue.x-k8s.io/{outer.version}"
                 outer.patches[path.removesuffix("/status").rpartition("/")[2]] = body
                 self.answer(body)
 
@@ -268,13 +275,12 @@ class RecordedApi:
         self.server.server_close()
 
 
-def decided(service, *workloads: dict, times: int = 1) -> dict[str, dict]:
-    api = RecordedApi(list(workloads))
+def decided(service, *workloads: dict, version: str = "v1beta1") -> dict[str, dict]:
+    api = RecordedApi(list(workloads), version)
     command = [sys.executable, "-m", "farm.kueue", f"server={service.url}", f"api={api.url}", "once=true"]
     try:
-        for _ in range(times):
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     finally:
         api.close()
     return api.patches
@@ -297,6 +303,18 @@ def test_workloads_are_admitted_where_their_job_fits(service):
     assert "not estimated" in states["odd"][0]["message"] and states["small"][0]["name"] == "memory"
     active = patches["memory"]["status"]["conditions"][0]
     assert (active["type"], active["status"], active["observedGeneration"]) == ("Active", "True", 2)
+
+
+def test_kueue_is_asked_in_the_version_that_the_server_prefers(service):
+    assert decided(service, workload("small", {"gpufarm.io/job": JOB}), version="v1beta2").keys() == {"small", "memory"}
+
+
+def test_a_server_without_kueue_is_one_line(service):
+    api = RecordedApi([], version="")
+    command = [sys.executable, "-m", "farm.kueue", f"server={service.url}", f"api={api.url}", "once=true"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    api.close()
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "is Kueue installed?" in done.stderr
 
 
 def test_a_workload_waits_until_its_trace_is_done(service):
@@ -361,7 +379,7 @@ def test_a_workload_of_any_shape_keeps_no_other_from_its_decision(service, capsy
         )
     try:
         with service.client() as client:
-            decide_pending(ApiServer(api.url, None, None), client)
+            decide_pending(KueueApi(configuration(api.url)), client)
     finally:
         api.close()
     assert api.patches["last"]["status"]["admissionChecks"][0]["state"] == "Ready"

@@ -17,8 +17,8 @@ from conf.cli import run
 from conf.errors import EnvironmentProblem
 from conf.identity import alive, identity
 from farm import status
+from farm.leftovers import make_folder, record_processes
 from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
-from farm.session_record import SessionRecord, state_folders
 from farm.sweep import SESSION_VARIABLE, sweep_orphans
 from warehouse.compact import compaction_lock
 from warehouse.folder import DataFolder
@@ -28,10 +28,10 @@ WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
 
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
-    """A runtime folder of the user, for this test alone."""
+    """A folder for the user's temporary folders, for this test alone."""
     path = tmp_path / "runtime"
     path.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
+    monkeypatch.setattr("tempfile.tempdir", str(path))
     return path
 
 
@@ -57,9 +57,10 @@ def dead():
 
 
 def record_of(runtime, dispatcher, processes):
-    folder = runtime / "gpufarm"
+    folder = runtime / "gpufarm-ray-1"
     folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / f"{dispatcher}.json").write_text(json.dumps({"processes": processes}))
+    (folder / "owner").write_text(dispatcher)
+    (folder / "processes").write_text(json.dumps(processes))
     return folder
 
 
@@ -72,13 +73,13 @@ def test_processes_that_a_hostile_lock_names_are_left_alone(folder, runtime, dea
     assert innocent.returncode == 0, "it ended by itself"
 
 
-def test_what_the_users_own_record_names_is_ended_and_the_record_goes(runtime, dead):
+def test_what_the_users_own_record_names_is_ended_and_the_record_goes(folder, runtime, dead):
     with waiting_process() as left:
         records = record_of(runtime, dead, [identity(left.pid), "1@1@00000000.1", "junk", 7, None])
         marker = identity(left.pid)
-        assert left.pid in sweep_orphans()
-        assert not alive(marker)
-    assert not list(records.iterdir())
+        with DispatcherLock(folder.dispatcher_lock):
+            assert not alive(marker)
+    assert not records.exists()
 
 
 def test_the_record_of_a_dispatcher_that_runs_is_left_alone(runtime):
@@ -99,9 +100,10 @@ def test_a_record_behind_a_link_proves_nothing(runtime, dead, tmp_path):
     with waiting_process() as innocent:
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
-        (elsewhere / "record").write_text(json.dumps({"processes": [identity(innocent.pid)]}))
-        (runtime / "gpufarm").mkdir(mode=0o700)
-        (runtime / "gpufarm" / f"{dead}.json").symlink_to(elsewhere / "record")
+        (elsewhere / "record").write_text(json.dumps([identity(innocent.pid)]))
+        record = record_of(runtime, dead, []) / "processes"
+        record.unlink()
+        record.symlink_to(elsewhere / "record")
         assert innocent.pid not in sweep_orphans()
 
 
@@ -117,11 +119,11 @@ def test_a_process_that_began_before_its_dispatcher_is_not_its_own(runtime):
 
 
 @pytest.mark.parametrize("content", ["", "junk", '{"processes": 7}', "[" * 100_000, "null"])
-def test_a_damaged_record_is_taken_away_without_a_word(runtime, dead, content):
-    records = record_of(runtime, dead, [])
-    (records / f"{dead}.json").write_text(content)
-    sweep_orphans()
-    assert not list(records.iterdir())
+def test_a_damaged_record_is_taken_away_without_a_word(folder, runtime, dead, content):
+    record = record_of(runtime, dead, [])
+    (record / "processes").write_text(content)
+    with DispatcherLock(folder.dispatcher_lock):
+        assert not record.exists()
 
 
 def test_a_marked_process_is_ended_once_its_dispatcher_is_dead(runtime, dead):
@@ -152,27 +154,11 @@ def test_a_process_of_another_user_is_left_alone(runtime, dead):
             other.kill()
 
 
-def test_a_dispatcher_records_its_processes_in_the_users_folder_and_leaves_none(folder, runtime):
-    with DispatcherLock(folder.dispatcher_lock) as lock:
-        lock.record([identity(os.getpid())])
-        (record,) = (runtime / "gpufarm").iterdir()
-        assert json.loads(record.read_text()) == {"processes": [identity(os.getpid())]}
-        assert "processes" not in folder.dispatcher_lock.read_text()
-    assert not list((runtime / "gpufarm").iterdir())
-
-
-def test_without_the_users_runtime_folder_the_record_stands_in_the_temporary_folder(monkeypatch, tmp_path):
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert state_folders()[-1] == tmp_path / f"gpufarm-{os.geteuid()}"
-
-
-def test_a_record_folder_that_somebody_else_made_is_not_used(runtime):
-    (runtime / "gpufarm").symlink_to(runtime.parent)
-    session = SessionRecord.open()
-    session.write([])
-    assert not [path for path in runtime.parent.iterdir() if path.suffix == ".json"]
-    session.close()
+def test_the_record_of_a_living_dispatcher_stands_in_its_own_folder(runtime):
+    with waiting_process() as worker:
+        record = make_folder("gpufarm-ray-", runtime)
+        record_processes(record, [identity(worker.pid)])
+        assert worker.pid not in sweep_orphans() and record.exists()
 
 
 # The locks' files
@@ -264,15 +250,13 @@ def test_a_garbage_lock_that_is_held_still_says_that_somebody_works_here(folder,
             DispatcherLock(folder.dispatcher_lock).__enter__()
 
 
-def test_the_lock_is_given_back_and_the_record_goes_although_sweeping_fails(folder, runtime, monkeypatch):
+def test_the_lock_is_given_back_although_sweeping_fails(folder, runtime, monkeypatch):
     def fails():
         raise OSError("for the test")
 
-    with pytest.raises(OSError, match="for the test"), DispatcherLock(folder.dispatcher_lock) as lock:
-        lock.record([])
+    with pytest.raises(OSError, match="for the test"), DispatcherLock(folder.dispatcher_lock):
         monkeypatch.setattr("farm.lock.sweep_folders", fails)
     monkeypatch.undo()
-    assert not list(runtime.rglob("*.json"))
     with DispatcherLock(folder.dispatcher_lock):
         pass
 

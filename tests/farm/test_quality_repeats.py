@@ -6,10 +6,10 @@ from random import Random
 
 import pyarrow as pa
 import pytest
-from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, result_of, submit
+from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
 
 from conf.errors import UsageError
-from farm.dispatch import Dispatcher, reconcile, task_spec
+from farm.dispatch import Dispatcher, reconcile
 from farm.executors import Completion
 from farm.jobs import Queue
 from warehouse import connect
@@ -49,7 +49,7 @@ def dispatcher(folder, queue, outcomes=None):
 
 def work(folder, queue, outcomes=None):
     executor, dispatching = dispatcher(folder, queue, outcomes)
-    assert dispatching.run(Stop(), NoLock())
+    assert dispatching.run(Stop())
     return executor
 
 
@@ -105,7 +105,7 @@ def test_how_often_is_a_setting_of_the_job(folder, queue, repeats, handed_out):
 
 @pytest.mark.parametrize("repeats", [-1, 3, 0.5, True, "1", None])
 def test_a_setting_that_cannot_be_meant_is_refused(repeats):
-    with pytest.raises(UsageError, match=r"trial\.quality_repeats must be one of 0, 1, 2, got"):
+    with pytest.raises(UsageError, match=r"trial\.quality_repeats must be an integer [<>]= [02], got"):
         TrialSettings(window=WindowSettings(kind="adaptive"), quality_repeats=repeats)
 
 
@@ -133,7 +133,7 @@ def test_a_dispatcher_killed_between_the_landing_and_the_queue_costs_no_repeat_m
         patch.setattr(Queue, "release", lambda *_: 0)  # killed: nobody gives the task back
         _, dispatching = dispatcher(folder, queue, {0: ["untrusted"]})
         with pytest.raises(KeyboardInterrupt):
-            dispatching.run(Stop(), NoLock())
+            dispatching.run(Stop())
     assert runs(folder) == [] and len(attempts(folder)) == 1
     assert reconcile(folder, queue) == 0, "an attempt finishes nothing"
     executor = work(folder, queue, {0: ["untrusted"]})
@@ -145,7 +145,7 @@ def test_a_dispatcher_killed_between_the_landing_and_the_queue_costs_no_repeat_m
 def test_what_landed_before_its_dispatcher_was_killed_is_counted_as_it_was_judged(folder, queue):
     submit(queue, 1)
     (task,) = queue.lease("w", 1, 1000.0, 60.0)
-    result = judged(task_spec(task), "suspect")
+    result = judged(task, "suspect")
     RunWriter(folder).write(dataclasses.replace(result.run, final=True), result.telemetry)
     assert reconcile(folder, queue) == 1
     assert reconcile(folder, queue) == 0
@@ -184,7 +184,7 @@ def test_whatever_happens_each_task_has_one_run_and_no_attempt_is_lost(folder, q
                 executor._task = None
                 done = Dispatcher(
                     folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-                ).run(Stop(), NoLock())
+                ).run(Stop())
             except KeyboardInterrupt:
                 pass
         reconcile(folder, queue)
@@ -201,7 +201,7 @@ def test_a_task_given_back_after_its_attempt_landed_is_not_repeated_twice(folder
         patch.setattr(Queue, "repeat", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         _, dispatching = dispatcher(folder, queue, {0: ["untrusted"]})
         with pytest.raises(OSError, match="disk full"):
-            dispatching.run(Stop(), NoLock())
+            dispatching.run(Stop())
     executor = work(folder, queue, {0: ["untrusted"]})
     assert [attempt for _, _, attempt in executor.handed_out] == [1]
     assert runs(folder) == [("mlp-00000001-000000", 1, "untrusted", True)]
@@ -212,18 +212,16 @@ def test_a_task_of_a_cancelled_job_lands_as_it_is(folder, queue):
     _, dispatching = dispatcher(folder, queue)
     (task,) = queue.lease("w", 1, 1000.0, 60.0)
     queue.cancel(task.job_id, 1001.0)
-    spec = task_spec(task)
-    dispatching._leased[spec.run_id], dispatching._stuck_at[spec.run_id] = task, 0.0
-    dispatching._land(Completion(worker="w", task=spec, result=judged(spec, "untrusted")))
+    dispatching._leased[task.run_id], dispatching._stuck_at[task.run_id] = task, 0.0
+    dispatching._land(Completion(worker="w", task=task, result=judged(task, "untrusted")))
     assert runs(folder) == attempts(folder) == [("mlp-00000001-000000", 1, "untrusted", True)]
 
 
 def test_attempts_are_merged_and_still_count(folder, queue):
     submit(queue, 2)
     (task, _) = queue.lease("w", 2, 1000.0, 60.0)
-    spec = task_spec(task)
     _, dispatching = dispatcher(folder, queue)
-    assert dispatching._land_for_repeat(task, judged(spec, "untrusted"))
+    assert dispatching._land_for_repeat(task, judged(task, "untrusted"))
     queue.void_leases()
     work(folder, queue)
     before = attempts(folder)

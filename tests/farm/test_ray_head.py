@@ -1,4 +1,4 @@
-"""What a Ray stands on is watched: its end is noticed, a call that would wait for it is given up."""
+"""The processes under a Ray are watched: their end is noticed, a call that would wait for it is given up."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""What the dispatcher tells the outside: its events, its metrics, its health, and how it is asked to leave."""
+"""The dispatcher's view from outside: its events, its metrics, its health, and how it is asked to leave."""
 
 import dataclasses
 import json
@@ -11,40 +11,39 @@ import urllib.request
 
 import pyarrow as pa
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, submit
+from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, submit
 
 from conf.errors import UsageError
+from conf.overrides import load_settings
 from farm.cluster_settings import ClusterSettings
 from farm.dispatch import Dispatcher, StopRequest, lost_run
 from farm.lock import DispatcherLock
 from farm.monitoring.events import Events, LogSettings
 from farm.monitoring.health import Pulse
-from farm.monitoring.metrics import FarmMetrics, MetricsServer, MetricsSettings
+from farm.monitoring.metrics import FarmMetrics, MetricsSettings
+from farm.monitoring.server import MetricsServer
 from farm.monitoring.service import Service
 from farm.ray_nodes import NodeWatch
-from farm.work import TimedStop, work
+from farm.work import TimedStop, WorkSettings, work
 from featurize.families import get_family
 from warehouse.run import Run
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 
 CONFIG = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
 SETTINGS = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
-SPEC = TaskSpec(job_id="mlp-00000001", task_index=7, attempt=2, config=CONFIG, settings=SETTINGS, seed=7)
+SPEC = Task(job_id="mlp-00000001", task_index=7, attempt=2, config=CONFIG, settings=SETTINGS)
 
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def samples_of(collector):
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    registry = CollectorRegistry()
-    registry.register(collector)
+def samples_of(metrics):
     samples = {}
-    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         for sample in family.samples:
             samples[(sample.name, *sorted(sample.labels.values()))] = sample.value
     return samples
@@ -58,7 +57,7 @@ def dispatch(folder, queue, service, outcomes=None):
     executor = ScriptedExecutor(Clock(), outcomes)
     return Dispatcher(
         folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock, service=service
-    ).run(Stop(), NoLock())
+    ).run(Stop())
 
 
 def ask(url):
@@ -108,12 +107,12 @@ def test_every_way_a_task_ends_is_an_event(folder, queue, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"format": "xml"}, "human, json"), ({"max_mib": 0}, "log.max_mib"), ({"keep": 0}, "log.keep")],
+    ("argument", "message"),
+    [("log.format=xml", "human, json"), ("log.max_mib=0", "log.max_mib"), ("log.keep=0", "log.keep")],
 )
-def test_a_mistaken_log_key_is_named(settings, message):
+def test_a_mistaken_log_key_is_named(argument, message):
     with pytest.raises(UsageError, match=message):
-        LogSettings(**settings)
+        load_settings(WorkSettings, "work", [argument])
 
 
 def test_a_log_that_cannot_be_written_is_a_users_mistake(tmp_path):
@@ -219,10 +218,10 @@ def test_a_port_that_is_taken_is_told(folder):
             MetricsServer(MetricsSettings(port=port), metrics, pulse)
 
 
-@pytest.mark.parametrize("port", [-1, 65536, "http", True])
+@pytest.mark.parametrize("port", [-1, 65536, "http", "true"])
 def test_a_mistaken_port_is_named(port):
     with pytest.raises(UsageError, match=r"metrics\.port"):
-        MetricsSettings(port=port)
+        load_settings(WorkSettings, "work", [f"metrics.port={port}"])
 
 
 # Leaving
@@ -258,7 +257,7 @@ def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):
     executor, announced = LikeRay(Clock()), []
     with StopRequest(lambda: announced.append("stop")).installed() as stop:
         assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-            stop, NoLock()
+            stop
         )
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested and announced == ["stop"]

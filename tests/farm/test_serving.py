@@ -498,7 +498,7 @@ def test_a_killed_trace_is_traced_again(service):
 
 def test_traces_go_on_when_the_process_that_they_are_forked_from_is_killed(service):
     for server in psutil.Process(service.process.pid).children():
-        if "forkserver" in " ".join(server.cmdline()):
+        if "farm.serving.tracing:prepare" in server.cmdline():
             server.kill()
     with service.client() as client:
         done = client.estimate(config={**MLP, "depth": 7}, method="full")
@@ -509,7 +509,7 @@ def kill_trace(service) -> bool:
     """Kill the child that traces, as soon as there is one."""
     me = psutil.Process(service.process.pid)
     for _ in range(10_000):
-        servers = [one for one in me.children() if "forkserver" in " ".join(one.cmdline())]
+        servers = [one for one in me.children() if "farm.serving.tracing:prepare" in one.cmdline()]
         for child in [child for server in servers for child in server.children()]:
             with contextlib.suppress(psutil.Error):
                 child.kill()

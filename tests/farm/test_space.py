@@ -1,4 +1,4 @@
-"""What a search space says, and what is said about one that is wrong."""
+"""Search spaces, and the messages about wrong ones."""
 
 import json
 import math

@@ -336,7 +336,7 @@ BAD = {
     "n=1 device=cuda": "cuda",
     "n=1 device=simulated device.model=A1000": "unknown device 'A1000'; known: A10, A100-PCIE-40GB",
     "n=1 device=simulated device.count=0": "device.count must be an integer >= 1, got 0",
-    "n=1 device=simulated device.memory_fraction=0": "device.memory_fraction must be a number > 0 and <= 1, got 0",
+    "n=1 device=simulated device.memory_fraction=0": "device.memory_fraction must be a number > 0, got 0",
     "n=1 device=cpu device.memory_fraction=0.5": "unknown key 'device.memory_fraction'",
     "n=1 batch_sizes=[8,8]": "batch_sizes must be a list of distinct integers >= 1, as in [8,32,128], got [8, 8]",
     "n=1 telemetry.sources=[nvlm]": "nvlm",
@@ -347,7 +347,7 @@ BAD = {
     "n=1 arch.space.optimizer=adamx": "arch.space.optimizer: optimizer must be one of adam, ",
     "n=1 limits.max_parameters=1": "limits.max_parameters=1 rejected all 1,000 points; the smallest needed ",
     "n=1 limits.max_memory_mib=-1": "max_memory_mib",
-    "n=1 cluster.kind=slurm": "cluster.kind must be one of ray, inline, got 'slurm'",
+    "n=1 cluster.kind=slurm": "unknown cluster.kind 'slurm'; known: inline, ray",
 }
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from test_dispatch import DEVICE, SETTINGS, Clock, NoLock, Quiet, ScriptedExecutor, Stop
+from test_dispatch import DEVICE, SETTINGS, Clock, Quiet, ScriptedExecutor, Stop
 
 from conf.errors import UsageError
 from farm import submitted_code
@@ -41,7 +41,7 @@ def state(tmp_path, monkeypatch):
 
 
 def forget(monkeypatch):
-    """What another process knows: nothing but the record."""
+    """Become a process that knows nothing but the record."""
     monkeypatch.setattr(submitted_code, "_of_this_process", set())
 
 
@@ -70,7 +70,7 @@ def dispatch(folder, queue, configs, trust=()):
     queue.submit(job, enumerate(configs), now=0.0)
     executor = Executor()
     clock = executor.clock
-    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock, trust=trust).run(Stop(), NoLock())
+    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock, trust=trust).run(Stop())
     return [index for _, index, _ in executor.handed_out], executor.marks
 
 

@@ -74,8 +74,9 @@ class Farm:
         return self
 
     def trials(self):
-        """Children of trial servers: the trials that run now."""
-        return [child for server in self.servers() for child in _children(server)]
+        """The trials that run now: each is the child of a keeper, and this of a trial server."""
+        keepers = [keeper for server in self.servers() for keeper in _children(server)]
+        return [trial for keeper in keepers for trial in _children(keeper)]
 
     def servers(self):
         return [p for p in self.processes() if "workers.trial_server" in _cmdline(p) and not _is_trial(p)]

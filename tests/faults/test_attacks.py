@@ -104,9 +104,9 @@ def kind_of(process, dispatcher):
     name, line = process.name(), " ".join(process.cmdline())
     if process.pid == dispatcher:
         return "dispatcher"
-    if "trial_server" in line or "keeper" in line:
-        parent = process.parent()
-        return "trial" if parent is not None and "trial_server" in " ".join(parent.cmdline()) else "trial server"
+    if "trial_server" in line:  # as in those that are forked from it
+        above = sum("trial_server" in " ".join(parent.cmdline()) for parent in process.parents())
+        return ("trial server", "keeper")[above] if above < 2 else "trial"
     if name in ("gcs_server", "raylet"):
         return name
     return "worker" if "RayWorker" in line else "agent"

@@ -35,13 +35,13 @@ def test_ray_workers_and_trial_servers_import_our_packages_and_the_users_model(t
     assert "(ok 3)" in gpufarm(folder, "submit", *model, "device=simulated", "data=data")
 
 
-def test_a_function_over_parts_runs_on_ray_from_such_a_folder(tmp_path):
+def test_a_function_over_items_runs_in_processes_from_such_a_folder(tmp_path):
     (tmp_path / "learn.py").write_text("raise RuntimeError('a file of the user has run')\n")
     code = (
         "from conf.own_packages import put_working_folder_last as put_last; put_last()\n"
-        "from learn.parallel import ray_map\n"
+        "from learn.processes import in_processes\n"
         "from learn.targets import get_target\n"
-        "print(sorted((i, target.name) for i, target in ray_map(get_target, ['memory', 'smact'], 2)))\n"
+        "print(sorted((i, target.name) for i, target in in_processes(get_target, ['memory', 'smact'], workers=2)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},

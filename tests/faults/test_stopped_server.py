@@ -1,4 +1,4 @@
-"""A trial server that stands still: its worker loses it, and its keeper ends what is below it."""
+"""A trial server that stands still: its worker loses it, and ends it with what is below it."""
 
 import signal
 import threading
@@ -9,10 +9,10 @@ import pytest
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 from workers.worker import Worker
 
-pytestmark = pytest.mark.slow  # the keeper gives a server ten seconds
+pytestmark = pytest.mark.slow  # a worker gives a server fifteen seconds
 
 LONG = WindowSettings(kind="fixed", seconds=600.0, warmup_steps=1, warmup_max_seconds=0)
 
@@ -23,20 +23,19 @@ def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
     try:
         worker.ready()
         server = psutil.Process(worker._server.pid)
-        keeper = server.parent()
         results = []
         thread = threading.Thread(target=lambda: results.append(worker.run(a_task(timeout_s=3.0))))
         thread.start()
         pause = threading.Event()
         for _ in range(6000):
-            if trials := server.children():
+            if len(below := server.children(recursive=True)) > 1:  # the keeper and its trial
                 break
             pause.wait(0.01)
         server.send_signal(signal.SIGSTOP)
         thread.join(timeout=120)
         (result,) = results
         assert (result.run.error_type, result.retryable) == ("ServerLost", True)
-        assert not psutil.wait_procs([keeper, server, *trials], timeout=20)[1]
+        assert not psutil.wait_procs([server, *below], timeout=20)[1]
         monkeypatch.undo()
         assert worker.run(a_task(timeout_s=1.0)).run.status == "timeout", "on a server of its own"
     finally:
@@ -46,6 +45,6 @@ def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
 def a_task(timeout_s):
     config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
     settings = TrialSettings(window=LONG, timeout_s=timeout_s)
-    return TaskSpec(
-        job_id="mlp-00000000", task_index=0, attempt=1, config=config, settings=settings, seed=0,
+    return Task(
+        job_id="mlp-00000000", task_index=0, attempt=1, config=config, settings=settings
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What tests of families share as fixtures. Start reading at `one_thread`."""
+"""Fixtures that tests of families share. Start reading at `one_thread`."""
 
 import pytest
 import torch

@@ -34,7 +34,7 @@ def release() -> str:
 
 
 def figures_of(config: Mapping[str, Any]) -> dict[str, float]:
-    """What the step runs, and what it takes on one GPU model."""
+    """Return what the step runs and takes on one GPU model."""
     from featurize.device_spec import load_device
     from featurize.own_code import config_of_user
     from featurize.replay import outside_mib, replay

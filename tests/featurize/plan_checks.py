@@ -1,4 +1,4 @@
-"""What every family whose plan is written down is held to: module by module, FLOP by FLOP, and trained for a step.
+"""Checks of every family whose plan is written down: module by module, FLOP by FLOP, and trained for a step.
 
 Start reading at `assert_plan_tells_the_truth`.
 """
@@ -61,7 +61,7 @@ def assert_plan_tells_the_truth(config: TrialConfig, functional: set[str], more_
 
 
 def gradients(config: TrialConfig) -> tuple[list[torch.Tensor], set[int]]:
-    """Of one step on the CPU, all finite, and how often each block of the stacks ran."""
+    """Return the gradients of one step on the CPU, all finite, and how often each block of the stacks ran."""
     family, calls = get_family(config.family), Counter()
     torch.manual_seed(0)
     module = family.build(config)

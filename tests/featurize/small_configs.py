@@ -42,7 +42,7 @@ def _cut(spec: Any) -> Any:
 
 
 def assert_ratios_hold(found, spec, ratios):
-    """What any priced step's utilization and power keep to."""
+    """Check that a priced step's utilization and power keep to their ranges."""
     for ratio in ratios:
         assert 0 <= getattr(found, ratio) <= 1, (ratio, spec.name)
     assert found.smocc <= found.smact <= found.gpu_util

@@ -53,7 +53,7 @@ IDS = torch.arange(24).reshape(2, 12)
 
 
 def pieces_of(model: nn.Module, limits: list[float]) -> tuple[Any, list[int], list[Tensor]]:
-    """What runs the model in pieces, the bytes of the parameters of each piece that ran, and the tensors for a call."""
+    """Return a callable that runs the model in pieces, the bytes of parameters of each, and tensors to call it."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = [*held.values(), IDS]
     ran: list[int] = []

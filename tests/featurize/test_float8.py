@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 class Blocks(Net):
-    """Of as many as an interleaved schedule has stages."""
+    """A stack of as many blocks as an interleaved schedule has stages."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What older releases of torch lack: a process whose torch is made to lack it traces as one that has it."""
+"""Older releases of torch: a process whose torch is made to lack it traces as one that has it."""
 
 import subprocess
 import sys

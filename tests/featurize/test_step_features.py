@@ -1,4 +1,4 @@
-"""What a learner sees of a traced step: finite, the same columns for all, and `net_*` the same at any batch size."""
+"""Features of a traced step: finite, the same columns for all, and `net_*` the same at any batch size."""
 
 import dataclasses
 import math

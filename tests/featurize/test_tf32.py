@@ -1,4 +1,4 @@
-"""Whether TF32 is allowed can be read and set, whichever of PyTorch's APIs was used before."""
+"""The permission of TF32 can be read and set, whichever of PyTorch's APIs was used before."""
 
 import warnings
 

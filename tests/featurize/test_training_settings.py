@@ -1,4 +1,4 @@
-"""What each training setting does to a traced step, counted on paper or on a real step on the CPU."""
+"""The effect of each training setting on a traced step, counted on paper or on a real step on the CPU."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""What a model reads back: batch, buffers and constants have their values, and what is computed has few defaults."""
+"""Values that a model reads back: batch, buffers and constants have their own, and computed ones have few defaults."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def way(ask):
 
 
 def positions(x, y):
-    """What language models ask of their positions: whether several texts are packed into one row."""
+    """Ask of the positions what language models ask: whether several texts are packed into one row."""
     ids = torch.arange(x.shape[1], device=x.device).unsqueeze(0) + 3
     steps = torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)[:, -1].eq(0).all()

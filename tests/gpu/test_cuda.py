@@ -8,7 +8,7 @@ import pytest
 from featurize.families import family_names, get_family
 from workers.devices import DeviceChoice, DeviceUnavailable, make_device
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 from workers.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "featurize"))
@@ -31,13 +31,12 @@ def worker():
 
 def task(config, index=0, **settings):
     settings = TrialSettings(window=WindowSettings(kind="adaptive", max_seconds=5.0), **settings)
-    return TaskSpec(
+    return Task(
         job_id=f"{config.family}-00000000",
         task_index=index,
         attempt=1,
         config=config,
         settings=settings,
-        seed=0,
     )
 
 

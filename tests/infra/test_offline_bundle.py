@@ -326,11 +326,11 @@ def test_the_script_alone_says_how_it_is_used_and_an_old_python_can_read_it(part
         (["python=python3"], "python= must be the machine's release of Python, as 3.12, got 'python3'"),
         (["mib=60"], "python= must be the machine's release of Python"),
         (["python=3.12", "mib=0"], "mib"),
-        (["python=3.12", "size=60"], "valid are KEY=VALUE of python, mib, present, out, ray"),
+        (["python=3.12", "size=60"], "unknown key 'size'; valid keys: python, mib, present, out, ray"),
         (["python=3.12", "out=conf"], "out='conf' is not a former bundle; name a new folder"),
         (["python=3.12", "present=/no/list.txt"], "present='/no/list.txt' cannot be read"),
         (["python=3.12", "present=lst.txt"], "present='lst.txt' cannot be read"),
-        (["python=3.12", "present=[numpy<2]"], "present= has 'numpy<2'"),
+        (["python=3.12", "present=['numpy<2']"], "present= has 'numpy<2'"),
         (["python=3.12", "mib=0.05"], "mib=0.05 is too small: a part with what every step needs takes more than"),
     ],
 )

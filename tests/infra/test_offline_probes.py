@@ -9,7 +9,7 @@ from workers.probes import children, questions
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Let each question's process give a reason, or none, by its name; there is a GPU."""
+    """Make each question's process give a reason, or none, by its name; there is a GPU."""
     slot = Slot(index=0, device_name="NVIDIA H100 80GB HBM3", device_uuid="GPU-1", device_memory_mib=81000.0)
     reasons = {}
     monkeypatch.setattr(children, "gpu_of", lambda device: (slot, {}, None))

@@ -205,13 +205,16 @@ def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_pa
     [
         ([], "name the steps first, e.g. test,calibrate; known: test, calibrate,"),
         (["results=r"], "name the steps first"),
-        (["colect", "results=r"], "unknown step 'colect'; known: allocator, bench"),
-        (["test,colect", "results=r"], "unknown step 'colect'"),
-        (["collect"], "results=DIR is missing"),
-        (["collect", "results=r", "minuts=8"], "unknown argument 'minuts=8'; valid are KEY=VALUE of minutes, results"),
+        (["colect", "results=r"], "unknown name in steps: 'colect'; known: allocator, bench"),
+        (["test,colect", "results=r"], "unknown name in steps: 'colect'"),
+        (["collect"], "missing results=..."),
+        (
+            ["collect", "results=r", "minuts=8"],
+            "unknown key 'minuts'; did you mean minutes? valid keys: minutes, results",
+        ),
         (["collect", "results=r", "minutes=-1"], "minutes must be a number > 0"),
         (["collect", "results=r", "device=tpu"], "unknown device 'tpu'; known: cpu, cuda, simulated"),
-        (["collect", "results=r", "families=[cnm]"], "unknown family 'cnm'"),
+        (["collect", "results=r", "families=[cnm]"], "unknown name in families: 'cnm'"),
         (["collect", "results=work/r", "device=simulated"], "results=work/r lies in work="),
         (["collect", "results=r", "previous=nowhere", "device=simulated"], "nowhere is not a folder"),
     ],
@@ -261,7 +264,7 @@ def test_no_trial_begins_where_the_results_have_no_room_for_it(tmp_path, monkeyp
 
 
 def program(monkeypatch, step, *lines, **fields):
-    """Let a step run these lines of Python, each in a process, in place of its own programs."""
+    """Make a step run these lines of Python, each in a process, in place of its own programs."""
     values = {"commands": lambda place, seconds: [["-c", line] for line in lines], "not_here": lambda place: None}
     monkeypatch.setitem(steps.STEPS, step, dataclasses.replace(STEPS[step], **(values | fields)))
 

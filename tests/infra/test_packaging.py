@@ -1,4 +1,4 @@
-"""What the project says of itself to those who install, cite or change it."""
+"""The project's own words to those who install, cite or change it."""
 
 import re
 import stat

@@ -1,4 +1,4 @@
-"""What surrounds the farm agrees with it: units, containers, Prometheus, Grafana, cluster files."""
+"""Files around the farm agree with it: units, containers, Prometheus, Grafana, cluster files."""
 
 import fcntl
 import json
@@ -118,13 +118,13 @@ def metric_names(tmp_path):
     metrics = FarmMetrics(DataFolder.resolve(tmp_path / "data").create().queue, Pulse())
     metrics.on_event({"event": "landed", "run": "r", "family": "cnn", "status": "ok", "wall_s": 1.0})
     names = set()
-    for family in metrics.collect():
+    for family in metrics.registry.collect():
         names |= {f"{family.name}_total" if family.type == "counter" else family.name}
     return names
 
 
 def service_metric_names():
-    """What `/metrics` of a service that has answered something holds."""
+    """Return the names in `/metrics` of a service that has answered something."""
     answered = """
 from farm.serving.service_metrics import ServiceMetrics
 metrics = ServiceMetrics()
@@ -182,11 +182,11 @@ def test_prometheus_takes_the_configuration_and_the_alerts_fire_when_they_should
 
 def test_prometheus_lints_no_metric(tmp_path):
     tool("promtool")
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import generate_latest
 
-    registry = CollectorRegistry()
-    registry.register(FarmMetrics(DataFolder.resolve(tmp_path / "data").create().queue, Pulse()))
-    done = subprocess.run(["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True)
+    metrics = FarmMetrics(DataFolder.resolve(tmp_path / "data").create().queue, Pulse())
+    scraped = generate_latest(metrics.registry)
+    done = subprocess.run(["promtool", "check", "metrics"], input=scraped, capture_output=True)
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 

@@ -72,12 +72,12 @@ def golden() -> dict[str, Any]:
 
 
 def same_libraries(stored: Mapping[str, Any]) -> bool:
-    """Whether the libraries here are those that traced the stored steps."""
+    """Return True if the libraries here are those that traced the stored steps."""
     return _libraries() == {name: stored[name] for name in _libraries()}
 
 
 def values_of(name: str, case: Mapping[str, Any], *, traced: bool = True) -> Values:
-    """What this code computes of a case. `traced=False` leaves the traced step's features out."""
+    """Return the features that this code computes of a case. `traced=False` leaves the traced step's features out."""
     spec = load_device(case["device"])
     values: Values = {}
     if (mapping := case.get("config")) is None:

@@ -1,6 +1,7 @@
 """Machines: what lies outside PyTorch's allocator, the four figures of an estimate, calibration from few numbers."""
 
 import json
+import sys
 
 import pytest
 from torch import nn
@@ -111,6 +112,12 @@ def test_enough_numbers_tell_the_parts_apart_and_none_falls_below_nothing():
     assert least.outside_mib(False) == pytest.approx(6, abs=1) and min(least.context_mib, least.kernels_mib) >= 0
     with pytest.raises(UsageError, match="at least one measured number"):
         calibrate([], A100)
+
+
+def test_calibrating_takes_no_library_beyond_those_of_an_estimate(monkeypatch):
+    for name in ("scipy", "scipy.optimize", "sklearn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert calibrate(list(numbers_of(TRUE, ("process", 64, False))), A100).profile.kernels_mib > 0
 
 
 def test_a_calibrated_machine_answers_for_its_data_folder(tmp_path):

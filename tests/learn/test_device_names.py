@@ -1,4 +1,4 @@
-"""What GPU models may be called, in Python and on the command line, and what is said of the card."""
+"""Names of GPU models, in Python and on the command line, and the lines about the card."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What `from learn import ...` and `warehouse.connect` give: plain, typed functions, whatever was imported before."""
+"""`from learn import ...` and `warehouse.connect`: plain, typed functions, whatever was imported before."""
 
 import importlib
 import inspect

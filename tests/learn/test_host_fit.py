@@ -12,13 +12,13 @@ from learn.kernels import host_fit
 from learn.kernels.host_fit import fitted_hosts
 from warehouse.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest
-from warehouse.published_parallel import PARALLEL_COLUMNS
+from warehouse.published_tables import TABLES
 
 PACKAGED = {name: HostTime(factor=5.0, machines=2.0) for name in (EAGER, MEGATRON)}
 
 
 def imported(folder, source, rows):
-    names = [name.strip() for name in PARALLEL_COLUMNS[source].split(",")]
+    names = TABLES[source].names.split(", ")
     path = folder / f"{source}.csv"
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, names)

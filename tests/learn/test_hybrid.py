@@ -1,4 +1,4 @@
-"""What the default estimator promises beyond the contract: growth with the batch, sane ends, honest width, reasons."""
+"""Promises of the default estimator beyond the contract: growth with the batch, sane ends, honest width, reasons."""
 
 import dataclasses
 
@@ -149,7 +149,7 @@ def test_rows_in_doubt_are_not_fitted_on():
 
 @pytest.mark.slow
 def test_an_easy_family_does_not_speak_for_what_is_of_no_family():
-    """Of 700 networks every tenth is a CNN, which are hard to tell; MLPs are not. A module may be like either."""
+    """Every tenth of 700 networks is a CNN, which are hard to tell; MLPs are not. A module may be like either."""
     rng = np.random.default_rng(3)
     configs = []
     for i in range(700):

@@ -385,7 +385,7 @@ def test_mistakes_are_named(call, said):
         ("model=NETS:Tokens", "input_dtype=int64"),
         ("run=no-such-run", "does not exist"),
         ("config={family: mlp}", "missing"),
-        ("format=xml", "give one of model=MODULE:FACTORY, config={...}, run=RUN_ID and configs=FILE; got none"),
+        ("format=xml", "unknown format 'xml'; known: json, table"),
     ],
 )
 def test_command_says_mistakes_in_one_line_and_exits_with_2(factories, capsys, argument, said):

@@ -81,7 +81,7 @@ def test_artifact_holds_model_provenance_report_and_plots(data, fitted):
     assert meta["environment"]["lightgbm"] and meta["bins"]["labels"][-1] == "32+ GB"
     assert any("out-of-memory rows count as members of the bin 32+ GB" in text for text in meta["warnings"])
     page = (fitted.path / "report.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 2 and "macro F1" in page
+    assert page.count("<svg") == 2 and "macro F1" in page
     assert not [p for p in fitted.path.parent.iterdir() if p.name.startswith(".")]
 
 
@@ -206,7 +206,8 @@ def test_every_bad_key_is_reported_together(capsys, tmp_path):
     code = run("target=mem", "estimator=xgb", "bin_gb=5", "seed=-1", f"data={tmp_path}")
     assert code == 2
     said = capsys.readouterr().err
-    for text in ("unknown target 'mem'", "unknown estimator 'xgb'; known: deepspeed", "bin_gb must be", "seed must be"):
+    of_names = ("unknown target 'mem'", "unknown estimator 'xgb'; known: deepspeed", "unknown bin_gb 5; known: 1, 2, 8")
+    for text in (*of_names, "seed must be"):
         assert text in said
     assert len(said.splitlines()) == 1
 

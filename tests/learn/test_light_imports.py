@@ -1,4 +1,4 @@
-"""What an estimate imports, and that what was left out comes as soon as somebody needs it."""
+"""The imports of an estimate; those left out come as soon as somebody needs them."""
 
 import json
 import os

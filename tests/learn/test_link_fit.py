@@ -10,7 +10,7 @@ from featurize.parallel.layout import Parallel
 from learn.kernels.link_fit import fitted_links
 from warehouse.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest
-from warehouse.published_links import COLUMNS
+from warehouse.published_kernels import KERNEL_TABLES
 
 TRUE = LinkConstants(launch_us=40.0, reached=0.7, copy_gb_s=600.0)
 SIZES = [2**20, 2**24, 2**28]
@@ -21,7 +21,7 @@ def all_reduces(folder, gpu, counts):
     path = folder / f"{gpu}.csv"
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+        writer.writerow(KERNEL_TABLES["allreduce"][0].split(", "))
         for ranks in counts:
             fabric = fabric_of_axis(device, Parallel(ddp=ranks), ranks, 1, fitted=TRUE)
             for nbytes in SIZES:

@@ -11,14 +11,14 @@ import warehouse
 from featurize.kernel_model.step_time import load_efficiencies
 from learn.kernels import power_fit
 from warehouse.ingest import IngestSettings, ingest
-from warehouse.published_power import ZEUS_COLUMNS
+from warehouse.published_tables import TABLES
 
 LIMITS = {"A40": (300, 200, 125), "V100": (250, 175, 125)}
 
 
 def write(data, name, limits_w, batch=512, timed=("A40", "V100")):
     """Import made-up rows: a job that is as slow as its power is low, and one that waits for its input."""
-    names = ZEUS_COLUMNS.split(", ")
+    names = TABLES["zeus"].names.split(", ")
     path = data.parent / name
     with open(path, "w", newline="") as file:
         table = csv.DictWriter(file, [*names, "note"])

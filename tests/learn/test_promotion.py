@@ -1,4 +1,4 @@
-"""What a refit keeps and what it leaves, on folders of real runs: better, worse, too few to tell, killed, outdated."""
+"""Models that a refit keeps or leaves, on folders of real runs: better, worse, too few to tell, killed, outdated."""
 
 import json
 import shutil
@@ -113,7 +113,7 @@ def test_a_promoted_model_tells_what_it_has_seen(grown):
     assert set(report["test_run_ids"]) == set(never.run_ids)
     assert artifact.meta["rows"]["train"] + artifact.meta["rows"]["test"] == len(rows)
     page = (artifact.path / "report.html").read_text()
-    assert "on the training rows alone" in page and page.count("data:image/svg+xml;base64,") == 2
+    assert "on the training rows alone" in page and page.count("<svg") == 2
     assert len(artifact.estimator.predict(rows.cases).point) == len(rows)
 
 

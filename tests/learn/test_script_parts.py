@@ -82,7 +82,7 @@ def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkey
     monkeypatch.setattr(estimate_view, "print_table", lambda *_, **__: None)
     entry_of_script(EstimateSettings(), ["python", "train.py"])
     given = {field.name: [] for field in dataclasses.fields(EstimateSettings)}
-    settings = SimpleNamespace(**{**given, "input_dtype": "int64"}, require_format=lambda: None)
+    settings = SimpleNamespace(**{**given, "input_dtype": "int64"})
     with pytest.raises(UsageError) as refused:
         settings.trust, settings.devices = ("mine",), ("L4",)
         entry_of_script(settings, ["python", "train.py"])

@@ -44,6 +44,14 @@ def test_a_table_has_the_figures_of_single_answers(precision):
         assert figures(row.estimate) == figures(singles[row.device])
 
 
+def test_profiles_of_another_folder_than_the_one_that_is_asked_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
+    (tmp_path / "machines").mkdir()
+    (tmp_path / "machines" / "T4.json").write_text("{")
+    (row,) = devices_that_fit(stem, (2, 3, 32, 32), devices=["T4"], machine="current")
+    assert row.estimate.machine == "current"
+
+
 def test_gpus_share_a_trace_where_none_can_differ(monkeypatch):
     traced = []
 

@@ -1,4 +1,4 @@
-"""What an estimate says of throughput, model FLOPs utilization and energy, on a transformer of GPT-2's size."""
+"""An estimate's throughput, model FLOPs utilization and energy, on a transformer of GPT-2's size."""
 
 from dataclasses import replace
 

@@ -9,7 +9,7 @@ import pytest
 import warehouse
 from conf.errors import UsageError
 from warehouse.ingest import IngestSettings, ingest
-from warehouse.published_links import COLUMNS
+from warehouse.published_kernels import KERNEL_TABLES
 
 CELLS = {"gpu": "A100-SXM4", "gpus": "4", "precision": "fp32", "size_bytes": "4096", "what_was_measured": "all-reduce",
          "value": "31.5", "unit": "us"}  # fmt: skip
@@ -17,7 +17,7 @@ CELLS = {"gpu": "A100-SXM4", "gpus": "4", "precision": "fp32", "size_bytes": "40
 
 def all_reduce_file(path, *rows):
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, KERNEL_TABLES["allreduce"][0].split(", "))
         writer.writeheader()
         writer.writerows(rows)
     return path

@@ -312,7 +312,7 @@ def test_killed_while_deleting_then_compacted_again(folder, step):
 
 
 @pytest.mark.spread(2)
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_killed_while_deleting_files_that_were_merged_before(folder, step):
     fill(folder, range(4))
     compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2, target_rows=2 * SAMPLES))
@@ -410,7 +410,7 @@ def test_the_command_prints_what_it_merged(folder, monkeypatch, capsys):
     assert run("compact", entry, ["min_files=2"]) == 0
     assert "15 files with 30 rows merged into 5; 0 replaced files deleted" in capsys.readouterr().out
     assert run("compact", entry, ["min_files=1", "grace_s=-1"]) == 2
-    assert "grace_s must be >= 0, got -1; min_files must be >= 2, got 1" in capsys.readouterr().err
+    assert "grace_s must be a number >= 0, got -1; min_files must be an integer >= 2, got 1" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_none_is_a_usage_error(tmp_path):

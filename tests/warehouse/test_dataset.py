@@ -478,8 +478,8 @@ def test_the_commands_say_what_they_did_and_a_set_without_runs_is_told_in_one_li
 def test_the_project_s_own_card_is_true():
     root = repository_folder()
     parts = find_parts(root)
-    tables = [[read_part(root, part, kind) for part in parts] for kind in dataset.KINDS]
-    assert (root / dataset.CARD).read_text() == card(*tables)
+    tables = {kind: [read_part(root, part, kind) for part in parts] for kind in dataset.KINDS}
+    assert (root / dataset.CARD).read_text() == card(tables)
     assert sum(path.stat().st_size for path in root.rglob("*.parquet")) <= 20e6
 
 

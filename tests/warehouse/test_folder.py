@@ -7,8 +7,8 @@ import os
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
+from conf.outputs import replacing
 from warehouse.folder import DataFolder
-from warehouse.layout import replacing
 from warehouse.schema import SCHEMA_VERSION
 
 

@@ -186,9 +186,9 @@ def test_a_difference_compares_the_times_of_the_same_kernels_on_the_same_softwar
     writer.write(run_row(1, **same), samples(1), _with({"duration_us": [12.0, 11.0]}))
     writer.write(run_row(2, **same | {"torch_version": "2.14.0"}), samples(1), _with({"duration_us": [99.0, 99.0]}))
     slower, equal = diff(folder, "a").kernel_shifts
-    assert (slower.operator, slower.device_name, slower.kernels, slower.beyond) == ("aten::mm0", "T4", 1, 1)
-    assert slower.median_shift == pytest.approx(0.2) and slower.largest_shift == slower.median_shift
-    assert (equal.operator, equal.median_shift, equal.beyond) == ("aten::mm1", 0.0, 0)
+    assert (slower.group, slower.pairs, slower.beyond) == ({"operator": "aten::mm0", "device_name": "T4"}, 1, 1)
+    assert slower.median == pytest.approx(0.2) and slower.largest == slower.median
+    assert (equal.group["operator"], equal.median, equal.beyond) == ("aten::mm1", 0.0, 0)
     assert run("diff", diff_entry, ["before=a", f"data={folder.root}"]) == 0
     assert "+20.0%" in capsys.readouterr().out
     take_snapshot(folder, "b")

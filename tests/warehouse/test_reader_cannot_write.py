@@ -1,4 +1,4 @@
-"""What `connect` opens cannot write: not by COPY in any nesting, not by settings, not through the Python API."""
+"""A connection from `connect` cannot write: not by COPY in any nesting, not by settings, not through the Python API."""
 
 import contextlib
 import os

@@ -250,8 +250,8 @@ def test_a_difference_tells_runs_labels_and_columns(folder, monkeypatch, capsys)
     assert [count.runs for count in difference.changed] == [1] and dict(difference.changed_columns) == {"optimizer": 1}
     memory, smact = difference.shifts
     # run 4 and the changed run 0 have a median of 1.5 MiB, the four runs before too; 0.45 against 0.5
-    assert (memory.label, memory.configurations, memory.median_shift, memory.beyond) == ("peak_memory_mib", 1, 0.0, 0)
-    assert (smact.label, round(smact.median_shift, 6), smact.examples) == ("smact", -0.05, ("c0ffee",))
+    assert (memory.label, memory.pairs, memory.median, memory.beyond) == ("peak_memory_mib", 1, 0.0, 0)
+    assert (smact.label, round(smact.median, 6), smact.examples) == ("smact", -0.05, ("c0ffee",))
     assert difference.schema == () and difference.rows_after["telemetry"] == 18
     assert json.loads(difference.as_json())["rows_before"]["runs"] == 4
     assert run("diff", diff_entry, named_arguments(["a", "b"])) == 0
@@ -338,7 +338,7 @@ def test_files_that_the_views_cannot_read_or_do_not_show_are_found(folder):
 
 
 def test_rows_that_no_writer_would_land_are_found(folder):
-    """What another program put there: words, ratios and samples that the writer refuses."""
+    """Another program put these there: words, ratios and samples that the writer refuses."""
     fill(folder, range(3))
     runs = pq.ParquetFile(folder.partition("runs", "cnn") / "J-000001.parquet").read()
     twice = pa.concat_tables([runs, runs]).to_pylist()

@@ -155,7 +155,10 @@ def real_time_signal(path: str) -> None:
 
 
 def joins_another_group_and_hangs(path: str) -> None:
-    os.setpgid(0, os.getpgid(os.getppid()))
+    if not os.fork():
+        os.setpgid(0, 0)
+    with contextlib.suppress(PermissionError):  # the leader of a session cannot leave its own group
+        os.setpgid(0, os.getpgid(os.getppid()))
     while True:
         time.sleep(3600)
 

@@ -1,4 +1,4 @@
-"""What probes' child processes run in tests, in place of what needs a GPU."""
+"""Functions for probes' child processes in tests, in place of those that need a GPU."""
 
 import os
 import time

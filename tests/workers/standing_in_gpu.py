@@ -85,7 +85,7 @@ class Event:
 
 @contextlib.contextmanager
 def standing_in(conf=""):
-    """Let the probes' functions run on the CPU; gives the history of its requests."""
+    """Make the probes' functions run on the CPU; gives the history of its requests."""
     history = StorageHistory(AllocatorSettings.parse(conf))
     allocator = history.allocator
 

@@ -112,7 +112,7 @@ class GroupInBackground(InBackground):
 
     def members(self):
         for _ in range(3000):
-            children = self.server.children()
+            children = [trial for keeper in self.server.children() for trial in keeper.children()]
             if len(children) == 2:
                 return sorted(children, key=lambda child: child.pid)
             psutil.wait_procs([self.trial], timeout=0.01)

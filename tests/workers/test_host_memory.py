@@ -7,9 +7,9 @@ import sys
 import psutil
 import pytest
 
-from conf.children.memory import resident_bytes, shares_bytes, tree_memory_bytes
-from workers.host_memory import HostMemoryGuard
-from workers.labels import Course, label_run
+from conf.children.memory import TreeMemory, resident_bytes, shares_bytes, tree_memory_bytes
+from workers.labels import label_run
+from workers.outcome import Observed
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.process import ProcessSensor
 
@@ -56,14 +56,14 @@ def test_what_forked_children_share_counts_once(tree):
     resident = resident_bytes(processes(tree))
     assert sum(resident.values()) > 5 * SIZE
     assert SIZE < tree_memory_bytes(resident) < 1.5 * SIZE
-    assert HostMemoryGuard(tree.pid, 2 * SIZE / MIB).exceeded() is None
-    assert "exceed trial.host_memory_limit_mib" in HostMemoryGuard(tree.pid, 0.5 * SIZE / MIB).exceeded()
+    assert TreeMemory().beyond(processes(tree), 2 * SIZE) is None
+    assert TreeMemory().beyond(processes(tree), 0.5 * SIZE) > SIZE
 
 
 @pytest.mark.parametrize("tree", [(2, SIZE)], indirect=True)
 def test_what_children_have_of_their_own_counts_in_full(tree):
     assert tree_memory_bytes(resident_bytes(processes(tree))) > 3 * SIZE
-    assert HostMemoryGuard(tree.pid, 2.5 * SIZE / MIB).exceeded() is not None
+    assert TreeMemory().beyond(processes(tree), 2.5 * SIZE) is not None
 
 
 @pytest.mark.parametrize("tree", [(4, 0)], indirect=True)
@@ -105,7 +105,7 @@ def test_a_cpu_trial_that_reported_no_peak_has_none():
 
 
 def course(reported, sampled):
-    return Course(
+    return Observed(
         samples=[("process", Sample(5, {"rss_mib": sampled}))],
         values={"peak_memory_mib": reported},
         status="ok",

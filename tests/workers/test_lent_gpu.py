@@ -5,7 +5,8 @@ import os
 import pytest
 from recorded_nvml import A100_UUID, FakeGpmNvml
 
-from workers.labels import Course, label_run
+from workers.labels import label_run
+from workers.outcome import Observed
 from workers.telemetry import gpu_processes
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.gpm import GpmSensor
@@ -61,7 +62,7 @@ class Card:
             if reserved and self.now_ns >= self.t0_ns + 0.6 * S:
                 samples.append(("torch", Sample(self.now_ns, {"reserved_mib": RESERVED_MIB, "step_time_ms": 20.0})))
         columns, _ = label_run(
-            Course(
+            Observed(
                 samples=samples,
                 values={"peak_reserved_mib": RESERVED_MIB} if reserved else {},
                 status="ok" if reserved else "invalid",

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.telemetry.base import Sample
-from workers.telemetry.means import REACH, share, time_weighted_mean, window_mean
+from workers.telemetry.means import REACH, share, window_mean
 
 SPOILS = {"profiling_zero": {"smact", "smocc"}}
 
@@ -17,48 +17,48 @@ def samples_of(*pairs):
 
 
 def test_mean_weights_each_value_with_the_time_that_it_ends():
-    assert time_weighted_mean(samples_of((10, 1.0), (100, 0.0)), "smact", 0, 100) == pytest.approx(0.1)
+    assert window_mean(samples_of((10, 1.0), (100, 0.0)), "smact", 0, 100).mean == pytest.approx(0.1)
 
 
 def test_mean_counts_zeros_and_ignores_the_order_and_other_metrics():
     samples = [*samples_of((100, 0.0), (50, 1.0)), Sample(10, {"smocc": 0.7})]
-    assert time_weighted_mean(samples, "smact", 0, 100) == pytest.approx(0.5)
+    assert window_mean(samples, "smact", 0, 100).mean == pytest.approx(0.5)
 
 
 def test_an_idle_second_before_the_window_is_not_charged_to_it():
     """A 1 Hz exporter, idle until 10.0 s, busy in the window from 10.2 to 11.4 s."""
     samples = samples_of((9000, 0.0), (10_000, 0.0), (11_000, 1.0), (12_000, 1.0), (13_000, 0.0))
-    assert time_weighted_mean(samples, "smact", 10_200, 11_400) == pytest.approx(1.0)
+    assert window_mean(samples, "smact", 10_200, 11_400).mean == pytest.approx(1.0)
 
 
 def test_the_first_sample_after_the_window_stands_for_its_rest_and_later_ones_for_nothing():
     samples = samples_of((20, 0.3), (50, 1.0), (110, 0.0), (120, 0.9))
-    assert time_weighted_mean(samples, "smact", 20, 100) == pytest.approx(30 / 80)
+    assert window_mean(samples, "smact", 20, 100).mean == pytest.approx(30 / 80)
 
 
 def test_long_readings_inside_the_window_stand_alone_where_they_cover_half_of_it():
     samples = samples_of((10, 0.2), (30, 0.9), (70, 0.7), (110, 0.1))
-    assert time_weighted_mean(samples, "smact", 20, 100) == pytest.approx(0.7)
+    assert window_mean(samples, "smact", 20, 100).mean == pytest.approx(0.7)
 
 
 def test_short_readings_at_the_edges_count_so_that_the_mean_is_of_whole_steps():
     """Steps of 40 ns, busy for their first half, read every 10 ns out of step with the window."""
     samples = [Sample(t_ns, {"smact": {5: 0.5, 15: 1.0, 25: 0.5, 35: 0.0}[t_ns % 40]}) for t_ns in range(5, 400, 10)]
-    assert time_weighted_mean(samples, "smact", 40, 160) == pytest.approx(0.5, abs=0.005)
+    assert window_mean(samples, "smact", 40, 160).mean == pytest.approx(0.5, abs=0.005)
 
 
 def test_the_first_value_stands_for_the_time_since_the_windows_start():
-    assert time_weighted_mean(samples_of((50, 0.4)), "smact", 0, 100) == pytest.approx(0.4)
+    assert window_mean(samples_of((50, 0.4)), "smact", 0, 100).mean == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("samples", [[], samples_of((5, 0.3)), samples_of((101, 0.3))])
 def test_window_without_a_sample_has_no_mean(samples):
-    assert time_weighted_mean(samples, "smact", 10, 100) is None
+    assert window_mean(samples, "smact", 10, 100).mean is None
 
 
 def test_sample_on_the_windows_last_instant_is_its_mean():
-    assert time_weighted_mean(samples_of((100, 0.3)), "smact", 10, 100) == 0.3
-    assert time_weighted_mean(samples_of((10, 0.3)), "smact", 10, 10) == 0.3
+    assert window_mean(samples_of((100, 0.3)), "smact", 10, 100).mean == 0.3
+    assert window_mean(samples_of((10, 0.3)), "smact", 10, 10).mean == 0.3
 
 
 def test_an_average_stands_for_the_interval_that_it_names_and_for_no_more():
@@ -87,7 +87,7 @@ def test_a_repeated_reading_weighs_nothing_and_the_next_one_stands_for_its_time(
 
 def test_a_reading_that_failed_leaves_its_time_to_the_next_one():
     samples = [Sample(10, {"smact": 1.0}), Sample(20, {}, "unavailable", ("nvml_error",)), Sample(30, {"smact": 0.0})]
-    assert time_weighted_mean(samples, "smact", 0, 30) == pytest.approx(1 / 3)
+    assert window_mean(samples, "smact", 0, 30).mean == pytest.approx(1 / 3)
 
 
 def test_a_spoiled_reading_is_left_out_for_its_metrics_only_and_its_time_is_not_covered():
@@ -95,7 +95,7 @@ def test_a_spoiled_reading_is_left_out_for_its_metrics_only_and_its_time_is_not_
     samples = [Sample(10, {"smact": 1.0, "power_w": 200.0}), stalled, Sample(30, {"smact": 0.8, "power_w": 200.0})]
     mean = window_mean(samples, "smact", 0, 30, SPOILS)
     assert (mean.mean, mean.coverage) == (pytest.approx(0.9), pytest.approx(2 / 3))
-    assert time_weighted_mean(samples, "power_w", 0, 30, SPOILS) == pytest.approx(700 / 3)
+    assert window_mean(samples, "power_w", 0, 30, SPOILS).mean == pytest.approx(700 / 3)
 
 
 def test_a_reading_after_a_gap_stands_for_a_few_usual_intervals_only():
@@ -107,8 +107,8 @@ def test_a_reading_after_a_gap_stands_for_a_few_usual_intervals_only():
 
 def test_a_reading_around_a_short_window_counts_if_the_window_is_most_of_its_time():
     around = [Sample(110, {"smact": 0.7}, since_ns=10)]
-    assert time_weighted_mean(around, "smact", 15, 100) == pytest.approx(0.7)
-    assert time_weighted_mean(around, "smact", 60, 100) is None
+    assert window_mean(around, "smact", 15, 100).mean == pytest.approx(0.7)
+    assert window_mean(around, "smact", 60, 100).mean is None
     assert window_mean(around, "smact", 15, 100).outside == pytest.approx(0.15)
 
 

@@ -8,7 +8,7 @@ import pytest
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)
@@ -17,13 +17,12 @@ SHORT = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_sec
 def task(index, prepare_ahead="always", **changes):
     values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
     config = get_family("mlp").Config(**{**values, **changes})
-    return TaskSpec(
+    return Task(
         job_id="mlp-00000000",
         task_index=index,
         attempt=1,
         config=config,
         settings=TrialSettings(window=SHORT, prepare_ahead=prepare_ahead),
-        seed=0,
     )
 
 
@@ -35,7 +34,7 @@ def worker():
 
 
 def children(worker):
-    return psutil.Process(worker._server.pid).children()
+    return [trial for keeper in psutil.Process(worker._server.pid).children() for trial in keeper.children()]
 
 
 def test_a_trial_that_was_made_ready_runs_when_it_is_its_turn(worker):
@@ -95,8 +94,8 @@ def test_one_that_outgrows_the_hosts_memory_is_given_up_and_runs_in_its_turn():
         for seconds in (3.0, 30.0):  # a busy machine has not built the batch after three
             window = dataclasses.replace(SHORT, seconds=seconds)
             settings = dataclasses.replace(task(0).settings, host_memory_limit_mib=900, window=window)
-            first = dataclasses.replace(task(0), settings=settings)
-            assert small.run(first, big).run.status == "ok"
+            first, following = (dataclasses.replace(spec, settings=settings) for spec in (task(0), big))
+            assert small.run(first, following).run.status == "ok"
             if not children(small):
                 break
         assert not children(small)

@@ -13,7 +13,7 @@ from workers.devices import DeviceChoice, profiling
 from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
 from workers.reports import BrokenReport, KernelsSeen, Profiled, ReportReader, TrialResult
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 from workers.worker import Worker, kernel_rows
 
 MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
@@ -163,9 +163,9 @@ def test_a_trial_that_reports_other_kernels_broke_the_rules(content):
 
 def test_settings_of_jobs_without_kernels_are_as_they_were():
     plain = TrialSettings(window=WindowSettings())
-    assert "kernels" not in plain.to_mapping() and TrialSettings.from_mapping(plain.to_mapping()) == plain
+    assert "kernels" not in plain.to_mapping() and TrialSettings(**plain.to_mapping()) == plain
     asked = TrialSettings(window=WindowSettings(), kernels=KernelSettings(steps=3))
-    assert TrialSettings.from_mapping(asked.to_mapping()) == asked
+    assert TrialSettings(**asked.to_mapping()) == asked
     for steps in (-1, 101, 1.5, True):
         with pytest.raises(UsageError, match=r"kernels\.steps must be"):
             KernelSettings(steps=steps)
@@ -180,9 +180,7 @@ def worker(request):
 
 def task(steps):
     settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=0.05), kernels=KernelSettings(steps=steps))
-    return TaskSpec(
-        job_id="kernels-00000000", task_index=0, attempt=1, config=config_from_mapping(MLP), settings=settings, seed=0
-    )
+    return Task(job_id="kernels-00000000", task_index=0, attempt=1, config=config_from_mapping(MLP), settings=settings)
 
 
 def test_a_trial_lands_the_operators_of_its_steps_after_its_labels(worker):

@@ -1,4 +1,4 @@
-"""What samples and runs are worth: every reason, alone, in a run that is trusted without it."""
+"""The worth of samples and runs: every reason, alone, in a run that is trusted without it."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,8 @@ import pytest
 from recorded_nvml import A100_UUID, RecordedNvml
 
 from warehouse.schema import QUALITIES, RUN_SCHEMA, SAMPLE_QUALITIES
-from workers.labels import Course, counter_growth, label_run, peak_memory_mib
+from workers.labels import counter_growth, label_run, peak_memory_mib
+from workers.outcome import Observed
 from workers.quality import REASONS, judge
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.nvml import NvmlSensor
@@ -59,7 +60,7 @@ def course(samples, **changes):
         "oom_kind": None, "backend": "cuda", "t0_ns": 0, "warmup_ns": S, "window_ns": WINDOW[0],
         "window_end_ns": WINDOW[1], "period_s": 0.1, "device_memory_mib": 40_960.0,
     }  # fmt: skip
-    return Course(**{**known, **changes})
+    return Observed(**{**known, **changes})
 
 
 def verdict(samples, **changes):

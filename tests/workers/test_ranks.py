@@ -238,7 +238,7 @@ def test_a_simulated_step_that_does_not_fit_is_out_of_memory_on_all_ranks():
 def test_closing_a_worker_ends_its_ranks():
     doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
     running = TwoRanks(doomed)
-    os.kill(running.server.parent().pid, signal.SIGKILL)  # the keeper; the server sees it and ends everything
+    os.kill(running.trial.parent().pid, signal.SIGKILL)  # the keeper; the server sees it and ends everything of it
     assert running.join().run.error_type == "ServerLost"
     assert await_gone([running.trial.pid, *(process.pid for process in running.ranks)])
     doomed.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 
@@ -19,11 +21,13 @@ from recorded_nvml import (
     RecordedNvml,
 )
 
-from workers.telemetry import gpu_processes
+from workers.devices import discovery
+from workers.telemetry import gpm, gpu_processes
+from workers.telemetry import nvml as nvml_module
 from workers.telemetry.base import SensorUnavailable, WatchTarget
 from workers.telemetry.gpm import GpmSensor
 from workers.telemetry.gpu_processes import belongs_to
-from workers.telemetry.nvml import Nvml, NvmlSensor
+from workers.telemetry.nvml import NvmlSensor
 
 STRANGER = 999_999_999  # in the recording: a process that is not the trial's
 MIB = 2**20
@@ -456,9 +460,10 @@ def test_profiling_of_a_slice_that_shares_its_gpu_instance_is_refused_and_its_me
 
 
 def test_the_part_of_nvml_that_is_used_is_there():
-    used = {name for name in (*vars(Nvml), *Nvml.__annotations__) if name.lower().startswith("nvml")}
-    assert len(used) > 30 and all(hasattr(pynvml, name) for name in used)
-    assert all(hasattr(RecordedNvml(), name) for name in used)
+    sources = [inspect.getsource(module) for module in (nvml_module, gpm, discovery)]
+    used = {name for source in sources for name in re.findall(r"\bnvml\.(nvml\w+|NVML\w+)", source)}
+    assert len(used) > 40 and not [name for name in used if not hasattr(pynvml, name)]
+    assert not [name for name in used if not hasattr(FakeGpmNvml(), name)]
 
 
 @pytest.mark.parametrize("sensor", [NvmlSensor, GpmSensor])

@@ -243,10 +243,10 @@ def test_factory_leaves_out_what_is_not_asked_for():
     [
         (
             {"sources": ("nvml", "nvlm")},
-            "unknown telemetry source 'nvlm'; known: dcgm, gpm, nvml, process, torch",
+            "unknown name in telemetry.sources: 'nvlm'; known: dcgm, gpm, nvml, process, torch",
         ),
         ({"sources": "nvml"}, "telemetry.sources must be a list"),
-        ({"period_s": 0}, "telemetry.period_s must be a number > 0, got 0"),
+        ({"period_s": 0}, "telemetry.period_s must be a number >= 0.001, got 0"),
         ({"period_s": float("nan")}, "telemetry.period_s"),
         ({"period_s": True}, "telemetry.period_s"),
     ],

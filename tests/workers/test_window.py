@@ -159,7 +159,7 @@ def test_drift_is_not_steady():
 def test_wrong_settings_say_what_is_allowed():
     with pytest.raises(UsageError, match=r"window.utilization_tolerance must be a number >= 0, got -1"):
         WindowSettings(kind="adaptive", utilization_tolerance=-1)
-    with pytest.raises(UsageError, match=r"window.memory_steps must be a number >= 0, got 'many'"):
+    with pytest.raises(UsageError, match=r"window.memory_steps must be an integer >= 0, got 'many'"):
         WindowSettings(kind="adaptive", memory_steps="many")
 
 

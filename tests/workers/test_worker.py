@@ -13,13 +13,12 @@ import pytest
 from recorded_nvml import A100_UUID, RecordedNvml
 
 import workers
-from conf.identity import identity
 from featurize.families import get_family, layers_of
 from featurize.trial import config_from_mapping
 from workers.devices import DeviceChoice
 from workers.failure import is_device_fault
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import TaskSpec
+from workers.task import Task
 from workers.telemetry.sampler import TelemetrySettings
 from workers.trial import classify
 from workers.worker import Worker
@@ -35,13 +34,12 @@ def mlp(**changes):
 
 def task(config, window=SHORT, index=0, **settings):
     trial = TrialSettings(window=window, **settings)
-    return TaskSpec(
+    return Task(
         job_id="mlp-00000000",
         task_index=index,
         attempt=1,
         config=config,
         settings=trial,
-        seed=0,
     )
 
 
@@ -65,7 +63,7 @@ class InBackground:
     def _await_trial(self):
         pause = threading.Event()
         for _ in range(3000):
-            if children := self.server.children():
+            if children := [trial for keeper in self.server.children() for trial in keeper.children()]:
                 return children[0]
             pause.wait(0.01)
         raise AssertionError("no trial was forked")
@@ -233,26 +231,16 @@ def test_only_the_wall_times_of_a_run_are_read_from_the_wall_clock():
     assert not [name for name, text in sources.items() if re.search(r"\btime\.time(_ns)?\(", text)]
 
 
-def test_the_temporary_folder_of_a_server_names_its_owner_and_goes_with_it():
-    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
-    doomed.start()
-    folder = Path(doomed._server._folder.name)
-    assert folder.name.startswith("gpufarm-trial-")
-    assert (folder / "owner").read_text() == identity(os.getpid())
-    doomed.close()
-    assert not folder.exists()
-
-
 @pytest.mark.slow
-def test_a_killed_keeper_takes_its_server_and_its_trial_along():
+def test_a_killed_keeper_takes_its_trial_along():
     doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
     try:
         doomed.ready()
         running = InBackground(doomed, task(mlp(), window=LONG))
-        running.server.parent().kill()
+        running.trial.parent().kill()
         result = running.join()
         assert (result.run.error_type, result.retryable) == ("ServerLost", True)
-        assert not psutil.wait_procs([running.server, running.trial], timeout=20)[1]
+        assert not psutil.wait_procs([running.trial], timeout=20)[1]
     finally:
         doomed.close()
 

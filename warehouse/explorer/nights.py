@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UsageError
+from conf.reports.charts import columns
 from conf.reports.svg import Svg
-from warehouse.explorer.plot import columns_chart
 from warehouse.folder import DataFolder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -56,8 +56,10 @@ def nights_page(folder: DataFolder) -> NightsPage:
             continue
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             unreadable.append((name, type(error).__name__))
-    drawn = [(night.cycle, float(night.runs or 0)) for night in reversed(nights[:_DRAWN])]
-    return NightsPage(nights, columns_chart("runs of each night", drawn), unreadable, len(names) > _SHOWN)
+    drawn = {night.cycle: float(night.runs or 0) for night in reversed(nights[:_DRAWN])}
+    runs = {"runs of each night": ("k1", list(drawn.values()))}
+    picture = columns(list(drawn), runs, "runs") if any(drawn.values()) else None
+    return NightsPage(nights, picture, unreadable, len(names) > _SHOWN)
 
 
 def night_report(folder: DataFolder, name: str) -> bytes | None:

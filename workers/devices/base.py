@@ -6,12 +6,11 @@ Start reading at `Device`. Torch-free; a backend imports torch only inside `meas
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from conf.errors import UsageError, unknown_name
-from conf.settings import key
+from conf.settings import Checked, key
 
 if TYPE_CHECKING:
     from featurize.trial import TrialConfig
@@ -81,7 +80,7 @@ class DeviceUnavailable(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceChoice:
+class DeviceChoice(Checked, section="device"):
     """The `device` key of a command: backend, number of workers, and description of the device to model.
 
     `spec` holds the fields of `featurize.device_spec.DeviceSpec`; only `simulated` needs it (`auto` may).
@@ -89,29 +88,22 @@ class DeviceChoice:
     caching allocator may take this share of the card's memory, so that the card plays a smaller one; 1 becomes None.
     """
 
-    backend: str = key("auto", "")
+    backend: str = key("auto", choices=BACKENDS)
     count: int | None = key(None, "devices that are simulated, or trials at a time on the CPU", "int 1 to 1024")
     spec: Mapping[str, Any] | None = None
     memory_limit_mib: float | None = key(
         None, "host memory a trial may take; default: 90 % of the machine's / count", "number >= 1"
     )
     memory_fraction: float | None = key(
-        None, "share of the card's memory that a trial may take, > 0 and <= 1: the card plays a smaller one"
+        None,
+        "share of the card's memory that a trial may take: the card plays a smaller one",
+        "number > 0 to 1",
+        build=lambda fraction: None if fraction in (None, 1) else float(fraction),
     )
 
-    def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise unknown_name("device", self.backend, BACKENDS)
-        if self.count is not None and (not isinstance(self.count, int) or self.count < 1):
-            raise UsageError(f"device.count must be an integer >= 1, got {self.count!r}")
-        fraction = self.memory_fraction
-        if fraction is None:
-            return
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-            raise UsageError(f"device.memory_fraction must be a number > 0 and <= 1, got {fraction!r}")
-        if self.backend == "cpu":
-            raise UsageError("device.memory_fraction is for GPUs; device=cpu has device.memory_limit_mib")
-        object.__setattr__(self, "memory_fraction", None if fraction == 1 else float(fraction))
+    def problems(self) -> Iterator[str]:
+        if self.memory_fraction is not None and self.backend == "cpu":
+            yield "device.memory_fraction is for GPUs; device=cpu has device.memory_limit_mib"
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields, without a `memory_fraction` of None, so that ids of older jobs stay the same."""

@@ -40,13 +40,6 @@ class WindowMean:
         return self.deviation / math.sqrt(self.readings) if self.readings > 1 else math.inf
 
 
-def time_weighted_mean(
-    samples: Iterable[Sample], metric: str, start_ns: int, end_ns: int, spoils: Spoils | None = None
-) -> float | None:
-    """Return the mean of `metric` over [start_ns, end_ns]; see `window_mean`."""
-    return window_mean(samples, metric, start_ns, end_ns, spoils).mean
-
-
 def window_mean(
     samples: Iterable[Sample], metric: str, start_ns: int, end_ns: int, spoils: Spoils | None = None
 ) -> WindowMean:

@@ -1,7 +1,6 @@
 """The `nvml` sensor: memory, power, energy, clocks, utilization and other processes of one GPU, through NVML.
 
-Start reading at `NvmlSensor`; `Nvml` is all of the library that is used, `open_nvml` loads the real one, `find_gpu`
-looks up what a UUID names.
+Start reading at `NvmlSensor`; `open_nvml` loads the library, `find_gpu` looks up what a UUID names.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.gpu_processes import GpuProcesses
@@ -30,51 +29,8 @@ _NEVER = {
 GONE = {1, 9, 12, 15, 16, 18, 28}
 
 
-class Nvml(Protocol):
-    """The part of `pynvml` that sensors and discovery use; the module itself satisfies it, so does a recording."""
-
-    NVMLError: type[Exception]  # instances carry NVML's return code as `value`
-    NVML_CLOCK_SM: int
-    NVML_CLOCK_MEM: int
-    NVML_TEMPERATURE_GPU: int
-    NVML_FI_DEV_PCIE_COUNT_TX_BYTES: int
-    NVML_FI_DEV_PCIE_COUNT_RX_BYTES: int
-    NVML_VALUE_TYPE_UNSIGNED_INT: int
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED: int
-    NVML_VOLATILE_ECC: int
-    NVML_COMPUTEMODE_PROHIBITED: int
-
-    def nvmlInit(self) -> None: ...
-    def nvmlShutdown(self) -> None: ...
-    def nvmlSystemGetDriverVersion(self) -> str: ...
-    def nvmlDeviceGetCount(self) -> int: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any: ...
-    def nvmlDeviceGetUUID(self, handle: Any) -> str: ...
-    def nvmlDeviceGetName(self, handle: Any) -> str: ...
-    def nvmlDeviceGetDisplayActive(self, handle: Any) -> int: ...
-    def nvmlDeviceGetDisplayMode(self, handle: Any) -> int: ...
-    def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]: ...
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int: ...
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int: ...
-    def nvmlDeviceGetClockInfo(self, handle: Any, type: int) -> int: ...
-    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int: ...
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any) -> int: ...
-    def nvmlDeviceGetFieldValues(self, handle: Any, fields: list[int]) -> Any: ...
-    def nvmlDeviceGetTotalEccErrors(self, handle: Any, type: int, counter: int) -> int: ...
-    def nvmlDeviceGetComputeMode(self, handle: Any) -> int: ...
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]: ...
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> list[Any]: ...
-    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Any) -> list[Any]: ...
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int: ...
-    def nvmlDeviceGetComputeInstanceId(self, handle: Any) -> int: ...
-    def nvmlDeviceGetAttributes(self, handle: Any) -> Any: ...
+# The module `pynvml`, which has no types, or a recording of it. Its `NVMLError` carries NVML's return code as `value`.
+Nvml = Any
 
 
 def open_nvml() -> Nvml:
@@ -85,9 +41,8 @@ def open_nvml() -> Nvml:
         if error.name != "pynvml":
             raise
         raise SensorUnavailable("the package nvidia-ml-py is not installed") from error
-    nvml: Nvml = pynvml
-    initialise(nvml)
-    return nvml
+    initialise(pynvml)
+    return pynvml
 
 
 def initialise(nvml: Nvml) -> None:
@@ -236,10 +191,11 @@ class NvmlSensor(Sensor):
         self._pcie = None
         self.dropped = {}
         self._readers = {"memory_used_mib": self._memory, "process_memory_mib": self._process_memory}
-        of_whole_gpu = {
+        nvml, device, gpu = self._nvml, self._device, self._gpu
+        of_whole_gpu: dict[str, Callable[[], dict[str, float]]] = {
             "gpu_util": self._utilization,
-            "power_w": self._power,
-            "energy_j": self._energy,
+            "power_w": lambda: {"power_w": nvml.nvmlDeviceGetPowerUsage(device) / 1000},
+            "energy_j": lambda: {"energy_j": nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1000},
             "pcie_tx_mib_s": self._pcie_rates,
         }
         if handles.instance_id is None:
@@ -248,10 +204,11 @@ class NvmlSensor(Sensor):
             for metric in of_whole_gpu:
                 self._drop(metric, "NVML does not give it for a MIG slice")
         self._readers |= {
-            "sm_clock_mhz": self._sm_clock,
-            "memory_clock_mhz": self._memory_clock,
-            "temperature_c": self._temperature,
-            "throttle_reasons": self._throttle_reasons,
+            "sm_clock_mhz": lambda: {"sm_clock_mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)},
+            "memory_clock_mhz": lambda: {"memory_clock_mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)},
+            "temperature_c": lambda: {"temperature_c": nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)},
+            # The call's old name, which every driver knows; the new one is nvmlDeviceGetCurrentClocksEventReasons.
+            "throttle_reasons": lambda: {"throttle_reasons": nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)},
             "ecc_uncorrected": self._ecc,
         }
 
@@ -297,7 +254,7 @@ class NvmlSensor(Sensor):
             except nvml.NVMLError:
                 pass  # a driver that is gone cannot be left in a worse state
 
-    # one method per NVML call; each returns metrics in our units
+    # Each returns metrics in our units.
 
     def _memory(self) -> dict[str, float]:
         # version 1 of this struct counts the driver's own reservation as used, which is what a second job cannot have
@@ -342,25 +299,6 @@ class NvmlSensor(Sensor):
         rates = self._nvml.nvmlDeviceGetUtilizationRates(self._device)
         shares = {"gpu_util": ratio(rates.gpu), "memory_util": ratio(rates.memory)}
         return {name: share for name, share in shares.items() if share is not None}
-
-    def _power(self) -> dict[str, float]:
-        return {"power_w": self._nvml.nvmlDeviceGetPowerUsage(self._device) / 1000}
-
-    def _energy(self) -> dict[str, float]:
-        return {"energy_j": self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device) / 1000}
-
-    def _sm_clock(self) -> dict[str, float]:
-        return {"sm_clock_mhz": self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._nvml.NVML_CLOCK_SM)}
-
-    def _memory_clock(self) -> dict[str, float]:
-        return {"memory_clock_mhz": self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._nvml.NVML_CLOCK_MEM)}
-
-    def _temperature(self) -> dict[str, float]:
-        return {"temperature_c": self._nvml.nvmlDeviceGetTemperature(self._gpu, self._nvml.NVML_TEMPERATURE_GPU)}
-
-    def _throttle_reasons(self) -> dict[str, float]:
-        # the call's old name, which every driver knows; the new one is nvmlDeviceGetCurrentClocksEventReasons
-        return {"throttle_reasons": self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu)}
 
     def _ecc(self) -> dict[str, float]:
         if not self._slow:

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError, unknown_name
-from conf.settings import key
+from conf.settings import Checked, key
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.patience import call_within
 
@@ -39,7 +38,7 @@ _READ_ON_S = 1.0  # at most, for a source that lags
 
 
 @dataclass(frozen=True, kw_only=True)
-class DcgmAddress:
+class DcgmAddress(Checked, section="telemetry"):
     """Where to ask for what NVIDIA's dcgm-exporter measures."""
 
     dcgm_url: str = key("http://localhost:9400/metrics", "where a dcgm-exporter answers")
@@ -47,6 +46,7 @@ class DcgmAddress:
     def __post_init__(self) -> None:
         from workers.telemetry.dcgm import checked_url
 
+        super().__post_init__()
         checked_url(self.dcgm_url)
 
 
@@ -54,24 +54,10 @@ class DcgmAddress:
 class TelemetrySettings(DcgmAddress):
     """Which sources to use and how often. Raises `UsageError` naming the key."""
 
-    sources: tuple[str, ...] = key(SOURCES, "which sensors to ask; missing ones are named once and leave NULLs")
+    sources: tuple[str, ...] = key(
+        SOURCES, "which sensors to ask; missing ones are named once and leave NULLs", "list of text", SOURCES
+    )
     period_s: float = key(0.1, "how often each is sampled", "number 0.001 to 3600")
-
-    def __post_init__(self) -> None:
-        if isinstance(self.sources, str):
-            raise UsageError(f"telemetry.sources must be a list, got {self.sources!r}")
-        object.__setattr__(self, "sources", tuple(self.sources))
-        for source in self.sources:
-            if source not in SOURCES:
-                raise unknown_name("telemetry source", source, SOURCES)
-        period = self.period_s
-        if (
-            isinstance(period, bool)
-            or not isinstance(period, int | float)
-            or not (math.isfinite(period) and period > 0)
-        ):
-            raise UsageError(f"telemetry.period_s must be a number > 0, got {period!r}")
-        super().__post_init__()
 
 
 def make_sensors(settings: TelemetrySettings, device_uuid: str | None) -> tuple[tuple[Sensor, ...], dict[str, str]]:

@@ -29,7 +29,7 @@ needs_cudnn = pytest.mark.skipif(bool(why_missing()), reason=why_missing() or "i
 
 @contextmanager
 def stand_in_for_cudnn(monkeypatch):
-    """Let estimates with `workspaces=cudnn` ask the stand-in, about GPU models that cuDNN can be asked about."""
+    """Make estimates with `workspaces=cudnn` ask the stand-in, about GPU models that cuDNN can be asked about."""
     opened = {}
 
     def oracle_for(device):

@@ -1,4 +1,4 @@
-"""What a trace asks cuDNN about its convolutions, and what a replay makes of the answers."""
+"""Questions of a trace to cuDNN about its convolutions, and a replay's use of the answers."""
 
 import pytest
 import torch

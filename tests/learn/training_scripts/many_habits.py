@@ -1,4 +1,4 @@
-"""What scripts do beside training: evaluation in inference mode, TorchScript, memory histories, counts of values."""
+"""Habits of scripts beside training: evaluation in inference mode, TorchScript, memory histories, counts of values."""
 
 import argparse
 

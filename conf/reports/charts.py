@@ -1,0 +1,258 @@
+"""Charts of all pages: axes, what is drawn between them, and the kinds that several pages share.
+
+Start reading at `Plot`; `Axis` places values. Nothing is scaled down: a page scrolls what is too wide for it, so that
+figures stay readable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conf.reports.page_text import figure
+from conf.reports.svg import LETTER_PX, Anchor, Drawing, Svg
+
+_MOST_LOG_TICKS = 8
+_LEAST_GAP = 10.0  # pixels between two texts
+_WIDEST_COLUMN = 40.0  # pixels
+
+
+def nice_step(least: float, steps: Sequence[float] = (1, 2, 2.5, 5, 10)) -> float:
+    """Return the smallest of `steps` times a power of ten that is `least` or more. `least` is positive."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next((step * power for step in steps if step * power >= least * (1 - 1e-9)), 10 * power)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The values along one side of a plot; `ticks` are those that are named."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...] = ()
+    is_log: bool = False
+
+    @classmethod
+    def of(cls, low: float, high: float, steps: int = 4) -> Axis:
+        """Return a linear axis with about so many round steps, which begins and ends at one."""
+        step = nice_step(max(high - low, 1e-9) / steps)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        ticks = tuple(step * k for k in range(first, max(last, first + 1) + 1))
+        return cls(ticks[0], ticks[-1], ticks)
+
+    @classmethod
+    def within(cls, low: float, high: float, steps: int = 5) -> Axis:
+        """Return a linear axis that begins and ends at these values, with round ticks between them."""
+        whole = cls.of(low, high, steps)
+        return cls(low, high, tuple(tick for tick in whole.ticks if low <= tick <= high))
+
+    @classmethod
+    def log(cls, low: float, high: float) -> Axis:
+        """Return a logarithmic axis with round ticks, few enough to stand side by side. Both ends are positive."""
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        for factors, stride in (((1, 2, 5), 1), ((1,), 1), ((1,), 2), ((1,), 4)):
+            powers = range(first, last + 1, stride)
+            ticks = [factor * 10.0**power for power in powers for factor in factors]
+            ticks = [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+            if len(ticks) <= _MOST_LOG_TICKS:
+                break
+        if len(ticks) < 2:
+            ticks = [float(f"{end:.2g}") for end in (low, high)]
+        return cls(low, high, tuple(ticks), is_log=True)
+
+    @classmethod
+    def decades(cls, low: float, high: float) -> Axis:
+        """Return a logarithmic axis that begins and ends at a power of ten. Both values are positive."""
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) - 1e-9)
+        return cls.log(10.0**first, 10.0 ** max(last, first + 1))
+
+    def share(self, value: float) -> float:
+        """Return where a value lies, from 0 at the axis's beginning to 1 at its end."""
+        if self.is_log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Margins:
+    """Size of a picture, and what lies around the values for the axes. Pixels."""
+
+    width: float = 560.0
+    height: float = 230.0
+    left: float = 62.0
+    right: float = 22.0
+    top: float = 20.0
+    bottom: float = 32.0
+
+
+class Plot(Drawing):
+    """A drawing between two axes. `x` and `y` give the pixels of values."""
+
+    def __init__(self, x_axis: Axis, y_axis: Axis, margins: Margins) -> None:
+        super().__init__()
+        self.x_axis, self.y_axis = x_axis, y_axis
+        self.width, self.height = margins.width, margins.height
+        self.left, self.top = margins.left, margins.top
+        self.right, self.bottom = margins.width - margins.right, margins.height - margins.bottom
+
+    def x(self, value: float) -> float:
+        return self.left + self.x_axis.share(value) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        return self.bottom - self.y_axis.share(value) * (self.bottom - self.top)
+
+    def grid(self, texts: Sequence[str] | None = None, unit: str = "") -> None:
+        """Draw a horizontal line at each tick, with its text beside it; `unit` stands over these."""
+        for tick, text in zip(self.y_axis.ticks, texts or map(figure, self.y_axis.ticks), strict=True):
+            self.across("grid", tick)
+            self.text("axis", self.left - 8, self.y(tick) + 4, text, "end")
+        if unit:
+            self.text("axis", self.left - 8, self.top - 9, unit, "end")
+
+    def ticks_below(self, title: str = "", unit: str = "", *, lines: bool = False) -> None:
+        """Name the ticks of the horizontal axis, as far as there is room; `title` stands below.
+
+        With `lines`, draw a vertical line at each.
+        """
+        for tick in self.x_axis.ticks if lines else ():
+            self.path("grid", f"M{self.x(tick):.1f} {self.top:g}V{self.bottom:g}")
+        self.texts("axis", [(self.x(tick), self.bottom + 18, figure(tick) + unit) for tick in self.x_axis.ticks])
+        if title:
+            self.text("axis", self.right, self.height - 5, title, "end")
+
+    def across(self, css: str, value: float) -> None:
+        """Draw a horizontal line at a value over the whole width."""
+        self.path(css, f"M{self.left:g} {self.y(value):.1f}H{self.right:g}")
+
+    def line(self, css: str, points: Iterable[tuple[float, float]], title: str = "") -> None:
+        """Draw a line through points."""
+        places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
+        if places:
+            self.path(css, f"M{'L'.join(places)}", title)
+
+    def dot(self, css: str, x: float, y: float, radius: float, title: str = "") -> None:
+        """Draw a dot at a point."""
+        self.circle(css, self.x(x), self.y(y), radius, title)
+
+    def column(
+        self, css: str, left: float, right: float, low: float, high: float, title: str = "", *, gap: float = 0.0
+    ) -> None:
+        """Draw a column between two values of either axis, with a gap of so many pixels on both sides."""
+        x, y = self.x(left) + gap, self.y(high)
+        self.rect(css, x, y, self.x(right) - gap - x, self.y(low) - y, title=title)
+
+    def texts(self, css: str, places: Sequence[tuple[float, float, str]], anchor: Anchor = "middle") -> None:
+        """Write texts at pixels, from the right to the left, as far as there is room: the last one is always there."""
+        free_to = math.inf
+        for x, y, text in sorted(places, reverse=True):
+            half = len(text) * LETTER_PX / 2
+            x = min(x, self.width - half - 2)
+            if x + half <= free_to:
+                self.text(css, x, y, text, anchor)
+                free_to = x - half - _LEAST_GAP
+
+    def picture(self, label: str, *, css: str = "") -> Svg:
+        """Return the picture; `label` and `css` as in `Drawing.svg`."""
+        return self.svg(self.width, self.height, label, css=css)
+
+
+class Curve(NamedTuple):
+    """One line over names. `values` has None where there is none; `marks`: places that are drawn as a full dot."""
+
+    name: str
+    css: str
+    values: Sequence[float | None]
+    marks: frozenset[int] = frozenset()
+    figures: bool = True  # written beside the line
+
+
+def curves(
+    names: Sequence[str], lines: Sequence[Curve], unit: str, limit: float | None = None, most: float | None = None
+) -> Svg:
+    """Draw lines over `names`, from 0 on.
+
+    Args:
+        names: Of the places from left to right; every line has a value, or None, for each.
+        lines: What is drawn.
+        unit: Of the values.
+        limit: A value drawn across, dashed.
+        most: The largest value that there can be, where the axis ends at the latest.
+    """
+    known = [value for line in lines for value in line.values if value is not None]
+    top = 1.08 * max([*known, limit or 0.0]) or 1.0
+    plot = _over_names(names, top if most is None else min(top, most), unit)
+    if limit:
+        plot.across("limit", limit)
+    for line in lines:
+        points = [(k + 0.5, height) for k, height in enumerate(line.values) if height is not None]
+        gaps = [k for k, value in enumerate(line.values) if value is None]
+        for start, end in zip([-1, *gaps], [*gaps, len(names)], strict=True):
+            plot.line(f"line {line.css}", [point for point in points if start < point[0] < end], line.name)
+        for x, height in points:
+            is_full = int(x) in line.marks
+            plot.dot(f"{line.css} full" if is_full else line.css, x, height, 4.5 if is_full else 2.5)
+    for line in lines:  # figures last, so that no line runs over them
+        shown: list[tuple[float, float, str]] = []
+        for k, value in reversed(list(enumerate(line.values)) if line.figures else []):
+            if value is not None and (not shown or figure(value) != shown[-1][2]):
+                shown.append((plot.x(k + 0.5), plot.y(value) - 8, figure(value)))
+        plot.texts(f"value {line.css}", shown)
+    return plot.picture(f"{', '.join(line.name for line in lines)} [{unit}]")
+
+
+def columns(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]]], unit: str) -> Svg:
+    """Draw a stacked column for each name; `parts`: name -> (CSS class, values)."""
+    sums = [sum(values[k] for _, values in parts.values()) for k in range(len(names))]
+    plot = _over_names(names, 1.08 * max(sums, default=0.0) or 1.0, unit)
+    half = min(0.36, _WIDEST_COLUMN / 2 / (plot.x(1) - plot.x(0)))
+    for k, name in enumerate(names):
+        low = 0.0
+        for part, (css, values) in parts.items():
+            if values[k] > 0:
+                title = f"{name}: {part} {figure(values[k])} {unit}"
+                plot.column(css, k + 0.5 - half, k + 0.5 + half, low, low + values[k], title)
+                low += values[k]
+    plot.texts("value", [(plot.x(k + 0.5), plot.y(total) - 5, figure(total)) for k, total in enumerate(sums) if total])
+    return plot.picture(f"{', '.join(parts)} [{unit}]")
+
+
+def _over_names(names: Sequence[str], top: float, unit: str) -> Plot:
+    """Return a plot with a place for each name; the last is always named, others as far as there is room."""
+    plot = Plot(Axis(0.0, max(len(names), 1)), Axis.of(0.0, top), Margins())
+    plot.grid(unit=unit)
+    plot.texts("axis", [(plot.x(k + 0.5), plot.bottom + 20, name) for k, name in enumerate(names)])
+    return plot
+
+
+def against(
+    name: str,
+    points: Sequence[tuple[float, float, str]],
+    *,
+    is_log: bool,
+    axes: tuple[str, str] = ("in the run", "estimate"),
+) -> Svg | None:
+    """Return estimates against measurements, with the line on which both are equal; None without points.
+
+    Args:
+        name: The target, with its unit.
+        points: (measured, estimated, whose).
+        is_log: Whether both axes are logarithmic; figures that are not positive are left out then.
+        axes: Names of both axes, the measured one first.
+    """
+    used = [point for point in points if not is_log or min(point[0], point[1]) > 0]
+    if not used:
+        return None
+    values = [value for point in used for value in point[:2]]
+    axis = Axis.decades(min(values), max(values)) if is_log else Axis.of(0.0, max(values), 5)
+    plot = Plot(axis, axis, Margins(width=420, height=380, right=30, top=30, bottom=46))
+    plot.grid()
+    plot.ticks_below()
+    plot.line("limit", [(axis.low, axis.low), (axis.high, axis.high)], "estimate and measurement are equal")
+    for known, estimated, whose in used:
+        title = f"{whose}: {figure(estimated)} estimated, {figure(known)} in the run"
+        plot.dot("dot k1", known, estimated, 3, title)
+    plot.text("axis", (plot.left + plot.right) / 2, plot.height - 4, axes[0])
+    plot.text("axis", 4, 12, axes[1], "start")
+    return plot.picture(f"{name}: estimates of {len(used)} runs against the runs' own figures", css="drawn")
