@@ -14,6 +14,9 @@ from featurize.allocator_settings import AllocatorSettings
 from featurize.step_trace import Block, StepTrace
 
 _POOL = (0, 0)  # the default memory pool, in which everything lies but CUDA graphs
+# The viewer fails where entries have categories and none is of this one (torch/utils/viz/MemoryViz.js, at the end of
+# `annotate_snapshot`).
+_OF_SEGMENTS = "unknown"
 _LINE = 0  # frames are operators and modules, which have no line
 
 
@@ -127,7 +130,7 @@ class RecordingAllocator(CachingAllocator):
         """Return what every entry of the event under way has."""
         number = len(self._at)
         if number >= len(self._trace.events):
-            return {"stream": stream, "frames": [], "category": ""}
+            return {"stream": stream, "frames": [], "category": _OF_SEGMENTS}
         event = self._trace.events[number]
         block = self._trace.blocks[event.block]
         return {"stream": stream, "frames": _frames(block, event.step, event.phase), "category": block.kind}
@@ -137,8 +140,9 @@ class RecordingAllocator(CachingAllocator):
         for seen in self.segment_events[self._segments_seen :]:
             place = {"device_free": self._free_bytes()} if seen.action == "oom" else {"addr": seen.address}
             self._entries.append(
-                {**shared, "action": seen.action, "size": seen.size, "stream": seen.stream, **place, **self._clock()}
-            )
+                {**shared, "action": seen.action, "size": seen.size, "stream": seen.stream, **place, **self._clock(),
+                 "category": _OF_SEGMENTS}
+            )  # fmt: skip
         self._segments_seen = len(self.segment_events)
 
     def _enter(self, action: str, taken: _Taken) -> None:

@@ -25,6 +25,7 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.releases import complete
 from featurize.replacing import without_collection
+from featurize.second_step import TraceAgain
 from featurize.step_trace import StepTrace
 from featurize.tracing import Tracing
 from featurize.training import Training, TrainingSettings
@@ -143,6 +144,14 @@ def trace_step(
 
 
 def _traced(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
+    while True:
+        try:
+            return _traced_once(model, **request)
+        except TraceAgain as again:  # at most once for each of its reasons
+            request |= again.request
+
+
+def _traced_once(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
     with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
         tracing = Tracing(entered=entered, **request)
         try:
@@ -150,7 +159,7 @@ def _traced(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepT
                 tracing.build(model)
                 tracing.run()
                 return tracing.result()
-        except (CommandError, TraceError, DoesNotRepeat):
+        except (CommandError, TraceError, DoesNotRepeat, TraceAgain):
             raise
         except Exception as error:  # a model may raise anything
             operator, module = origin(error)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -52,11 +53,9 @@ def sealed_bytes(table: pa.Table, **options: Any) -> bytes:
     buffer = pa.BufferOutputStream()
     with _writer(buffer, table.schema, **options) as writer:
         writer.write_table(table)
-    content = bytearray(buffer.getvalue())
-    place = _place(content, 0, len(content))
-    assert place is not None
-    content[place : place + _DIGEST_CHARACTERS] = hashlib.sha256(content).hexdigest().encode()
-    return bytes(content)
+    file = io.BytesIO(buffer.getvalue())
+    _seal(file)
+    return file.getvalue()
 
 
 def write_sealed(table: pa.Table, path: Path, *, row_group_size: int | None = None, **options: Any) -> str:
@@ -64,11 +63,16 @@ def write_sealed(table: pa.Table, path: Path, *, row_group_size: int | None = No
     with _writer(path, table.schema, **options) as writer:
         writer.write_table(table, row_group_size=row_group_size)
     with open(path, "r+b") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        tail, tail_at = _tail(file.fileno())
-        place = _place(tail, tail_at, tail_at + len(tail))
-        assert place is not None
-        os.pwrite(file.fileno(), digest.encode(), place)
+        return _seal(file)
+
+
+def _seal(file: BinaryIO) -> str:
+    """Put the digest of a file in place of its zeros, and return it."""
+    place = _place(file)
+    assert place is not None
+    digest = _digest(file, place)
+    file.seek(place)
+    file.write(digest.encode())
     return digest
 
 
@@ -82,43 +86,25 @@ def checksum_problem(path: Path) -> str | None:
 
 def verify(path: Path) -> tuple[bool, str | None]:
     """Return whether the file carries a checksum, and what is wrong with the file, if anything."""
-    try:
-        recorded = recorded_checksum(path)
-    except NoParquetFile as error:
-        return False, str(error)
-    except ValueError as error:
-        return True, str(error)
-    if recorded is None:
-        return False, None
     with open_binary(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= _CHUNK_BYTES:
-            content = file.read()
-            return True, content_problem(content)
-        tail, tail_at = _tail(file.fileno())
-        place = _place(tail, tail_at, tail_at + len(tail))
-        if place is None:  # another file has taken its place since
-            return verify(path)
-        digest = hashlib.sha256()
-        for at in range(0, size, _CHUNK_BYTES):
-            chunk = os.pread(file.fileno(), _CHUNK_BYTES, at)
-            digest.update(_with_zeros(chunk, at, place))
-    return True, _mismatch(recorded, digest.hexdigest())
+        return _verified(file)
 
 
 def content_problem(content: bytes) -> str | None:
     """Return what is wrong with a Parquet file that is in memory, as `checksum_problem` does."""
+    return _verified(io.BytesIO(content))[1]
+
+
+def _verified(file: BinaryIO) -> tuple[bool, str | None]:
     try:
-        place = _place(content, 0, len(content))
+        place = _place(file)
+    except NoParquetFile as error:
+        return False, str(error)
     except ValueError as error:
-        return str(error)
+        return True, str(error)
     if place is None:
-        return None
-    recorded = content[place : place + _DIGEST_CHARACTERS].decode("latin-1")
-    digest = hashlib.sha256(content[:place])
-    digest.update(_PLACEHOLDER.encode())
-    digest.update(memoryview(content)[place + _DIGEST_CHARACTERS :])
-    return _mismatch(recorded, digest.hexdigest())
+        return False, None
+    return True, None if _recorded(file, place) == _digest(file, place) else "its content does not match its checksum"
 
 
 def recorded_checksum(path: Path) -> str | None:
@@ -127,57 +113,49 @@ def recorded_checksum(path: Path) -> str | None:
     Raises `NoParquetFile`, and `ValueError` for a statement that is damaged itself.
     """
     with open_binary(path) as file:
-        tail, tail_at = _tail(file.fileno())
-        place = _place(tail, tail_at, tail_at + len(tail))
-    if place is None:
-        return None
-    return tail[place - tail_at :][:_DIGEST_CHARACTERS].decode("latin-1")
+        place = _place(file)
+        return None if place is None else _recorded(file, place)
 
 
-def _mismatch(recorded: str, computed: str) -> str | None:
-    return None if recorded == computed else "its content does not match its checksum"
+def _recorded(file: BinaryIO, place: int) -> str:
+    file.seek(place)
+    return file.read(_DIGEST_CHARACTERS).decode("latin-1")
 
 
-def _with_zeros(chunk: bytes, chunk_at: int, place: int) -> bytes:
-    """Return the chunk that begins at offset `chunk_at`, with its part of the placeholder zeroed."""
-    first, last = max(place, chunk_at), min(place + _DIGEST_CHARACTERS, chunk_at + len(chunk))
-    if first >= last:
-        return chunk
-    return chunk[: first - chunk_at] + b"0" * (last - first) + chunk[last - chunk_at :]
+def _digest(file: BinaryIO, place: int) -> str:
+    """Return the SHA-256 of a file with zeros where its digest is."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    for at in range(0, place, _CHUNK_BYTES):
+        digest.update(file.read(min(_CHUNK_BYTES, place - at)))
+    digest.update(_PLACEHOLDER.encode())
+    file.seek(place + _DIGEST_CHARACTERS)
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
-def _tail(descriptor: int) -> tuple[bytes, int]:
-    """Return the end of an open file, which includes its whole footer, and the offset where this end begins."""
-    size = os.fstat(descriptor).st_size
-    tail_at = max(0, size - _TAIL_BYTES)
-    tail = os.pread(descriptor, _TAIL_BYTES, tail_at)
-    needed = _footer_bytes(tail, size) + _ENDING_BYTES
-    if needed > len(tail):
-        tail_at = size - needed
-        tail = os.pread(descriptor, needed, tail_at)
-    return tail, tail_at
-
-
-def _footer_bytes(tail: bytes | bytearray, size: int) -> int:
-    if size == 0:
-        raise NoParquetFile("it is empty")
-    length = int.from_bytes(tail[-_ENDING_BYTES:-4], "little")
-    if tail[-4:] != _MAGIC or length + _ENDING_BYTES + len(_MAGIC) > size:
-        raise NoParquetFile("it is not a Parquet file, or was cut short")
-    return length
-
-
-def _place(tail: bytes | bytearray, tail_at: int, size: int) -> int | None:
+def _place(file: BinaryIO) -> int | None:
     """Return the offset of the digest, None if there is none. Raises `ValueError` if the entry is damaged.
 
     Searched from the end: statistics, which hold texts of runs, stand before the key-value pairs. Searched also before
     the footer, since a flipped bit in the footer's length makes it begin elsewhere.
     """
-    footer_at = len(tail) - _ENDING_BYTES - _footer_bytes(tail, size)
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        raise NoParquetFile("it is empty")
+    file.seek(max(0, size - _ENDING_BYTES))
+    ending = file.read(_ENDING_BYTES)
+    footer_at = size - _ENDING_BYTES - int.from_bytes(ending[:-4], "little")
+    if ending[-4:] != _MAGIC or footer_at < len(_MAGIC):
+        raise NoParquetFile("it is not a Parquet file, or was cut short")
+    tail_at = max(0, min(footer_at, size - _TAIL_BYTES))
+    file.seek(tail_at)
+    tail = file.read()
     key_at = tail.rfind(_KEY)
     if key_at < 0 and _VALUE.search(tail) is None:
         return None
     value_at = key_at + len(_KEY)
-    if key_at < footer_at or not tail.startswith(_VALUE_HEAD, value_at):
+    if tail_at + key_at < footer_at or not tail.startswith(_VALUE_HEAD, value_at):
         raise ValueError("the entry of its checksum is damaged")
     return tail_at + value_at + len(_VALUE_HEAD)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.plain_text import first_line, one_line
+from warehouse.checksum import verify
 from warehouse.layout import KINDS, LISTING_SCHEMA, FolderLayout
-from warehouse.plain_file import identity, is_out_of_descriptors, open_binary
+from warehouse.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
 from warehouse.schema import TABLES
 from warehouse.sql_text import escaped_glob, sql_text
 
@@ -69,6 +70,19 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
         return first_line(error)
 
 
+def file_problem(path: Path) -> tuple[bool, str | None]:
+    """Return whether a Parquet file carries a checksum, and its problem or None; without checksum, decode it in full.
+
+    Anything but a plain file has a problem. Raises `FileNotFoundError` if there is no file, another `OSError` if the
+    disk cannot read it.
+    """
+    try:
+        has_checksum, problem = verify(path)
+    except NoPlainFile as error:
+        return False, str(error)
+    return has_checksum, problem or damage_of(path, pages=not has_checksum)
+
+
 def damage_for_duckdb(path: Path) -> str | None:
     """Return why DuckDB cannot read a file, None if it can. DuckDB rejects some flipped bits that Arrow ignores."""
     import duckdb  # farm.status imports this module and asks no database
@@ -103,19 +117,9 @@ def damaged_among(
         return [damaged for damaged in pool.map(check, paths) if damaged is not None]
 
 
-def damaged_files(
-    folder: FolderLayout, *, kinds: Sequence[str] = tuple(_NEEDED), pages: bool = False
-) -> list[DamagedFile]:
-    """Return the unreadable files of a folder; `pages` decodes everything, which reads the whole folder.
-
-    `kinds` are the warehouse's tables and `compactions`.
-    """
-    return damaged_among(parquet_files(folder, kinds), pages=pages)
-
-
-def parquet_files(folder: FolderLayout, kinds: Sequence[str] = tuple(_NEEDED)) -> Iterator[Path]:
+def parquet_files(folder: FolderLayout) -> Iterator[Path]:
     """Yield the Parquet files of a folder, whether their rows count or not."""
-    for kind in kinds:
+    for kind in _NEEDED:
         pattern = "family=*/*.parquet" if kind in KINDS else "*/*.parquet" if kind == "compactions" else "*.parquet"
         yield from sorted((folder.root / kind).glob(pattern))
 

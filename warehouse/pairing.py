@@ -1,6 +1,7 @@
 """Pairs what two sets of rows measured alike, and sums up by how much it differs.
 
-Start reading at `paired`. Snapshots, kernels and releases are compared with it; canaries take `shift_of`.
+Start reading at `paired`. Snapshots, kernels and releases are compared with it, and measured runs with their estimates;
+canaries take `shift_of`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Shift:
-    """Differences of one label over pairs, as in `shift_of`. `median` and `largest` are signed, `p90` is not.
+    """Differences of one label over pairs, as in `shift_of`. `median` and `largest` are signed, `median_size` and `p90`
+    are of their absolute values.
 
     group   what the pairs have in common: column -> value
     beyond  pairs whose difference is beyond the tolerance; equal: those with the very same value
@@ -62,6 +64,7 @@ class Shift:
     group: Mapping[str, Any]
     pairs: int
     median: float
+    median_size: float
     p90: float
     largest: float
     beyond: int
@@ -140,6 +143,7 @@ def _summed_up(label: str, group: Mapping[str, Any], shifts: Sequence[tuple[floa
         group=group,
         pairs=len(sizes),
         median=statistics.median(shift for shift, _ in shifts),
+        median_size=statistics.median(sizes),
         p90=sizes[-(-9 * len(sizes) // 10) - 1],
         largest=largest_first[0][0],
         beyond=sum(size > tolerance for size in sizes),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from warehouse.checksum import checksum_problem, content_problem
-from warehouse.parquet_footer import schema_bytes
 from warehouse.plain_file import NoPlainFile, open_binary
 from warehouse.scratch_duckdb import scratch_cursor
 from warehouse.sql_text import escaped_glob, sql_text
@@ -28,6 +28,9 @@ _BATCH_BYTES = 8 * 2**20  # of compressed data, which may be a million rows
 _FEW_FILES = 8  # which pyarrow reads in less time than DuckDB takes to start
 _MOST_READERS = 2  # threads, each of which holds a batch
 _WHOLE_BYTES = 2**20  # a file up to this size is read at once to verify its checksum
+# Arrow's schema among a footer's key-value pairs, in base64, as Thrift's compact protocol has it.
+_SCHEMA_KEY = b"ARROW:schema"
+_STORED_SCHEMA = re.compile(_SCHEMA_KEY + rb"\x18[\x80-\xff]*[\x00-\x7f]([A-Za-z0-9+/=]+)")
 
 
 class DamagedContent(ValueError):
@@ -130,19 +133,13 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
     Files with a wrong checksum are left out. Those without one are read unverified.
     """
     alike: dict[Hashable, list[Path]] = {}
-    known: list[bytes] = []
     batch = _Batch([], [], [])
     for path in paths:
         try:
-            schema = _verified_schema(path, known)
-            key: Hashable = schema
-            if schema not in known:
-                known.append(schema)
+            key = _verified_schema(path) or path
         except (DamagedContent, NoPlainFile, FileNotFoundError) as error:
             batch.damaged.append((path, error))
             continue
-        except ValueError:  # DuckDB decides whether it is a Parquet file
-            key = path
         batch.files.append(path)
         alike.setdefault(key, []).append(path)
     with connection.cursor() as cursor:
@@ -153,17 +150,19 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
     return batch
 
 
-def _verified_schema(path: Path, known: Sequence[bytes]) -> bytes:
-    """Return the bytes of the file's schema. Raises `DamagedContent` for a wrong checksum, else as `schema_bytes`."""
+def _verified_schema(path: Path) -> bytes | None:
+    """Return the schema as Arrow stores it in a file, None where it is not known. Raises `DamagedContent`."""
     if path.stat().st_size > _WHOLE_BYTES:
-        problem, content = checksum_problem(path), None
+        problem, content = checksum_problem(path), b""
     else:  # opened once, for both
         with open_binary(path) as file:
             content = file.read()
         problem = content_problem(content)
     if problem is not None:
         raise DamagedContent(problem)
-    return schema_bytes(path, known, content)
+    # The last one: texts of runs stand before it.
+    stored = _STORED_SCHEMA.match(content, max(0, content.rfind(_SCHEMA_KEY)))
+    return None if stored is None else stored[1]
 
 
 def _list(paths: Sequence[Path]) -> str:

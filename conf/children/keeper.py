@@ -60,6 +60,7 @@ class Ended(NamedTuple):
 def keep(
     body: Callable[[], None],
     line: socket.socket,
+    parent: int,
     *,
     time_limit_s: float = math.inf,
     memory_limit_bytes: float = math.inf,
@@ -73,13 +74,14 @@ def keep(
         body: What the child runs, in a session of its own.
         line: To the caller, who gets the child's id. When it can be read from, or is at its end, the child is no longer
             wanted.
+        parent: The process that forked this one; without it the child is not wanted either.
         time_limit_s: Seconds after which everything ends.
         memory_limit_bytes: Memory of all processes below this one beyond which everything ends.
         output: Takes what the child prints; None: that goes where this process's goes.
     """
     wake = wakes_on_exit()
     become_subreaper()
-    keeper, caller = os.getpid(), os.getppid()
+    keeper = os.getpid()
     group = ControlGroup.of_owner(identity(keeper))
     child = os.fork()
     if not child:
@@ -107,7 +109,7 @@ def keep(
             used_bytes = memory.beyond(descendants_of(keeper), memory_limit_bytes)
         if (code := _exit_code(child)) is not None:
             ended = Ended(code)
-        elif line in readable or os.getppid() != caller:
+        elif line in readable or os.getppid() != parent:
             ended = Ended(None)
         elif now >= ends:
             ended = Ended(None, TIME)

@@ -67,6 +67,7 @@ def serve(control: socket.socket, hello: dict[str, Any]) -> None:
     _tell(control, {"hello": hello})
     gc.collect()
     gc.freeze()  # what is here now is never collected: children do not copy its pages
+    server = os.getpid()
     lines: dict[int, socket.socket] = {}
     while True:
         waiting: list[Any] = [control, wake[0]]
@@ -87,7 +88,7 @@ def serve(control: socket.socket, hello: dict[str, Any]) -> None:
                 end.close()
             for descriptor in wake:
                 os.close(descriptor)
-            run_as_child(functools.partial(_keep, wanted, line, channels))
+            run_as_child(functools.partial(_keep, server, wanted, line, channels))
         lines[keeper] = socket.socket(fileno=line)
         for descriptor in channels:
             os.close(descriptor)
@@ -98,7 +99,7 @@ def serve(control: socket.socket, hello: dict[str, Any]) -> None:
         if select.select([wake[0]], [], [], _GRACE_S)[0]:
             os.read(wake[0], 512)
             _reap(lines)
-    end_below(os.getpid())
+    end_below(server)
 
 
 def _reap(lines: dict[int, socket.socket]) -> None:
@@ -113,7 +114,7 @@ def _reap(lines: dict[int, socket.socket]) -> None:
                 line.close()
 
 
-def _keep(wanted: dict[str, Any], line: int, channels: list[int]) -> None:
+def _keep(server: int, wanted: dict[str, Any], line: int, channels: list[int]) -> None:
     """Keep one child; the body of a keeper's process."""
     output = ChildOutput() if wanted["keeps_output"] else None
     with (
@@ -123,6 +124,7 @@ def _keep(wanted: dict[str, Any], line: int, channels: list[int]) -> None:
         ended = keep(
             lambda: _run(wanted, folder, channels),
             to_caller,
+            server,
             time_limit_s=wanted["time_limit_s"],
             memory_limit_bytes=wanted["memory_limit_bytes"],
             output=output,

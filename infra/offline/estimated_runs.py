@@ -6,13 +6,12 @@ Start reading at `estimated_runs`; `FIGURES` lists what is compared.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from conf.errors import CommandError
 from conf.plain_text import first_line
@@ -21,6 +20,7 @@ from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE
 from learn.estimation.loops import RESIDENT
+from warehouse.pairing import Pair, Shift, summed_up
 
 if TYPE_CHECKING:
     from warehouse.reader import WarehouseConnection
@@ -174,27 +174,14 @@ def by_family(runs: Iterable[EstimatedRun]) -> dict[str, list[EstimatedRun]]:
     return dict(sorted(families.items()))
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Errors of some runs: their number, the median with its sign, median and 90th percentile of their size."""
-
-    count: int
-    bias: float
-    median: float
-    p90: float
-
-
-def spread_of(runs: Iterable[EstimatedRun], name: str, by: str = TRACE) -> Spread | None:
+def spread_of(runs: Iterable[EstimatedRun], name: str, by: str = TRACE) -> Shift | None:
     """Return the errors of a figure: relative, of ratios absolute. None where no run has both values."""
-    pairs = [pair for one in runs if (pair := one.pair(name, by)) is not None]
-    if not pairs:
-        return None
-    measured, estimated = np.array(pairs, dtype=float).T
-    errors = estimated - measured
-    if not FIGURES[name].is_ratio:
-        errors = errors / measured
-    size = np.abs(errors)
-    return Spread(len(errors), float(np.median(errors)), float(np.median(size)), float(np.quantile(size, 0.9)))
+    pairs = [
+        Pair(key={"run_id": one.run["run_id"]}, before={name: both[0]}, after={name: both[1]})
+        for one in runs
+        if (both := one.pair(name, by)) is not None
+    ]
+    return next(iter(summed_up(pairs, name, math.inf)), None)
 
 
 def device_of(run: Mapping[str, Any]) -> DeviceSpec | None:

@@ -265,8 +265,8 @@ def _head(results: Results, to_refit: Mapping[str, Sequence[str]], *, is_judged:
     ]
     for name in ("process", "step_time", "smact", "energy"):
         if spread := spread_of(runs.solo, name):
-            form = f"{spread.median:.3f}" if FIGURES[name].is_ratio else f"{spread.median:.1%}"
-            tiles.append(Tile(f"{FIGURES[name].title.partition(',')[0]}, median error", form, f"{spread.count} runs"))
+            form = f"{spread.median_size:.3f}" if FIGURES[name].is_ratio else f"{spread.median_size:.1%}"
+            tiles.append(Tile(f"{FIGURES[name].title.partition(',')[0]}, median error", form, f"{spread.pairs} runs"))
     finding_count = sum(map(len, to_refit.values()))
     tiles.append(Tile("to refit", f"{finding_count}", "findings"))
     tests, has_failed_tests = _tests(results)
@@ -311,7 +311,7 @@ def _summary(results: Results, to_refit: Mapping[str, Sequence[str]], absent: Ma
     lines += [f"left out: {count_of(count, 'run')}: {reason}" for reason, count in runs.left_out.items()]
     for name, figure in FIGURES.items():
         if spread := spread_of(runs.solo, name):
-            lines.append(f"{figure.title}: {spread_text(name, spread)} ({count_of(spread.count, 'run')})")
+            lines.append(f"{figure.title}: {spread_text(name, spread)} ({count_of(spread.pairs, 'run')})")
     for command, findings in to_refit.items():
         lines += [f"to refit: {finding}" for finding in findings]
         lines += [f"    {line}" for line in command.splitlines()]

@@ -119,9 +119,9 @@ def _families(runs: EstimatedRuns, data: str) -> Found:
     )
     for figure, most in _OFF.items():
         families = [
-            f"{family} {bias_text(figure, spread)} ({count_of(spread.count, 'run')})"
+            f"{family} {bias_text(figure, spread)} ({count_of(spread.pairs, 'run')})"
             for family, own in by_family(runs.solo).items()
-            if (spread := spread_of(own, figure)) and spread.count >= _LEAST and abs(spread.bias) > most
+            if (spread := spread_of(own, figure)) and spread.pairs >= _LEAST and abs(spread.median) > most
         ]
         if families:
             yield kernels if figure in _KERNELS else NO_COMMAND, f"{FIGURES[figure].title}: {', '.join(families)}"
@@ -155,13 +155,13 @@ def _corrected_models(runs: EstimatedRuns, data: str) -> Found:
     for target, figure in OF_TARGET.items():
         own = [one for one in runs.solo if is_corrected(one, target)]
         trace, shipped = spread_of(own, figure), spread_of(own, figure, SHIPPED)
-        if trace and shipped and trace.count >= _LEAST and shipped.median > _FARTHER * trace.median:
-            can_fit = trace.count >= MIN_ROWS
+        if trace and shipped and trace.pairs >= _LEAST and shipped.median_size > _FARTHER * trace.median_size:
+            can_fit = trace.pairs >= MIN_ROWS
             needed = "" if can_fit else f"; a fit needs {MIN_ROWS}"
             yield (
                 f"python -m learn.fit target={target} {data}" if can_fit else NO_COMMAND,
                 f"corrected model of {target}: {spread_text(figure, shipped)} against {spread_text(figure, trace)} of "
-                f"the trace ({count_of(trace.count, 'run')}{needed})",
+                f"the trace ({count_of(trace.pairs, 'run')}{needed})",
             )
 
 

@@ -39,12 +39,12 @@ from infra.offline.estimated_runs import (
     TRACE,
     EstimatedRun,
     EstimatedRuns,
-    Spread,
     by_family,
     spread_of,
 )
 from infra.offline.probe_sections import Absent, mib, records
 from learn.estimation.loops import RESIDENT
+from warehouse.pairing import Shift
 
 MEMORY = ("allocated", "reserved", "process")
 ACTIVITY = ("step_time", "smact", "smocc", "drama")
@@ -121,16 +121,16 @@ def _pictures(runs: Sequence[EstimatedRun], names: Iterable[str]) -> list[Block]
     return [SideBySide(tuple(groups))] if groups else []
 
 
-def spread_text(name: str, spread: Spread | None) -> str:
+def spread_text(name: str, spread: Shift | None) -> str:
     """Return `bias / 90th percentile` of a figure's errors."""
     if spread is None:
         return MISSING
     return f"{bias_text(name, spread)} / {spread.p90:{'.3f' if FIGURES[name].is_ratio else '.1%'}}"
 
 
-def bias_text(name: str, spread: Spread) -> str:
+def bias_text(name: str, spread: Shift) -> str:
     """Return the median error of a figure with its sign."""
-    return f"{round(spread.bias, 3) + 0.0:{'+.3f' if FIGURES[name].is_ratio else '+.1%'}}"  # no -0.000
+    return f"{round(spread.median, 3) + 0.0:{'+.3f' if FIGURES[name].is_ratio else '+.1%'}}"  # no -0.000
 
 
 def family_table(runs: Sequence[EstimatedRun], names: Sequence[str]) -> Block:
@@ -213,14 +213,14 @@ def shipped_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
         trace, shipped = spread_of(own, name), spread_of(own, name, SHIPPED)
         if trace and shipped:
             texts = spread_text(name, trace), spread_text(name, shipped)
-            nearer = "trace" if trace.median <= shipped.median else "corrected model"
+            nearer = "trace" if trace.median_size <= shipped.median_size else "corrected model"
             rows.append(
                 {
                     "target": target,
                     "model": own[0].estimates[SHIPPED].answered_by[target],
                     "nearer": nearer if texts[0] != texts[1] else "neither",
                     "*families": ", ".join(sorted({one.run["family"] for one in own})),
-                    "runs": shipped.count,
+                    "runs": shipped.pairs,
                     "trace": texts[0],
                     "corrected model": texts[1],
                 }

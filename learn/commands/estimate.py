@@ -44,6 +44,7 @@ from learn.estimation.model_names import load_factory
 from learn.estimation.notes import AMD_GPU, PROBLEM, Note
 from learn.estimation.requests import ScriptKeywords
 from learn.estimators import LEVEL
+from learn.inputs import DEFAULT_DTYPE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
 LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
-DEFAULT_DTYPE = "float32"
 
 
 def _any_of(names: Sequence[str]) -> str:

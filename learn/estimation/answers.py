@@ -786,7 +786,8 @@ def _key(request: Request) -> tuple[str | None, Request]:
     if not job.key:
         return None, request
     identity = (
-        job.key, job.name, job.training_loop, request.platform, request.platform.device.interconnect,
+        job.key, job.name, job.training_loop, job.parallel and job.parallel.deepspeed,
+        request.platform, request.platform.device.interconnect,
         how.estimator, how.loop, how.coverage, how.known, own and (own.asked_for, own.changed_ns), str(folder.root),
         tuple(_models_of(folder)),
     )  # fmt: skip

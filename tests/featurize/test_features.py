@@ -42,6 +42,13 @@ def test_features_of_many_configs_are_those_of_each_alone(family):
         assert {name: together[name][place] for name in alone} == alone
 
 
+def test_a_plan_without_layers_counts_as_nothing(monkeypatch):
+    """A model of somebody's own may have none."""
+    monkeypatch.setattr(mlp, "layers", lambda config: [], raising=False)
+    found = scalar_features(sampled("mlp", 1)[0])
+    assert found["layers"] == found["parameters"] == found["flops"] == found["max_parameters"] == 0
+
+
 @pytest.mark.parametrize("family", family_names())
 def test_features_hold_the_configs_own_fields_and_the_plans_totals(family):
     for config in sampled(family, 20):

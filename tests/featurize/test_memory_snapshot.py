@@ -41,6 +41,13 @@ def test_pytorchs_viewer_reads_the_snapshot(profile: MemoryProfile) -> None:
     assert "Allocator State History" in _memory_viz.segment_plot(snapshot)
 
 
+def test_pytorchs_page_finds_the_category_that_it_needs(profile: MemoryProfile) -> None:
+    """Its script fails where entries have categories, and none has this one."""
+    entries = profile.snapshot["device_traces"][0]
+    assert {entry["category"] for entry in entries if entry["action"].startswith("segment")} == {"unknown"}
+    assert all(entry["category"] for entry in entries)
+
+
 def test_requested_bytes_of_the_history_peak_as_the_trace_says(profile: MemoryProfile, trace: StepTrace) -> None:
     live = peak = 0
     for entry in profile.snapshot["device_traces"][0]:

@@ -7,8 +7,6 @@ estimator.
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +16,7 @@ from conf.reports.charts import against
 from conf.reports.svg import Svg
 from warehouse.explorer.pages import LABELS
 from warehouse.explorer.reading import ExplorerReader, QueryRows
+from warehouse.pairing import Pair, summed_up
 from warehouse.schema import SOURCES
 from warehouse.sql_text import sql_text
 
@@ -131,32 +130,27 @@ def residuals_of(
     target: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, float | None]]]
 ) -> Residuals | None:
     """Return the residuals of one target from (run, estimate) pairs; None where no pair has both figures."""
-    errors: defaultdict[str, list[float]] = defaultdict(list)
-    points: list[tuple[float, float, str]] = []
-    bounds: list[bool] = []
-    for run, estimate in pairs:
-        known, figure = run[target], estimate.get(target)
-        if known is None or figure is None or not (math.isfinite(known) and math.isfinite(figure)):
-            continue
-        if target not in RATIOS and known <= 0:
-            continue
-        off = 100 * (figure - known) if target in RATIOS else 100 * (figure / known - 1)
-        errors["all"].append(abs(off))
-        errors[str(run["family"])].append(abs(off))
-        points.append((known, figure, f"{run['run_id']} ({run['family']})"))
-        if target == "peak_memory_mib" and (bound := estimate.get(BOUND)) is not None:
-            bounds.append(known > bound)
-    if not points:
+    known = [
+        Pair(key={"run_id": run["run_id"], "family": str(run["family"])}, before=run, after=estimate)
+        for run, estimate in pairs
+        if _is_figure(run[target]) and _is_figure(estimate.get(target)) and (target in RATIOS or run[target] > 0)
+    ]
+    if not known:
         return None
+    shifts = [shift for by in ((), ("family",)) for shift in summed_up(known, target, math.inf, by)]
     table = {
-        family: (len(values), statistics.median(values), _percentile_90(values))
-        for family, values in sorted(errors.items(), key=lambda item: (item[0] != "all", item[0]))
+        shift.group.get("family", "all"): (shift.pairs, 100 * shift.median_size, 100 * shift.p90) for shift in shifts
     }
+    points = [(p.before[target], p.after[target], f"{p.key['run_id']} ({p.key['family']})") for p in known]
+    bounds = [
+        pair.before[target] > pair.after[BOUND]
+        for pair in known
+        if target == "peak_memory_mib" and pair.after.get(BOUND) is not None
+    ]
     above = sum(bounds) / len(bounds) if bounds else None
     unit = "points" if target in RATIOS else "%"
     return Residuals(target, unit, table, above, against(target, points, is_log=target not in RATIOS))
 
 
-def _percentile_90(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[math.ceil(0.9 * len(ordered)) - 1]
+def _is_figure(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
