@@ -37,7 +37,7 @@ _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings(Checked):
-    """What to examine.
+    """The parts to examine.
 
     usage: python -m farm.doctor [KEY=VALUE ...]
 

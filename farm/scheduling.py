@@ -1,4 +1,4 @@
-"""What the programs beside a scheduler share: the loop in which they ask the service, and their words.
+"""Parts that the programs beside a scheduler share: the loop in which they ask the service, and their words.
 
 Start reading at `keep_asking`. `farm.slurm`, `farm.sbatch` and `farm.kueue` are these programs.
 """

@@ -74,7 +74,7 @@ def space_within_limits(values: Mapping[str, Any]) -> Space:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialsSettings(Checked):
-    """What trials run on and how. `device` may still be `auto`; `choose_device` resolves it."""
+    """The devices of trials, and how they run. `device` may still be `auto`; `choose_device` resolves it."""
 
     device: DeviceChoice = group(
         "auto", "what trials run on; a device description means: simulate it", device_choice, DeviceKeys
@@ -89,13 +89,13 @@ class TrialsSettings(Checked):
 
     @property
     def trial_settings(self) -> TrialSettings:
-        """What a worker has to know of the trials."""
+        """The settings of trials that a worker needs."""
         return TrialSettings(window=self.window, telemetry=self.telemetry, kernels=self.kernels, **vars(self.trial))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSettings(TrialsSettings):
-    """What is sampled, and how."""
+    """The space that is sampled, and how."""
 
     arch: Space | None = added_group(space_within_limits)
     seed: int = key(0, "with the space, it decides every sampled configuration", "int >= 0")
@@ -192,7 +192,7 @@ class SubmitSettings(SampledSettings):
 
     @property
     def trial_settings(self) -> TrialSettings:
-        """What a worker has to know of the trials."""
+        """The settings of trials that a worker needs."""
         return dataclasses.replace(super().trial_settings, sharing=self.sharing)
 
     def identity(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class SlurmSettings(Checked):
 
 @dataclass(frozen=True)
 class DirectiveRow:
-    """What the plugin fills in: GPUs of a node, whether the job fits a GPU model, features of those, a comment."""
+    """The plugin's entries: GPUs of a node, whether the job fits a GPU model, features of those, a comment."""
 
     gpus: int
     fits: str

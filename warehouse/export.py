@@ -44,7 +44,7 @@ _LARGEST = 5  # files named where the data set is too large
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(Checked):
-    """What to export, and where to. Raises `UsageError` that names every bad key together.
+    """The rows to export, and the folder for them. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.export data=data/collect
       python -m warehouse.export out=/srv/set data=/srv/farm source=simulated families=[cnn,gpt] max_mb=100

@@ -1,4 +1,4 @@
-"""What all importers share: a file's rows, and their identity and columns in our tables.
+"""Parts that all importers share: a file's rows, and their identity and columns in our tables.
 
 Start reading at `ImportedFile`; `warehouse.ingest` lands one.
 """
@@ -78,7 +78,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _wide_cells() -> Iterator[None]:
-    """Let the csv module read cells as large as published files have."""
+    """Make the csv module read cells as large as published files have."""
     before = csv.field_size_limit(_CELL_CHARACTERS)
     try:
         yield

@@ -71,7 +71,7 @@ Progress = Callable[[str, int, int], None]  # (what is done, files done, files i
 
 @dataclass(frozen=True, kw_only=True)
 class IngestSettings(Checked):
-    r"""What to read. Raises `UsageError` for an unknown source, and for keys of another source.
+    r"""The source to read. Raises `UsageError` for an unknown source, and for keys of another source.
 
     source=dataset loads the runs that came with the project, with their telemetry and kernels; they stay
     `measured`.

@@ -64,7 +64,7 @@ _TOLD = ("citation", "creators", "url", "version")  # reported where missing
 
 @dataclass(frozen=True, kw_only=True)
 class PublishSettings(Checked):
-    """What to publish, and where to. Raises `UsageError` that names every bad key together.
+    """The rows to publish, and the folder for them. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.publish out=/srv/gpu-runs licence=CC-BY-4.0
       python -m warehouse.publish out=runs snapshot=2026-11-20 licence=CC-BY-4.0 "creators=[Ada Lovelace,'org:ACME']"

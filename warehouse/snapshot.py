@@ -345,7 +345,7 @@ def read_manifest(path: Path) -> Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSettings(Checked):
-    """Whether to take, list or verify. Raises `UsageError` for more than one of these.
+    """The action: take, list or verify. Raises `UsageError` for more than one of these.
 
       python -m warehouse.snapshot
       python -m warehouse.snapshot name=before-upgrade

@@ -46,7 +46,7 @@ class PlacementPolicy(Protocol):
         ...
 
     def may_join(self, kind: int) -> bool:
-        """Whether a job of this type can ever join others."""
+        """Return True if a job of this type can ever join others."""
         ...
 
 

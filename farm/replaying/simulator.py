@@ -41,7 +41,7 @@ class ClusterRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """What became of a trace. Sequences have one entry a job, NaN for jobs that never ran to their end.
+    """The outcome of a trace. Sequences have one entry a job, NaN for jobs that never ran to their end.
 
     makespan_s      from the first arrival until the last job's end
     waiting_s       of each job, from its arrival until the start of the run that it finished
@@ -181,7 +181,7 @@ class _Simulation:
         return False
 
     def _reserve(self, head: int) -> None:
-        """Let GPUs run empty for a head of the queue that has to have its own, or has waited for long."""
+        """Empty GPUs for a head of the queue that has to have its own, or has waited for long."""
         if self.reserved_for == head:
             return
         patient = self.now - self.trace.arrivals_s[head] < self.policy.patience_s

@@ -1,4 +1,4 @@
-"""What one process of the service answers, and what it asks of the traces. Start reading at `EstimationService`."""
+"""Answers of one process of the service, and its questions to the traces. Start reading at `EstimationService`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every request passes first: its id, its token, its size, its turn and its time; and what is recorded of it.
+"""The gate of every request: its id, its token, its size, its turn and its time; and its record.
 
 Start reading at `Gate`, an ASGI application around another. Work on a request ends when its client is gone.
 """

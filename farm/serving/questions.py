@@ -37,7 +37,7 @@ _DEEPEST_AT_ONCE = 128  # some 3 ms, in which the process answers nobody else by
 
 @dataclass(frozen=True)
 class Policy:
-    """What the operator allows. trust: modules whose models clients may name; scripts: whether scripts may run."""
+    """The operator's permissions. trust: modules whose models clients may name; scripts: whether scripts may run."""
 
     trust: tuple[str, ...] = ()
     scripts: bool = False
@@ -249,7 +249,7 @@ def _as_problem(pointer: str) -> Iterator[None]:
 
 
 class ServiceState:
-    """What answers depend on besides the question: the code, and the models in the data folder.
+    """The state that answers depend on besides the question: the code, and the models in the data folder.
 
     The names of the fitted models are read anew every few seconds.
     """

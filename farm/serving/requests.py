@@ -1,4 +1,4 @@
-"""What clients send: the bodies of requests, typed. Start reading at `JobFields`."""
+"""Clients' requests: their bodies, typed. Start reading at `JobFields`."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class AdmitGpu(_Body):
 
 
 class AdmitRequest(_Body):
-    """Whether a job may join the jobs of a GPU."""
+    """The question whether a job may join the jobs of a GPU."""
 
     job: AdmitJob
     gpu: AdmitGpu

@@ -210,7 +210,7 @@ def folders_opened(folders, act):
     ],
 )
 def test_listings_are_expanded_before_the_data_files(folder, connection, kind, sql):
-    """What makes compaction safe: a query that finds a listing finds its merged file too. Then it looks again."""
+    """The safety of compaction: a query that finds a listing finds its merged file too. Then it looks again."""
     listings, data = folder.listings(kind), folder.partition(kind, "cnn")
     opened = folders_opened([listings, data], lambda: connection.execute(sql.format(kind=kind)).fetchall())
     once = [listings, data, listings]

@@ -1,4 +1,4 @@
-"""What each page of the explorer shows. Start reading at `overview`; `render` turns a page's values into HTML."""
+"""The contents of each page of the explorer. Start reading at `overview`; `render` turns a page's values into HTML."""
 
 from __future__ import annotations
 

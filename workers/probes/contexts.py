@@ -1,4 +1,4 @@
-"""What a process takes of a GPU outside the allocator: its context, cuBLAS, cuDNN, a training step; lazy and eager.
+"""GPU memory of a process outside the allocator: its context, cuBLAS, cuDNN, a training step; lazy and eager.
 
 Start reading at `measure`. `numbers.csv` is what `python -m learn.calibrate measured=` reads.
 """

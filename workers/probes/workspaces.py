@@ -1,4 +1,4 @@
-"""What single layers take of the allocator beside their inputs and results, beside what `featurize` assumes of them.
+"""Workspaces of single layers in the allocator, beside those that `featurize` assumes.
 
 Start reading at `measure`; `CASES` are the layers.
 """
