@@ -1,4 +1,4 @@
-"""The state that a model and its loss keep from step to step, as far as Python shows it: compared before and after a step.
+"""State that a model and its loss keep over steps, as far as Python shows it: compared before and after a step.
 
 Start reading at `state_of`. Objects that do not show what they hold (generators, locks, files) cannot be compared.
 """

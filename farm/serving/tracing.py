@@ -28,7 +28,7 @@ _LARGEST_ANSWER = 4 * 2**20  # characters of JSON: answers are stored
 
 @dataclass(frozen=True)
 class TraceLimits:
-    """Limits of one trace, and the names that it may use. seconds, memory_bytes: of the child, with its own children."""
+    """Limits of one trace, and names that it may use. seconds, memory_bytes: of the child, with its own children."""
 
     data: str
     trust: tuple[str, ...]
