@@ -47,11 +47,6 @@ def keep_asking(
     return 0
 
 
-def needed_mib(done: Estimate) -> float:
-    """Return the memory in MiB that a job has to be given: its bound, where there is one."""
-    return done.upper_mib or done.peak_memory_mib
-
-
 def figures_of(done: Estimate) -> str:
     """Return an estimate's memory in words, such as `7,196 MiB, bound 8,664 MiB`."""
-    return f"{done.peak_memory_mib:,.0f} MiB, bound {needed_mib(done):,.0f} MiB"
+    return f"{done.peak_memory_mib:,.0f} MiB, bound {done.needed_mib:,.0f} MiB"

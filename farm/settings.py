@@ -173,7 +173,7 @@ class SubmitSettings(SampledSettings):
             if self.arch is not None:
                 yield "give +arch=FAMILY or arch=[A,B], not both"
             if not self.families or len(set(self.families)) < len(self.families):
-                yield "families must name some families, each once"
+                yield f"families must name some of these, each once: {', '.join(family_names())}"
         elif self.arch is None:
             yield f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}"
 

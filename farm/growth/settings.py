@@ -121,7 +121,7 @@ class GrowSettings(TrialsSettings):
         if self.n is None and self.hours is None:
             yield "give n=... (configurations) or hours=... (of measuring)"
         if self.families is not None and (not self.families or len(set(self.families)) < len(self.families)):
-            yield "families must name some families, each once"
+            yield f"families must name some of these, each once: {', '.join(family_names())}"
 
     @property
     def pairs(self) -> int | None:

@@ -261,8 +261,7 @@ class LayoutSearch:
             done = self._estimated(size, min(count, alike), way)
             memory: dict[str, Any] = {"peak_memory_mib": done.peak_memory_mib, "upper_mib": done.upper_mib}
             if not done.fits_device:
-                needed_mib = done.peak_memory_mib if done.upper_mib is None else done.upper_mib
-                row = PlanRow(**about, **memory, fits=False, why=f"takes {needed_mib:,.0f} MiB")
+                row = PlanRow(**about, **memory, fits=False, why=f"takes {done.needed_mib:,.0f} MiB")
                 self.estimates[row] = done
                 return row
             first = self._estimated(size, 1, way) if count > alike else done
