@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from conf.errors import UsageError
 from featurize import attention
@@ -21,7 +22,7 @@ from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DeviceSpec
 from featurize.float8 import PRICED, multiplies_8_bits, refuse_odd_tokens, require_8_bits
-from featurize.kept_state import undrawn
+from featurize.kept_state import State, undrawn
 from featurize.parallel.layout import Parallel
 from featurize.parallel.play_rank import played_rank, settings_of_ranks
 from featurize.parallel.rank import Rank
@@ -71,6 +72,7 @@ class Tracing:
         self._notes: dict[str, None] = {}
         self._compiled: dict[str, None] = {}
         self._heads = [0]
+        self._kept: State | None = None  # what the model and its loss keep, where that is known before the first step
 
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Build or copy the model on meta, with its training step. Raises what the model raises."""
@@ -192,19 +194,18 @@ class Tracing:
     def _with_targets(self, batches: Sequence[tuple[Inputs, Tensor | None]]) -> Sequence[tuple[Inputs, Tensor | None]]:
         """Return batches with targets: what suits the model's output, where none is given and the output holds no loss.
 
-        The model runs for that, without gradients and unrecorded. Raises `TraceAgain` where this changes what it keeps.
+        The model runs for that, and where its parameters are lazy, without gradients and unrecorded. Raises
+        `TraceAgain` where this changes what it keeps.
         """
         if self.targets is not None:
             return [(inputs, target) for (inputs, _), target in zip(batches, self.targets, strict=True)]
-        if not any(self._needs_target(*batch) for batch in batches):
-            return batches
         step = self._step
-        before = kept_by(step)
+        lazy = any(map(is_lazy, step.model.parameters()))  # the first forward pass makes them
+        if not lazy and not any(self._needs_target(*batch) for batch in batches):
+            return batches
+        before = self._kept = kept_by(step)
         with torch.no_grad(), undrawn(), self._recorder.watched():
-            made = [
-                (inputs, self._target_for(inputs) if self._needs_target(inputs, target) else target)
-                for inputs, target in batches
-            ]
+            made = [(inputs, self._tried(inputs, target)) for inputs, target in batches]
         if before is not None and not before.stays(kept_by(step)):
             raise TraceAgain(targets=[target for _, target in made])
         return made
@@ -214,12 +215,15 @@ class Tracing:
         labels = self.loss is None and isinstance(inputs, Mapping) and inputs.get("labels") is not None
         return target is None and not labels
 
-    def _target_for(self, inputs: Inputs) -> Tensor | None:
+    def _tried(self, inputs: Inputs, target: Tensor | None) -> Tensor | None:
+        """Run the model, and return the target: the given one, or one that suits the output."""
         recorder, step = self._recorder, self._step
         recorder.values.learn(step.model.buffers())
         recorder.values.learn(tensors_of(inputs), default=1)
         output = call(step.model, step.converted(inputs))
-        return None if self.loss is None and own_loss(output) is not None else targets_for(output, self.loss)
+        if not self._needs_target(inputs, target) or (self.loss is None and own_loss(output) is not None):
+            return target
+        return targets_for(output, self.loss)
 
     def _wrap(self, inputs: Inputs, target: Tensor | None) -> None:
         """Wrap the model as its job does, and note what exists before the first step."""
@@ -242,7 +246,7 @@ class Tracing:
         if len(of_shape) == 1:
             second = None
             if self.repeats:
-                second = SecondStep(recorder, step, self._in_a_loop, kept_by(step))
+                second = SecondStep(recorder, step, self._in_a_loop, self._kept or kept_by(step))
             self._second = second
             keeps = second is not None or self._rank.keeps_operators
             self._run_step(1, *of_shape[0], keep_operators=keeps)

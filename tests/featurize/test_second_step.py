@@ -287,6 +287,13 @@ def test_that_no_target_is_given_changes_nothing(model):
     require_same(traced(model, True), traced(model, True, target=None))
 
 
+def test_lazy_parameters_are_made_before_the_first_step():
+    def lazy():
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(5))
+
+    assert traced(lazy, True).parameters == traced(lazy, True, target=None).parameters == 3 * 64 * 5 + 5
+
+
 def test_what_the_first_step_makes_is_in_the_trace():
     for target in (TARGET, None):
         trace = traced(MakesMask, True, target=target)
