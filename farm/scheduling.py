@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
 
 
-def keep_asking(
-    look: Callable[[Client, threading.Event], None], *, server: str, once: bool, every_s: float
-) -> int:  # fmt: skip
+def keep_asking(look: Callable[[Client, threading.Event], None], *, server: str, once: bool, every_s: float) -> int:
     """Call `look` with a client of the service and the event that ends it, again and again until SIGTERM or Ctrl-C.
 
     Returns the exit code. Raises `EnvironmentProblem` with `once`, where `look` does; else it is printed.

@@ -164,8 +164,11 @@ class SubmitSettings(SampledSettings):
             given = [("families", self.families is not None), ("sharing", self.sharing != SHARING[0])]
             yield from (f"{name} goes with collocate=pairs" for name, present in given if present)
         else:
-            together = [("batch_sizes", self.batch_sizes is not None), ("parallel", self.parallel is not None),
-                        ("kernels.steps", self.kernels.steps > 0)]  # fmt: skip
+            together = [
+                ("batch_sizes", self.batch_sizes is not None),
+                ("parallel", self.parallel is not None),
+                ("kernels.steps", self.kernels.steps > 0),
+            ]
             yield from (f"{name} does not go with collocate" for name, present in together if present)
             if self.sharing == "mps" and self.device.backend == "cpu":
                 yield "sharing=mps is of NVIDIA GPUs; trials on the CPU share its cores"
@@ -199,9 +202,15 @@ class SubmitSettings(SampledSettings):
         """Return the submission's identity: everything that determines its runs, without n and priority."""
         # Left out where there are none: jobs from before the key keep their ids.
         pairs = {} if self.batch_sizes is None else {"batch_sizes": list(self.batch_sizes)}
-        space = self.space.to_mapping() if self.collocate is None else {
-            "together": SIZES[self.collocate], "pool": POOL, "spaces": [space.to_mapping() for space in self.spaces],
-        }  # fmt: skip
+        space = (
+            self.space.to_mapping()
+            if self.collocate is None
+            else {
+                "together": SIZES[self.collocate],
+                "pool": POOL,
+                "spaces": [space.to_mapping() for space in self.spaces],
+            }
+        )
         return {
             "space": space,
             "seed": self.seed,

@@ -14,9 +14,16 @@ import types
 
 from featurize.disk_cache import PACKAGES
 
-_INSTALLED = tuple({os.path.realpath(path) + os.sep for path in (
-    *site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
-)})  # fmt: skip
+_INSTALLED = tuple(
+    {
+        os.path.realpath(path) + os.sep
+        for path in (
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+            *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+        )
+    }
+)
 
 
 @functools.cache

@@ -25,12 +25,31 @@ from featurize.tensor_parts import plain_parts
 
 MOST_PARTS = 2_000_000  # of one state; a module has some 40
 _LARGEST = 2**16  # bytes of a tensor or array on the host up to which its values are compared
-_VALUES = frozenset({
-    bool, int, float, complex, str, bytes, range, types.NoneType, types.EllipsisType, types.NotImplementedType,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, types.ModuleType, types.CodeType,
-    types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
-    types.GetSetDescriptorType, types.MemberDescriptorType,
-})  # fmt: skip
+_VALUES = frozenset(
+    {
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        range,
+        types.NoneType,
+        types.EllipsisType,
+        types.NotImplementedType,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        types.ModuleType,
+        types.CodeType,
+        types.WrapperDescriptorType,
+        types.MethodDescriptorType,
+        types.ClassMethodDescriptorType,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+    }
+)
 _MAPPINGS = frozenset({dict, OrderedDict})
 _COLLECTIONS = frozenset({list, tuple, set, frozenset, deque, *_MAPPINGS})
 _OF_PYTHON = frozenset({"__annotations__", "__doc__", "__abstractmethods__", "_abc_impl"})

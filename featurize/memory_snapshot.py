@@ -97,28 +97,32 @@ class RecordingAllocator(CachingAllocator):
             blocks = []
             for piece in segment.blocks:
                 taken = by_address.get(piece.address) if piece.state != "inactive" else None
-                blocks.append({
-                    "address": piece.address,
-                    "size": piece.size,
-                    "requested_size": piece.requested,
-                    "state": "active_pending_free" if piece.address in retired and taken else piece.state,
-                    "frames": taken.shared["frames"] if taken is not None else [],
-                })  # fmt: skip
+                blocks.append(
+                    {
+                        "address": piece.address,
+                        "size": piece.size,
+                        "requested_size": piece.requested,
+                        "state": "active_pending_free" if piece.address in retired and taken else piece.state,
+                        "frames": taken.shared["frames"] if taken is not None else [],
+                    }
+                )
             active = [block for block in blocks if block["state"] != "inactive"]
-            segments.append({
-                "device": 0,
-                "address": segment.address,
-                "total_size": segment.size,
-                "allocated_size": sum(b["size"] for b in active if b["state"] == "active_allocated"),
-                "active_size": sum(b["size"] for b in active),
-                "requested_size": sum(b["requested_size"] for b in active),
-                "stream": segment.stream,
-                "segment_type": segment.pool,
-                "segment_pool_id": _POOL,
-                "is_expandable": segment.expandable,
-                "frames": [],
-                "blocks": blocks,
-            })  # fmt: skip
+            segments.append(
+                {
+                    "device": 0,
+                    "address": segment.address,
+                    "total_size": segment.size,
+                    "allocated_size": sum(b["size"] for b in active if b["state"] == "active_allocated"),
+                    "active_size": sum(b["size"] for b in active),
+                    "requested_size": sum(b["requested_size"] for b in active),
+                    "stream": segment.stream,
+                    "segment_type": segment.pool,
+                    "segment_pool_id": _POOL,
+                    "is_expandable": segment.expandable,
+                    "frames": [],
+                    "blocks": blocks,
+                }
+            )
         return {
             "segments": segments,
             "device_traces": [self._entries],
@@ -140,9 +144,16 @@ class RecordingAllocator(CachingAllocator):
         for seen in self.segment_events[self._segments_seen :]:
             place = {"device_free": self._free_bytes()} if seen.action == "oom" else {"addr": seen.address}
             self._entries.append(
-                {**shared, "action": seen.action, "size": seen.size, "stream": seen.stream, **place, **self._clock(),
-                 "category": _OF_SEGMENTS}
-            )  # fmt: skip
+                {
+                    **shared,
+                    "action": seen.action,
+                    "size": seen.size,
+                    "stream": seen.stream,
+                    **place,
+                    **self._clock(),
+                    "category": _OF_SEGMENTS,
+                }
+            )
         self._segments_seen = len(self.segment_events)
 
     def _enter(self, action: str, taken: _Taken) -> None:

@@ -58,9 +58,14 @@ def trace_config(
 
     def trace() -> StepTrace:
         return trace_step(
-            lambda: family.build(config), lambda on: family.batch(config, on), loss=loss_of(config), settings=config,
-            device=spec, training_loop=training_loop, parallel=config.layout,
-        )  # fmt: skip
+            lambda: family.build(config),
+            lambda on: family.batch(config, on),
+            loss=loss_of(config),
+            settings=config,
+            device=spec,
+            training_loop=training_loop,
+            parallel=config.layout,
+        )
 
     return trace_cache.traced(trace_cache.config_key(config, config.layout), spec, training_loop, trace)
 
@@ -125,16 +130,34 @@ def trace_step(
 
         def of_rank(number: int, every_pass: bool) -> StepTrace:
             return trace_step(
-                built, inputs, target, loss, device=spec, settings=settings, training_loop=training_loop,
-                batches=batches, parallel=parallel, rank=number, every_pass=every_pass,
-            )  # fmt: skip
+                built,
+                inputs,
+                target,
+                loss,
+                device=spec,
+                settings=settings,
+                training_loop=training_loop,
+                batches=batches,
+                parallel=parallel,
+                rank=number,
+                every_pass=every_pass,
+            )
 
         return trace_ranks(of_rank, parallel, rank)
     traced = functools.partial(
-        _traced, model, inputs=inputs, target=target, loss=loss, settings=settings, spec=spec,
-        training_loop=training_loop, batches=batches, parallel=parallel, rank=rank or 0,
+        _traced,
+        model,
+        inputs=inputs,
+        target=target,
+        loss=loss,
+        settings=settings,
+        spec=spec,
+        training_loop=training_loop,
+        batches=batches,
+        parallel=parallel,
+        rank=rank or 0,
         every_pass=every_pass is not False,
-    )  # fmt: skip
+    )
     had_compiler = "torch._dynamo" in sys.modules
     trace = traced()
     if not had_compiler and "torch._dynamo" in sys.modules:

@@ -143,7 +143,9 @@ def _to_disk(key: str, made: Traces) -> None:
     from featurize.stored_trace import trace_to_json
 
     if all(trace.pipeline is None and trace.mix is None for trace in made.values()):
-        keep({
-            f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(trace)}
-            for (kernels, loop), trace in made.items()
-        })  # fmt: skip
+        keep(
+            {
+                f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(trace)}
+                for (kernels, loop), trace in made.items()
+            }
+        )

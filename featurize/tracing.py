@@ -99,9 +99,11 @@ class Tracing:
         self._met_at = [self._order.index(shape) for shape in range(len(shapes))]
         heads = self._heads
         policy = as_on_cuda(
-            AUTOCAST_DTYPES.get(self._training.precision), self.spec.architecture.attention,
-            recorder.values.assume, attends=lambda width: heads.append(int(width)),
-        )  # fmt: skip
+            AUTOCAST_DTYPES.get(self._training.precision),
+            self.spec.architecture.attention,
+            recorder.values.assume,
+            attends=lambda width: heads.append(int(width)),
+        )
         self.doing = "the model cannot be traced: it fails"
         training = self._step.settings
         alone = self.parallel is None and not self._compiled and len(shapes) == training.accumulation == 1

@@ -128,9 +128,15 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
 
         def made() -> StepTrace:
             return trace_step(
-                build, None if job.batches else job.batch, loss=job.loss, device=spec, settings=job.settings,
-                training_loop=job.training_loop, batches=job.batches, parallel=job.parallel,
-            )  # fmt: skip
+                build,
+                None if job.batches else job.batch,
+                loss=job.loss,
+                device=spec,
+                settings=job.settings,
+                training_loop=job.training_loop,
+                batches=job.batches,
+                parallel=job.parallel,
+            )
 
         try:
             trace = trace_cache.traced(key, spec, job.training_loop, made, traces)
@@ -142,9 +148,12 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
 
 
 _OF_RANKS = {
-    "gathered parameters": GATHERED, "unreduced gradients": UNREDUCED, "communication buffers": COMMUNICATION,
-    "gradient buckets": BUCKET, "master weights": MASTER,
-}  # fmt: skip
+    "gathered parameters": GATHERED,
+    "unreduced gradients": UNREDUCED,
+    "communication buffers": COMMUNICATION,
+    "gradient buckets": BUCKET,
+    "master weights": MASTER,
+}
 
 
 def breakdown(
@@ -311,8 +320,11 @@ def _class(kind: type) -> Any:
     module = sys.modules.get(kind.__module__)
     path = getattr(module, "__file__", None)
     if not is_installed(module):
-        state = {name: part for name, part in vars(kind).items()
-                 if name not in _OF_PYTHON and not isinstance(part, _DESCRIPTORS)}  # fmt: skip
+        state = {
+            name: part
+            for name, part in vars(kind).items()
+            if name not in _OF_PYTHON and not isinstance(part, _DESCRIPTORS)
+        }
         return _told, (kind.__module__, kind.__qualname__), (kind.__bases__, _ordered(state))
     forward = getattr(kind, "forward", None)
     own = forward if isinstance(forward, types.FunctionType) else None
@@ -363,8 +375,11 @@ def _same(names: tuple[str, ...]) -> tuple[str, ...]:
 @functools.cache
 def _text_of(code: types.CodeType) -> str:
     constants = [
-        _text_of(one) if isinstance(one, types.CodeType)
-        else sorted(map(repr, one)) if isinstance(one, frozenset) else repr(one)
+        _text_of(one)
+        if isinstance(one, types.CodeType)
+        else sorted(map(repr, one))
+        if isinstance(one, frozenset)
+        else repr(one)
         for one in code.co_consts
-    ]  # fmt: skip
+    ]
     return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants))

@@ -161,9 +161,13 @@ def test_configs_become_code_names_only_where_the_user_speaks():
             if isinstance(node, ast.Call) and name_of(node.func) in granting:
                 callers.add(str(path.relative_to(ROOT)))
     assert callers == {
-        "featurize/own_code.py", "farm/model_check.py", "farm/sampling.py", "workers/trial.py",
-        "learn/commands/estimate.py", "learn/estimation/model_names.py",
-    }  # fmt: skip
+        "featurize/own_code.py",
+        "farm/model_check.py",
+        "farm/sampling.py",
+        "workers/trial.py",
+        "learn/commands/estimate.py",
+        "learn/estimation/model_names.py",
+    }
 
 
 @pytest.mark.parametrize(

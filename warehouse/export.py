@@ -173,8 +173,10 @@ def _runs(
         if settings.families is None or run["family"] in settings.families:
             runs[DatasetPart.of(run)].append((run["run_id"], public_row(run)))
     if not runs:
-        counts = {name: connection.execute(f"SELECT count(*) FROM runs WHERE {which}").fetchone()[0]
-                  for name, which in SOURCES.items()}  # fmt: skip
+        counts = {
+            name: connection.execute(f"SELECT count(*) FROM runs WHERE {which}").fetchone()[0]
+            for name, which in SOURCES.items()
+        }
         other_sources = ", ".join(f"source={name} has {count}" for name, count in counts.items() if count)
         raise UsageError(
             f"data holds no runs for source={settings.source}{' (on GPUs)' if settings.source == 'measured' else ''}; "

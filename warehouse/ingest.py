@@ -254,9 +254,7 @@ def _land_details(folder: DataFolder, source: str, rows: Sequence[ImportedRow], 
     return len(new)
 
 
-def _land_pairs(
-    folder: DataFolder, settings: IngestSettings, files: Sequence[ImportedFile]
-) -> Iterator[FileReport]:  # fmt: skip
+def _land_pairs(folder: DataFolder, settings: IngestSettings, files: Sequence[ImportedFile]) -> Iterator[FileReport]:
     """Land the files' pairs in `collocations`, once the runs have landed.
 
     Raises `UsageError` for pairs of jobs of which none has figures alone.

@@ -129,10 +129,16 @@ def run_comparison(
     job_id = next((where.job_id for where in run_sets if where.job_id is not None), None)
     caveat = MEASURED if "measured" in comparison.sources else SIMULATED
     return Result(
-        name=_name(sides, settings, job_id), before=sides[0], after=sides[1], comparison=comparison,
-        operators=operators, no_operators=no_operators, caveat=caveat,
-        folders=(run_sets[0].folder.root, run_sets[1].folder.root), job_id=job_id,
-    )  # fmt: skip
+        name=_name(sides, settings, job_id),
+        before=sides[0],
+        after=sides[1],
+        comparison=comparison,
+        operators=operators,
+        no_operators=no_operators,
+        caveat=caveat,
+        folders=(run_sets[0].folder.root, run_sets[1].folder.root),
+        job_id=job_id,
+    )
 
 
 def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:

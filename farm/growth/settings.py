@@ -22,9 +22,23 @@ CANARIES = ("compare", "accept", "skip")
 NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only where they are named
 # What decides a cycle and is written down with it; the other keys are of the command that works on it.
 WRITTEN = (
-    "n", "hours", "policy", "families", "space", "pool", "seed", "canaries", "limits", "learn", "device", "window",
-    "trial", "telemetry", "kernels", "collocate",
-)  # fmt: skip
+    "n",
+    "hours",
+    "policy",
+    "families",
+    "space",
+    "pool",
+    "seed",
+    "canaries",
+    "limits",
+    "learn",
+    "device",
+    "window",
+    "trial",
+    "telemetry",
+    "kernels",
+    "collocate",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,15 +252,22 @@ class _Simulation:
         over = makespan * self.rules.gpus
         return ReplayResult(
             makespan_s=makespan,
-            waiting_s=[_or_nan(end, began - came) for end, began, came in zip(
-                self.finished, self.began, trace.arrivals_s, strict=True)],
+            waiting_s=[
+                _or_nan(end, began - came)
+                for end, began, came in zip(self.finished, self.began, trace.arrivals_s, strict=True)
+            ],
             completion_s=[end - came for end, came in zip(self.finished, trace.arrivals_s, strict=True)],
-            slowdown=[(end - began) / alone for end, began, alone in zip(
-                self.finished, self.began, trace.durations_s, strict=True)],
-            crashes=self.crashes, failed=self.failed, collocated=self.collocated,
-            smact=self.active_s / over if over else 0.0, used=self.used_s / over if over else 0.0,
+            slowdown=[
+                (end - began) / alone
+                for end, began, alone in zip(self.finished, self.began, trace.durations_s, strict=True)
+            ],
+            crashes=self.crashes,
+            failed=self.failed,
+            collocated=self.collocated,
+            smact=self.active_s / over if over else 0.0,
+            used=self.used_s / over if over else 0.0,
             energy_j=self.rules.idle_w * over + (self.rules.limit_w - self.rules.idle_w) * self.active_s,
-        )  # fmt: skip
+        )
 
 
 def _or_nan(end: float, value: float) -> float:

@@ -129,9 +129,7 @@ def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], TrialConfi
     return {**job, "parallel": parallel}, config
 
 
-def _of_config(
-    request: JobFields, policy: Policy, parallel: str | None
-) -> tuple[dict[str, Any], TrialConfig | None]:  # fmt: skip
+def _of_config(request: JobFields, policy: Policy, parallel: str | None) -> tuple[dict[str, Any], TrialConfig | None]:
     from featurize.own_code import refusal
 
     assert request.config is not None
@@ -180,9 +178,11 @@ def _of_hf_config(request: JobFields) -> dict[str, Any]:
 def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
     if not policy.scripts:
         raise Problem(
-            403, "scripts-not-allowed", "This service takes no scripts; its operator can start it with scripts=true.",
+            403,
+            "scripts-not-allowed",
+            "This service takes no scripts; its operator can start it with scripts=true.",
             (("/script", "not allowed here"),),
-        )  # fmt: skip
+        )
     return {"script": request.script, "script_arguments": request.script_arguments}
 
 
@@ -197,9 +197,11 @@ def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingPro
         training = training_settings({**request.training, **quantized})
         Training(**training)
     return {
-        "inputs": request.inputs, "input_dtype": request.input_dtype, "batch_size": request.batch_size,
+        "inputs": request.inputs,
+        "input_dtype": request.input_dtype,
+        "batch_size": request.batch_size,
         "training": training,
-    }  # fmt: skip
+    }
 
 
 def _parallel(request: JobFields) -> str | None:

@@ -21,8 +21,14 @@ _CLEARLY = 1.1  # times the limit: what takes more does not fit with fewer shard
 _BEYOND_COMPUTED = 1.05  # times the samples a second of batches so far: what larger ones may reach
 # Parts of a peak that are there at any moment, with any batch.
 _OF_ANY_BATCH = (
-    "parameters", "master weights", "optimizer state", "gradient buckets", "context", "communication", "other users",
-)  # fmt: skip
+    "parameters",
+    "master weights",
+    "optimizer state",
+    "gradient buckets",
+    "context",
+    "communication",
+    "other users",
+)
 _AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: what is slower gets slower with more
 _ALIKE = 2  # micro-steps from which on a step takes no more memory, and each one as long as the one before
 _OF_EACH_RANK = 4  # micro-batches for each rank of a pipeline, where no global batch says how many there are
@@ -253,8 +259,11 @@ class LayoutSearch:
         if self._layout.pp > 1:  # all run in one schedule
             alike = count
         about: dict[str, Any] = {
-            "parallel": self._layout, "micro_batch": size, "accumulation": count, "checkpointing": way,
-        }  # fmt: skip
+            "parallel": self._layout,
+            "micro_batch": size,
+            "accumulation": count,
+            "checkpointing": way,
+        }
         if reason := reason or self._findings.outgrown_by(self._layout, size, count, way):
             return PlanRow(**about, fits=False, why=reason)
         try:

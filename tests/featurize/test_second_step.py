@@ -212,9 +212,21 @@ class GivesObject(Plain):
 
 
 KEEP = (
-    Counts, CountsInMapping, CountsInObject, CountsInClass, CountsInGlobal, CountsOnHost, CountsInBackward,
-    CountsInHook, Draws, Goes, Grows, KeepsOutput, Reads, MakesMask,
-)  # fmt: skip
+    Counts,
+    CountsInMapping,
+    CountsInObject,
+    CountsInClass,
+    CountsInGlobal,
+    CountsOnHost,
+    CountsInBackward,
+    CountsInHook,
+    Draws,
+    Goes,
+    Grows,
+    KeepsOutput,
+    Reads,
+    MakesMask,
+)
 
 
 def traced(model, training_loop, *, target=TARGET, loss=None, **settings):

@@ -60,8 +60,9 @@ def test_a_file_without_ids_or_of_other_types_is_damaged(folder):
     partition.mkdir()
     pq.write_table(pa.table({"x": [1]}), partition / "x.parquet")
     pq.write_table(pa.table({"run_id": ["a"], "smact": ["high"]}), partition / "y.parquet")
-    pq.write_table(pa.table({"run_id": ["a"], "steps": pa.array([1], pa.int32()), "later": [1]}),
-                   partition / "older.parquet")  # fmt: skip
+    pq.write_table(
+        pa.table({"run_id": ["a"], "steps": pa.array([1], pa.int32()), "later": [1]}), partition / "older.parquet"
+    )
     assert [(d.path.name, d.reason) for d in damaged_among(parquet_files(folder))] == [
         ("x.parquet", "it has no column run_id"),
         ("y.parquet", "smact is string, not double"),

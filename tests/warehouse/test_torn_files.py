@@ -321,10 +321,14 @@ def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monke
     monkeypatch.setattr("warehouse.damage.damaged_among", lambda *_args, **_options: pytest.fail("files are checked"))
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for sql in (
-            "SELECT nope FROM runs", "SELEC 1", "SELECT * FROM none", "SELECT run_id::INT FROM runs",
-            "SELECT strptime(run_id, '%Y') FROM runs", "SELECT error('x') FROM runs",
+            "SELECT nope FROM runs",
+            "SELEC 1",
+            "SELECT * FROM none",
+            "SELECT run_id::INT FROM runs",
+            "SELECT strptime(run_id, '%Y') FROM runs",
+            "SELECT error('x') FROM runs",
             "SELECT (task_index + 120)::TINYINT + 100::TINYINT FROM runs",
-        ):  # fmt: skip
+        ):
             with pytest.raises(duckdb.Error):
                 connection.execute(sql).fetchall()
 
